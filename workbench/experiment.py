@@ -1,0 +1,148 @@
+"""What to train, on what, for how long: one frozen value that every later step reads.
+
+An `Experiment` says nothing about devices; `wb.plan` and `wb.launch` add those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workbench import data as _data
+from workbench import models as _models
+from workbench.errors import InvalidExperiment, checked_keywords, suggestion
+
+PRECISIONS = ("auto", "fp32", "bf16")
+LR_SCHEDULES = ("linear", "cosine", "constant")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A model, its data, and the optimisation that joins them.
+
+    `model` is one of `wb.models.…` or any callable that returns an `nn.Module`; `data` is one of
+    `wb.data.…`, a map-style dataset whose items are dicts of tensors, or a callable that returns one.
+    The model must return its loss: as `.loss`, `["loss"]`, the first item of a tuple, or a scalar.
+
+    One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all
+    devices, however a plan divides them. Losses are means over the whole global batch, so that curves
+    do not depend on the plan.
+
+    Raises `InvalidExperiment` for values that can never train, before anything is computed.
+    """
+
+    model: Any
+    data: Any
+    steps: int = 1000
+    global_batch: int = 64
+    seq_len: int = 128
+    learning_rate: float = 1e-4
+    warmup_steps: int | None = None
+    """Linear warm-up from 0; `None` takes a tenth of `steps`."""
+    lr_schedule: str = "linear"
+    """Decay after the warm-up, to zero at `steps`: `linear`, `cosine`, or `constant`."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    """AdamW's; not applied to biases and normalisation weights (tensors of fewer than two dims)."""
+    clip_norm: float | None = 1.0
+    """Global norm over all parameters of all stages, each tied parameter once."""
+    precision: str = "auto"
+    """`fp32`, `bf16` (autocast over fp32 weights), or `auto`: bf16 on GPUs, fp32 on CPUs."""
+    compile: bool | None = None
+    """Compile each kind of block once with `torch.compile`; `None` does so on GPUs."""
+    seed: int = 0
+    log_every: int = 1
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; `None` keeps only the one written at the end (or when stopped)."""
+    name: str | None = None
+    tags: tuple[str, ...] = ()
+    project: str = "workbench"
+    """The Weights & Biases project that the run is tracked under."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", _models.as_model(self.model))
+        object.__setattr__(self, "data", _data.as_data(self.data))
+        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "tags", tuple(self.tags))
+        if self.name is None:
+            object.__setattr__(self, "name", self.model.name)
+        _require_positive(self)
+        _require_known("precision", self.precision, PRECISIONS)
+        _require_known("lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
+            raise InvalidExperiment(
+                f"warmup_steps={self.warmup_steps} lies outside the {self.steps} steps of the experiment. "
+                f"Choose 0 to {self.steps}, or None for a tenth.",
+                warmup_steps=self.warmup_steps,
+                steps=self.steps,
+            )
+        limit = self.model.max_positions
+        if limit is not None and self.seq_len > limit:
+            raise InvalidExperiment(
+                f"seq_len={self.seq_len} is longer than the {limit} positions of {self.model.name}. "
+                f"Shorten it to at most {limit}, or build the model with max_positions={self.seq_len}.",
+                seq_len=self.seq_len,
+                max_positions=limit,
+            )
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up, resolved."""
+        return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq_len
+
+    def replace(self, **changes: Any) -> Experiment:
+        """This experiment with some fields changed; a changed model renames it unless `name` is given."""
+        known = {f.name for f in dataclasses.fields(self)}
+        for word in changes:
+            if word not in known:
+                raise InvalidExperiment(
+                    f"Experiment has no parameter {word!r}. {suggestion(word, known)}", parameter=word
+                )
+        if "model" in changes and "name" not in changes and self.name == self.model.name:
+            changes["name"] = None
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """A description that a person can read and `from_json` can rebuild.
+
+        Callables and datasets of the user are described by name and source only: the objects
+        themselves travel to the workers in the run directory's `code/`, never through this.
+        """
+        value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        value["model"] = self.model.to_json()
+        value["data"] = self.data.to_json()
+        value["betas"], value["tags"] = list(self.betas), list(self.tags)
+        return value
+
+    @staticmethod
+    def from_json(
+        value: Mapping[str, Any], *, model: Callable[[], Any] | None = None, data: Any = None
+    ) -> Experiment:
+        """Rebuild; `model` and `data` supply the user's own callables where the JSON only names them."""
+        fields = dict(value)
+        fields["model"] = _models.from_json(fields["model"], factory=model)
+        fields["data"] = _data.from_json(fields["data"], dataset=data)
+        fields["betas"], fields["tags"] = tuple(fields["betas"]), tuple(fields["tags"])
+        return Experiment(**fields)
+
+
+def _require_positive(experiment: Experiment) -> None:
+    for name in ("steps", "global_batch", "seq_len", "log_every", "learning_rate", "checkpoint_every", "clip_norm"):
+        value = getattr(experiment, name)
+        if value is not None and not value > 0:
+            raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)
+
+
+def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidExperiment(f"{name}={value!r} is not one of the choices. {suggestion(value, known)}", value=value)
+
+
+Experiment.__init__ = checked_keywords(Experiment.__init__)  # type: ignore[method-assign]

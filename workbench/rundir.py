@@ -1,0 +1,157 @@
+"""The run directory: the only contract between a notebook, the launcher and the ranks.
+
+Everything a run leaves lies in one folder, readable without importing torch and without unpickling:
+
+    experiment.json      what was asked for
+    plan.json            how it was divided, with the prediction
+    environment.json     machine, versions, git state
+    code/                the user's own model or dataset (pickled for the workers; source beside it)
+    events.jsonl         one JSON object a line, appended as it happens; what live figures read
+    launcher.json        process ids with their start times
+    ranks/<rank>.json    process id, stage and device of each rank
+    logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
+    errors/<rank>.json   a dead rank's stage, exception and traceback
+    STOP                 asks the ranks to checkpoint and leave
+    checkpoints/step-<n>/
+    tracking/            Weights & Biases files
+
+Events are dicts with `type` and `time` (Unix seconds):
+
+    status      state: queued | starting | running | finished | stopped | failed; message
+    start       devices, world, parameters, flops_per_step, peak_flops (sum over devices, or None),
+                tokens_per_step, samples_per_step, resumed_from
+    phase       name, seconds        (capture, build, compile … of rank 0)
+    step        step (1-based), loss, learning_rate, grad_norm, step_ms, tokens, samples, flops (cumulative),
+                seconds (training time so far), tokens_per_s, mfu (or None)
+    memory      rank, stage, device, peak_bytes, reserved_bytes, limit_bytes
+    checkpoint  step, path, seconds
+    end         steps, seconds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STATES = ("queued", "starting", "running", "finished", "stopped", "failed")
+FINAL_STATES = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names of everything inside one run's directory."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+
+    @property
+    def experiment(self) -> Path:
+        return self.path / "experiment.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def launcher(self) -> Path:
+        return self.path / "launcher.json"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.path / "STOP"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tracking(self) -> Path:
+        return self.path / "tracking"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def rank(self, rank: int) -> Path:
+        return self.path / "ranks" / f"{rank}.json"
+
+    def log(self, rank: int | str) -> Path:
+        return self.logs / f"{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        return self.path / "errors" / f"{rank}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write so that a reader sees the old file or the new one, never half of either."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(value, indent=2) + "\n")
+    part.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def append_event(path: Path, type: str, **fields: Any) -> None:
+    """Append one event; a single `write` of a whole line, so that several writers may share the file."""
+    line = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+class EventTail:
+    """Reads events as they are appended; `read()` returns those that arrived since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read()
+        except FileNotFoundError:
+            return []
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(_parse(whole))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every complete event so far; a torn last line is left for the next reader."""
+    return EventTail(path).read()
+
+
+def _parse(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.splitlines():
+        if line.strip():
+            event: Mapping[str, Any] = json.loads(line)
+            yield dict(event)

@@ -1,0 +1,34 @@
+"""Human output: bytes as GiB, times as ms or minutes, counts as 2.46 B."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+def gib(num_bytes: float) -> str:
+    """`"36.7 GiB"`; small sizes in MiB or KiB."""
+    if abs(num_bytes) >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.1f} GiB"
+    if abs(num_bytes) >= 0.1 * MIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes / 1024:.1f} KiB"
+
+
+def count(number: float) -> str:
+    """`"2.46 B"`, `"340 M"`, `"30.5 k"`: three significant digits."""
+    for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(number) >= scale:
+            return f"{number / scale:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`"213 ms"`, `"4.2 s"`, `"8 min 05 s"`, `"3 h 12 min"`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
