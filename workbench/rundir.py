@@ -5,12 +5,14 @@ Everything a run leaves lies in one folder, readable without importing torch and
     experiment.json      what was asked for
     plan.json            how it was divided, with the prediction
     environment.json     machine, versions, git state
-    code/                the user's own model or dataset (pickled for the workers; source beside it)
+    code/                the user's own model or dataset: model.pkl, data.pkl for the workers; source beside them
+    tracking.json        what the worker gives Accelerate's `init_trackers`; absent when tracking is off
+    resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; what live figures read
-    launcher.json        process ids with their start times
-    ranks/<rank>.json    process id, stage and device of each rank
+    launcher.json        the supervisor's, the launcher's and the ranks' process ids with their start times
+    ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
-    errors/<rank>.json   a dead rank's stage, exception and traceback
+    errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
     STOP                 asks the ranks to checkpoint and leave
     checkpoints/step-<n>/
     tracking/            Weights & Biases files
@@ -26,6 +28,7 @@ Events are dicts with `type` and `time` (Unix seconds):
     memory      rank, stage, device, peak_bytes, reserved_bytes, limit_bytes
     checkpoint  step, path, seconds
     end         steps, seconds
+    tracking    state: syncing | synced | failed; message      (Weights & Biases, never the run itself)
 """
 
 from __future__ import annotations
@@ -38,8 +41,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 STATES = ("queued", "starting", "running", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
+_CLOCK_SLACK_S = 2.0  # start times are reckoned from the boot time, which moves when the clock is set
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,22 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def model_code(self) -> Path:
+        return self.code / "model.pkl"
+
+    @property
+    def data_code(self) -> Path:
+        return self.code / "data.pkl"
+
+    @property
+    def tracking_settings(self) -> Path:
+        return self.path / "tracking.json"
+
+    @property
+    def resume(self) -> Path:
+        return self.path / "resume.json"
+
+    @property
     def launcher(self) -> Path:
         return self.path / "launcher.json"
 
@@ -88,17 +110,25 @@ class RunDir:
         return self.path / "tracking"
 
     @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
     def rank(self, rank: int) -> Path:
-        return self.path / "ranks" / f"{rank}.json"
+        return self.ranks / f"{rank}.json"
 
     def log(self, rank: int | str) -> Path:
         return self.logs / f"{rank}.log"
 
     def error(self, rank: int) -> Path:
-        return self.path / "errors" / f"{rank}.json"
+        return self.errors / f"{rank}.json"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
@@ -114,6 +144,30 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def this_process() -> dict[str, Any]:
+    """`pid` and `created` of the calling process: together they name it for good, as a pid alone does not."""
+    return process_record(os.getpid())
+
+
+def process_record(pid: int) -> dict[str, Any]:
+    """`pid` and `created` (Unix seconds) of a process that runs now."""
+    return {"pid": pid, "created": psutil.Process(pid).create_time()}
+
+
+def process_alive(record: Mapping[str, Any] | None) -> bool:
+    """Whether the very process of that record still runs (a zombie does not)."""
+    if record is None:
+        return False
+    try:
+        process = psutil.Process(record["pid"])
+        same = abs(process.create_time() - record["created"]) < _CLOCK_SLACK_S
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
 
 
 def append_event(path: Path, type: str, **fields: Any) -> None:
