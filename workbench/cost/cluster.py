@@ -1,0 +1,164 @@
+"""The hardware that a plan is made for: devices and the links between them, as plain values.
+
+`Cluster.of("h200", gpus=256)` describes a machine that need not exist here; `Cluster.here()` looks.
+No torch until `here` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
+from workbench.units import gib
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What fraction of a data sheet's figures training kernels reach, and what they cost besides.
+
+    Fitted per device (docs/cost.md says against which runs); the defaults are those of an unknown GPU.
+    """
+
+    gemm: float = 0.75
+    """Share of peak FLOP/s that a large matrix product reaches."""
+    gemm_half_flops: float = 2e9
+    """A product of this many FLOPs reaches half of `gemm`: share = gemm * f / (f + half)."""
+    attention_forward: float = 0.45
+    """Share of peak that the fused attention kernel reaches (FlashAttention-2, arXiv:2307.08691, fig. 4)."""
+    attention_backward: float = 0.35
+    bandwidth: float = 0.85
+    """Share of the memory bandwidth that streaming kernels reach."""
+    launch_s: float = 6e-6
+    """Least time between two kernels when each operation is launched from Python."""
+    compiled_launch_s: float = 2.5e-6
+    """The same for kernels inside one compiled block."""
+    block_s: float = 60e-6
+    """Python around one call of a block: hooks, autograd nodes, guards."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. `peak_flops` maps a precision (`fp32`, `bf16`) to dense FLOP/s."""
+
+    name: str
+    kind: str
+    """`cuda` or `cpu`, as torch names device types."""
+    memory_bytes: int
+    """What one process can allocate on an otherwise idle device."""
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    """Bytes per second, read plus written."""
+    reserved_bytes: int = 0
+    """Outside the allocator: CUDA context, libraries' work areas, NCCL's channels."""
+    efficiency: Efficiency = Efficiency()
+
+    def peak(self, precision: str) -> float:
+        """Dense FLOP/s at `precision`; a device without bf16 units computes it at its fp32 rate."""
+        return self.peak_flops.get(precision, self.peak_flops["fp32"])
+
+    @property
+    def usable_bytes(self) -> int:
+        """What tensors can fill: memory less what libraries take and what fragmentation wastes."""
+        return int((self.memory_bytes - self.reserved_bytes) * (1 - FRAGMENTATION))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "peak_flops": dict(self.peak_flops)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Device:
+        return Device(**{**value, "efficiency": Efficiency(**value["efficiency"])})
+
+
+FRAGMENTATION = 0.04
+"""Share of a device that the caching allocator cannot hand out: reserved over allocated bytes, less one."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins devices: `bandwidth` in bytes/s per device and direction, as a collective reaches it."""
+
+    bandwidth: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in nodes: `intra` joins those of one node, `inter` joins nodes (per device)."""
+
+    device: Device
+    gpus: int
+    """Devices in all; processes, where the device is a CPU."""
+    gpus_per_node: int
+    intra: Link
+    inter: Link
+
+    def __post_init__(self) -> None:
+        for name, word in (("gpus", "devices"), ("gpus_per_node", "devices per node")):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise PlanInfeasible(
+                    f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
+                    f'as in Cluster.of("h200", gpus=4), or use Cluster.here() for this machine.',
+                    gpus=value,
+                )
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+    def link(self, span: int) -> Link:
+        """The slowest link inside a group of devices whose ranks span `span` consecutive devices."""
+        return self.intra if span <= self.gpus_per_node else self.inter
+
+    def describe(self) -> str:
+        """`"4 × H200"`, `"256 × H200 in 32 nodes"`."""
+        nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.gpus} × {self.device.name}{nodes}"
+
+    def __repr__(self) -> str:
+        return f"Cluster({self.describe()}, {gib(self.device.memory_bytes)} each)"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "device": self.device.to_json()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Cluster:
+        links = {name: Link(**value[name]) for name in ("intra", "inter")}
+        return Cluster(**{**value, "device": Device.from_json(value["device"]), **links})
+
+    @staticmethod
+    def of(name: str, gpus: int = 8, nodes: int | None = None) -> Cluster:
+        """`gpus` devices of a known kind, over `nodes` nodes (as few as hold them, if not given).
+
+        Raises `UnknownParameter` for a device that the hardware table lacks, `PlanInfeasible` for
+        counts that make no cluster.
+        """
+        from workbench.cost.hardware import NODES
+
+        key = name.lower().replace("_", "-").replace(" ", "-")
+        if key not in NODES:
+            raise UnknownParameter(
+                f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}", device=name
+            )
+        device, largest, intra, inter = NODES[key]
+        if isinstance(gpus, int) and gpus > 0 and nodes is not None and (nodes < 1 or gpus % nodes):
+            raise PlanInfeasible(
+                f"{gpus} GPUs cannot be divided evenly over {nodes} nodes. "
+                f"Choose a node count that divides {gpus}, or leave nodes out.",
+                gpus=gpus,
+                nodes=nodes,
+            )
+        per_node = min(largest, gpus) if nodes is None else gpus // nodes
+        return Cluster(device, gpus, per_node, intra, inter)
+
+    @staticmethod
+    def here(processes: int | None = None) -> Cluster:
+        """The CUDA GPUs of this machine; without any, `processes` (2) CPU processes, measured once.
+
+        Raises `PlanInfeasible` when `processes` exceeds the GPUs there are.
+        """
+        from workbench.cost.detect import detect
+
+        return detect(processes)
