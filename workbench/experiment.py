@@ -122,9 +122,7 @@ class Experiment:
         return value
 
     @staticmethod
-    def from_json(
-        value: Mapping[str, Any], *, model: Callable[[], Any] | None = None, data: Any = None
-    ) -> Experiment:
+    def from_json(value: Mapping[str, Any], *, model: Callable[[], Any] | None = None, data: Any = None) -> Experiment:
         """Rebuild; `model` and `data` supply the user's own callables where the JSON only names them."""
         fields = dict(value)
         fields["model"] = _models.from_json(fields["model"], factory=model)

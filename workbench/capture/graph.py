@@ -77,6 +77,8 @@ class Graph:
     label_counts: tuple[LabelCount, ...]
     frozen: frozenset[str] = frozenset()
     """Parameters with `requires_grad=False`."""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """Unnamed tensors that forward made from Python numbers; empty of values on the meta device."""
 
     @property
     def parameter_count(self) -> int:

@@ -1,0 +1,159 @@
+"""Where one block ends and the next begins: repeated modules, and the runs of operations between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from workbench.capture.dataflow import Dataflow, storage_of
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Atom:
+    """Consecutive live nodes of the exported graph that will become one block."""
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+
+
+def layer_paths(model: nn.Module) -> frozenset[str]:
+    """Paths of the layers: members of the outermost lists (`ModuleList`, `Sequential`) of two modules or more.
+
+    A member whose parameters lie mostly in a list of composite modules (a stage of Swin or of a ResNet, itself a list
+    of layers) is opened instead: its own members are the layers.
+    """
+    found: set[str] = set()
+    _visit(model, "", found)
+    return frozenset(found)
+
+
+def _visit(module: nn.Module, path: str, found: set[str]) -> None:
+    children = dict(module.named_children())
+    is_list = isinstance(module, _LISTS) and len(children) >= 2
+    for name, child in children.items():
+        child_path = f"{path}.{name}" if path else name
+        if is_list and not _holds_layers(child):
+            found.add(child_path)
+        else:
+            _visit(child, child_path, found)
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    """Whether more than half of the parameters belong to a list of at least two composite modules below."""
+    total = _size(module)
+    return any(
+        isinstance(inner, _LISTS)
+        and sum(1 for member in inner.children() if any(True for _ in member.children())) >= 2
+        and 2 * _size(inner) > total
+        for inner in module.modules()
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _owner(node: fx.Node, layers: frozenset[str]) -> tuple[str, str] | None:
+    """(path, call) of the layer that a node was traced in; the call tells repeated uses of one module apart."""
+    for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        if path.partition("@")[0] in layers:
+            return path.partition("@")[0], call
+    return None
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    return next(reversed(stack.values()))[0].partition("@")[0] if stack else ""
+
+
+def atoms(flow: Dataflow, layers: frozenset[str]) -> tuple[Atom, ...]:
+    """The live, not-free nodes in order, cut where the layer changes.
+
+    Operations between two layers that touch no parameter belong to the layer before them; those that do (an
+    embedding, a head, a norm between stages) form an atom of their own. Cuts that an in-place write reaches
+    across are removed by joining the atoms.
+    """
+    nodes = [n for n in flow.order if n in flow.live and n not in flow.free and n.op == "call_function"]
+    runs: list[tuple[tuple[str, str] | None, list[fx.Node]]] = []
+    for node in nodes:
+        key = _owner(node, layers)
+        if runs and (runs[-1][0] == key or _must_follow(node, runs[-1][1])):
+            runs[-1][1].append(node)
+        else:
+            runs.append((key, [node]))
+    grouped = _absorb_glue(runs, flow)
+    joined = _join_across_writes([found for _, found in grouped], flow)
+    names = {id(found[0]): key[0] for key, found in grouped if key}
+    return tuple(Atom(names.get(id(found[0])) or _common_path(found, flow), tuple(found)) for found in joined)
+
+
+def _must_follow(node: fx.Node, run: Iterable[fx.Node]) -> bool:
+    """`getitem` of a multi-output operation stays with it: tuples never cross a cut."""
+    return "getitem" in str(node.target) and any(source in set(run) for source in node.all_input_nodes)
+
+
+def _absorb_glue(
+    runs: list[tuple[tuple[str, str] | None, list[fx.Node]]], flow: Dataflow
+) -> list[tuple[tuple[str, str] | None, list[fx.Node]]]:
+    grouped: list[tuple[tuple[str, str] | None, list[fx.Node]]] = []
+    for key, found in runs:
+        touches = any(source in flow.tensors for node in found for source in node.all_input_nodes)
+        if key is None and not touches and grouped:
+            grouped[-1][1].extend(found)
+        elif grouped and key is not None and grouped[-1][0] == key:
+            grouped[-1][1].extend(found)
+        else:
+            grouped.append((key, list(found)))
+    return grouped
+
+
+def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow) -> list[list[fx.Node]]:
+    """Merge neighbours wherever a value that would cross the cut is written to in place after it."""
+    at = {node: index for index, group in enumerate(groups) for node in group}
+    barred: set[int] = set()
+    for owner, writers in flow.writers.items():
+        if owner.op == "get_attr":
+            continue
+        last = max((at[w] for w in writers if w in at), default=0)
+        first = min((at[n] for n in at if storage_of(n) is owner), default=last)
+        barred.update(range(first + 1, last + 1))
+    joined: list[list[fx.Node]] = []
+    for index, group in enumerate(groups):
+        if joined and index in barred:
+            joined[-1].extend(group)
+        else:
+            joined.append(list(group))
+    return joined
+
+
+def _common_path(nodes: Iterable[fx.Node], flow: Dataflow) -> str:
+    """The deepest module that holds every node that reads a parameter, or `first … last` of the outermost ones."""
+    readers = [n for n in nodes if any(source in flow.tensors for source in n.all_input_nodes)]
+    paths = list(dict.fromkeys(path for node in readers or nodes if (path := _module_path(node))))
+    if not paths:
+        return "loss"
+    parts = [path.split(".") for path in paths]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    if shared:
+        return ".".join(shared)
+    return f"{paths[0]} … {paths[-1]}"
+
+
+def parameter_names(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
+    """(id of each parameter or buffer -> canonical name, canonical name -> its other names)."""
+    canonical: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        first = canonical.setdefault(id(tensor), name)
+        if first != name:
+            aliases.setdefault(first, []).append(name)
+    return canonical, {name: tuple(others) for name, others in aliases.items()}

@@ -1,0 +1,87 @@
+"""`capture`: the one function of this room. See `docs/capture.md`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx, nn
+
+from workbench.capture.atoms import atoms, layer_paths, parameter_names
+from workbench.capture.dataflow import analyse
+from workbench.capture.export import export
+from workbench.capture.graph import Block, Graph, spec_of
+from workbench.capture.lift import Lifter
+from workbench.capture.losses import label_count, mean_losses
+from workbench.errors import CaptureError
+from workbench.tensors import TensorSpec
+
+
+def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
+    """The model without its weights, in train mode; on the CPU where a constructor needs real numbers."""
+    try:
+        with torch.device("meta"):
+            return factory().train()
+    except (NotImplementedError, RuntimeError):
+        return factory().train()
+
+
+def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
+    """Digest of the parameters' names and shapes and the batch's fields, micro-batch size aside.
+
+    Cheap (no export): a plan carries it, so that a plan made for another model is refused at once.
+    """
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    lines += [f"{name} {spec.shape[1:]} {spec.dtype}" for name, spec in batch.items()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | None = None) -> Graph:
+    """Capture `model(**batch)` as a graph of blocks.
+
+    `batch` gives each keyword argument's shape *with* the leading micro-batch dim. The model is exported as it is
+    (train mode, its own dropout), on whatever device its parameters live; nothing is computed.
+
+    Raises `CaptureError` with the line of the model's code that stops it.
+    """
+    name = name or type(model).__name__
+    if not batch:
+        raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
+    exported = export(model, batch, name)
+    flow = analyse(exported.module, exported.loss)
+    names, ties = parameter_names(model)
+    losses = mean_losses(flow)
+    found = atoms(flow, layer_paths(model))
+    home = {node: index for index, atom in enumerate(found) for node in atom.nodes}
+    lifter = Lifter(exported.module, flow, exported.loss, names, losses)
+    blocks = tuple(lifter.lift(index, atom, home) for index, atom in enumerate(found))
+    parameters = {key: spec_of(key, p) for key, p in model.named_parameters()}
+    used = {parameter for block in blocks for parameter in block.parameters}
+    if not used & {key for key, p in model.named_parameters() if p.requires_grad}:
+        raise CaptureError(
+            f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True and compute "
+            f"the loss outside torch.no_grad().",
+            model=name,
+        )
+    buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *lifter.constants.items()]}
+    return Graph(
+        model=name,
+        signature=signature(model, batch),
+        micro_batch=next(iter(batch.values())).shape[0],
+        blocks=blocks,
+        batch=dict(batch),
+        values=_values(blocks, home),
+        parameters={key: spec for key, spec in parameters.items() if key in used},
+        buffers=buffers,
+        ties={key: others for key, others in ties.items() if key in used},
+        loss=exported.loss.name,
+        label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
+        frozen=frozenset(key for key, p in model.named_parameters() if not p.requires_grad),
+        constants=dict(lifter.constants),
+    )
+
+
+def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int]) -> dict[str, TensorSpec]:
+    nodes = {node.name: node for node in home}
+    return {value: spec_of(value, nodes[value].meta["val"]) for block in blocks for value in block.sends}
