@@ -1,0 +1,160 @@
+"""`CustomModel`: any callable of the user's that returns an `nn.Module`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import InvalidExperiment
+from workbench.models._named import Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class CustomModel:
+    """A callable that builds the model, so that every rank can: a function, class, partial or lambda."""
+
+    factory: Callable[[], Any] | None = field(repr=False)
+    """`None` where the model was only read from a run's description."""
+    name: str = ""
+    """Taken from the callable unless given."""
+    source: str | None = field(default=None, repr=False, compare=False)
+    """The callable's code, where Python can find it."""
+
+    def __post_init__(self) -> None:
+        if self.factory is None:
+            return
+        if not self.name:
+            object.__setattr__(self, "name", _name_of(self.factory))
+        if self.source is None:
+            object.__setattr__(self, "source", _source_of(self.factory))
+
+    @property
+    def objective(self) -> None:
+        """Unknown: give the corpus an `objective`, or bring your own dataset."""
+        return None
+
+    @property
+    def vocab_size(self) -> None:
+        return None
+
+    @property
+    def max_positions(self) -> None:
+        return None
+
+    @property
+    def is_custom(self) -> bool:
+        return True
+
+    def build(self) -> nn.Module:
+        """Call the factory; the module comes in train mode, on the ambient device.
+
+        Raises `InvalidExperiment` when the factory raises (with its line) or returns anything else.
+        """
+        if self.factory is None:
+            raise InvalidExperiment(
+                f"Only the description of {self.name} is here, not the callable that builds it. "
+                "Pass it: Experiment.from_json(…, model=build_my_net).",
+                model=self.name,
+            )
+        from torch import nn
+
+        try:
+            module = self.factory()
+        except Exception as error:
+            raise InvalidExperiment(
+                f"{self.name}() raised {type(error).__name__}: {error}{_place(error)}. "
+                "Call it by itself until it returns the model.",
+                model=self.name,
+                error=str(error),
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise InvalidExperiment(
+                f"{self.name}() returned {_described(module)} instead of an nn.Module. Return the model itself.",
+                model=self.name,
+                returned=type(module).__name__,
+            )
+        return module.train()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "custom", "name": self.name, "source": self.source}
+
+
+def as_model(value: Any) -> Model | CustomModel:
+    """`value` itself if it is one of `wb.models.…`, or the user's callable wrapped in a `CustomModel`.
+
+    Raises `InvalidExperiment` for what cannot build a model on another rank.
+    """
+    if isinstance(value, Model | CustomModel):
+        return value
+    if _is_module(value):
+        raise InvalidExperiment(
+            f"The model is an instance of {type(value).__name__}, but every rank must build its own. "
+            f"Pass a callable that builds it: model=lambda: {type(value).__name__}(…).",
+            model=type(value).__name__,
+        )
+    if not callable(value):
+        raise InvalidExperiment(
+            f"The model is {_described(value)}. Pass one of wb.models.…, or a callable that builds it "
+            "and returns an nn.Module, so that every rank can.",
+            model=repr(value)[:200],
+        )
+    _require_no_arguments(value)
+    return CustomModel(value)
+
+
+def _require_no_arguments(factory: Callable[..., Any]) -> None:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # built-ins without a signature: `build` will tell
+        return
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if required:
+        name = _name_of(factory)
+        raise InvalidExperiment(
+            f"{name} needs {', '.join(required)}, but a model is built without arguments. "
+            f"Bind them: functools.partial({name}, {required[0]}=…).",
+            model=name,
+            required=tuple(required),
+        )
+
+
+def _is_module(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # a module cannot exist before torch was imported
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def _innermost(factory: Callable[..., Any]) -> Any:
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return factory
+
+
+def _name_of(factory: Callable[..., Any]) -> str:
+    inner = _innermost(factory)
+    name = getattr(inner, "__name__", None) or type(inner).__name__
+    return "model" if name == "<lambda>" else str(name)
+
+
+def _source_of(factory: Callable[..., Any]) -> str | None:
+    try:
+        return inspect.getsource(_innermost(factory))
+    except (OSError, TypeError):
+        return None
+
+
+def _place(error: BaseException) -> str:
+    """`" (net.py, line 12)"`: the innermost line of the user's, or nothing."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
+    return f" ({frames[-1].filename.rsplit('/', 1)[-1]}, line {frames[-1].lineno})" if frames else ""
+
+
+def _described(value: Any) -> str:
+    return f"the string {value!r}" if isinstance(value, str) else f"a {type(value).__name__}"
