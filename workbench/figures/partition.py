@@ -1,0 +1,276 @@
+"""How a plan divides a model: blocks coloured by stage, and the memory of a device of each stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.figures import theme
+from workbench.planning.plan import Memory, Plan, Stage
+from workbench.units import GIB, count, duration, gib
+
+BLOCKS_PER_ROW = 64
+"""More than these in one stage and its blocks wrap into several rows."""
+
+MEMORY_LABELS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimiser",
+    "activations": "activations",
+    "workspace": "workspace",
+}
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """What is known of one block beyond its name; `ms` is forward and backward of one micro-batch."""
+
+    parameters: int | None = None
+    ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One block as a rectangle: `row` counts from the top, `start` and `width` in ms."""
+
+    index: int
+    row: int
+    start: float
+    width: float
+
+
+def partition(plan: Plan, blocks: Sequence[BlockView] | None = None) -> go.Figure:
+    """The model's blocks in a row per stage, as long as the stage's time, with a device's memory beside it.
+
+    A stage whose row is longer than the others holds the pipeline up. Blocks within a stage are drawn
+    equally wide unless `blocks` says what each of them takes (one `BlockView` for every block of the
+    plan). Memory is the predicted peak of one device of the stage, by kind, against the device's memory
+    or the limit that the user gave.
+    """
+    rows = rows_per_stage(plan)
+    figure = make_subplots(rows=1, cols=2, column_widths=[0.62, 0.38], horizontal_spacing=0.03, shared_yaxes=True)
+    add_partition(figure, plan, blocks, row=1, col=1)
+    add_memory(figure, plan, row=1, col=2)
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=partition_height(len(plan.stages), rows) + 150,
+        title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
+        margin={"t": 96, "b": 92, "r": 24},
+        **memory_legend(-60),
+    )
+    return figure
+
+
+def memory_legend(below_px: int) -> dict[str, object]:
+    """Layout of the legend of memory kinds, a row under the axes."""
+    return {
+        "legend": {
+            "orientation": "h",
+            "x": 1,
+            "xanchor": "right",
+            "y": 0,
+            "yanchor": "top",
+            "yref": "container",
+            "traceorder": "normal",
+        },
+        "barmode": "stack",
+        "bargap": 0.0,
+    }
+
+
+def rows_per_stage(plan: Plan) -> int:
+    most = max(stage.end_block - stage.first_block for stage in plan.stages)
+    return math.ceil(most / BLOCKS_PER_ROW)
+
+
+def partition_height(num_stages: int, rows: int) -> int:
+    """Pixels of the plot area: lanes of 44 px, thinner where there are many, a little taller where they wrap."""
+    lane = max(22, min(44, 480 // num_stages)) if rows == 1 else 26 * rows
+    return max(60, lane * num_stages)
+
+
+def cells(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[Cell]:
+    """The stage's blocks laid out left to right, wrapped into `rows` rows of equal numbers."""
+    indices = range(stage.first_block, stage.end_block)
+    stage_ms = stage.forward_ms + stage.backward_ms
+    known = [blocks[i].ms for i in indices] if blocks is not None else [None]
+    total = sum(ms or 0.0 for ms in known)
+    widths = [
+        stage_ms * (blocks[i].ms or 0.0) / total if blocks is not None and total > 0 else stage_ms / len(indices)
+        for i in indices
+    ]
+    per_row = math.ceil(len(indices) / rows)
+    laid: list[Cell] = []
+    start = 0.0
+    for position, (index, width) in enumerate(zip(indices, widths, strict=True)):
+        if position % per_row == 0:
+            start = 0.0
+        laid.append(Cell(index, position // per_row, start, width))
+        start += width
+    return laid
+
+
+def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | None, *, row: int, col: int) -> None:
+    """Draw the stages' lanes into one subplot."""
+    rows = rows_per_stage(plan)
+    for stage in plan.stages:
+        figure.add_trace(_stage_trace(plan, stage, blocks, rows), row=row, col=col)
+    longest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
+    figure.update_xaxes(
+        title_text="forward + backward of one micro-batch (ms)" if rows == 1 else "blocks of each stage, wrapped",
+        showticklabels=rows == 1,
+        range=[0, longest * 1.01],
+        row=row,
+        col=col,
+    )
+    figure.update_yaxes(
+        tickmode="array",
+        tickvals=[stage.index for stage in plan.stages],
+        ticktext=[_lane_label(plan, stage) for stage in plan.stages],
+        range=[len(plan.stages) - 0.5, -0.5],
+        showgrid=False,
+        row=row,
+        col=col,
+    )
+
+
+def _lane_label(plan: Plan, stage: Stage) -> str:
+    num_blocks = stage.end_block - stage.first_block
+    replicas = f" × {plan.data * plan.tensor}" if plan.data * plan.tensor > 1 else ""
+    facts = f"{num_blocks} block{'s' * (num_blocks > 1)} · {count(stage.parameters)}"
+    separator = "<br>" if len(plan.stages) <= 10 else " "
+    return f"<b>stage {stage.index}</b>{replicas}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
+
+
+def _stage_trace(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> go.Bar:
+    laid = cells(plan, stage, blocks, rows)
+    lane = 0.86
+    thick = lane / rows
+    color = theme.series_color(stage.index)
+    shades = [theme.pale(color, 0.18 if cell.index % 2 else 0.0) for cell in laid]
+    top = stage.index - lane / 2
+    return go.Bar(
+        orientation="h",
+        x=[cell.width for cell in laid],
+        base=[cell.start for cell in laid],
+        y=[top + thick * (cell.row + 0.5) for cell in laid],
+        width=[thick * (0.96 if rows == 1 else 0.9)] * len(laid),
+        marker={"color": shades, "line": {"color": "white", "width": 1 if len(laid) <= BLOCKS_PER_ROW * rows else 0}},
+        text=[_short_name(plan.block_names[cell.index], cell.index) for cell in laid],
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        textfont={"color": [theme.ink_on(shade) for shade in shades], "size": 10},
+        hovertext=[_block_hover(plan, stage, cell.index, blocks) for cell in laid],
+        hoverinfo="text",
+        name=f"stage {stage.index}",
+        showlegend=False,
+        meta="blocks",
+    )
+
+
+def _short_name(name: str, index: int) -> str:
+    """The layer's number where the module path holds one (`bert.encoder.layer.12` → `12`), else its last word."""
+    for part in reversed(name.split(" … ")[0].split(".")):
+        if part.isdigit():
+            return part
+    return theme.text(name.split(" … ")[0].rsplit(".", 1)[-1] or str(index))
+
+
+def _block_hover(plan: Plan, stage: Stage, index: int, blocks: Sequence[BlockView] | None) -> str:
+    lines = [f"<b>{theme.text(plan.block_names[index])}</b>", f"block {index} · stage {stage.index}"]
+    view = blocks[index] if blocks is not None else BlockView()
+    if view.parameters is not None:
+        lines.append(f"{count(view.parameters)} parameters")
+    if view.ms is not None:
+        lines.append(f"{duration(view.ms / 1e3)} forward + backward")
+    lines.append(
+        f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
+        f"{duration(stage.backward_ms / 1e3)} backward"
+    )
+    if stage.recompute:
+        lines.append("activation checkpointing")
+    if stage.index < len(plan.stages) - 1:
+        lines.append(f"sends {gib(stage.send_bytes)} a micro-batch to stage {stage.index + 1}")
+    return "<br>".join(lines)
+
+
+def limit_of(plan: Plan) -> tuple[int, str]:
+    """What a device may use, and what to call it."""
+    device_bytes = int(plan.cluster.device.memory_bytes)
+    if plan.memory_limit_bytes is not None and plan.memory_limit_bytes < device_bytes:
+        return plan.memory_limit_bytes, f"your limit {gib(plan.memory_limit_bytes)}"
+    return device_bytes, f"device {gib(device_bytes)}"
+
+
+def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
+    """Draw the memory of one device of each stage, stacked by kind, against its limit, into one subplot."""
+    indices = [stage.index for stage in plan.stages]
+    for kind in (item.name for item in fields(Memory)):
+        values = [getattr(stage.memory, kind) for stage in plan.stages]
+        figure.add_trace(
+            go.Bar(
+                orientation="h",
+                x=[value / GIB for value in values],
+                y=indices,
+                width=0.62,
+                name=MEMORY_LABELS[kind],
+                marker={"color": theme.MEMORY_COLORS[kind], "line": {"color": "white", "width": 0.5}},
+                hovertext=[
+                    f"stage {index}: {MEMORY_LABELS[kind]} {gib(value)}" for index, value in zip(indices, values, strict=True)
+                ],
+                hoverinfo="text",
+                meta="memory",
+            ),
+            row=row,
+            col=col,
+        )
+    _add_totals(figure, plan, row=row, col=col)
+    _add_limit(figure, plan, row=row, col=col)
+
+
+def _add_totals(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=[stage.memory.total / GIB for stage in plan.stages],
+            y=[stage.index for stage in plan.stages],
+            mode="text",
+            text=[f" {gib(stage.memory.total)}" for stage in plan.stages],
+            textposition="middle right",
+            textfont={"color": theme.INK, "size": 11},
+            hoverinfo="skip",
+            showlegend=False,
+            cliponaxis=False,
+            meta="totals",
+        ),
+        row=row,
+        col=col,
+    )
+
+
+def _add_limit(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
+    """The limit as a line where it is near; where the plan uses little of it, a note instead of empty space."""
+    limit, name = limit_of(plan)
+    peak = plan.peak_bytes
+    room = 1.35 * max(stage.memory.total for stage in plan.stages) / GIB
+    near = limit <= 4 * peak
+    right = max(room, 1.12 * limit / GIB) if near else room
+    figure.update_xaxes(title_text="peak of one device (GiB)", range=[0, right], row=row, col=col)
+    if near:
+        figure.add_vline(x=limit / GIB, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, row=row, col=col)
+    figure.add_annotation(
+        x=limit / GIB if near else right,
+        y=1,
+        yref="y domain" if col == 1 else f"y{col} domain",
+        yanchor="bottom",
+        xanchor="right",
+        showarrow=False,
+        text=f"{name}{'' if near else f' ({peak / limit:.0%} used)'}",
+        font={"color": theme.ALERT, "size": 11},
+        row=row,
+        col=col,
+    )
