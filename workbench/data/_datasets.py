@@ -1,0 +1,129 @@
+"""Map-style torch datasets over a token store or the user's own data; the only file of the room that imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from workbench.data._sampling import Samples, shuffled
+from workbench.errors import DataError
+from workbench.tensors import TensorSpec
+
+Batch = dict[str, torch.Tensor]
+
+
+class _TrainingOrder(Dataset[Batch]):
+    """Item i is the i-th sample of training; `__getitems__` makes a whole batch at once, already collated."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: field[0] for name, field in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        index_B = np.asarray(indices, dtype=np.int64)
+        if index_B.size and not (index_B.min() >= 0 and index_B.max() < self.length):
+            raise IndexError(f"sample {index_B.max()} of a training of {self.length} samples")
+        return self._batch(index_B)
+
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+        raise NotImplementedError
+
+    @staticmethod
+    def collate(batch: Batch | Sequence[Batch]) -> Batch:
+        """For `DataLoader(collate_fn=…)`: what `__getitems__` returns is a batch already."""
+        if isinstance(batch, Mapping):
+            return dict(batch)
+        return stacked(batch)
+
+
+class TextDataset(_TrainingOrder):
+    """Samples of a tokenised corpus; fields are int64 tensors."""
+
+    def __init__(self, samples: Samples, length: int) -> None:
+        super().__init__(length)
+        self.samples = samples
+
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+        return {name: torch.from_numpy(field) for name, field in self.samples.batch(index_B).items()}
+
+
+class CustomDataset(_TrainingOrder):
+    """The user's items in a new order each epoch."""
+
+    def __init__(self, items: Any, length: int, seed: int) -> None:
+        super().__init__(length)
+        self.items, self.seed = items, seed
+
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+        order = shuffled(self.seed, index_B, len(self.items)).tolist()
+        return stacked([require_tensors(self.items[index], index) for index in order])
+
+
+def stacked(items: Sequence[Batch]) -> Batch:
+    """One tensor a field, with a leading batch dim; `DataError` where the items differ in fields or shapes."""
+    fields = items[0]
+    for item in items:
+        if item.keys() != fields.keys():
+            raise DataError(
+                f"Items differ in their fields: {', '.join(fields)} against {', '.join(item)}. "
+                "Return the same fields for every item."
+            )
+    return {name: _stacked_field(name, [item[name] for item in items]) for name in fields}
+
+
+def _stacked_field(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise DataError(
+            f"Items differ in the shape of {name!r}: {' and '.join(map(str, sorted(shapes)[:2]))}. "
+            "Pad or crop them to one shape in the dataset.",
+            field=name,
+            shapes=tuple(shapes),
+        )
+    return torch.stack(tensors)
+
+
+def require_tensors(item: Any, index: int) -> Batch:
+    """`item` as a dict of tensors, or a `DataError` that says what it is instead."""
+    if not isinstance(item, Mapping) or not item:
+        raise DataError(
+            f"Item {index} of the dataset is {_described(item)}. "
+            "Return a dict of tensors, keyed by the names of the arguments that the model takes.",
+            index=index,
+        )
+    for name, value in item.items():
+        if not isinstance(value, torch.Tensor):
+            raise DataError(
+                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. "
+                "Convert it in the dataset: torch.as_tensor(…).",
+                index=index,
+                field=name,
+            )
+    return dict(item)
+
+
+def item_specs(item: Batch) -> dict[str, TensorSpec]:
+    """Specs of one sample's fields, without a batch dim."""
+    return {
+        name: TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in item.items()
+    }
+
+
+def is_iterable_only(value: Any) -> bool:
+    return isinstance(value, torch.utils.data.IterableDataset)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(part).__name__ for part in value[:3])})"
+    return "an empty dict" if isinstance(value, Mapping) else f"of type {type(value).__name__}"
