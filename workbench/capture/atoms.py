@@ -102,9 +102,7 @@ def _absorb_glue(
     grouped: list[tuple[tuple[str, str] | None, list[fx.Node]]] = []
     for key, found in runs:
         touches = any(source in flow.tensors for node in found for source in node.all_input_nodes)
-        if key is None and not touches and grouped:
-            grouped[-1][1].extend(found)
-        elif grouped and key is not None and grouped[-1][0] == key:
+        if (key is None and not touches and grouped) or (grouped and key is not None and grouped[-1][0] == key):
             grouped[-1][1].extend(found)
         else:
             grouped.append((key, list(found)))

@@ -1,0 +1,109 @@
+"""Real processes on gloo: `launch(function, world, …)` runs `function(rank, …)` in each and returns rank 0's result."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from workbench.capture import Graph
+from workbench.cost.cluster import Cluster
+from workbench.execution.mesh import Place
+from workbench.planning.plan import Memory, Plan, Prediction, Stage
+
+# The fork server imports these once; each test's processes then start in milliseconds.
+multiprocessing.set_forkserver_preload(["tests.distributed.zoo", "tests.distributed.test_equivalence"])
+
+NOTHING = Memory(0, 0, 0, 0, 0)
+FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(function: Callable[..., Any], world: int, *args: Any) -> Any:
+    """Run on `world` processes; the first failure of any rank is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.pt"
+        arguments = (world, free_port(), str(result), function, args)
+        mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method="forkserver")
+        return torch.load(result, weights_only=False)
+
+
+def _entry(rank: int, world: int, port: int, result: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        value = function(rank, *args)
+        if rank == 0:
+            torch.save(value, result)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def place(pipeline: int, data: int) -> Place:
+    return Place.on(init_device_mesh("cpu", (pipeline, data), mesh_dim_names=("pp", "dp")))
+
+
+def forced_plan(
+    graph: Graph,
+    *,
+    pipeline: int,
+    data: int = 1,
+    zero: int = 0,
+    micro_batch: int,
+    num_microbatches: int,
+    recompute: bool = False,
+    schedule: str = "1f1b",
+    seq_len: int = 16,
+) -> Plan:
+    """A plan of evenly many blocks a stage, with no prediction: for running, not for judging."""
+    count = len(graph.blocks)
+    cuts = [count * index // pipeline for index in range(pipeline + 1)]
+    stages = tuple(
+        Stage(
+            index,
+            first,
+            end,
+            sum(spec.numel for spec in graph.block_parameters(first, end).values()),
+            0.0,
+            0.0,
+            0,
+            recompute,
+            NOTHING,
+        )
+        for index, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False))
+    )
+    return Plan(
+        model=graph.model,
+        signature=graph.signature,
+        cluster=Cluster.of("h200", gpus=pipeline * data),
+        global_batch=data * micro_batch * num_microbatches,
+        seq_len=seq_len,
+        precision="fp32",
+        pipeline=pipeline,
+        data=data,
+        tensor=1,
+        zero=zero,
+        schedule=schedule,
+        micro_batch=micro_batch,
+        num_microbatches=num_microbatches,
+        block_names=tuple(block.name for block in graph.blocks),
+        stages=stages,
+        memory_limit_bytes=None,
+        prediction=FREE,
+    )

@@ -1,0 +1,83 @@
+"""A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
+
+`STANDIN_…` variables: `STEP_S` seconds a step, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
+`HANG_RANK` ignores every request to stop.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
+
+
+def main(run: RunDir) -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    log = os.open(run.log(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": rank, "device": "cpu"})
+    try:
+        if world > 1:
+            dist.init_process_group("gloo")
+        _train(run, rank, world)
+    except BaseException as error:
+        fields = {"rank": rank, "stage": rank, "type": type(error).__name__, "message": str(error)}
+        write_json(run.error(rank), {**fields, "traceback": traceback.format_exc(), "time": time.time()})
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _train(run: RunDir, rank: int, world: int) -> None:
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    experiment = read_json(run.experiment)
+    first = read_json(run.resume)["step"] if run.resume.exists() else 0
+    built = pickle.loads(run.model_code.read_bytes())() if run.model_code.exists() else None
+    print(f"rank {rank} of {world} built {built} with {os.environ.get('OMP_NUM_THREADS')} threads", flush=True)
+    if rank == 0:
+        append_event(run.events, "start", devices=world, world=world, tokens_per_step=8, resumed_from=first)
+    step = first
+    while step < experiment["steps"] and not _agreed_to_stop(run, asked, rank, world):
+        step += 1
+        _misbehave(rank, step)
+        time.sleep(float(os.environ.get("STANDIN_STEP_S", "0")))
+        if rank == 0:
+            speed = {"tokens_per_s": 800.0, "step_ms": 10.0, "seconds": 0.01 * step, "learning_rate": 1e-3}
+            totals = {"tokens": 8 * step, "samples": step, "flops": 1e6 * step}
+            append_event(run.events, "step", step=step, loss=7 / step, grad_norm=1.0, mfu=None, **speed, **totals)
+    if rank == 0:
+        run.checkpoint(step).mkdir(parents=True, exist_ok=True)
+        append_event(run.events, "checkpoint", step=step, path=str(run.checkpoint(step)), seconds=0.0)
+        append_event(run.events, "end", steps=step, seconds=0.01 * step)
+
+
+def _agreed_to_stop(run: RunDir, asked: list[bool], rank: int, world: int) -> bool:
+    if os.environ.get("STANDIN_HANG_RANK") == str(rank):
+        return False
+    stop = torch.tensor(float(bool(asked) or run.stop_file.exists()))
+    if world > 1:
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    return bool(stop)
+
+
+def _misbehave(rank: int, step: int) -> None:
+    if step == 2 and os.environ.get("STANDIN_FAIL_RANK") == str(rank):
+        raise FloatingPointError(f"the loss of rank {rank} is NaN")
+    if step == 2 and os.environ.get("STANDIN_KILL_RANK") == str(rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("STANDIN_HANG_RANK") == str(rank):
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main(RunDir(Path(sys.argv[1])))

@@ -1,0 +1,274 @@
+"""Launching for real: detached supervisors, Accelerate's launcher, two ranks on gloo."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import workbench.models as models
+from workbench.cost.cluster import Cluster, Device, Link
+from workbench.errors import PlanInfeasible, PlanMismatch, RunExists, RunFailed
+from workbench.experiment import Experiment
+from workbench.planning.plan import Memory, Plan, Prediction, Stage
+from workbench.rundir import process_alive, read_json
+from workbench.runs import Run, launch, load_run, processes
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+
+
+def plan_for(experiment: Experiment, world: int = 2, kind: str = "cpu") -> Plan:
+    device = Device("CPU", kind, 2**33, {"fp32": 1e11}, 1e10)
+    memory = Memory(1, 1, 1, 1, 1)
+    stages = tuple(Stage(i, i, i + 1, 100, 1.0, 2.0, 64, False, memory) for i in range(world))
+    link = Link(1e9, 1e-5)
+    return Plan(
+        model=str(experiment.name),
+        signature="none",
+        cluster=Cluster(device, world, world, link, link),
+        global_batch=experiment.global_batch,
+        seq_len=experiment.seq_len,
+        precision="fp32",
+        pipeline=world,
+        data=1,
+        tensor=1,
+        zero=0,
+        schedule="1f1b",
+        micro_batch=1,
+        num_microbatches=experiment.global_batch,
+        block_names=tuple(f"block{i}" for i in range(world)),
+        stages=stages,
+        memory_limit_bytes=None,
+        prediction=Prediction(3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1e3, None),
+    )
+
+
+def experiment(steps: int = 3) -> Experiment:
+    return Experiment(
+        model=models.bert(hidden_size=8, num_layers=2, num_heads=2), data="demo", steps=steps, name="tiny"
+    )
+
+
+@pytest.fixture(autouse=True)
+def node(tmp_path, monkeypatch):
+    """A node of this test's own: nobody else's queue, and no run left over."""
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.syspath_prepend(str(HERE))
+    yield tmp_path
+    for path in (tmp_path / "runs").glob("*"):
+        run = Run(path)
+        supervisor = processes.launcher_record(run.directory).get("supervisor")
+        processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(run.directory)])
+
+
+def start(steps: int = 3, world: int = 2, **kwargs) -> Run:
+    asked = experiment(steps)
+    return launch(asked, plan_for(asked, world), worker="standin_worker", **kwargs)
+
+
+def eventually(truth, seconds: float = 40.0):
+    deadline = time.monotonic() + seconds
+    while not (value := truth()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+    return value
+
+
+def first_step(run: Run) -> None:
+    eventually(lambda: run.summary()["step"] >= 1 or run.status.final)
+    assert run.status.state == "running", f"{run}\n{run.logs('launcher')}"
+
+
+def test_two_ranks_train_to_the_end_and_leave_their_whole_story(node):
+    before = time.monotonic()
+    run = start(steps=3)
+    assert time.monotonic() - before < 3.0, "launch returns at once"
+    assert run.wait(timeout=60).status.state == "finished", run.logs("launcher")
+    states = [e["state"] for e in run.events() if e["type"] == "status"]
+    assert states == ["queued", "starting", "running", "finished"]
+    assert run.history().loss.tolist() == [7.0, 3.5, 7 / 3]
+    assert run.history().gpu_hours[-1] == pytest.approx(0.03 * 2 / 3600)
+    assert "rank 1 of 2" in run.logs(rank=1)
+    assert "with 1 threads" in run.logs(rank=0)
+    assert [c.step for c in run.checkpoints] == [3]
+    assert not run.alive
+    assert run.error() is None
+    assert read_json(run.path / "environment.json")["packages"]["torch"]
+    assert not list((node / "home").rglob("0*.json")), "it has left the queue"
+
+
+def test_one_process_is_launched_too():
+    run = start(steps=2, world=1).wait(timeout=60)
+    assert run.status.state == "finished", run.logs("launcher")
+    assert "rank 0 of 1" in run.logs()
+
+
+def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    run = start(steps=10_000)
+    first_step(run)
+    with pytest.raises(RunExists, match="still running"):
+        start(steps=10_000, resume=run)
+    status = run.stop(wait=True).status
+    assert status.state == "stopped"
+    reached = run.checkpoints[-1].step
+    assert status.message == f"Stopped at step {reached} of 10000."
+    monkeypatch.setenv("STANDIN_STEP_S", "0")
+    again = start(steps=reached + 2, resume=run)
+    assert again.path == run.path
+    assert again.wait(timeout=60).status.state == "finished", again.logs("launcher")
+    assert again.history().step.tolist() == list(range(1, reached + 3))
+
+
+def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAIL_RANK", "1")
+    run = start()
+    with pytest.raises(RunFailed) as caught:
+        run.wait(timeout=60)
+    assert (caught.value.facts["rank"], caught.value.facts["stage"]) == (1, 1)
+    assert caught.value.facts["type"] == "FloatingPointError"
+    assert "rank 1 (stage 1): FloatingPointError: the loss of rank 1 is NaN" in str(caught.value)
+    assert "standin_worker.py" in caught.value.facts["traceback"]
+    assert not run.alive
+    assert str(load_run(run.path).error()) == str(caught.value)
+
+
+def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypatch):
+    monkeypatch.setenv("STANDIN_KILL_RANK", "1")
+    run = start(steps=10_000)
+    with pytest.raises(RunFailed, match="killed by SIGKILL") as caught:
+        run.wait(timeout=60)
+    assert caught.value.facts["rank"] in (0, 1)
+    assert not processes.live_workers(run.directory)
+
+
+def test_runs_that_need_the_same_devices_queue_in_order(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    first, second, third = start(steps=10_000), start(steps=2), start(steps=2)
+    eventually(lambda: first.name in second.status.message)
+    assert second.status.state == third.status.state == "queued"
+    third.stop(wait=True)
+    assert third.status.message == "Stopped before it started."
+    first_step(first)
+    first.stop()
+    assert second.wait(timeout=60).status.state == "finished", second.logs("launcher")
+    assert second.history().time[0] > first.status.time
+
+
+def test_the_run_outlives_the_kernel_that_launched_it(node):
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(HERE)!r})
+        from test_launch import experiment, start
+        print(start(steps=10_000).path, flush=True)
+        import time; time.sleep(600)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "STANDIN_STEP_S": "0.05"}
+    kernel = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    run = load_run(kernel.stdout.readline().strip())
+    first_step(run)
+    os.kill(kernel.pid, signal.SIGINT)
+    os.kill(kernel.pid, signal.SIGKILL)
+    kernel.wait()
+    seen = run.summary()["step"]
+    eventually(lambda: run.summary()["step"] > seen + 3)
+    assert run.stop(wait=True).status.state == "stopped"
+
+
+def test_a_supervisor_killed_with_9_leaves_ranks_that_are_shown_and_can_be_stopped(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    run = start(steps=10_000)
+    first_step(run)
+    os.kill(read_json(run.path / "launcher.json")["supervisor"]["pid"], signal.SIGKILL)
+    eventually(lambda: "vanished" in run.status.message)
+    assert run.status.state == "running"
+    assert run.alive
+    waiting = start(steps=1)
+    eventually(lambda: run.name in waiting.status.message)  # the orphaned ranks keep their devices
+    run.stop(wait=True)
+    assert run.status.state == "stopped"
+    assert not run.alive
+    assert waiting.wait(timeout=60).status.state == "finished"
+
+
+def test_an_accelerate_launcher_killed_with_9_takes_no_rank_into_limbo(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    run = start(steps=10_000)
+    first_step(run)
+    ranks = processes.rank_records(run.directory)
+    os.kill(read_json(run.path / "launcher.json")["accelerate"]["pid"], signal.SIGKILL)
+    with pytest.raises(RunFailed, match="SIGKILL"):
+        run.wait(timeout=60)
+    assert not any(process_alive(record) for record in ranks)
+
+
+def test_ranks_that_hang_are_ended_by_force_after_a_stop(monkeypatch):
+    monkeypatch.setenv("STANDIN_HANG_RANK", "1")
+    monkeypatch.setenv("WORKBENCH_STOP_GRACE_S", "1")
+    monkeypatch.setenv("WORKBENCH_TERMINATE_GRACE_S", "1")
+    run = start(steps=10)
+    eventually(lambda: len(processes.rank_records(run.directory)) == 2)
+    eventually(lambda: run.status.state == "running" or run.status.final)
+    assert run.stop(wait=True).status.state == "stopped", run.status
+    assert not run.alive
+
+
+def test_a_model_defined_in_a_cell_travels_to_the_ranks(node):
+    script = node / "cell.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            sys.path.insert(0, {str(HERE)!r})
+            import beside
+            from test_launch import experiment, launch, plan_for
+            def build_my_net():
+                return beside.word() + " from the cell"
+            if __name__ == "__main__":
+                asked = experiment(1).replace(model=build_my_net, name="own")
+                print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60).path)
+            """
+        )
+    )
+    (node / "beside.py").write_text("def word():\n    return 'built'\n")
+    answer = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    run = load_run(answer.stdout.strip())
+    assert "built built from the cell" in run.logs(), answer.stderr + run.logs("launcher")
+    assert "def build_my_net" in (run.path / "code" / "model.py").read_text()
+    assert json.loads((run.path / "experiment.json").read_text())["model"]["name"] == "build_my_net"
+
+
+def test_a_taken_directory_is_refused_before_anything_is_written(node):
+    taken = node / "taken"
+    taken.mkdir()
+    (taken / "thesis.txt").write_text("precious")
+    with pytest.raises(RunExists, match="is not empty"):
+        start(directory=taken)
+    assert [p.name for p in taken.iterdir()] == ["thesis.txt"]
+
+
+def test_a_plan_for_another_batch_or_machine_is_refused_before_any_process_starts(node, monkeypatch):
+    asked = experiment()
+    with pytest.raises(PlanMismatch, match="global_batch=64"):
+        launch(asked.replace(global_batch=32), plan_for(asked))
+    with pytest.raises(PlanMismatch, match="bf16"):
+        launch(asked.replace(precision="bf16"), plan_for(asked))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(PlanInfeasible, match="offers no GPUs"):
+        launch(asked, plan_for(asked, 4, kind="cuda"))
+    assert not (node / "runs").exists()
+    assert not [p for p in psutil.process_iter() if str(node) in " ".join(p.cmdline() or ())]

@@ -1,0 +1,106 @@
+"""From a built model and a plan to this rank's stage, on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from workbench.capture import Graph, capture
+from workbench.execution.context import StepContext
+from workbench.execution.stage import Runner, StageModule
+from workbench.planning.plan import Plan
+from workbench.tensors import TensorSpec
+
+BUILD_SHARE = 0.4
+"""Models up to this share of a GPU's free memory are initialised on it; larger ones on the CPU."""
+
+
+def build_model(factory: Callable[[], nn.Module], parameter_bytes: int, device: torch.device, seed: int) -> nn.Module:
+    """The user's model, initialised as their own script would under `torch.manual_seed(seed)`.
+
+    Every rank builds all of it and keeps its stage, so that all plans start from the same weights.
+    """
+    where = device
+    if device.type == "cuda" and parameter_bytes > BUILD_SHARE * torch.cuda.mem_get_info(device)[0]:
+        where = torch.device("cpu")
+    torch.manual_seed(seed)
+    with torch.device(where):
+        model = factory()
+    return model.train()
+
+
+def capture_for(plan: Plan, model: nn.Module, batch: Mapping[str, TensorSpec]) -> Graph:
+    """The model captured at the plan's micro-batch; `batch` gives per-sample specs."""
+    sized = {name: spec.batched(plan.micro_batch) for name, spec in batch.items()}
+    return capture(model, sized, name=plan.model)
+
+
+def compiled(graph: Graph, device: torch.device, enabled: bool) -> dict[str, Runner]:
+    """One callable per kind of block, compiled once however many blocks share it."""
+    codes = {block.kind: block.code for block in graph.blocks}
+    for code in codes.values():
+        _retarget(code, device)
+    if not enabled:
+        return dict(codes)
+    return {kind: torch.compile(code, dynamic=False, fullgraph=True) for kind, code in codes.items()}
+
+
+def _retarget(code: fx.GraphModule, device: torch.device) -> None:
+    """Point factory calls that capture fixed to the model's device at this rank's."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) and value.type in ("meta", "cpu", device.type) else value
+
+    for node in code.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+    code.recompile()
+
+
+def build_stage(
+    plan: Plan,
+    index: int,
+    model: nn.Module,
+    graph: Graph,
+    context: StepContext,
+    *,
+    compile: bool = False,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> StageModule:
+    """Stage `index` with its own weights, moved off the model; `model` may be dropped afterwards."""
+    stage = plan.stages[index]
+    wanted = graph.block_parameters(stage.first_block, stage.end_block)
+    blocks = graph.blocks[stage.first_block : stage.end_block]
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
+    originals = dict(model.named_parameters())
+    parameters = {
+        name: nn.Parameter(originals[name].detach().to(context.device), requires_grad=originals[name].requires_grad)
+        for name in wanted
+    }
+    buffers = {name: tensors[name].detach().to(context.device) for block in blocks for name in block.buffers}
+    runners = compiled(graph, context.device, compile)
+    if compile and plan.data == 1:
+        for parameter in parameters.values():
+            _mark_static(parameter)
+    return StageModule(
+        graph,
+        stage.first_block,
+        stage.end_block,
+        parameters=parameters,
+        buffers=buffers,
+        runners=runners,
+        context=context,
+        num_microbatches=plan.num_microbatches,
+        recompute=stage.recompute,
+        autocast=autocast,
+    )
+
+
+def _mark_static(parameter: nn.Parameter) -> None:
+    """Tell the compiler that a weight outlives the step: it then saves the weight for the backward (free), not a
+    bf16 copy of it for every micro-batch in flight."""
+    torch._dynamo.mark_static_address(parameter, guard=False)

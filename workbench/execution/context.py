@@ -1,0 +1,49 @@
+"""What every block of a step shares: which step, which micro-batch, which normalisers; and its random seeds.
+
+A block draws its dropout from a generator seeded by (seed, step, micro-batch of the global batch, block), so that
+the same experiment draws the same masks under every plan of the same micro-batch size, in a recomputation, and
+after a restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """A 63-bit hash of integers (SplitMix64's finaliser, Steele et al. 2014, folded over the values)."""
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+@dataclass
+class StepContext:
+    """Mutable: the trainer sets it before each step, the pipeline before each micro-batch."""
+
+    seed: int
+    device: torch.device
+    step: int = 0
+    first_microbatch: int = 0
+    """Index in the global batch of this replica's micro-batch 0."""
+    microbatch: int = 0
+    counts: list[torch.Tensor] = field(default_factory=list)
+    """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
+
+    def block_seed(self, block: int) -> int:
+        return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)
+
+    def seed_generator(self, seed: int) -> None:
+        """Seed the default generator of this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)

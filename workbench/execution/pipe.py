@@ -1,0 +1,86 @@
+"""Stages on `torch.distributed.pipelining`'s schedules.
+
+Where this differs from the stock `PipelineStage`:
+
+- each forward tells the step's context which micro-batch runs (dropout seeds);
+- under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class
+  turns the reduction off and runs it alone after the last backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from workbench.execution.context import StepContext
+from workbench.execution.stage import StageModule
+from workbench.tensors import TensorSpec
+
+SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+class PipeStage(PipelineStage):
+    """A `StageModule` at its place in the pipeline; `zero` is the ZeRO stage of its data-parallel axis."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        index: int,
+        num_stages: int,
+        *,
+        group: dist.ProcessGroup,
+        context: StepContext,
+        zero: int,
+    ) -> None:
+        outputs = module.sent if not module.is_last else (TensorSpec("loss", (), "float32"),)
+        super().__init__(
+            module,
+            index,
+            num_stages,
+            context.device,
+            input_args=tuple(map(_meta, module.received)),
+            output_args=tuple(map(_meta, outputs)),
+            group=group,
+        )
+        self._context = context
+        self._zero = zero
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._context.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        module = self.submod
+        if not isinstance(module, FSDPModule) or backward_type != "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        module.set_is_last_backward(last_backward)
+        module.set_requires_gradient_sync(last_backward or self._zero >= 2)
+        module.set_reshard_after_backward(last_backward or self._zero == 3)
+        gradients = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+        return gradients, None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing is left to reduce after the last backward, and the loss carries its scale."""
+        assert grad_scale_factor == 1
+
+
+def _meta(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", requires_grad=spec.is_floating)
+
+
+def build_schedule(name: str, stage: PipeStage, num_microbatches: int) -> PipelineScheduleSingle:
+    """The schedule over this rank's stage; the last stage's output is the loss."""
+    return SCHEDULES[name](stage, num_microbatches, loss_fn=_output_is_the_loss, scale_grads=False)
+
+
+def _output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    return output

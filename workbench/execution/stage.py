@@ -1,0 +1,164 @@
+"""Blocks as modules, and a stage as a run of them over a table of values.
+
+A parameter used by one block of the stage belongs to that block's module, so that sharding, recomputation and
+compilation apply per block. One used by several (a tied embedding and decoder, ALBERT's shared layer) belongs to
+the stage and is passed in. Module attributes have short names; `StageModule.named()` gives the model's own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from workbench.capture import Block, Graph
+from workbench.capture.dataflow import is_random
+from workbench.execution.context import StepContext
+from workbench.tensors import TensorSpec
+
+Runner = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class BlockModule(nn.Module):
+    """One block: `forward(shared, values) -> sends`, values in the order receives, inputs."""
+
+    def __init__(
+        self,
+        block: Block,
+        run: Runner,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        context: StepContext,
+        recompute: bool,
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self.recompute = recompute
+        self._run = run
+        self._context = context
+        self._random = any(is_random(node) for node in block.code.graph.nodes)
+        self.own = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
+        self.kept = {name: f"b{i}" for i, name in enumerate(block.buffers)}
+        for name, attribute in self.own.items():
+            self.register_parameter(attribute, parameters[name])
+        for name, attribute in self.kept.items():
+            self.register_buffer(attribute, buffers[name], persistent=False)
+
+    def forward(self, shared: Mapping[str, torch.Tensor], values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        context = self._context
+        counts = tuple(context.counts[index] for index in self.block.counts)
+        seed = context.block_seed(self.block.index) if self._random else None
+        if not self.recompute:
+            return self._compute(seed, shared, *values, *counts)
+        outputs: tuple[torch.Tensor, ...] = checkpoint(
+            self._compute, seed, shared, *values, *counts, use_reentrant=False, preserve_rng_state=False
+        )
+        return outputs
+
+    def _compute(self, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
+        if seed is not None:
+            self._context.seed_generator(seed)
+        weights = [
+            getattr(self, self.own[name]) if name in self.own else shared[name] for name in self.block.parameters
+        ]
+        buffers = [getattr(self, attribute) for attribute in self.kept.values()]
+        return self._run(*weights, *buffers, *values)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose backward returns a contiguous gradient: what the pipeline sends must be contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].contiguous()
+
+
+class StageModule(nn.Module):
+    """Blocks `first` … `end - 1` of a graph: `forward(*received, **batch) -> sends`, or the loss at the end.
+
+    The loss is divided by `num_microbatches`: a step's loss is the sum over its micro-batches.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        first: int,
+        end: int,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        runners: Mapping[str, Runner],
+        context: StepContext,
+        num_microbatches: int,
+        recompute: bool = False,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.first, self.end = first, end
+        blocks = graph.blocks[first:end]
+        uses = Counter(name for block in blocks for name in block.parameters)
+        self._shared = {name: f"s{i}" for i, name in enumerate(n for n, times in uses.items() if times > 1)}
+        for name, attribute in self._shared.items():
+            self.register_parameter(attribute, parameters[name])
+        exclusive = {name: parameters[name] for name, times in uses.items() if times == 1}
+        self.blocks = nn.ModuleList(
+            BlockModule(block, runners[block.kind], exclusive, buffers, context, recompute) for block in blocks
+        )
+        self._receives = graph.crossing(first) if first else ()
+        self._sends = graph.crossing(end) if end < len(graph.blocks) else ()
+        self._inputs = {name for block in blocks for name in block.inputs}
+        self._num_microbatches = num_microbatches
+        self._autocast = autocast
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.graph.blocks)
+
+    @property
+    def received(self) -> tuple[TensorSpec, ...]:
+        return tuple(self.graph.values[name] for name in self._receives)
+
+    @property
+    def sent(self) -> tuple[TensorSpec, ...]:
+        return tuple(self.graph.values[name] for name in self._sends)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The model's parameter names -> the parameters as they are now (sharding replaces the objects)."""
+        found = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
+        for block in self.blocks:
+            found |= {name: getattr(block, attribute) for name, attribute in block.own.items()}
+        return found
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """The model's buffer names -> buffers, those that forward changes and those it reads."""
+        return {name: getattr(block, attribute) for block in self.blocks for name, attribute in block.kept.items()}
+
+    def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
+        values = {
+            name: _ContiguousGradient.apply(value) if value.requires_grad else value
+            for name, value in zip(self._receives, received, strict=True)
+        }
+        shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
+        with self._autocast():
+            for module in self.blocks:
+                block: Block = module.block
+                arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
+                values |= dict(zip(block.sends, module(shared, arguments), strict=True))
+        if self.is_last:
+            return values[self.graph.loss].float() / self._num_microbatches
+        return tuple(_fresh(values[name], self.graph.values[name]) for name in self._sends)
+
+
+def _fresh(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A contiguous tensor of the promised dtype that aliases nothing the stage keeps."""
+    return value.to(getattr(torch, spec.dtype), copy=True, memory_format=torch.contiguous_format)
