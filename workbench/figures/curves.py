@@ -26,14 +26,20 @@ POINT_BUDGET = 40_000
 SMOOTHING = 0.01
 
 
+class Columns(Protocol):
+    """A mapping of names to columns, or a run's `History`."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
 class CurveLike(Protocol):
-    """Anything with a name and columns: a run's history, or a `Curve` made by hand."""
+    """Anything with a name and columns."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def columns(self) -> Mapping[str, Any]: ...
+    def columns(self) -> Columns: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Curve:
     """
 
     name: str
-    columns: Mapping[str, Any] = field(repr=False)
+    columns: Columns = field(repr=False)
     color: str | None = None
 
 
@@ -104,8 +110,11 @@ Y_LABELS = {
 
 def column(curve: CurveLike, name: str) -> Array:
     """One column as float64, `None` as NaN; empty where the curve has none of that name."""
-    values = curve.columns.get(name)
-    return np.empty(0) if values is None else np.asarray(values, dtype=np.float64)
+    try:
+        values = curve.columns[name]
+    except (KeyError, AttributeError):
+        return np.empty(0)
+    return np.asarray(values, dtype=np.float64)
 
 
 def color_of(curve: CurveLike, index: int) -> str:

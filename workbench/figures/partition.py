@@ -13,8 +13,10 @@ from workbench.figures import theme
 from workbench.planning.plan import Memory, Plan, Stage
 from workbench.units import GIB, count, duration, gib
 
-BLOCKS_PER_ROW = 64
+BLOCKS_PER_ROW = 30
 """More than these in one stage and its blocks wrap into several rows."""
+
+SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
 
 MEMORY_LABELS = {
     "parameters": "parameters",
@@ -59,26 +61,29 @@ def partition(plan: Plan, blocks: Sequence[BlockView] | None = None) -> go.Figur
         template=theme.TEMPLATE,
         height=partition_height(len(plan.stages), rows) + 150,
         title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
-        margin={"t": 96, "b": 92, "r": 24},
-        **memory_legend(-60),
+        margin={"t": 100, "b": 86, "r": 24},
+        legend=memory_legend(),
+        barmode="stack",
+        uniformtext={"mode": "hide", "minsize": 8},
     )
     return figure
 
 
-def memory_legend(below_px: int) -> dict[str, object]:
-    """Layout of the legend of memory kinds, a row under the axes."""
+# Plotly hides text that does not fit (`uniformtext`) only if the last subplot with bars has text in its bars:
+# drawing each subplot forgets the sizes of the one before. Memory, drawn last, therefore carries its figures.
+
+
+def memory_legend() -> dict[str, object]:
+    """The kinds of memory in a row along the lower edge, in the order in which they are stacked."""
     return {
-        "legend": {
-            "orientation": "h",
-            "x": 1,
-            "xanchor": "right",
-            "y": 0,
-            "yanchor": "top",
-            "yref": "container",
-            "traceorder": "normal",
-        },
-        "barmode": "stack",
-        "bargap": 0.0,
+        "orientation": "h",
+        "x": 1,
+        "xanchor": "right",
+        "y": 0.0,
+        "yref": "container",
+        "yanchor": "bottom",
+        "traceorder": "normal",
+        "borderwidth": 0,
     }
 
 
@@ -88,9 +93,9 @@ def rows_per_stage(plan: Plan) -> int:
 
 
 def partition_height(num_stages: int, rows: int) -> int:
-    """Pixels of the plot area: lanes of 44 px, thinner where there are many, a little taller where they wrap."""
-    lane = max(22, min(44, 480 // num_stages)) if rows == 1 else 26 * rows
-    return max(60, lane * num_stages)
+    """Pixels of the plot area: lanes of 44 px, thinner where there are many, taller where blocks wrap."""
+    lane = max(22, min(44, 480 // num_stages)) if rows == 1 else max(44, 24 * rows)
+    return max(56, lane * num_stages)
 
 
 def cells(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[Cell]:
@@ -117,12 +122,15 @@ def cells(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: in
 def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | None, *, row: int, col: int) -> None:
     """Draw the stages' lanes into one subplot."""
     rows = rows_per_stage(plan)
-    for stage in plan.stages:
-        figure.add_trace(_stage_trace(plan, stage, blocks, rows), row=row, col=col)
-    longest = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
+    laid = [cells(plan, stage, blocks, rows) for stage in plan.stages]
+    for stage, stage_cells in zip(plan.stages, laid, strict=True):
+        figure.add_trace(_stage_trace(plan, stage, stage_cells, blocks, rows), row=row, col=col)
+    longest = max(cell.start + cell.width for stage_cells in laid for cell in stage_cells)
     figure.update_xaxes(
         title_text="forward + backward of one micro-batch (ms)" if rows == 1 else "blocks of each stage, wrapped",
         showticklabels=rows == 1,
+        ticks="outside" if rows == 1 else "",
+        showgrid=rows == 1,
         range=[0, longest * 1.01],
         row=row,
         col=col,
@@ -133,6 +141,7 @@ def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | N
         ticktext=[_lane_label(plan, stage) for stage in plan.stages],
         range=[len(plan.stages) - 0.5, -0.5],
         showgrid=False,
+        ticklabelstandoff=6,
         row=row,
         col=col,
     )
@@ -146,8 +155,9 @@ def _lane_label(plan: Plan, stage: Stage) -> str:
     return f"<b>stage {stage.index}</b>{replicas}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
 
 
-def _stage_trace(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> go.Bar:
-    laid = cells(plan, stage, blocks, rows)
+def _stage_trace(
+    plan: Plan, stage: Stage, laid: Sequence[Cell], blocks: Sequence[BlockView] | None, rows: int
+) -> go.Bar:
     lane = 0.86
     thick = lane / rows
     color = theme.series_color(stage.index)
@@ -159,7 +169,7 @@ def _stage_trace(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, r
         base=[cell.start for cell in laid],
         y=[top + thick * (cell.row + 0.5) for cell in laid],
         width=[thick * (0.96 if rows == 1 else 0.9)] * len(laid),
-        marker={"color": shades, "line": {"color": "white", "width": 1 if len(laid) <= BLOCKS_PER_ROW * rows else 0}},
+        marker={"color": shades, "line": {"color": "white", "width": 1}},
         text=[_short_name(plan.block_names[cell.index], cell.index) for cell in laid],
         textposition="inside",
         insidetextanchor="middle",
@@ -178,7 +188,8 @@ def _short_name(name: str, index: int) -> str:
     for part in reversed(name.split(" … ")[0].split(".")):
         if part.isdigit():
             return part
-    return theme.text(name.split(" … ")[0].rsplit(".", 1)[-1] or str(index))
+    word = name.split(" … ")[0].rsplit(".", 1)[-1] or str(index)
+    return theme.text(SHORT_WORDS.get(word, word))
 
 
 def _block_hover(plan: Plan, stage: Stage, index: int, blocks: Sequence[BlockView] | None) -> str:
@@ -220,6 +231,11 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
                 width=0.62,
                 name=MEMORY_LABELS[kind],
                 marker={"color": theme.MEMORY_COLORS[kind], "line": {"color": "white", "width": 0.5}},
+                text=[f"{value / GIB:.3g}" for value in values],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": theme.ink_on(theme.MEMORY_COLORS[kind]), "size": 10},
                 hovertext=[
                     f"stage {index}: {MEMORY_LABELS[kind]} {gib(value)}" for index, value in zip(indices, values, strict=True)
                 ],

@@ -21,6 +21,10 @@ LINE_BELOW_BARS = 400
 """More bars than these in a lane, and the white lines between them would hide them."""
 
 
+FIGURE_SPACE = "\u2007"
+"""As wide as a digit: labels of equal length vanish together when bars grow narrow."""
+
+
 class ActionLike(Protocol):
     """One piece of work of a pipeline rank."""
 
@@ -93,7 +97,7 @@ def timeline_legend() -> dict[str, Any]:
         "barmode": "overlay",
         "bargap": 0.0,
         "uniformtext": {"mode": "hide", "minsize": 8},
-        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
+        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
     }
 
 
@@ -118,6 +122,7 @@ def add_timeline(figure: go.Figure, lanes: Lanes, *, row: int | None = None, col
         ticktext=_rank_labels(lanes),
         range=[len(lanes) - 0.5, -0.5],
         showgrid=False,
+        ticklabelstandoff=6,
         **place,
     )
 
@@ -132,6 +137,7 @@ def _rank_labels(lanes: Lanes) -> list[str]:
 def _action_trace(label: str, color: str, found: Iterable[tuple[int, ActionLike]], num_ranks: int) -> go.Bar:
     rows = list(found)
     shades = [_shade(color, action, num_ranks) for _, action in rows]
+    digits = len(str(max(action.micro_batch for _, action in rows)))
     widest_lane = max(sum(rank == lane for rank, _ in rows) for lane in range(num_ranks))
     return go.Bar(
         orientation="h",
@@ -141,7 +147,7 @@ def _action_trace(label: str, color: str, found: Iterable[tuple[int, ActionLike]
         width=0.8,
         name=label,
         marker={"color": shades, "line": {"color": "white", "width": 0.6 if widest_lane <= LINE_BELOW_BARS else 0}},
-        text=[str(action.micro_batch) for _, action in rows],
+        text=[str(action.micro_batch).rjust(digits, FIGURE_SPACE) for _, action in rows],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
@@ -184,3 +190,7 @@ def describe(lanes: Lanes) -> str:
     """`"213 ms, 18.8 % idle"`."""
     end_ms = max((action.end_ms for lane in lanes for action in lane), default=0.0)
     return f"{duration(end_ms / 1e3)}, bubble {bubble_share(lanes):.1%}"
+
+
+def planned_lanes(plan):
+    raise NotImplementedError

@@ -1,0 +1,163 @@
+"""Pages and pictures to send to somebody: one HTML file that opens offline, or a PNG."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import plotly.io
+
+from workbench.errors import DataError
+from workbench.figures import theme
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font-family: {font}; color: {ink}; background: white; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; }}
+figure {{ margin: 0 0 2rem 0; }}
+</style>
+<script>{plotly}</script>
+</head>
+<body>
+<h1>{title}</h1>
+{body}
+</body>
+</html>
+"""
+
+
+def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
+    """A `<div>` that draws the figure on a page which has plotly.js already."""
+    value = figure if isinstance(figure, go.Figure) else {key: figure[key] for key in ("data", "layout") if key in figure}
+    return str(
+        plotly.io.to_html(
+            value,
+            full_html=False,
+            include_plotlyjs=False,
+            include_mathjax=False,
+            validate=False,
+            config={"displaylogo": False, "responsive": True},
+        )
+    )
+
+
+def save_html(
+    figures: go.Figure | Sequence[go.Figure | str], path: str | Path, title: str = "Workbench", text: str = ""
+) -> Path:
+    """Write figures below one another as one self-contained page; nothing is fetched when it opens.
+
+    A `str` among `figures` is inserted as HTML (`plan_html`, a table); `text` is a plain paragraph above all.
+    """
+    parts = [figures] if isinstance(figures, go.Figure) else list(figures)
+    body = "".join(
+        part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts
+    )
+    paragraph = f"<p>{html.escape(text)}</p>\n" if text else ""
+    page = PAGE.format(
+        title=html.escape(title),
+        font=theme.FONT_FAMILY,
+        ink=theme.INK,
+        plotly=plotly_js(),
+        body=paragraph + body,
+    )
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page, encoding="utf-8")
+    return target
+
+
+def plotly_js() -> str:
+    """The library's source, 4.5 MB, out of the installed plotly."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
+    """Turn an executed notebook into one self-contained page with live figures.
+
+    Plotly figures stay interactive over a single embedded plotly.js. Widgets need a kernel: what they show
+    falls back to the HTML or text stored beside them, and their state is left out. No script, style or
+    font is fetched.
+
+    Raises `DataError` if the file is no notebook.
+    """
+    from nbconvert import HTMLExporter
+
+    notebook = _read_notebook(Path(notebook_path))
+    drawn = sum(_make_static(output) for cell in notebook.cells for output in cell.get("outputs", []))
+    exporter = HTMLExporter()
+    exporter.embed_images = True
+    for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
+        if exporter.has_trait(url):
+            setattr(exporter, url, "")
+    resources = {"metadata": {"name": Path(notebook_path).stem}}
+    page, _ = exporter.from_notebook_node(notebook, resources)
+    page = _without_empty_scripts(page)
+    if drawn:
+        page = page.replace("<head>", f"<head><script>{plotly_js()}</script>", 1)
+    target = Path(html_path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page, encoding="utf-8")
+    return target
+
+
+def _read_notebook(path: Path) -> Any:
+    import nbformat
+
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except (nbformat.reader.NotJSONError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise DataError(f"{path} is not a notebook ({error}). Give the path of an .ipynb file.", path=str(path)) from None
+    notebook.metadata.pop("widgets", None)
+    return notebook
+
+
+def _make_static(output: Any) -> bool:
+    """Leave one form in the output that a page can show; True if that is a Plotly figure."""
+    data = output.get("data", {})
+    figure = data.get(PLOTLY_MIME)
+    if figure is not None:
+        output["data"] = {"text/html": figure_html(figure)}
+        return True
+    if WIDGET_MIME in data:
+        kept = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
+        output["data"] = kept or {"text/plain": data.get("text/plain", "(a widget: it needs a running kernel)")}
+    return False
+
+
+def _without_empty_scripts(page: str) -> str:
+    """nbconvert writes `<script src="">` for what was switched off; a browser would fetch the page itself."""
+    for tag in ('<script src=""></script>', '<script type="text/javascript" src=""></script>'):
+        page = page.replace(tag, "")
+    return page
+
+
+def save_png(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
+    """Write a PNG `width` × `scale` pixels wide; needs kaleido and a Chrome or Chromium.
+
+    Raises `DataError` with what to install where either is missing.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.write_image(target, format="png", width=width, height=figure.layout.height, scale=scale)
+    except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
+        raise DataError(
+            f"No picture could be drawn: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}. "
+            "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
+            "save_html needs neither.",
+            path=str(target),
+        ) from error
+    return target
