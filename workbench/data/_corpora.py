@@ -56,9 +56,12 @@ class Prepared:
 class _Text:
     """What packaged, local and hub text share: everything but where it comes from."""
 
-    name: str
     vocab_size: int
     objective: str | None
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
 
     @property
     def is_custom(self) -> bool:
@@ -170,7 +173,7 @@ class Corpus(_Text):
         _require_values(self.vocab_size, self.objective)
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return self.path if self.path == DEMO else Path(self.path).name.split(".")[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -199,7 +202,7 @@ class HubText(_Text):
         _require_values(self.vocab_size, self.objective)
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return self.repository
 
     def check(self, experiment: Any) -> None:
@@ -216,7 +219,10 @@ class HubText(_Text):
         return {"kind": "hub", **dataclasses.asdict(self)}
 
     def _fingerprint(self) -> str:
-        parts = (self.repository, self.config, self.split, self.text_column, self.revision)
+        parts = [self.repository, self.config, self.split, self.text_column, self.revision]
+        if (folder := Path(self.repository)).is_dir():
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _source(self) -> TextSource:

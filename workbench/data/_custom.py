@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from workbench.data._corpora import Corpus, HubText, Prepared
@@ -34,6 +35,9 @@ class CustomData:
     def is_custom(self) -> bool:
         return True
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
+
     def check(self, experiment: Any) -> None:
         """Refuse an empty dataset and items that are not dicts of tensors; `DataError`."""
         self.batch_specs(experiment)
@@ -42,12 +46,12 @@ class CustomData:
         """Fields of item 0, without a batch dim, in its own order."""
         from workbench.data._datasets import item_specs, require_tensors
 
-        return item_specs(require_tensors(self._items()[0], 0))
+        return item_specs(require_tensors(self._items[0], 0))
 
     def prepare(self, experiment: Any, progress: bool = True) -> Prepared:  # noqa: ARG002
         """Nothing to do but look."""
         self.check(experiment)
-        return Prepared(name=self.name, samples=len(self._items()))
+        return Prepared(name=self.name, samples=len(self._items))
 
     def dataset(self, experiment: Any) -> CustomDataset:
         """Every sample of the training in order: the items in a new seeded order each epoch.
@@ -56,12 +60,14 @@ class CustomData:
         """
         from workbench.data._datasets import CustomDataset
 
-        return CustomDataset(self._items(), experiment.steps * experiment.global_batch, experiment.seed)
+        return CustomDataset(self._items, experiment.steps * experiment.global_batch, experiment.seed)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "custom", "name": self.name}
 
+    @cached_property
     def _items(self) -> Any:
+        """The dataset itself; a callable is called once in each process."""
         if self.dataset_or_factory is None:
             raise DataError(
                 f"Only the description of {self.name} is here, not the dataset itself. "

@@ -119,10 +119,6 @@ def item_specs(item: Batch) -> dict[str, TensorSpec]:
     }
 
 
-def is_iterable_only(value: Any) -> bool:
-    return isinstance(value, torch.utils.data.IterableDataset)
-
-
 def _described(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)} ({', '.join(type(part).__name__ for part in value[:3])})"

@@ -37,7 +37,7 @@ class TextSource(Protocol):
 
     @property
     def unit(self) -> str:
-        """Of `size`: `B` or `documents`."""
+        """Of `size`: bytes or documents, as a progress bar shows it."""
 
     @property
     def text_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Rows:
 
     @property
     def unit(self) -> str:
-        return "documents"
+        return " documents"
 
     @property
     def text_bytes(self) -> int:

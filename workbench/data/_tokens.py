@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from workbench.data._text import Paragraph, TextSource
+from workbench.data._text import Advance, Paragraph, TextSource
 from workbench.errors import DataError
 
 FORMAT = 1
@@ -156,36 +157,81 @@ def _fill(part: Path, name: str, source: TextSource, kind: str, vocab_size: int,
 
 
 def _train(source: TextSource, kind: str, vocab_size: int, progress: bool) -> Tokenizer:
+    sample = _training_sample(source, progress)
+    train = _wordpiece if kind == "wordpiece" else _byte_level_bpe
+    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
+        return train(sample, vocab_size, advance)
+
+
+def _training_sample(source: TextSource, progress: bool) -> list[str]:
+    """Paragraphs taken evenly from the text, about `TRAINING_BYTES` of them at most."""
     stride = max(1, round(source.text_bytes / TRAINING_BYTES))
-    tokenizer, trainer = _wordpiece(vocab_size) if kind == "wordpiece" else _byte_level_bpe(vocab_size)
-    with _bar("Training the vocabulary", source, progress) as advance:
-        sample = (text for index, (_, text) in enumerate(source.paragraphs(advance)) if index % stride == 0)
-        tokenizer.train_from_iterator(sample, trainer=trainer)
-    return tokenizer
+    with _bar("Reading for the vocabulary", source.size, source.unit, progress) as advance:
+        return [text for index, (_, text) in enumerate(source.paragraphs(advance)) if index % stride == 0]
 
 
-def _wordpiece(vocab_size: int) -> tuple[Tokenizer, Any]:
-    """BERT's uncased tokeniser, untrained: lower case, accents stripped, ideographs apart."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN, max_input_chars_per_word=100))
+def _wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
+    """BERT's uncased tokeniser: lower case, accents stripped, ideographs apart.
+
+    Left alone, the trainer numbers the continuing characters (`##a`) in the order in which it meets them in
+    a hash table, breaks ties by those numbers, and so learns another vocabulary in every process. Naming
+    them beforehand, as special tokens, makes it repeatable; the tokeniser returned is built from the result
+    and has BERT's five special tokens only.
+    """
+    special = SPECIAL_TOKENS["wordpiece"]
+    tokenizer = _untrained_wordpiece({})
+    # Each character may enter twice (alone and continuing a word); more would overflow the vocabulary.
+    alphabet, continuing = _alphabet(sample, tokenizer, limit=min(6000, (vocab_size - len(special)) // 4))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        special_tokens=[*special, *(f"##{character}" for character in continuing)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_counted(sample, advance), trainer=trainer)
+    trained = _untrained_wordpiece(tokenizer.get_vocab())
+    trained.add_special_tokens(list(special))
+    return trained
+
+
+def _untrained_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=True
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
-    special = list(SPECIAL_TOKENS["wordpiece"])
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        # Each character may enter twice (alone and continuing a word); more would overflow the vocabulary.
-        limit_alphabet=min(6000, (vocab_size - len(special)) // 4),
-        special_tokens=special,
-        show_progress=False,
-    )
-    return tokenizer, trainer
+    return tokenizer
 
 
-def _byte_level_bpe(vocab_size: int) -> tuple[Tokenizer, Any]:
-    """GPT-2's tokeniser, untrained: byte-pair encoding over bytes, so that nothing is unknown."""
+def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list[str], list[str]]:
+    """The `limit` most frequent characters after normalisation, and those of them that can continue a word."""
+    frequency: Counter[str] = Counter()
+    continuing: set[str] = set()
+    for raw, times in _character_counts(sample).items():
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str("a" + raw))
+        for character in "".join(word for word, _ in words)[1:]:
+            frequency[character] += times
+        if len(words) == 1:
+            continuing.update(words[0][0][1:])
+    ranked = sorted(frequency, key=lambda character: (-frequency[character], character))
+    kept = sorted(ranked[:limit])
+    return kept, [character for character in kept if character in continuing]
+
+
+def _character_counts(sample: list[str]) -> dict[str, int]:
+    counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
+    for first in range(0, len(sample), 1024):
+        text = "".join(sample[first : first + 1024])
+        codes, times = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), return_counts=True)
+        counts[codes] += times
+    return {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
+
+
+def _byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
+    """GPT-2's tokeniser: byte-pair encoding over bytes, so that nothing is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -196,7 +242,14 @@ def _byte_level_bpe(vocab_size: int) -> tuple[Tokenizer, Any]:
         special_tokens=list(SPECIAL_TOKENS["bpe"]),
         show_progress=False,
     )
-    return tokenizer, trainer
+    tokenizer.train_from_iterator(_counted(sample, advance), trainer=trainer)
+    return tokenizer
+
+
+def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
+    for first in range(0, len(sample), 1024):
+        yield (batch := sample[first : first + 1024])
+        advance(len(batch))
 
 
 def _write_tokens(path: Path, tokenizer: Tokenizer, source: TextSource, kind: str, progress: bool) -> NDArray[np.int64]:
@@ -208,7 +261,7 @@ def _write_tokens(path: Path, tokenizer: Tokenizer, source: TextSource, kind: st
     tokenizer.encode_special_tokens = True  # a "[SEP]" in the text is text
     starts: list[int] = []
     total = 0
-    with path.open("wb") as file, _bar("Tokenising", source, progress) as advance:
+    with path.open("wb") as file, _bar("Tokenising", source.size, source.unit, progress) as advance:
         for chunk in _chunks(source.paragraphs(advance)):
             texts = _with_breaks(chunk) if kind == "bpe" else [text for _, text in chunk]
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -246,13 +299,13 @@ def _chunks(paragraphs: Iterable[Paragraph]) -> Iterator[list[Paragraph]]:
 
 
 @contextlib.contextmanager
-def _bar(title: str, source: TextSource, progress: bool) -> Iterator[Callable[[int], None]]:
+def _bar(title: str, total: int, unit: str, progress: bool) -> Iterator[Advance]:
     if not progress:
         yield lambda _: None
         return
     from tqdm.auto import tqdm
 
-    with tqdm(desc=title, total=source.size, unit=source.unit, unit_scale=True, unit_divisor=1024) as bar:
+    with tqdm(desc=title, total=total, unit=unit, unit_scale=True) as bar:
         yield bar.update
 
 

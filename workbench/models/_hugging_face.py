@@ -60,7 +60,9 @@ def _gpt2(model: Model) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    return transformers.GPT2LMHeadModel(config)
+    module: Any = transformers.GPT2LMHeadModel(config)
+    module.loss_type = "ForCausalLM"  # its default, which it does not find by its class name and then warns of
+    return module
 
 
 def _opt(model: Model) -> Any:

