@@ -170,7 +170,7 @@ def process_alive(record: Mapping[str, Any] | None) -> bool:
         return True
 
 
-def append_event(path: Path, type: str, **fields: Any) -> None:
+def append_event(path: Path, type: str, /, **fields: Any) -> None:
     """Append one event; a single `write` of a whole line, so that several writers may share the file."""
     line = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True) + "\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

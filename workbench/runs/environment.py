@@ -1,0 +1,103 @@
+"""Where a run was made: machine, versions, git state. Plain facts, gathered without importing torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+DIFF_LIMIT = 20_000  # characters of `git diff --stat`
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and git state of this process, as JSON."""
+    return {
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": available_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "command": sys.argv,
+        "directory": os.getcwd(),
+        "git": git_state(Path.cwd()),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """`"AMD EPYC 9534 64-Core Processor"`, as the kernel names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Index, name, driver and memory of every NVIDIA GPU of the machine, visible to this process or not."""
+    listing = nvidia_smi("--query-gpu=index,name,uuid,driver_version,memory.total,memory.used")
+    found = []
+    for index, name, uuid, driver, total_mib, used_mib in listing:
+        memory = {"memory_bytes": int(total_mib) * 2**20, "used_bytes": int(used_mib) * 2**20}
+        found.append({"index": int(index), "name": name, "uuid": uuid, "driver": driver, **memory})
+    return found
+
+
+def nvidia_smi(query: str) -> list[list[str]]:
+    """Rows of an `nvidia-smi` query; none where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if answer.returncode != 0:
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit, whether the tree is dirty, and the size of the difference; None outside a repository."""
+    commit = _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    status = _git(directory, "status", "--porcelain", "--untracked-files=no") or ""
+    diff = _git(directory, "diff", "--stat", "HEAD") or ""
+    return {"commit": commit, "dirty": bool(status), "diff_stat": diff[:DIFF_LIMIT]}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,252 @@
+"""From an experiment and a plan to a detached run: checks, the run directory, and the supervisor's start."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import CheckpointError, PlanInfeasible, PlanMismatch, RunExists
+from workbench.rundir import RunDir, append_event, process_record, write_json
+from workbench.runs import processes, turns
+from workbench.runs.environment import environment
+from workbench.runs.run import Run, load_run, runs_root
+from workbench.runs.tracking import tracker_settings
+from workbench.units import count
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+    from workbench.planning.plan import Plan
+
+WORKER = "workbench.execution.worker"
+
+
+def launch(
+    experiment: Experiment,
+    plan: Plan,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    resume: Run | str | os.PathLike[str] | None = None,
+    worker: str = WORKER,
+) -> Run:
+    """Start training in processes of its own and return at once; the kernel stays free, and may go away.
+
+    The run lives in `directory`, by default `<name>-<date>-<time>` in `$WORKBENCH_RUNS` or `./runs`. `resume`
+    (a run, its directory, or one of its checkpoints) continues training: in the same directory unless another is
+    given. Runs that need the same devices queue. `worker` is the module that each rank executes.
+
+    Raises `RunExists`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError` before any process starts.
+    """
+    check_plan(experiment, plan)
+    devices = _check_machine(plan)
+    checkpoint = None if resume is None else _checkpoint(resume)
+    run = _prepare_directory(experiment, directory, checkpoint)
+    _describe(run, experiment, plan)
+    _write_code(run, experiment)
+    if checkpoint is not None:
+        write_json(run.resume, {"checkpoint": str(checkpoint), "step": _step_of(checkpoint)})
+    append_event(run.events, "status", state="queued", message="")
+    _start_supervisor(run, plan, devices, worker)
+    return Run(run.path)
+
+
+def check_plan(experiment: Experiment, plan: Plan) -> None:
+    """Raise `PlanMismatch` unless the plan divides this experiment's batch and sequence."""
+    for name, unit in (("global_batch", "samples a step"), ("seq_len", "tokens a sample")):
+        asked, planned = getattr(experiment, name), getattr(plan, name)
+        if asked != planned:
+            raise PlanMismatch(
+                f"The plan for {plan.model} divides {name}={count(planned)} ({unit}), but the experiment "
+                f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment).",
+                field=name,
+                experiment=asked,
+                plan=planned,
+            )
+    if experiment.precision not in ("auto", plan.precision):
+        raise PlanMismatch(
+            f"The plan for {plan.model} computes in {plan.precision}, but the experiment {experiment.name} asks for "
+            f"{experiment.precision}. Plan it anew: wb.plan(experiment).",
+            field="precision",
+            experiment=experiment.precision,
+            plan=plan.precision,
+        )
+
+
+def _check_machine(plan: Plan) -> tuple[str, ...]:
+    """The devices of this node that the run may be given; raises where the plan needs more."""
+    kind = plan.cluster.device.kind
+    devices = turns.node_devices(kind)
+    if kind != "cpu" and len(devices) < plan.world:
+        raise PlanInfeasible(
+            f"The plan uses {plan.world} × {plan.cluster.device.name}, and this machine offers "
+            f"{len(devices) or 'no'} GPU{'s' * (len(devices) != 1)}. Plan for this machine: wb.plan(experiment), or "
+            "launch it there.",
+            world=plan.world,
+            available=len(devices),
+        )
+    return devices
+
+
+def _checkpoint(resume: Run | str | os.PathLike[str]) -> Path:
+    """The checkpoint meant by a run, a run directory or a checkpoint directory: the newest complete one."""
+    path = Path(resume.path if isinstance(resume, Run) else resume).absolute()
+    if re.fullmatch(r"step-\d+", path.name):
+        if not path.is_dir():
+            raise CheckpointError(f"There is no checkpoint {path}. Its run lists those it has: run.checkpoints.")
+        return path
+    run = resume if isinstance(resume, Run) else load_run(path)
+    if run.alive:
+        raise RunExists(
+            f"Run {run.name} is still {run.status.state}. Stop it first: run.stop(wait=True).", run=str(run.path)
+        )
+    if not run.checkpoints:
+        raise CheckpointError(
+            f"Run {run.name} has no checkpoint to continue from. Launch the experiment anew, with checkpoint_every "
+            "set if it may be interrupted.",
+            run=str(run.path),
+        )
+    return run.checkpoints[-1].path
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _prepare_directory(
+    experiment: Experiment, directory: str | os.PathLike[str] | None, checkpoint: Path | None
+) -> RunDir:
+    """Make the run's directory, or clear the last attempt's traces from the one that is continued."""
+    if directory is None and checkpoint is not None:
+        run = RunDir(checkpoint.parent.parent)
+        _clear_attempt(run)
+    elif directory is None:
+        run = RunDir(_new_directory(str(experiment.name)))
+    else:
+        run = RunDir(Path(directory).expanduser().absolute())
+        _claim(run, continued=checkpoint is not None and checkpoint.parent.parent == run.path)
+    for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
+        folder.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _new_directory(name: str) -> Path:
+    """`runs/<name>-<yyyymmdd-hhmmss>`, made so that no two launches share one."""
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    root = runs_root()
+    root.mkdir(parents=True, exist_ok=True)
+    for attempt in range(1, 1000):
+        path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("a thousand runs in one second")
+
+
+def _claim(run: RunDir, continued: bool) -> None:
+    if run.path.is_dir() and any(run.path.iterdir()):
+        if not continued:
+            what = "holds a run" if run.experiment.exists() else "is not empty"
+            raise RunExists(
+                f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
+                f"resume={str(run.path)!r}.",
+                directory=str(run.path),
+            )
+        _clear_attempt(run)
+    elif run.path.exists() and not run.path.is_dir():
+        raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
+    run.path.mkdir(parents=True, exist_ok=True)
+
+
+def _clear_attempt(run: RunDir) -> None:
+    """Forget who ran and failed before; keep events, logs, code and checkpoints."""
+    if processes.run_alive(run):
+        raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
+    stale = [run.stop_file, run.launcher, run.resume, *run.ranks.glob("*.json"), *run.errors.glob("*.json")]
+    for path in stale:
+        path.unlink(missing_ok=True)
+
+
+def _describe(run: RunDir, experiment: Experiment, plan: Plan) -> None:
+    write_json(run.experiment, experiment.to_json())
+    write_json(run.plan, plan.to_json())
+    write_json(run.environment, environment())
+    settings = tracker_settings(run, experiment)
+    run.tracking.mkdir(exist_ok=True)
+    if settings is not None:
+        write_json(run.tracking_settings, settings)
+
+
+def _write_code(run: RunDir, experiment: Experiment) -> None:
+    """Pickle the user's own model factory and dataset for the workers, with their source beside them."""
+    model, data = experiment.model, experiment.data
+    if model.is_custom:
+        run.model_code.write_bytes(_pickled("model", model.factory))
+        _write_source(run.model_code, model.factory)
+    if data.is_custom:
+        run.data_code.write_bytes(_pickled("data", data.dataset_or_factory))
+        _write_source(run.data_code, data.dataset_or_factory)
+
+
+def _write_source(pickle: Path, value: Any) -> None:
+    """For people and for later: what the pickle was made from, where Python can find it."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    with contextlib.suppress(OSError, TypeError):
+        described = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+        pickle.with_suffix(".py").write_text(inspect.getsource(described))
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    """By value what was defined in a cell, by reference what a module of the user's defines."""
+    import cloudpickle
+
+    from workbench.errors import InvalidExperiment
+
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise InvalidExperiment(
+            f"The {name} cannot be sent to the workers: {type(error).__name__}: {error}. Let it build what it needs "
+            "when it is called (open files, connections, locks) instead of capturing it.",
+            part=name,
+        ) from error
+
+
+def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str) -> None:
+    """Start the detached process that sees the run through, and queue it before any later launch."""
+    kind = plan.cluster.device.kind
+    with run.log("launcher").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench.runs.supervisor", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # or an interrupt of the kernel would reach it
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_user_path())},
+        )
+    threading.Thread(target=process.wait, name=f"reap {run.path.name}", daemon=True).start()
+    supervisor = process_record(process.pid)
+    count = 1 if kind == "cpu" else plan.world
+    ticket = turns.take_ticket(run, kind=kind, pool=devices, count=count, supervisor=supervisor)
+    summary = {"world": plan.world, "kind": kind, "precision": plan.precision}
+    write_json(run.launcher, {"supervisor": supervisor, "ticket": str(ticket.path), "plan": summary, "worker": worker})
+
+
+def _user_path() -> Iterable[str]:
+    """This process's `sys.path` without Python's own folders: what lies beside the notebook imports in the workers."""
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    standard = tuple(str(Path(path)) for path in own)
+    entries = [os.path.abspath(entry or os.curdir) for entry in sys.path]
+    package = str(Path(__file__).resolve().parents[2])
+    kept = [entry for entry in entries if not entry.startswith(standard) and not entry.endswith(".zip")]
+    return dict.fromkeys([*kept, *(() if package.startswith(standard) else (package,))])

@@ -1,0 +1,94 @@
+"""Ending processes that we know only by pid and start time: ranks are not the supervisor's children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import psutil
+
+from workbench.rundir import RunDir, process_alive, process_record, read_json
+
+POLL_S = 0.1
+
+
+def rank_records(run: RunDir) -> list[dict[str, Any]]:
+    """What `ranks/<rank>.json` hold, in rank order; each has `rank`, `pid`, `created` and `stage`."""
+    records = []
+    for path in run.ranks.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            records.append(read_json(path))
+    return sorted(records, key=lambda record: int(record["rank"]))
+
+
+def launcher_record(run: RunDir) -> dict[str, Any]:
+    """`launcher.json`, or `{}` before there is one."""
+    try:
+        record: dict[str, Any] = read_json(run.launcher)
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
+def live_workers(run: RunDir) -> list[dict[str, Any]]:
+    """Every rank and Accelerate launcher of the run that still runs, as `{pid, created}`."""
+    launcher = launcher_record(run)
+    known = [*rank_records(run), *launcher.get("workers", ())]
+    if launcher.get("accelerate"):
+        known.append(launcher["accelerate"])
+    by_pid = {record["pid"]: record for record in known}
+    return [record for record in by_pid.values() if process_alive(record)]
+
+
+def run_alive(run: RunDir) -> bool:
+    """Whether anything of the run is left: its supervisor, its launcher or a rank."""
+    return process_alive(launcher_record(run).get("supervisor")) or bool(live_workers(run))
+
+
+def descendants(pid: int) -> list[dict[str, Any]]:
+    """The workers below Accelerate's launcher: its children, and whoever leads a session of its own.
+
+    Each elastic rank leads one, which is why a signal to the launcher's group misses them.
+    """
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if child.ppid() == pid or os.getsid(child.pid) == child.pid:
+                    found.append(process_record(child.pid))
+    return found
+
+
+def send_signal(records: Iterable[Mapping[str, Any]], number: int) -> None:
+    for record in records:
+        if process_alive(record):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(record["pid"], number)
+
+
+def wait_gone(records: Iterable[Mapping[str, Any]], timeout_s: float) -> bool:
+    """Wait until none of them runs; False when `timeout_s` passed first."""
+    deadline = time.monotonic() + timeout_s
+    left = list(records)
+    while left := [record for record in left if process_alive(record)]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def kill_trees(records: Iterable[Mapping[str, Any]]) -> None:
+    """SIGKILL each process together with all that it started (data loaders, compilers)."""
+    doomed: list[psutil.Process] = []
+    for record in records:
+        if process_alive(record):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(record["pid"])
+                doomed += [process, *process.children(recursive=True)]
+    for process in doomed:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(doomed, timeout=10)

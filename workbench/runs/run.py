@@ -1,0 +1,382 @@
+"""`Run`: the handle of a training that lives in its own processes and its own directory."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import RunFailed, RunNotFound
+from workbench.rundir import FINAL_STATES, EventTail, RunDir, process_alive, read_events, read_json
+from workbench.runs import processes
+from workbench.runs.failure import log_tail, run_failed
+from workbench.units import count, duration, gib
+
+if TYPE_CHECKING:
+    from workbench.planning.plan import Plan
+    from workbench.runs.history import History
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands: `state` is one of queued, starting, running, finished, stopped, failed."""
+
+    state: str
+    message: str = ""
+    time: float = 0.0
+    """Unix seconds of the last change."""
+
+    @property
+    def final(self) -> bool:
+        return self.state in FINAL_STATES
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.message}" if self.message else self.state
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of a run."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """The latest event of each type; `memory` by rank."""
+
+    status: Status | None
+    start: dict[str, Any]
+    step: dict[str, Any]
+    end: dict[str, Any] | None
+    memory: dict[int, dict[str, Any]]
+
+
+class Run:
+    """One training. Works from any kernel: everything is read from the run's directory."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._dir = RunDir(Path(path).absolute())
+        self._tail = EventTail(self._dir.events)
+        self._seen = _Progress(None, {}, {}, None, {})
+
+    @property
+    def path(self) -> Path:
+        return self._dir.path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def directory(self) -> RunDir:
+        """Names of everything inside the run's directory."""
+        return self._dir
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """What was asked for, as JSON: reading a run never executes anyone's code."""
+        value: dict[str, Any] = read_json(self._dir.experiment)
+        return value
+
+    @property
+    def plan(self) -> Plan:
+        """How it was divided, with the prediction."""
+        from workbench.planning.plan import Plan
+
+        return Plan.from_json(read_json(self._dir.plan))
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Machine, versions and git state of the launch."""
+        value: dict[str, Any] = read_json(self._dir.environment)
+        return value
+
+    @property
+    def alive(self) -> bool:
+        """Whether any process of the run is left: supervisor, launcher or rank."""
+        return processes.run_alive(self._dir)
+
+    @property
+    def status(self) -> Status:
+        """The last recorded state, corrected by which processes are really there."""
+        supervised = process_alive(processes.launcher_record(self._dir).get("supervisor"))  # before the events
+        workers = bool(processes.live_workers(self._dir))
+        progress = self._progress()
+        recorded = progress.status or Status("queued")
+        if recorded.final or supervised:
+            return recorded
+        if workers:
+            message = "The launcher vanished, its ranks train on; stop() ends them."
+            return Status("running", message, recorded.time)
+        return self._status_of_the_orphaned(progress, recorded)
+
+    def _status_of_the_orphaned(self, progress: _Progress, recorded: Status) -> Status:
+        """No process is left and nobody wrote how it ended; the ranks' `end` event may still tell."""
+        if progress.end is None:
+            return Status("failed", "The launcher vanished.", recorded.time)
+        steps, target = int(progress.end["steps"]), int(self.experiment.get("steps", 0))
+        if steps >= target:
+            return Status("finished", f"{steps} steps (the launcher had vanished).", progress.end["time"])
+        return Status("stopped", f"Stopped at step {steps} of {target} (the launcher had vanished).", recorded.time)
+
+    def stop(self, wait: bool = False) -> Run:
+        """Ask the ranks to write a checkpoint and leave; with `wait`, return when they have.
+
+        Harmless when the run has ended. Ranks that hang are ended by force after a few minutes, also when
+        the launcher is gone.
+        """
+        if not self.alive:
+            return self
+        self._dir.stop_file.touch()
+        if not process_alive(processes.launcher_record(self._dir).get("supervisor")):
+            self._reap()
+        return self.wait() if wait else self
+
+    def _reap(self) -> None:
+        processes.send_signal(processes.rank_records(self._dir), signal.SIGTERM)
+        with self._dir.log("launcher").open("ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-m", "workbench.runs.supervisor", "--reap", str(self.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Block until the run has ended, or `timeout` seconds have passed; an interrupt leaves it running.
+
+        Raises `RunFailed`, with the worker's own traceback, if it failed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not (status := self.status).final:
+                if deadline is not None and time.monotonic() > deadline:
+                    return self
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            print(f"{self.name} trains on; stop() ends it.")
+            return self
+        if status.state == "failed":
+            raise self._failure(status)
+        return self
+
+    def error(self) -> RunFailed | None:
+        """What the run died of, or None if it did not fail."""
+        status = self.status
+        return self._failure(status) if status.state == "failed" else None
+
+    def _failure(self, status: Status) -> RunFailed:
+        return run_failed(self._dir, status.message)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Every event so far; `workbench.rundir` lists their fields."""
+        return read_events(self._dir.events)
+
+    def history(self) -> History:
+        """One row a logged step, as NumPy columns."""
+        from workbench.runs.history import read_history
+
+        return read_history(self._dir.events)
+
+    def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
+        """The last `tail` lines (None: all) that a rank printed, or that `"launcher"` did."""
+        return log_tail(self._dir, rank, tail)
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The complete checkpoints, oldest first."""
+        found = {}
+        for event in self.events():
+            if event["type"] == "checkpoint":
+                path = self._dir.checkpoint(int(event["step"]))  # the directory may have moved since
+                if path.is_dir():
+                    found[int(event["step"])] = Checkpoint(int(event["step"]), path)
+        return tuple(found[step] for step in sorted(found))
+
+    def _progress(self) -> _Progress:
+        """Fold the events that are new since the last call into what was seen before."""
+        seen = self._seen
+        status, start, step, end, memory = seen.status, seen.start, seen.step, seen.end, dict(seen.memory)
+        for event in self._tail.read():
+            if event["type"] == "status":
+                status = Status(event["state"], event.get("message", ""), event["time"])
+                if event["state"] in ("queued", "starting"):
+                    end = None
+            elif event["type"] == "start":
+                start = event
+                if status is not None and not status.final:  # the supervisor says so a moment later
+                    status = Status("running", "", event["time"])
+            elif event["type"] == "step":
+                step = event
+            elif event["type"] == "end":
+                end = event
+            elif event["type"] == "memory":
+                memory[int(event["rank"])] = event
+        self._seen = _Progress(status, start, step, end, memory)
+        return self._seen
+
+    def summary(self) -> dict[str, Any]:
+        """The figures that `repr` shows, as JSON: state, step, steps, loss, tokens_per_s, mfu, peak_bytes, …"""
+        status = self.status
+        progress, experiment = self._seen, self.experiment
+        step = progress.step
+        peak = max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None)
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "state": status.state,
+            "message": status.message,
+            "step": int(step.get("step", 0)),
+            "steps": experiment.get("steps"),
+            "loss": step.get("loss"),
+            "tokens": step.get("tokens"),
+            "tokens_per_s": step.get("tokens_per_s"),
+            "mfu": step.get("mfu"),
+            "peak_bytes": peak,
+            "time": step.get("time", status.time),
+        }
+
+    def __repr__(self) -> str:
+        facts = self.summary()
+        parts = [facts["state"], f"step {facts['step']:,} of {facts['steps']:,}", *_figures(facts)]
+        message = f" ({facts['message']})" if facts["message"] and facts["state"] != "running" else ""
+        return f"Run({self.name}: {', '.join(parts)}{message})"
+
+    def _repr_html_(self) -> str:
+        from workbench.runs.tracking import tracking_note
+
+        facts = self.summary()
+        done = min(1.0, facts["step"] / facts["steps"]) if facts["steps"] else 0.0
+        rows = [
+            ("status", html.escape(f"{facts['state']}. {facts['message']}" if facts["message"] else facts["state"])),
+            ("step", f"{facts['step']:,} of {facts['steps']:,} <progress value='{done:.4f}' max='1'></progress>"),
+            ("now", html.escape(", ".join(_figures(facts)) or "no step yet")),
+            ("directory", f"<code>{html.escape(str(self.path))}</code>"),
+            ("W&amp;B", html.escape(tracking_note(self._dir))),
+        ]
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{value}</td></tr>"
+            for name, value in rows
+        )
+        return f"<table><caption style='text-align:left'><b>{html.escape(self.name)}</b></caption>{cells}</table>"
+
+
+def _figures(facts: dict[str, Any]) -> list[str]:
+    """`["loss 6.91", "82.1 k tokens/s", "MFU 41 %", "61.2 GiB"]`, as far as known."""
+    figures = []
+    if facts["loss"] is not None:
+        figures.append(f"loss {facts['loss']:.4g}")
+    if facts["tokens_per_s"]:
+        figures.append(f"{count(facts['tokens_per_s'])} tokens/s")
+    if facts["mfu"]:
+        figures.append(f"MFU {facts['mfu']:.0%}")
+    if facts["peak_bytes"]:
+        figures.append(f"{gib(facts['peak_bytes'])} at most on a device")
+    return figures
+
+
+def runs_root() -> Path:
+    """Where runs go by default: `$WORKBENCH_RUNS`, or `runs` in the current directory."""
+    return Path(os.environ.get("WORKBENCH_RUNS") or "runs").expanduser().absolute()
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """The run in a directory, or of that name among the runs here. Executes nothing that it finds there.
+
+    Raises `RunNotFound`, with near matches.
+    """
+    for candidate in (Path(path).expanduser(), runs_root() / path):
+        if RunDir(candidate).experiment.is_file():
+            return Run(candidate)
+    parent = Path(path).expanduser().absolute().parent
+    names = {p.name for root in (runs_root(), parent) for p in _run_directories(root)}
+    close = difflib.get_close_matches(Path(path).name, names, n=3, cutoff=0.4)
+    if close:
+        hint = f"Did you mean {' or '.join(repr(name) for name in close)}?"
+    elif names:
+        hint = f"There are {', '.join(sorted(names)[-5:])}."
+    else:
+        hint = f"There are no runs in {runs_root()} yet; set WORKBENCH_RUNS if they are elsewhere."
+    raise RunNotFound(f"There is no run {str(path)!r}. {hint}", run=str(path), near=close)
+
+
+def _run_directories(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return [path for path in root.iterdir() if RunDir(path).experiment.is_file()]
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The runs of one folder, newest first; iterate, index by position or name, or just show it."""
+
+    root: Path
+    runs: tuple[Run, ...]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __iter__(self) -> Any:
+        return iter(self.runs)
+
+    def __getitem__(self, key: int | str) -> Run:
+        if isinstance(key, int):
+            return self.runs[key]
+        return load_run(self.root / key)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """`Run.summary()` of each."""
+        return [run.summary() for run in self.runs]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Name, state, step, loss, tokens/s and age of each run, for people."""
+        return [_cells(row) for row in self.rows()]
+
+    def __repr__(self) -> str:
+        if not self.runs:
+            return f"No runs in {self.root}."
+        table = [HEADER, *self.cells()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(HEADER))]
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
+        )
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: tuple[str, ...]) -> str:
+            return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        body = "".join(line("td", cells) for cells in self.cells())
+        return f"<table><thead>{line('th', HEADER)}</thead><tbody>{body}</tbody></table>"
+
+
+HEADER = ("name", "state", "step", "loss", "tokens/s", "when")
+
+
+def runs(root: str | os.PathLike[str] | None = None) -> RunTable:
+    """The runs in `root` (by default where `launch` puts them), newest first."""
+    folder = runs_root() if root is None else Path(root).expanduser().absolute()
+    found = sorted(_run_directories(folder), key=lambda path: RunDir(path).environment.stat().st_mtime, reverse=True)
+    return RunTable(folder, tuple(Run(path) for path in found))
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["name"],
+        row["state"],
+        f"{row['step']:,} of {row['steps']:,}",
+        "" if row["loss"] is None else f"{row['loss']:.4g}",
+        "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),
+        f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
+    )

@@ -1,0 +1,322 @@
+"""The process that sees a run through: waits for its turn, runs `accelerate launch`, and says how it ended.
+
+Started detached by `launch` as `python -m workbench.runs.supervisor RUN_DIR`; it needs nothing of the
+kernel that started it, and the kernel may restart or go away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workbench.rundir import EventTail, RunDir, append_event, process_record, read_json, write_json
+from workbench.runs import processes, turns
+from workbench.runs.environment import available_cores
+from workbench.runs.failure import record_silent_death, root_cause
+
+POLL_S = 0.2
+FAILURE_GRACE_S = 10.0
+"""After one rank has reported an error, how long the others may take to leave by themselves."""
+STOP_GRACE_S = 300.0
+"""After a stop was asked for, how long the ranks may go without any event (they write a checkpoint)."""
+TERMINATE_GRACE_S = 60.0
+"""After SIGTERM, how long until SIGKILL."""
+ELASTIC_SHUTDOWN_S = "30"
+FOREIGN_LAUNCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "WANDB_SERVICE", "WANDB_RUN_ID"),
+)
+"""Variables of a launch around this one (or of the kernel's own W&B run) that would mislead the ranks."""
+
+
+@dataclass
+class _Watch:
+    """What the supervisor has seen of the running attempt."""
+
+    run: RunDir
+    events: EventTail
+    last_sign: float = field(default_factory=time.monotonic)
+    """When the ranks last wrote an event, or were last asked for something."""
+    started: bool = False
+    stopping: bool = False
+    terminated_at: float | None = None
+    failed_at: float | None = None
+    forced: bool = False
+    """Ranks were killed from here: their exit codes say nothing about the cause."""
+    steps: int | None = None
+    """Of the `end` event: the ranks left in order."""
+
+    def read(self) -> None:
+        for event in self.events.read():
+            if event["type"] in ("status", "tracking"):
+                continue
+            self.last_sign = time.monotonic()
+            if event["type"] == "start" and not self.started:
+                self.started = True
+                _status(self.run, "running", "")
+            if event["type"] == "end":
+                self.steps = int(event["steps"])
+
+
+def main(directory: str) -> int:
+    run = RunDir(Path(directory))
+    signal.signal(signal.SIGTERM, lambda *_: run.stop_file.touch())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _wait_until_known(run)
+    try:
+        return _see_through(run)
+    except BaseException as error:
+        processes.kill_trees(processes.live_workers(run))
+        _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
+        raise
+
+
+def reap(directory: str) -> int:
+    """End the ranks of a run whose supervisor is gone, and write the final status in its place."""
+    run = RunDir(Path(directory))
+    watch = _Watch(run, EventTail(run.events))
+    watch.read()
+    watch.steps = None
+    workers = processes.live_workers(run)
+    processes.send_signal(processes.rank_records(run), signal.SIGTERM)
+    while not processes.wait_gone(workers, POLL_S):
+        watch.read()
+        if time.monotonic() - watch.last_sign > _seconds("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+            processes.kill_trees(workers)
+    watch.read()
+    saved = f" at step {watch.steps}" if watch.steps is not None else ""
+    _status(run, "stopped", f"Stopped{saved} after the launcher had vanished.")
+    return 0
+
+
+def _see_through(run: RunDir) -> int:
+    launcher = read_json(run.launcher)
+    ticket = turns.Ticket(Path(launcher["ticket"]))
+    try:
+        devices = _wait_for_turn(run, ticket)
+        if devices is None:
+            _status(run, "stopped", "Stopped before it started.")
+            return 0
+        _status(run, "starting", "")
+        return _train(run, {**launcher, "devices": devices})
+    finally:
+        ticket.leave()
+
+
+def _wait_for_turn(run: RunDir, ticket: turns.Ticket) -> tuple[str, ...] | None:
+    """Block until devices are free; None when the run was stopped first."""
+    announced: list[str] | None = None
+    while not run.stop_file.exists():
+        devices = ticket.try_start()
+        if devices is not None:
+            return devices
+        ahead = ticket.ahead()
+        if ahead != announced:
+            _status(run, "queued", f"Waits for {', '.join(ahead)}." if ahead else "Waits for its devices.")
+            announced = ahead
+        time.sleep(POLL_S)
+    return None
+
+
+def _train(run: RunDir, launcher: dict[str, Any]) -> int:
+    log = run.log("launcher")
+    log_start = log.stat().st_size if log.exists() else 0
+    events = EventTail(run.events)
+    events.read()
+    watch = _Watch(run, events)
+    process = _start(run, launcher)
+    _start_upload(run)
+    exit_code = _watch(process, watch, launcher)
+    survivors = processes.live_workers(run)
+    if survivors:
+        _end(run, survivors, grace_s=0.0 if root_cause(run) else TERMINATE_GRACE_S)
+    watch.read()
+    with log.open(errors="replace") as file:
+        file.seek(log_start)
+        return _conclude(run, watch, exit_code, file.read())
+
+
+def _start(run: RunDir, launcher: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start `accelerate launch`; it leads a session of its own and writes to the launcher's log."""
+    plan = launcher["plan"]
+    config = run.path / "accelerate.yaml"
+    config.write_text(_accelerate_config(plan["world"], plan["kind"], plan["precision"]))
+    command = accelerate_command(config, plan["world"], plan["kind"], plan["precision"], launcher["worker"], run.path)
+    environment = worker_environment(dict(os.environ), plan["world"], plan["kind"], launcher["devices"])
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+    launcher |= {"accelerate": process_record(process.pid), "command": command}
+    write_json(run.launcher, launcher)
+    return process
+
+
+def accelerate_command(config: Path, world: int, kind: str, precision: str, worker: str, run: Path) -> list[str]:
+    """The whole command line of the launch.
+
+    `--cpu --num_processes n` starts one process only; `--multi_gpu` under `ACCELERATE_USE_CPU=true`
+    starts n, on gloo. The config file keeps the user's own default configuration out of it.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    if world > 1:
+        command += ["--multi_gpu", "--main_process_port", "0"]
+    elif kind == "cpu":
+        command += ["--cpu"]
+    command += ["--num_processes", str(world), "--num_machines", "1", "--dynamo_backend", "no"]
+    command += ["--mixed_precision", "bf16" if precision == "bf16" else "no"]
+    return [*command, "-m", worker, str(run)]
+
+
+def _accelerate_config(world: int, kind: str, precision: str) -> str:
+    fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU" if world > 1 else "NO",
+        "mixed_precision": "bf16" if precision == "bf16" else "'no'",
+        "num_machines": 1,
+        "num_processes": world,
+        "use_cpu": str(kind == "cpu").lower(),
+        "debug": "false",
+        "gpu_ids": "all",
+    }
+    return "".join(f"{name}: {value}\n" for name, value in fields.items())
+
+
+def worker_environment(base: dict[str, str], world: int, kind: str, devices: tuple[str, ...]) -> dict[str, str]:
+    """The caller's environment (its `NCCL_*` untouched) with what the ranks need, without another launch's ranks."""
+    environment = {k: v for k, v in base.items() if k not in FOREIGN_LAUNCH and not k.startswith("TORCHELASTIC_")}
+    threads = max(1, available_cores() // world)
+    environment.setdefault("OMP_NUM_THREADS", str(threads if kind == "cpu" else min(threads, 8)))
+    environment["ACCELERATE_USE_CPU"] = str(kind == "cpu").lower()
+    environment["CUDA_VISIBLE_DEVICES"] = "" if kind == "cpu" else ",".join(devices)
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = ELASTIC_SHUTDOWN_S
+    return environment
+
+
+def _watch(process: subprocess.Popen[bytes], watch: _Watch, launcher: dict[str, Any]) -> int:
+    """Until Accelerate's launcher has gone: its exit code. Never waits for ranks that cannot come back."""
+    next_census = 0.0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+        watch.read()
+        if time.monotonic() > next_census:
+            next_census = time.monotonic() + (5.0 if watch.started else 0.5)
+            _census(watch.run, process.pid, launcher)
+        _enforce_failure(watch)
+        _enforce_stop(watch)
+
+
+def _census(run: RunDir, pid: int, launcher: dict[str, Any]) -> None:
+    """Keep `launcher.json` knowing every worker, also those that have not yet written their rank."""
+    workers = processes.descendants(pid)
+    known = {record["pid"] for record in launcher.get("workers", ())}
+    if not {record["pid"] for record in workers} <= known:
+        launcher["workers"] = workers
+        write_json(run.launcher, launcher)
+
+
+def _enforce_failure(watch: _Watch) -> None:
+    """One rank's error dooms the step: the others, who may wait for it in a collective, get a short grace."""
+    if watch.failed_at is None:
+        if any(watch.run.errors.glob("*.json")):
+            watch.failed_at = time.monotonic()
+    elif time.monotonic() - watch.failed_at > _seconds("WORKBENCH_FAILURE_GRACE_S", FAILURE_GRACE_S):
+        watch.forced = True
+        processes.kill_trees(_ranks(watch.run))
+
+
+def _enforce_stop(watch: _Watch) -> None:
+    """The ranks honour STOP by themselves; a rank that hangs gets SIGTERM, then SIGKILL."""
+    if not watch.run.stop_file.exists():
+        return
+    now = time.monotonic()
+    if not watch.stopping:
+        watch.stopping, watch.last_sign = True, now
+    if watch.terminated_at is None:
+        if now - watch.last_sign > _seconds("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+            processes.send_signal(_ranks(watch.run), signal.SIGTERM)
+            watch.terminated_at = now
+    elif now - watch.terminated_at > _seconds("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
+        watch.forced = True
+        processes.kill_trees(_ranks(watch.run))
+
+
+def _ranks(run: RunDir) -> list[dict[str, Any]]:
+    """Live workers without the launcher above them, which has to tell how they ended."""
+    accelerate = processes.launcher_record(run).get("accelerate") or {}
+    return [record for record in processes.live_workers(run) if record["pid"] != accelerate.get("pid")]
+
+
+def _end(run: RunDir, survivors: list[dict[str, Any]], grace_s: float) -> None:
+    """No rank outlives its launcher: SIGTERM, which the worker answers with a checkpoint, then SIGKILL."""
+    if grace_s > 0:
+        processes.send_signal(_ranks(run), signal.SIGTERM)
+        processes.wait_gone(survivors, grace_s)
+    processes.kill_trees(survivors)
+
+
+def _conclude(run: RunDir, watch: _Watch, exit_code: int, launcher_output: str) -> int:
+    """Turn exit code, error files and the `end` event into the final status."""
+    if root_cause(run) is None:
+        ending = _orderly_ending(run, watch, exit_code)
+        if ending is not None:
+            _status(run, *ending)
+            return 0
+    if root_cause(run) is None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        _status(run, "failed", f"the launcher was killed by {name}; its ranks were ended.")
+        return 1
+    if not watch.forced:
+        record_silent_death(run, launcher_output)
+    cause = root_cause(run)
+    _status(run, "failed", cause.sentence if cause else f"the launcher ended with exit code {exit_code}.")
+    return 1
+
+
+def _orderly_ending(run: RunDir, watch: _Watch, exit_code: int) -> tuple[str, str] | None:
+    """State and message if the ranks left of their own accord, or because a stop was asked for."""
+    target = read_json(run.experiment)["steps"]
+    if exit_code == 0 and watch.steps is not None:
+        if watch.steps >= target:
+            return "finished", f"{watch.steps} steps."
+        return "stopped", f"Stopped at step {watch.steps} of {target}."
+    if watch.stopping:
+        return "stopped", "Stopped; the ranks did not leave by themselves and were ended."
+    return None
+
+
+def _start_upload(run: RunDir) -> None:
+    """Upload to Weights & Biases beside the training: a detached process that can do it no harm."""
+    if not run.tracking_settings.exists():
+        return
+    command = [sys.executable, "-m", "workbench.runs.tracking", str(run.path)]
+    with contextlib.suppress(OSError), run.log("tracking").open("ab") as log:
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+
+def _wait_until_known(run: RunDir) -> None:
+    """`launch` writes this process's ticket and `launcher.json` just after starting it."""
+    deadline = time.monotonic() + 30
+    me = os.getpid()
+    while processes.launcher_record(run).get("supervisor", {}).get("pid") != me:
+        if time.monotonic() > deadline:
+            raise SystemExit("The kernel that launched this run went away before it was queued.")
+        time.sleep(0.02)
+
+
+def _status(run: RunDir, state: str, message: str) -> None:
+    append_event(run.events, "status", state=state, message=message)
+
+
+def _seconds(variable: str, default: float) -> float:
+    return float(os.environ.get(variable) or default)
+
+
+if __name__ == "__main__":
+    sys.exit(reap(sys.argv[2]) if sys.argv[1] == "--reap" else main(sys.argv[1]))
