@@ -292,9 +292,7 @@ def loss_curves(
     axes = axes_of(curves)
     _require_axis(x, axes)
     drawn = draw(curves, y, smoothing, {name: scale for name, (scale, _) in axes.items()})
-    figure = go.Figure()
-    for curve, position in zip(drawn, _label_positions(drawn, x), strict=True):
-        figure.add_traces(_traces(curve, x, y, smoothing > 0, position))
+    figure = go.Figure(traces_of(drawn, x, y, smooth=smoothing > 0))
     _lay_out(figure, axes, x, y, log_y, title, many=len(drawn) > 8)
     figure.update_layout(updatemenus=_menus(figure, drawn, axes, x, y, log_y))
     if not any(len(curve.raw) for curve in drawn):
@@ -311,6 +309,14 @@ def _require_axis(x: str, axes: Mapping[str, Any]) -> None:
         )
 
 
+def traces_of(drawn: Sequence[DrawnCurve], x: str, y: str, smooth: bool) -> list[go.Scatter]:
+    """The traces of all runs; `legendgroup` tells the run (`DrawnCurve.key`), `meta` the part that one plays."""
+    positions = _label_positions(drawn, x)
+    return [
+        trace for curve, position in zip(drawn, positions, strict=True) for trace in _traces(curve, x, y, smooth, position)
+    ]
+
+
 def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str | None) -> list[go.Scatter]:
     """Raw, smoothed, NaN crosses and end label of one run; one legend entry switches all of them."""
     shared = {"legendgroup": curve.key, "name": theme.text(curve.name)}
@@ -325,6 +331,7 @@ def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str
                 line={"color": theme.pale(curve.color, 0.62), "width": 1},
                 hoverinfo="skip",
                 showlegend=False,
+                zorder=0,
                 meta="raw",
                 **shared,
             )
@@ -338,6 +345,7 @@ def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str
             line={"color": curve.color, "width": 2.2, "dash": curve.dash},
             marker={"color": curve.color, "size": 7},
             hovertemplate=_hover(y, smooth),
+            zorder=1,
             meta="line",
             **shared,
         )
@@ -363,6 +371,7 @@ def _gap_marks(curve: DrawnCurve, x: str, y: str, shared: Mapping[str, Any]) -> 
             marker={"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
             hovertemplate=f"{Y_LABELS.get(y, y).lower()} is NaN from here",
             showlegend=False,
+            zorder=2,
             meta="nan",
             **shared,
         )
@@ -395,6 +404,7 @@ def _end_label(
             cliponaxis=False,
             hoverinfo="skip",
             showlegend=False,
+            zorder=2,
             meta="end",
             **shared,
         )
@@ -452,7 +462,7 @@ def _lay_out(
         margin={"t": 92, "r": 64},
         hovermode="x unified",
         legend={"y": 0.99, "yanchor": "top", "groupclick": "togglegroup", "tracegroupgap": 0, **legend},
-        xaxis={"title": {"text": axes[x][1]}, "rangemode": "tozero", "hoverformat": ".4~g"},
+        xaxis={"title": {"text": axes[x][1]}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(axes[x][1])}},
         yaxis={"title": {"text": Y_LABELS.get(y, y)}, "type": "log" if log_y else "linear"},
         uirevision="keep",
     )
@@ -479,7 +489,11 @@ def _menus(
             "method": "update",
             "args": [
                 {"x": [trace_x(trace, name) for trace in figure.data]},
-                {"xaxis.title.text": heading, "xaxis.autorange": True},
+                {
+                    "xaxis.title.text": heading,
+                    "xaxis.unifiedhovertitle.text": hover_title(heading),
+                    "xaxis.autorange": True,
+                },
             ],
         }
         for name, (_, heading) in axes.items()
@@ -506,6 +520,11 @@ def _menus(
         {"buttons": x_buttons, "active": list(axes).index(x), "x": 0.0, "direction": "down", **shared},
         {"buttons": y_buttons, "active": int(log_y), "x": 0.0, "type": "buttons", "direction": "right", **shared, "pad": {"b": 4, "l": 140}},
     ]
+
+
+def hover_title(heading: str) -> str:
+    """`"Tokens (M): 11.2"`, with the value under the pointer."""
+    return f"{heading}: %{{x:.4~g}}"
 
 
 def _short(values: Array) -> list[float | None]:

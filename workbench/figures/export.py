@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     """Turn an executed notebook into one self-contained page with live figures.
 
     Plotly figures stay interactive over a single embedded plotly.js. Widgets need a kernel: what they show
-    falls back to the HTML or text stored beside them, and their state is left out. No script, style or
+    falls back to the HTML or picture stored beside them, and their state is left out. No script, style or
     font is fetched.
 
     Raises `DataError` if the file is no notebook.
@@ -104,7 +105,7 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
             setattr(exporter, url, "")
     resources = {"metadata": {"name": Path(notebook_path).stem}}
     page, _ = exporter.from_notebook_node(notebook, resources)
-    page = _without_empty_scripts(page)
+    page = _without_remote_scripts(page)
     if drawn:
         page = page.replace("<head>", f"<head><script>{plotly_js()}</script>", 1)
     target = Path(html_path)
@@ -133,15 +134,20 @@ def _make_static(output: Any) -> bool:
         return True
     if WIDGET_MIME in data:
         kept = {key: value for key, value in data.items() if key in ("text/html", "image/png")}
-        output["data"] = kept or {"text/plain": data.get("text/plain", "(a widget: it needs a running kernel)")}
+        output["data"] = kept or {"text/plain": "(a widget: it shows while its notebook's kernel runs)"}
     return False
 
 
-def _without_empty_scripts(page: str) -> str:
-    """nbconvert writes `<script src="">` for what was switched off; a browser would fetch the page itself."""
-    for tag in ('<script src=""></script>', '<script type="text/javascript" src=""></script>'):
-        page = page.replace(tag, "")
-    return page
+SWITCHED_OFF = re.compile(
+    r'<script[^>]*\bsrc=""[^>]*>\s*</script>|<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>',
+    re.DOTALL,
+)
+"""nbconvert's `<script src="">` for what was switched off (a browser would fetch the page itself), and its
+loader of Mermaid diagrams, which knows addresses of its own."""
+
+
+def _without_remote_scripts(page: str) -> str:
+    return SWITCHED_OFF.sub("", page)
 
 
 def save_png(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:

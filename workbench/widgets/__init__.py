@@ -1,0 +1,5 @@
+"""Widgets: what needs a kernel to move. Importing this package imports ipywidgets and plotly."""
+
+from workbench.widgets.live import Live, live
+
+__all__ = ["Live", "live"]

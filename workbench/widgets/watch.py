@@ -1,0 +1,125 @@
+"""One run as a dashboard sees it: read incrementally, owned by one thread, no widget in sight."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import RunFailed
+from workbench.figures.curves import Curve
+from workbench.rundir import RunDir, read_json
+from workbench.runs.history import History, HistoryTail
+from workbench.runs.run import Run, Status
+from workbench.units import count, duration
+
+RECENT_STEPS = 20
+"""Speed and ETA are taken over this many logged steps."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment."""
+
+    name: str
+    status: Status
+    steps: int | None
+    """What the experiment asked for."""
+    history: History
+    phase: str
+    """What rank 0 last finished before its first step (`capture`, `build`, …), or empty."""
+    failure: RunFailed | None
+
+    @property
+    def step(self) -> int:
+        return int(self.history.step[-1]) if len(self.history) else 0
+
+    @property
+    def progress(self) -> float:
+        """0 to 1."""
+        return min(1.0, self.step / self.steps) if self.steps else 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds of training left at the recent speed; None before two steps and after the end."""
+        if self.status.final or self.steps is None or len(self.history) < 2:
+            return None
+        seconds, step = self.history.seconds[-RECENT_STEPS:], self.history.step[-RECENT_STEPS:]
+        per_step = (seconds[-1] - seconds[0]) / max(1.0, step[-1] - step[0])
+        return float(per_step * (self.steps - step[-1])) if math.isfinite(per_step) else None
+
+    @property
+    def facts(self) -> str:
+        """`"step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · MFU 41 % · 3 min 05 s left"`, as far as known."""
+        if not len(self.history):
+            return f"{self.phase} done, first step to come" if self.phase else "no step yet"
+        of_all = f" of {self.steps:,}" if self.steps else ""
+        parts = [f"step {self.step:,}{of_all}", f"loss {self.history.loss[-1]:.4g}"]
+        speed = _recent(self.history.tokens_per_s)
+        if speed is not None:
+            parts.append(f"{count(speed)} tokens/s")
+        mfu = _recent(self.history.mfu)
+        if mfu is not None:
+            parts.append(f"MFU {mfu:.1%}")
+        if self.eta_s is not None:
+            parts.append(f"{duration(self.eta_s)} left")
+        return " · ".join(parts)
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(self.name, self.history)
+
+    @property
+    def failure_html(self) -> str:
+        """The worker's error in words, its traceback folded behind them; empty for a run that did not fail."""
+        if self.failure is None:
+            return ""
+        first, _, rest = str(self.failure).partition("\n")
+        more = f"<details><summary>traceback</summary><pre>{html.escape(rest.strip())}</pre></details>" if rest.strip() else ""
+        return f"<b>{html.escape(self.name)}</b>: {html.escape(first)}{more}"
+
+
+def _recent(values: Any) -> float | None:
+    """Median of the last steps, or None where nothing is known."""
+    window = values[-RECENT_STEPS:]
+    known = window[np.isfinite(window)]
+    return float(np.median(known)) if len(known) else None
+
+
+class Watch:
+    """Follows one run through a handle of its own, so that nobody else's reading interferes."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = Run(path)
+        self._tail = HistoryTail(RunDir(path).events)
+        self._steps = self._read_steps(RunDir(path))
+        self._phase = ""
+
+    @staticmethod
+    def _read_steps(directory: RunDir) -> int | None:
+        try:
+            return int(read_json(directory.experiment)["steps"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @property
+    def name(self) -> str:
+        return self._run.name
+
+    def read(self) -> Snapshot:
+        """What has happened by now; the state is read before the steps, so that a final state has them all."""
+        status = self._run.status
+        history = self._tail.read()
+        for event in self._tail.events:
+            if event["type"] == "phase":
+                self._phase = str(event["name"])
+        failure = self._run.error() if status.state == "failed" else None
+        return Snapshot(self.name, status, self._steps, history, self._phase, failure)
+
+    def stop(self) -> None:
+        """Ask the run to checkpoint and leave."""
+        self._run.stop()
