@@ -1,0 +1,121 @@
+"""Workbench: plan, launch, watch and compare the training of unmodified PyTorch models.
+
+    import workbench as wb
+
+    large  = wb.Experiment(model=wb.models.bert_large(), data=wb.data.corpus("demo"), steps=400)
+    scaled = large.replace(model=wb.models.bert(hidden_size=1920, num_layers=54, num_heads=30))
+    plan   = wb.plan(scaled)
+    runs   = [wb.launch(large), wb.launch(scaled, plan=plan)]
+    wb.live(runs)
+
+Names are imported when they are first used: `import workbench` imports neither torch nor any other heavy library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench import data, models
+    from workbench.api import (
+        capture,
+        compare,
+        doctor,
+        launch,
+        live,
+        load_plan,
+        load_run,
+        plan,
+        resume,
+        runs,
+        show,
+        stop,
+        wait,
+    )
+    from workbench.cost.cluster import Cluster
+    from workbench.errors import WorkbenchError
+    from workbench.experiment import Experiment
+    from workbench.planning.plan import Plan
+    from workbench.runs import Run
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Experiment": "workbench.experiment",
+    "Cluster": "workbench.cost.cluster",
+    "Plan": "workbench.planning.plan",
+    "Run": "workbench.runs",
+    "WorkbenchError": "workbench.errors",
+    **dict.fromkeys(
+        (
+            "capture",
+            "compare",
+            "doctor",
+            "launch",
+            "live",
+            "load_plan",
+            "load_run",
+            "plan",
+            "resume",
+            "runs",
+            "show",
+            "stop",
+            "wait",
+        ),
+        "workbench.api",
+    ),
+}
+_ROOMS = ("data", "models")
+
+__all__ = [
+    "Cluster",
+    "Experiment",
+    "Plan",
+    "Run",
+    "WorkbenchError",
+    "capture",
+    "compare",
+    "data",
+    "doctor",
+    "launch",
+    "live",
+    "load_plan",
+    "load_run",
+    "models",
+    "plan",
+    "resume",
+    "runs",
+    "show",
+    "stop",
+    "wait",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"workbench.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register_displays() -> None:
+    """In a notebook, let a `Plan` at the end of a cell show itself as its pictures."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None:
+        return
+
+    def shown(plan: Any) -> None:
+        importlib.import_module("workbench.api").display_plan(plan)
+
+    shell.display_formatter.ipython_display_formatter.for_type_by_name("workbench.planning.plan", "Plan", shown)
+
+
+_register_displays()

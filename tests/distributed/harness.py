@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import socket
@@ -16,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from workbench.capture import Graph
-from workbench.cost.cluster import Cluster
+from workbench.cost.cluster import Cluster, Device, Link
 from workbench.execution.mesh import Place
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 
@@ -24,6 +25,8 @@ from workbench.planning.plan import Memory, Plan, Prediction, Stage
 multiprocessing.set_forkserver_preload(["tests.distributed.zoo", "tests.distributed.test_equivalence"])
 
 NOTHING = Memory(0, 0, 0, 0, 0)
+CPU = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
+LINK = Link(1e9, 1e-5)
 FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
 
 
@@ -86,12 +89,12 @@ def forced_plan(
             recompute,
             NOTHING,
         )
-        for index, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False))
+        for index, (first, end) in enumerate(itertools.pairwise(cuts))
     )
     return Plan(
         model=graph.model,
         signature=graph.signature,
-        cluster=Cluster.of("h200", gpus=pipeline * data),
+        cluster=Cluster(CPU, pipeline * data, pipeline * data, LINK, LINK),
         global_batch=data * micro_batch * num_microbatches,
         seq_len=seq_len,
         precision="fp32",
@@ -105,5 +108,6 @@ def forced_plan(
         block_names=tuple(block.name for block in graph.blocks),
         stages=stages,
         memory_limit_bytes=None,
+        flops_per_step=0,
         prediction=FREE,
     )

@@ -28,7 +28,7 @@ def reference(name: str, batch: dict[str, torch.Tensor]) -> tuple[float, dict[st
 
 
 def compare(
-    rank: int, name: str, degrees: dict[str, int], zero: int, recompute: bool, schedule: str
+    _rank: int, name: str, degrees: dict[str, int], zero: int, recompute: bool, schedule: str
 ) -> dict[str, float]:
     pipeline, data = degrees["pipeline"], degrees["data"]
     micro_batch, num_microbatches = 2, 4

@@ -10,7 +10,7 @@ import contextlib
 import linecache
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +88,12 @@ def _loss_node(module: fx.GraphModule, out_spec: pytree.TreeSpec, name: str) -> 
     else:
         loss = result
     value = loss.meta.get("val") if isinstance(loss, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
+    if (
+        not isinstance(loss, fx.Node)
+        or not isinstance(value, torch.Tensor)
+        or value.numel() != 1
+        or not value.is_floating_point()
+    ):
         found = spec_of("loss", value).shape if isinstance(value, torch.Tensor) else type(result).__name__
         raise CaptureError(
             f"{name} returned {found} where its loss should be. Let forward return a scalar loss: as `.loss`, "
@@ -119,11 +124,11 @@ def _custom_functions_refused(name: str) -> Iterator[None]:
             line=number,
         )
 
-    torch.autograd.Function.apply = classmethod(refusing)  # type: ignore[assignment, method-assign]
+    setattr(torch.autograd.Function, "apply", classmethod(refusing))  # noqa: B010
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        setattr(torch.autograd.Function, "apply", original)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -142,11 +147,11 @@ def _inert_layerdrop(model: nn.Module) -> Iterator[None]:
             return torch.ones((), **kwargs) if kwargs else 1.0
         return rand(*size, **kwargs)
 
-    torch.rand = constant  # type: ignore[assignment]
+    setattr(torch, "rand", constant)  # noqa: B010
     try:
         yield
     finally:
-        torch.rand = rand
+        setattr(torch, "rand", rand)  # noqa: B010
 
 
 def _explained(error: Exception, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
@@ -180,7 +185,7 @@ def _frames(trace: TracebackType | None) -> traceback.StackSummary:
     return traceback.extract_tb(trace)
 
 
-def _users_frame(frames: traceback.StackSummary) -> tuple[str, int, str]:
+def _users_frame(frames: Sequence[traceback.FrameSummary]) -> tuple[str, int, str]:
     """The innermost frame in code that is neither installed nor ours; else the innermost of `transformers`."""
     own = str(Path(__file__).parent.parent)
     theirs = [f for f in frames if not f.filename.startswith((*_LIBRARIES, own, "<frozen"))]

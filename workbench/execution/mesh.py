@@ -17,7 +17,7 @@ from workbench.errors import PlanInfeasible
 
 
 @dataclass
-class PipelineParallelismConfig(ParallelismConfig):  # type: ignore[misc]
+class PipelineParallelismConfig(ParallelismConfig):
     """`ParallelismConfig` knows data, tensor, context and sequence axes; this adds the pipeline."""
 
     pp_size: int = 1

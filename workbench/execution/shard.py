@@ -20,7 +20,7 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     """
     if mesh.size() == 1:
         return stage
-    blocks = [block for block in stage.blocks if any(True for _ in block.parameters())]
+    blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
     if zero == 0:
         for block in blocks:
             replicate(block, mesh=mesh)

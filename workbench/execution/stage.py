@@ -8,9 +8,9 @@ the stage and is passed in. Module attributes have short names; `StageModule.nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from workbench.capture.dataflow import is_random
 from workbench.execution.context import StepContext
 from workbench.tensors import TensorSpec
 
-Runner = Callable[..., tuple[torch.Tensor, ...]]
+Values = tuple[torch.Tensor, ...]
+Runner = Callable[..., Values]
 
 
 class BlockModule(nn.Module):
@@ -54,8 +55,8 @@ class BlockModule(nn.Module):
         counts = tuple(context.counts[index] for index in self.block.counts)
         seed = context.block_seed(self.block.index) if self._random else None
         if not self.recompute:
-            return self._compute(seed, shared, *values, *counts)
-        outputs: tuple[torch.Tensor, ...] = checkpoint(
+            return cast(Values, self._compute(seed, shared, *values, *counts))
+        outputs: Values = checkpoint(
             self._compute, seed, shared, *values, *counts, use_reentrant=False, preserve_rng_state=False
         )
         return outputs
@@ -74,11 +75,11 @@ class _ContiguousGradient(torch.autograd.Function):
     """Identity whose backward returns a contiguous gradient: what the pipeline sends must be contiguous."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(_ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0].contiguous()
 
 
@@ -120,6 +121,9 @@ class StageModule(nn.Module):
         self._num_microbatches = num_microbatches
         self._autocast = autocast
 
+    def block_modules(self) -> Iterator[BlockModule]:
+        return (cast(BlockModule, module) for module in self.blocks)
+
     @property
     def is_last(self) -> bool:
         return self.end == len(self.graph.blocks)
@@ -135,13 +139,15 @@ class StageModule(nn.Module):
     def named(self) -> dict[str, nn.Parameter]:
         """The model's parameter names -> the parameters as they are now (sharding replaces the objects)."""
         found = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
-        for block in self.blocks:
+        for block in self.block_modules():
             found |= {name: getattr(block, attribute) for name, attribute in block.own.items()}
         return found
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """The model's buffer names -> buffers, those that forward changes and those it reads."""
-        return {name: getattr(block, attribute) for block in self.blocks for name, attribute in block.kept.items()}
+        return {
+            name: getattr(block, attribute) for block in self.block_modules() for name, attribute in block.kept.items()
+        }
 
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
         values = {
@@ -150,8 +156,8 @@ class StageModule(nn.Module):
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
         with self._autocast():
-            for module in self.blocks:
-                block: Block = module.block
+            for module in self.block_modules():
+                block = module.block
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
                 values |= dict(zip(block.sends, module(shared, arguments), strict=True))
         if self.is_last:

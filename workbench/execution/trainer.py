@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ from workbench.planning.plan import Plan
 class StepResult:
     """Scalars still on the device, the same on every rank: reading them waits for the step."""
 
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
+    scalars: torch.Tensor
+    """Loss over the global batch, squared norm of its gradient, ranks that want to stop."""
     learning_rate: float
 
 
@@ -72,28 +73,29 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stage.is_last else None
-        self._schedule.step(target=target, losses=losses, return_outputs=False, **batch)
+        inputs: dict[str, Any] = dict(batch)
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
         self._reduce_ties()
         if not losses:
             return torch.zeros((), device=self.context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / self.plan.data
 
-    def step(self, step: int, batch: Mapping[str, torch.Tensor]) -> StepResult:
-        """One update; `step` counts from 0."""
+    def step(self, step: int, batch: Mapping[str, torch.Tensor], stop: bool = False) -> StepResult:
+        """One update; `step` counts from 0. `stop` is summed over the ranks along with the loss."""
         part = self.gradients(step, batch)
         owned = [p for name, p in self.stage.named().items() if self._owns(name)]
-        sums = torch.stack([part.float(), squared_norm(owned, self.plan.data, self.context.device)])
-        dist.all_reduce(sums)
-        loss, norm = sums[0], sums[1].sqrt()
+        norm_part = squared_norm(owned, self.plan.data, self.context.device)
+        scalars = torch.stack([part.float(), norm_part, torch.full_like(norm_part, float(stop))])
+        dist.all_reduce(scalars)
         experiment = self.experiment
         if experiment.clip_norm is not None:
-            clip(self.stage.named().values(), norm, experiment.clip_norm)
+            clip(self.stage.named().values(), scalars[1].sqrt(), experiment.clip_norm)
         rate = experiment.learning_rate * learning_rate_factor(
             step, experiment.warmup, experiment.steps, experiment.lr_schedule
         )
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
-        return StepResult(loss, norm, rate)
+        return StepResult(scalars, rate)
 
     def _count_labels(self, batch: Mapping[str, torch.Tensor]) -> None:
         if not self._label_counts:

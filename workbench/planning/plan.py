@@ -109,6 +109,8 @@ class Plan:
     stages: tuple[Stage, ...]
     memory_limit_bytes: int | None
     """What the user allowed per device, where that is less than the device has."""
+    flops_per_step: int
+    """Model FLOPs of one step over the whole global batch, forward and backward, without recomputation."""
     prediction: Prediction
     candidates: tuple[Candidate, ...] = ()
 

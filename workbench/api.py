@@ -1,0 +1,272 @@
+"""The verbs of the workbench: each joins the rooms for one thing that a user does.
+
+A notebook imports them as `wb.plan`, `wb.launch`, …; the shell's `workbench plan|run|…` call the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.cost.cluster import Cluster
+from workbench.errors import PlanMismatch, WorkbenchError, checked_keywords
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.rundir import read_json
+from workbench.runs import Run, RunTable
+from workbench.runs import launch as _launch
+from workbench.runs import load_run as _load_run
+from workbench.runs import runs as _runs
+from workbench.tensors import TensorSpec
+from workbench.units import GIB
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from workbench.capture import Graph
+    from workbench.runs import Report
+    from workbench.widgets import Live
+
+PROBE_BATCH = 2
+"""Samples at which a model is captured for planning; costs are linear in the micro-batch."""
+
+Runs = Run | str | os.PathLike[str] | Sequence[Run | str | os.PathLike[str]]
+
+
+@checked_keywords
+def capture(experiment: Experiment, micro_batch: int = PROBE_BATCH) -> Graph:
+    """The experiment's model as a graph of blocks, without weights; raises `CaptureError`."""
+    from workbench.capture import build_meta
+    from workbench.capture import capture as capture_model
+
+    model = build_meta(experiment.model.build)
+    return capture_model(model, _batch(experiment, micro_batch), name=experiment.model.name)
+
+
+@checked_keywords
+def plan(
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    memory_limit_gib: float | None = None,
+    pipeline: int | None = None,
+    data: int | None = None,
+    zero: int | None = None,
+    micro_batch: int | None = None,
+    recompute: bool | None = None,
+    schedule: str | None = None,
+) -> Plan:
+    """The fastest way to run a step that fits: by default on this machine.
+
+    `cluster` plans for another one (`Cluster.of("h200", gpus=256)`). `memory_limit_gib` caps what one device may
+    use. Any of the degrees can be fixed; the rest is searched.
+
+    Raises `PlanInfeasible` when nothing fits, `CaptureError` when the model cannot be captured, `DataError` when
+    the data cannot feed it.
+    """
+    from workbench.cost import profile
+    from workbench.planning import search
+
+    experiment.data.check(experiment)
+    cluster = Cluster.here() if cluster is None else cluster
+    precision = resolved_precision(experiment, cluster)
+    captured = capture(experiment)
+    return search(
+        profile(captured, cluster.device, precision, compiled=_compiled(experiment, cluster)),
+        global_batch=experiment.global_batch,
+        seq_len=experiment.seq_len,
+        precision=precision,
+        cluster=cluster,
+        memory_limit_bytes=None if memory_limit_gib is None else int(memory_limit_gib * GIB),
+        pipeline=pipeline,
+        data=data,
+        zero=zero,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        schedule=schedule,
+    )
+
+
+def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
+    """`auto` is bf16 on GPUs and fp32 on CPUs."""
+    if experiment.precision != "auto":
+        return experiment.precision
+    return "bf16" if cluster.device.kind == "cuda" else "fp32"
+
+
+def _compiled(experiment: Experiment, cluster: Cluster) -> bool:
+    return cluster.device.kind == "cuda" if experiment.compile is None else experiment.compile
+
+
+def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
+    specs: Mapping[str, TensorSpec] = experiment.data.batch_specs(experiment)
+    return {name: spec.batched(micro_batch) for name, spec in specs.items()}
+
+
+@checked_keywords
+def launch(
+    experiment: Experiment,
+    plan: Plan | None = None,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Run:
+    """Train in processes of their own and return at once; without a plan, plan for this machine first.
+
+    Everything that can be wrong is checked before a process starts, and a corpus that was never tokenised is
+    tokenised here, with a progress bar. Runs that need the same devices queue. The run outlives this kernel:
+    `wb.load_run(path)` finds it again.
+    """
+    experiment.data.check(experiment)
+    chosen = globals()["plan"](experiment) if plan is None else plan
+    check_signature(experiment, chosen)
+    experiment.data.prepare(experiment, progress=progress)
+    return _launch(experiment, chosen, directory=directory)
+
+
+def check_signature(experiment: Experiment, plan: Plan) -> None:
+    """Raise `PlanMismatch` unless the plan was made for this model and these batch fields."""
+    from workbench.capture import build_meta, signature
+
+    found = signature(build_meta(experiment.model.build), _batch(experiment, 1))
+    if found != plan.signature:
+        raise PlanMismatch(
+            f"The plan was made for {plan.model} at sequence length {plan.seq_len} (signature {plan.signature}), and "
+            f"this is {experiment.model.name} at {experiment.seq_len} ({found}). Plan again with wb.plan(experiment).",
+            planned=plan.signature,
+            found=found,
+        )
+
+
+@checked_keywords
+def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps: int | None = None) -> Run:
+    """Continue a stopped or failed run from its last checkpoint, in the same directory.
+
+    `plan` may be another than the run's own: checkpoints do not depend on it. `steps` extends the training.
+    """
+    handle = load_run(run)
+    experiment = load_experiment(handle)
+    if steps is not None:
+        experiment = experiment.replace(steps=steps)
+    chosen = handle.plan if plan is None else plan
+    check_signature(experiment, chosen)
+    return _launch(experiment, chosen, resume=handle)
+
+
+def load_experiment(run: Run | str | os.PathLike[str]) -> Experiment:
+    """The experiment of a run. One with a model or dataset of the user's own is read by import, never unpickled."""
+    handle = load_run(run)
+    experiment = Experiment.from_json(read_json(handle.directory.experiment))
+    if experiment.model.is_custom or experiment.data.is_custom:
+        raise WorkbenchError(
+            f"{handle.name} trains a model or dataset of your own, which is kept as code in "
+            f"{handle.directory.code} and is not loaded from there. Build the Experiment again and launch it."
+        )
+    return experiment
+
+
+def load_run(path: Run | str | os.PathLike[str]) -> Run:
+    """A run by path or by name under the runs folder; reads JSON only, never unpickles."""
+    return path if isinstance(path, Run) else _load_run(path)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """A plan from the JSON that `plan.save(path)` or a run directory holds."""
+    file = Path(path)
+    return Plan.from_json(read_json(file / "plan.json" if file.is_dir() else file))
+
+
+def runs(root: str | os.PathLike[str] | None = None) -> RunTable:
+    """All runs under `root` (default: `$WORKBENCH_RUNS` or `./runs`), newest first."""
+    return _runs(root)
+
+
+def stop(runs: Runs, *, wait: bool = False) -> list[Run]:
+    """Ask runs to write a checkpoint and end."""
+    handles = _handles(runs)
+    for run in handles:
+        run.stop()
+    if wait:
+        for run in handles:
+            run.wait()
+    return handles
+
+
+def wait(runs: Runs, *, timeout: float | None = None) -> list[Run]:
+    """Block until all runs have ended; raises `RunFailed` with the first dead rank's own traceback.
+
+    Interrupting this leaves the runs alive.
+    """
+    handles = _handles(runs)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for run in handles:
+        run.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    return handles
+
+
+@checked_keywords
+def compare(
+    runs: Runs, x: str = "tokens", *, y: str = "loss", smoothing: float | None = None, title: str | None = None
+) -> go.Figure:
+    """Curves of several runs in one figure, raw behind smoothed; x: step, tokens, time, flops, gpu_hours."""
+    from workbench.figures import Curve, loss_curves
+
+    curves = [Curve(run.name, run.history()) for run in _handles(runs)]
+    options: dict[str, Any] = {} if smoothing is None else {"smoothing": smoothing}
+    return loss_curves(curves, x=x, y=y, title=title, **options)
+
+
+def live(runs: Runs, x: str = "tokens") -> Live:
+    """A dashboard whose curves grow in place, with state, speed and a stop button for each run."""
+    from workbench.widgets import live as live_widget
+
+    return live_widget(_handles(runs), x=x)
+
+
+def show(run: Run | str | os.PathLike[str]) -> go.Figure:
+    """What was predicted for a run beside what it measured: step time, speed, memory of each stage."""
+    from workbench.figures import prediction
+
+    handle = load_run(run)
+    return prediction(handle.plan, measurements(handle), title=f"{handle.name}: predicted and measured")
+
+
+def measurements(run: Run) -> dict[str, Any]:
+    """Medians over a run's steps after warm-up (compilation, caches): `step_ms`, `tokens_per_s`, `mfu`,
+    and `peak_bytes` by stage."""
+    import numpy as np
+
+    history = run.history()
+    settled = slice(min(10, len(history) // 2), None)
+    found: dict[str, Any] = {
+        name: float(np.median(history[name][settled])) for name in ("step_ms", "tokens_per_s", "mfu")
+    }
+    peaks: dict[int, int] = {}
+    for event in run.events():
+        if event["type"] == "memory":
+            peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
+    return {**found, "peak_bytes": peaks}
+
+
+def doctor() -> Report:
+    """What this machine has for training, and what is missing with the remedy."""
+    from workbench.runs import doctor as examine
+
+    return examine()
+
+
+def display_plan(plan: Plan) -> None:
+    """A plan at the end of a notebook cell: one interactive figure."""
+    from IPython.display import display
+
+    from workbench.figures import show_plan
+
+    display(show_plan(plan))
+
+
+def _handles(runs: Runs) -> list[Run]:
+    several = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
+    return [load_run(run) for run in several]

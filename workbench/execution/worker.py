@@ -1,0 +1,400 @@
+"""One rank of a run: `python -m workbench.execution.worker RUN_DIR`, started by `accelerate launch`.
+
+Reads the run directory, builds its stage, trains, and appends events. Leaves with exit code 0 when the run is
+finished or was asked to stop; an exception is written to `errors/<rank>.json` and ends it with code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.utils import ProjectConfiguration
+from torch.utils.data import DataLoader
+
+from workbench.errors import PlanMismatch
+from workbench.execution import checkpoint
+from workbench.execution.build import build_model, build_stage, capture_for
+from workbench.execution.context import StepContext
+from workbench.execution.mesh import Place, parallelism
+from workbench.execution.trainer import StepResult, Trainer
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
+from workbench.tensors import ITEM_BYTES
+
+LOADER_WORKERS = 2
+"""Processes that assemble batches for a GPU; a CPU run assembles them itself."""
+
+
+def main(directory: str) -> int:
+    run = RunDir(Path(directory))
+    _complete_environment()
+    rank = int(os.environ["RANK"])
+    _redirect_output(run.log(rank))
+    plan = Plan.from_json(read_json(run.plan))
+    stage = rank // (plan.data * plan.tensor)
+    write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
+    try:
+        _Worker(run, plan).run()
+    except BaseException as error:
+        _report(run, rank, stage, error)
+        return 1
+    return 0
+
+
+def _complete_environment() -> None:
+    """A single process is a world of one; Accelerate's launcher leaves these unset for it."""
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+
+
+def _redirect_output(log: Path) -> None:
+    """Everything this process prints, C++ included, goes to its own log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _device_name(rank: int) -> str:
+    if not _on_gpu():
+        return f"CPU process {rank}"
+    local = int(os.environ["LOCAL_RANK"])
+    return f"cuda:{local} {torch.cuda.get_device_name(local)}"
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true")
+
+
+def _report(run: RunDir, rank: int, stage: int, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    cause = _innermost(error)
+    facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": str(cause), "traceback": text}
+    write_json(run.error(rank), {**facts, "time": time.time()})
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The exception that the pipeline's own `RuntimeError` was raised from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A moment on the device's own clock (the host's, for a CPU)."""
+
+    event: torch.cuda.Event | None
+    host_s: float
+
+    @staticmethod
+    def now(device: torch.device) -> _Mark:
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return _Mark(event, time.perf_counter())
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: _Mark) -> float:
+        """Both must have passed."""
+        if self.event is not None and earlier.event is not None:
+            return float(earlier.event.elapsed_time(self.event)) / 1e3
+        return self.host_s - earlier.host_s
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that has been launched and whose scalars are on their way to the host."""
+
+    step: int
+    learning_rate: float
+    host: torch.Tensor
+    ended: _Mark
+
+    @staticmethod
+    def of(step: int, result: StepResult) -> _Pending:
+        scalars = result.scalars
+        host = scalars
+        if scalars.device.type == "cuda":
+            host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
+            host.copy_(scalars, non_blocking=True)
+        return _Pending(step, result.learning_rate, host, _Mark.now(scalars.device))
+
+    def read(self) -> tuple[float, float, bool]:
+        """(loss, gradient norm, somebody wants to stop); waits for the step to end."""
+        self.ended.wait()
+        loss, squared_norm, stop = self.host.tolist()
+        return loss, squared_norm**0.5, stop > 0
+
+
+class _Worker:
+    def __init__(self, run: RunDir, plan: Plan) -> None:
+        self.run_dir, self.plan = run, plan
+        self.experiment = _load_experiment(run)
+        self.tracking = read_json(run.tracking_settings) if run.tracking_settings.exists() else None
+        self._started = time.perf_counter()
+        self.accelerator = Accelerator(
+            cpu=not _on_gpu(),
+            mixed_precision="bf16" if plan.precision == "bf16" else "no",
+            parallelism_config=parallelism(plan.pipeline, plan.data, plan.zero),
+            project_config=ProjectConfiguration(project_dir=str(run.path)),
+            log_with="wandb" if self.tracking else None,
+            step_scheduler_with_optimizer=False,
+        )
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if _on_gpu() else "gloo", rank=0, world_size=1)
+        self.place = Place.of(self.accelerator)
+        self.device = self.accelerator.device
+        self.is_main = dist.get_rank() == 0
+        self._stop_requested = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
+
+    def run(self) -> None:
+        self._phase("start", time.perf_counter() - self._started)
+        trainer = self._build()
+        progress = checkpoint.Progress(0, 0.0)
+        resumed_from = None
+        if self.run_dir.resume.exists():
+            resumed_from = read_json(self.run_dir.resume)["checkpoint"]
+            progress = checkpoint.load(trainer, Path(resumed_from))
+        self._announce(trainer, resumed_from)
+        if self.tracking and self.is_main:
+            self.accelerator.init_trackers(**self.tracking, config=_flat_config(self.experiment, self.plan))
+        try:
+            final = self._train(trainer, progress)
+            dist.barrier()
+        finally:
+            self.accelerator.end_training()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if self.is_main:
+            append_event(self.run_dir.events, "end", steps=final.step, seconds=final.seconds)
+
+    def _build(self) -> Trainer:
+        context = StepContext(self.experiment.seed, self.device)
+        specs = self.experiment.data.batch_specs(self.experiment)
+        with self._timed("build"):
+            size = sum(stage.parameters for stage in self.plan.stages) * ITEM_BYTES["float32"]
+            model = build_model(self.experiment.model.build, size, self.device, self.experiment.seed)
+        with self._timed("capture"):
+            graph = capture_for(self.plan, model, specs)
+        if graph.signature != self.plan.signature or len(graph.blocks) != len(self.plan.block_names):
+            raise PlanMismatch(
+                f"The plan was made for {self.plan.model} of {len(self.plan.block_names)} blocks (signature "
+                f"{self.plan.signature}); this model has {len(graph.blocks)} (signature {graph.signature}). "
+                f"Plan again.",
+                planned=self.plan.signature,
+                found=graph.signature,
+            )
+        with self._timed("stage"):
+            stage = build_stage(
+                self.plan,
+                self.place.pipeline_rank,
+                model,
+                graph,
+                context,
+                compile=self.experiment.compile if self.experiment.compile is not None else _on_gpu(),
+                autocast=self.accelerator.autocast,
+            )
+            del model
+            trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.place)
+            if _on_gpu():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+        return trainer
+
+    def _announce(self, trainer: Trainer, resumed_from: str | None) -> None:
+        if not self.is_main:
+            return
+        plan = self.plan
+        device = plan.cluster.device
+        append_event(
+            self.run_dir.events,
+            "start",
+            devices=plan.world,
+            world=plan.world,
+            parameters=trainer.graph.parameter_count,
+            flops_per_step=plan.flops_per_step,
+            peak_flops=device.peak(plan.precision) * plan.world if device.kind == "cuda" else None,
+            tokens_per_step=self.experiment.tokens_per_step,
+            samples_per_step=self.experiment.global_batch,
+            resumed_from=resumed_from,
+        )
+
+    def _batches(self, trainer: Trainer, first_step: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """This replica's part of every global batch, in training order, on its device."""
+        dataset = self.experiment.data.dataset(self.experiment)
+        loader = DataLoader(
+            dataset,
+            batch_size=trainer.samples,
+            collate_fn=dataset.collate,
+            num_workers=LOADER_WORKERS if _on_gpu() else 0,
+            pin_memory=_on_gpu(),
+        )
+        sharded = prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=self.place.data,
+            process_index=self.place.data_rank,
+            put_on_device=True,
+            rng_types=None,
+            non_blocking=True,
+        )
+        return iter(skip_first_batches(sharded, first_step))
+
+    def _train(self, trainer: Trainer, progress: checkpoint.Progress) -> checkpoint.Progress:
+        log = _StepLog(self, progress)
+        pending: _Pending | None = None
+        every = self.experiment.checkpoint_every
+        stop = False
+        step = progress.step
+        for batch in self._batches(trainer, progress.step):
+            result = trainer.step(step, batch, stop=self._wants_stop())
+            if pending is not None:
+                stop = log.write(pending)
+            pending = _Pending.of(step, result)
+            step += 1
+            if step == min(progress.step + 3, self.experiment.steps):
+                self._memory_event()
+            due = every is not None and step % every == 0 and step < self.experiment.steps
+            if due or stop or step == self.experiment.steps:
+                log.write(pending)
+                pending = None
+                self._checkpoint(trainer, checkpoint.Progress(step, log.seconds), log)
+            if stop or step == self.experiment.steps:
+                break
+        self._memory_event()
+        return checkpoint.Progress(step, log.seconds)
+
+    def _checkpoint(self, trainer: Trainer, progress: checkpoint.Progress, log: _StepLog) -> None:
+        started = time.perf_counter()
+        path = checkpoint.save(trainer, self.run_dir, progress)
+        seconds = time.perf_counter() - started
+        log.resume()
+        if self.is_main:
+            append_event(self.run_dir.events, "checkpoint", step=progress.step, path=str(path), seconds=seconds)
+
+    def _wants_stop(self) -> bool:
+        return self._stop_requested or self.run_dir.stop_file.exists()
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self._stop_requested = True
+
+    def _memory_event(self) -> None:
+        device = self.plan.cluster.device
+        if _on_gpu():
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        else:
+            peak = reserved = psutil.Process().memory_info().rss
+        append_event(
+            self.run_dir.events,
+            "memory",
+            rank=dist.get_rank(),
+            stage=self.place.pipeline_rank,
+            device=_device_name(dist.get_rank()),
+            peak_bytes=peak,
+            reserved_bytes=reserved,
+            limit_bytes=self.plan.memory_limit_bytes or device.memory_bytes,
+        )
+
+    def _phase(self, name: str, seconds: float) -> None:
+        if self.is_main:
+            append_event(self.run_dir.events, "phase", name=name, seconds=seconds)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._phase(name, time.perf_counter() - started)
+
+
+class _StepLog:
+    """Turns steps that have ended into events and tracker rows; one step late, so that logging never waits."""
+
+    def __init__(self, worker: _Worker, progress: checkpoint.Progress) -> None:
+        self._worker = worker
+        self.seconds = progress.seconds
+        self._previous = _Mark.now(worker.device)
+
+    def resume(self) -> None:
+        """What passed since the last step was not training."""
+        self._previous = _Mark.now(self._worker.device)
+
+    def write(self, pending: _Pending) -> bool:
+        """Record one step; True when somebody asked to stop."""
+        loss, norm, stop = pending.read()
+        step_s = pending.ended.seconds_since(self._previous)
+        self._previous = pending.ended
+        self.seconds += step_s
+        worker, done = self._worker, pending.step + 1
+        experiment, plan = worker.experiment, worker.plan
+        if worker.is_main and (done % experiment.log_every == 0 or done == experiment.steps or stop):
+            device = plan.cluster.device
+            peak = device.peak(plan.precision) * plan.world if device.kind == "cuda" else None
+            row = {
+                "loss": loss,
+                "learning_rate": pending.learning_rate,
+                "grad_norm": norm,
+                "step_ms": step_s * 1e3,
+                "tokens": done * experiment.tokens_per_step,
+                "samples": done * experiment.global_batch,
+                "flops": done * plan.flops_per_step,
+                "seconds": self.seconds,
+                "tokens_per_s": experiment.tokens_per_step / step_s,
+                "mfu": plan.flops_per_step / step_s / peak if peak else None,
+            }
+            append_event(worker.run_dir.events, "step", step=done, **row)
+            if worker.tracking:
+                worker.accelerator.log({key: value for key, value in row.items() if value is not None}, step=done)
+        return stop
+
+
+def _load_experiment(run: RunDir) -> Experiment:
+    """The experiment, with the user's own model and dataset unpickled from the run's own `code/`."""
+    return Experiment.from_json(
+        read_json(run.experiment), model=_unpickled(run.model_code), data=_unpickled(run.data_code)
+    )
+
+
+def _unpickled(path: Path) -> Any:
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def _flat_config(experiment: Experiment, plan: Plan) -> dict[str, Any]:
+    described = plan.to_json()
+    chosen = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")
+    return {**experiment.to_json(), **{f"plan_{key}": described[key] for key in chosen}}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
