@@ -45,7 +45,7 @@ def plan_for(experiment: Experiment, world: int = 2, kind: str = "cpu") -> Plan:
         num_microbatches=experiment.global_batch,
         block_names=tuple(f"block{i}" for i in range(world)),
         stages=stages,
-        flops_per_step=1e6,
+        flops_per_step=10**6,
         memory_limit_bytes=None,
         prediction=Prediction(3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 1e3, None),
     )

@@ -98,7 +98,7 @@ class HistoryTail:
     def _restart(self, event: Mapping[str, Any]) -> None:
         """A resumed run repeats the steps after its checkpoint; a fresh start repeats them all."""
         self._devices = _device_count(event)
-        self._forget_after(int(event.get("resumed_from") or 0))
+        self._forget_after(_resumed_step(event.get("resumed_from")))
 
     def _append(self, event: Mapping[str, Any]) -> None:
         if self._rows and event["step"] <= self._table[0, self._rows - 1]:
@@ -139,6 +139,13 @@ def _device_count(event: Mapping[str, Any]) -> int:
     if isinstance(devices, int):
         return devices
     return len(devices) if devices else int(event.get("world") or 1)
+
+
+def _resumed_step(value: Any) -> int:
+    """The step of `start`'s `resumed_from`: a checkpoint's path (`…/step-00000400`), a step, or None."""
+    if isinstance(value, str):
+        return int(value.rpartition("step-")[2])
+    return int(value or 0)
 
 
 def _number(value: Any) -> float:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from workbench.runs.history import History
 
 POLL_S = 0.2
+SUPERVISOR_LEAVES_S = 5.0
+"""After the final status, until its devices are free again."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Run:
     @property
     def status(self) -> Status:
         """The last recorded state, corrected by which processes are really there."""
-        supervised = process_alive(processes.launcher_record(self._dir).get("supervisor"))  # before the events
+        supervised = any(map(process_alive, self._supervisor()))  # looked at before the events
         workers = bool(processes.live_workers(self._dir))
         progress = self._progress()
         recorded = progress.status or Status("queued")
@@ -139,9 +141,13 @@ class Run:
         if not self.alive:
             return self
         self._dir.stop_file.touch()
-        if not process_alive(processes.launcher_record(self._dir).get("supervisor")):
+        if not any(map(process_alive, self._supervisor())):
             self._reap()
         return self.wait() if wait else self
+
+    def _supervisor(self) -> list[dict[str, Any]]:
+        supervisor = processes.launcher_record(self._dir).get("supervisor")
+        return [supervisor] if supervisor else []
 
     def _reap(self) -> None:
         processes.send_signal(processes.rank_records(self._dir), signal.SIGTERM)
@@ -168,6 +174,7 @@ class Run:
         except KeyboardInterrupt:
             print(f"{self.name} trains on; stop() ends it.")
             return self
+        processes.wait_gone(self._supervisor(), SUPERVISOR_LEAVES_S)
         if status.state == "failed":
             raise self._failure(status)
         return self

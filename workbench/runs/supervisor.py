@@ -131,8 +131,8 @@ def _train(run: RunDir, launcher: dict[str, Any]) -> int:
     events = EventTail(run.events)
     events.read()
     watch = _Watch(run, events)
+    _start_upload(run)  # first: it must see which offline files are older than this attempt
     process = _start(run, launcher)
-    _start_upload(run)
     exit_code = _watch(process, watch, launcher)
     survivors = processes.live_workers(run)
     if survivors:

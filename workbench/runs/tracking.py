@@ -27,6 +27,7 @@ LIVE_GRACE_S = 60.0
 """After the run has ended, how long the live upload may take to catch up."""
 SYNC_LIMIT_S = 600.0
 """For one upload of the whole file afterwards."""
+LOGIN_LIMIT_S = 30.0
 POLL_S = 0.5
 
 
@@ -34,13 +35,15 @@ def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
     """Keywords for Accelerate's `init_trackers`, as JSON; None when tracking is switched off.
 
     `WANDB_MODE=disabled` or `project=""` switches it off. Otherwise the mode is always `offline`: a server
-    that is slow, wrong or gone can neither delay nor end a training.
+    that is slow, wrong or gone can neither delay nor end a training. `WANDB_MODE=offline` also keeps it from being
+    uploaded afterwards.
     """
     if os.environ.get("WANDB_MODE") == "disabled" or not experiment.project:
         return None
     wandb = {
         "id": uuid.uuid4().hex[:8],
         "name": run.path.name,
+        "group": run.path.name,  # a resumed stretch is a W&B run of its own, in the group of the first
         "tags": list(experiment.tags),
         "dir": str(run.tracking),
         "mode": "offline",
@@ -55,12 +58,23 @@ def offline_files(run: RunDir) -> list[Path]:
 
 
 def logged_in() -> bool:
-    """Whether this user has a key for the W&B server in use (`$WANDB_API_KEY`, or from `wandb login`)."""
+    """Whether this user has a key for the W&B server in use (`$WANDB_API_KEY`, or from `wandb login`).
+
+    Asked in a process of its own: the client starts a service, and may wait for a server.
+    """
+    command = [sys.executable, "-m", "workbench.runs.tracking", "--logged-in"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=LOGIN_LIMIT_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _has_key() -> bool:
     import wandb
 
     try:
-        return bool(wandb.setup().settings.api_key or wandb.api.api_key)
-    except Exception:  # a broken settings file must not reach a training
+        return bool(wandb.login(prompt=False, verify=False))  # type: ignore[call-arg, unused-ignore]
+    except (wandb.Error, ValueError, OSError):  # a malformed key or settings file
         return False
 
 
@@ -107,7 +121,7 @@ def main(directory: str) -> int:
     """Upload while the run trains, then once more if the live upload did not see the end."""
     run = RunDir(Path(directory))
     known = set(offline_files(run))
-    if not logged_in():
+    if os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not logged_in():
         return 0
     file = _wait_for_file(run, known)
     if file is None:
@@ -189,4 +203,4 @@ def tracking_note(run: RunDir) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(not _has_key() if sys.argv[1] == "--logged-in" else main(sys.argv[1]))

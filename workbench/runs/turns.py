@@ -25,11 +25,6 @@ from workbench.runs.processes import run_alive
 CPU = ("cpu",)
 
 
-def workbench_home() -> Path:
-    """`$WORKBENCH_HOME`, or `~/.cache/workbench`."""
-    return Path(os.environ.get("WORKBENCH_HOME") or Path.home() / ".cache" / "workbench")
-
-
 def node_devices(kind: str) -> tuple[str, ...]:
     """What runs of this `kind` (`cpu` or `cuda`) share on this node: one CPU, or the visible GPUs.
 
@@ -96,7 +91,9 @@ class Ticket:
 
 def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supervisor: Mapping[str, Any]) -> Ticket:
     """Queue the run for `count` devices out of `pool`, behind every run that asked before."""
-    folder = workbench_home() / "turns" / socket.gethostname()
+    from workbench.data._tokens import cache_home
+
+    folder = cache_home() / "turns" / socket.gethostname()
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1

@@ -1,0 +1,235 @@
+"""The handle, the registry, the queue and the failure report, on run directories written here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from workbench.errors import RunFailed, RunNotFound
+from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
+from workbench.runs import Run, doctor, load_run, runs, turns
+from workbench.runs.environment import environment, git_state
+from workbench.runs.failure import record_silent_death, root_cause
+from workbench.runs.supervisor import accelerate_command, worker_environment
+
+DEAD = {"pid": 2**22 + 1, "created": 0.0}
+
+
+def make_run(folder, name="bert-1", steps=100, supervisor=DEAD) -> RunDir:
+    run = RunDir(folder / name)
+    write_json(run.experiment, {"name": name, "steps": steps, "model": {}})
+    write_json(run.environment, {})
+    write_json(run.launcher, {"supervisor": supervisor})
+    append_event(run.events, "status", state="running", message="")
+    return run
+
+
+@pytest.fixture
+def sleeper():
+    """A process that does nothing, to stand for one that runs."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_run_is_what_its_events_say_while_its_supervisor_lives(tmp_path):
+    run = make_run(tmp_path, supervisor=this_process())
+    append_event(run.events, "step", step=40, loss=6.5, tokens_per_s=82_100.0, mfu=0.41)
+    append_event(run.events, "memory", rank=0, stage=0, device="cuda:0", peak_bytes=61 * 2**30)
+    handle = Run(run.path)
+    assert handle.alive
+    assert repr(handle) == (
+        "Run(bert-1: running, step 40 of 100, loss 6.5, 82.1 k tokens/s, MFU 41%, 61.0 GiB at most on a device)"
+    )
+    assert "<progress value='0.4000'" in handle._repr_html_()
+
+
+def test_a_run_whose_processes_vanished_has_failed(tmp_path):
+    run = make_run(tmp_path)
+    handle = Run(run.path)
+    assert not handle.alive
+    assert str(handle.status) == "failed: The launcher vanished."
+    assert isinstance(handle.error(), RunFailed)
+    with pytest.raises(RunFailed, match="vanished"):
+        handle.wait()
+
+
+def test_ranks_that_ended_in_order_are_believed_though_the_launcher_vanished(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run.events, "end", steps=100, seconds=9.0)
+    assert Run(run.path).status.state == "finished"
+    append_event(run.events, "status", state="starting", message="")
+    append_event(run.events, "end", steps=60, seconds=9.0)
+    assert "Stopped at step 60 of 100" in Run(run.path).status.message
+
+
+def test_a_live_rank_without_a_launcher_is_shown_and_a_reused_pid_is_not(tmp_path, sleeper):
+    run = make_run(tmp_path)
+    record = process_record(sleeper.pid)
+    write_json(run.rank(0), {**record, "rank": 0, "stage": 0})
+    assert Run(run.path).status.state == "running"
+    assert "vanished" in Run(run.path).status.message
+    write_json(run.rank(0), {**record, "created": record["created"] - 1000, "rank": 0, "stage": 0})
+    assert not Run(run.path).alive
+
+
+def test_a_zombie_is_not_alive(sleeper):
+    record = process_record(sleeper.pid)
+    assert process_alive(record)
+    sleeper.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
+    assert not process_alive(record)
+
+
+def test_a_misspelt_run_is_answered_with_the_near_ones(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
+    make_run(tmp_path, "bert-large-20260101-101010")
+    assert load_run("bert-large-20260101-101010").name == "bert-large-20260101-101010"
+    with pytest.raises(RunNotFound, match="Did you mean 'bert-large-20260101-101010'"):
+        load_run("bert-lrage-20260101")
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "none"))
+    with pytest.raises(RunNotFound, match="There are no runs in"):
+        load_run(tmp_path / "elsewhere" / "x")
+
+
+def test_the_registry_lists_runs_newest_first(tmp_path):
+    for age, name in ((20, "old"), (10, "new")):
+        run = make_run(tmp_path, name, supervisor=this_process())
+        append_event(run.events, "step", step=age, loss=float(age), tokens_per_s=1e4)
+        os.utime(run.environment, (1e9 - age, 1e9 - age))
+    table = runs(tmp_path)
+    assert [run.name for run in table] == ["new", "old"]
+    assert table["old"].name == table[1].name
+    lines = repr(table).splitlines()
+    assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "when"]
+    assert lines[1].split()[:6] == ["new", "running", "10", "of", "100", "10"]
+    assert table._repr_html_().count("<tr>") == 3
+    assert "No runs" in repr(runs(tmp_path / "nowhere"))
+
+
+def test_only_checkpoints_that_are_complete_and_still_there_are_listed(tmp_path):
+    run = make_run(tmp_path)
+    for step in (10, 20):
+        append_event(run.events, "checkpoint", step=step, path=f"/moved/{step}", seconds=1.0)
+    run.checkpoint(20).mkdir(parents=True)
+    run.checkpoint(30).mkdir(parents=True)  # still being written
+    assert [(c.step, c.path) for c in Run(run.path).checkpoints] == [(20, run.checkpoint(20))]
+
+
+def test_the_earliest_error_is_the_root_cause(tmp_path):
+    run = make_run(tmp_path)
+    fields = {"stage": 0, "message": "m", "traceback": "t"}
+    write_json(run.error(0), {**fields, "rank": 0, "type": "ConnectionError", "time": 2.0})
+    write_json(run.error(3), {**fields, "rank": 3, "type": "OutOfMemoryError", "time": 1.0})
+    assert root_cause(run).sentence == "rank 3 (stage 0): OutOfMemoryError: m"
+
+
+def test_a_rank_killed_by_a_signal_comes_before_the_complaints_of_the_others(tmp_path):
+    run = make_run(tmp_path)
+    write_json(run.rank(1), {**DEAD, "rank": 1, "stage": 7})
+    write_json(run.error(0), {"rank": 0, "stage": 0, "type": "RuntimeError", "message": "reset by peer", "time": 5.0})
+    report = "Failures:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 10)\n" + (
+        "Root Cause:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 11)\n"
+    )
+    assert record_silent_death(run, report)
+    cause = root_cause(run)
+    assert (cause.rank, cause.stage, cause.type) == (1, 7, "SIGKILL")
+    assert "out of memory" in cause.message
+
+
+def test_a_rank_that_said_why_is_not_overruled_by_its_exit_code(tmp_path):
+    run = make_run(tmp_path)
+    write_json(run.error(0), {"rank": 0, "type": "ValueError", "message": "bad", "time": 5.0})
+    assert not record_silent_death(run, "  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 11)\n")
+    assert root_cause(run).type == "ValueError"
+
+
+def test_runs_of_few_devices_share_a_node_and_a_large_one_waits_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    pool = ("a", "b", "c", "d")
+
+    def ticket(name, count):
+        run = make_run(tmp_path, name)
+        return turns.take_ticket(run, kind="cuda", pool=pool, count=count, supervisor=this_process())
+
+    one, two, four, late = ticket("one", 1), ticket("two", 2), ticket("four", 4), ticket("late", 1)
+    assert two.try_start() is None, "one asked first"
+    assert one.try_start() == ("a",)
+    assert two.try_start() == ("b", "c")
+    assert four.try_start() is None
+    assert late.try_start() is None, "nobody overtakes a run that waits"
+    assert four.ahead() == ["one", "two"]
+    one.leave()
+    two.leave()
+    assert four.try_start() == pool
+
+
+def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch, sleeper):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    orphan = make_run(tmp_path, "orphan")
+    write_json(orphan.rank(0), {**process_record(sleeper.pid), "rank": 0})
+    fields = {"kind": "cpu", "pool": turns.CPU, "count": 1}
+    assert turns.take_ticket(orphan, supervisor=this_process(), **fields).try_start()
+    path = next((tmp_path / "home").rglob("000001.json"))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "supervisor": DEAD}))
+    waiting = turns.take_ticket(make_run(tmp_path, "next"), supervisor=this_process(), **fields)
+    assert waiting.try_start() is None
+    sleeper.kill()
+    sleeper.wait()
+    assert waiting.try_start() == ("cpu",)
+
+
+def test_visible_devices_are_the_ones_that_the_user_left_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    assert turns.node_devices("cuda") == ("GPU-1", "GPU-2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert turns.node_devices("cuda") == ()
+    assert turns.node_devices("cpu") == ("cpu",)
+
+
+def test_the_ranks_inherit_the_callers_environment_but_no_other_launch(tmp_path):
+    base = {"NCCL_DEBUG": "INFO", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h"}
+    cpu = worker_environment(base, world=2, kind="cpu", devices=("cpu",))
+    assert cpu["NCCL_DEBUG"] == "INFO"
+    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & cpu.keys()
+    assert (cpu["ACCELERATE_USE_CPU"], cpu["CUDA_VISIBLE_DEVICES"]) == ("true", "")
+    gpu = worker_environment({**base, "OMP_NUM_THREADS": "3"}, world=2, kind="cuda", devices=("GPU-1", "GPU-2"))
+    assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["OMP_NUM_THREADS"]) == ("GPU-1,GPU-2", "3")
+    command = accelerate_command(tmp_path / "a.yaml", 2, "cuda", "bf16", "worker", tmp_path)
+    assert command[command.index("--mixed_precision") + 1] == "bf16"
+
+
+def test_the_environment_names_machine_versions_and_git_state(tmp_path):
+    facts = environment()
+    assert facts["cores"] >= 1
+    assert facts["packages"]["torch"]
+    json.dumps(facts)
+    assert git_state(tmp_path) is None
+    for command in ("init -q", "-c user.name=a -c user.email=a@b.c commit -q --allow-empty -m x"):
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
+    state = git_state(tmp_path)
+    assert len(state["commit"]) == 40
+    assert state["dirty"] is False
+
+
+def test_the_doctor_names_what_is_missing_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    report = doctor()
+    templates = next(finding for finding in report if finding.subject == "Templates")
+    assert templates in report.missing
+    assert "pip install" in templates.remedy
+    assert not report.ok
+    assert "PyTorch" in repr(report)
+    assert report._repr_html_().count("<tr>") == len(report.findings)
+
+
+def test_importing_runs_imports_no_heavy_library():
+    code = "import sys, workbench.runs.supervisor, workbench.runs.run, workbench.cli; print(sorted(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    loaded = set(eval(answer))
+    assert not loaded & {"torch", "transformers", "wandb", "plotly", "datasets", "ipywidgets", "accelerate"}

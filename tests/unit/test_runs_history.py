@@ -1,0 +1,91 @@
+"""History: events in, NumPy columns out."""
+
+import numpy as np
+import pytest
+
+from workbench.rundir import append_event
+from workbench.runs import History, HistoryTail
+from workbench.runs.history import read_history
+
+
+@pytest.fixture
+def events(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+def log_steps(path, first, last, seconds_a_step=1.0, **fields):
+    for step in range(first, last + 1):
+        figures = {"loss": 7.0 / step, "learning_rate": 1e-4, "grad_norm": 1.0, "step_ms": 1e3 * seconds_a_step}
+        totals = {"tokens": 64 * step, "samples": 4 * step, "flops": 1e9 * step, "seconds": seconds_a_step * step}
+        append_event(path, "step", step=step, **{**figures, **totals, "tokens_per_s": 64.0, "mfu": None, **fields})
+
+
+def test_a_run_without_events_has_an_empty_history(events):
+    history = read_history(events)
+    assert len(history) == 0
+    assert "no step yet" in repr(history)
+
+
+def test_unknown_figures_are_nan(events):
+    log_steps(events, 1, 2, grad_norm=None)
+    history = read_history(events)
+    assert np.isnan(history.mfu).all()
+    assert np.isnan(history["grad_norm"]).all()
+    assert history.loss.tolist() == [7.0, 3.5]
+
+
+def test_gpu_hours_count_each_stretch_with_its_own_devices(events):
+    append_event(events, "start", devices=4, world=4, resumed_from=None)
+    log_steps(events, 1, 10, seconds_a_step=360.0)
+    append_event(events, "start", devices=["cuda:0"] * 8, world=8, resumed_from="/runs/a/checkpoints/step-00000010")
+    log_steps(events, 11, 20, seconds_a_step=360.0)
+    history = read_history(events)
+    assert history.gpu_hours[9] == pytest.approx(4.0)
+    assert history.gpu_hours[19] == pytest.approx(4.0 + 8.0)
+
+
+def test_steps_repeated_after_a_resumption_replace_the_earlier_ones(events):
+    append_event(events, "start", devices=1, world=1, resumed_from=None)
+    log_steps(events, 1, 7)
+    append_event(events, "start", devices=1, world=1, resumed_from="checkpoints/step-00000005")
+    assert read_history(events).step.tolist() == [1, 2, 3, 4, 5]
+    log_steps(events, 6, 8, loss=1.0)
+    history = read_history(events)
+    assert history.step.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert history.loss[4:].tolist() == [7.0 / 5, 1.0, 1.0, 1.0]
+
+
+def test_a_tail_grows_by_what_arrived_and_never_changes_what_it_gave(events):
+    tail = HistoryTail(events)
+    log_steps(events, 1, 3)
+    first = tail.read()
+    assert [event["type"] for event in tail.events] == ["step"] * 3
+    append_event(events, "start", devices=1, world=1, resumed_from=2)
+    log_steps(events, 3, 2000, loss=0.5)
+    second = tail.read()
+    assert first.loss.tolist() == [7.0, 3.5, 7 / 3]
+    assert second.step.tolist() == list(range(1, 2001))
+    assert second.loss[2] == 0.5
+    assert len(tail.read()) == 2000
+    assert tail.events == []
+
+
+def test_a_torn_last_line_waits_for_its_end(events):
+    log_steps(events, 1, 1)
+    whole = events.read_bytes()
+    with events.open("ab") as file:
+        file.write(whole[:20])
+    tail = HistoryTail(events)
+    assert len(tail.read()) == 1
+    with events.open("ab") as file:
+        file.write(whole[20:].replace(b'"step": 1,', b'"step": 2,'))
+    assert tail.read().step.tolist() == [1, 2]
+
+
+def test_columns_are_read_only_and_equally_long(events):
+    log_steps(events, 1, 5)
+    history = read_history(events)
+    assert {len(history[name]) for name in history} == {5}
+    with pytest.raises(ValueError, match="read-only"):
+        history.loss[0] = 0.0
+    assert isinstance(history, History)

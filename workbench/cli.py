@@ -1,0 +1,420 @@
+"""The verbs of the workbench in a shell: `workbench plan|run|resume|runs|show|compare|stop|doctor|execute`.
+
+Each verb calls the function of the same name in `workbench.api`, imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError, suggestion
+
+if TYPE_CHECKING:
+    from workbench.cost.cluster import Cluster
+    from workbench.experiment import Experiment
+    from workbench.planning.plan import Plan
+    from workbench.runs import Run
+
+app = typer.Typer(
+    name="workbench",
+    help="Plan, launch, watch and compare the training of unmodified PyTorch models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+File = Annotated[Path | None, typer.Argument(help="An experiment as JSON (a run's experiment.json); or use flags.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="bert, bert-large, gpt2, gpt3-1.3b, opt …")]
+Hidden = Annotated[int | None, typer.Option("--hidden-size", help="Width of the model.")]
+Layers = Annotated[int | None, typer.Option("--layers", help="Transformer layers.")]
+Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
+Layout = Annotated[str | None, typer.Option("--layout", help="post_ln (as published) or pre_ln; BERT only.")]
+Data = Annotated[str | None, typer.Option("--data", help='"demo", a text file, or a folder of text files.')]
+Steps = Annotated[int | None, typer.Option("--steps")]
+Batch = Annotated[int | None, typer.Option("--global-batch", help="Samples a step, over all devices.")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens a sample.")]
+Rate = Annotated[float | None, typer.Option("--learning-rate")]
+Precision = Annotated[str | None, typer.Option("--precision", help="auto, fp32 or bf16.")]
+Seed = Annotated[int | None, typer.Option("--seed")]
+Name = Annotated[str | None, typer.Option("--name", help="Of the run; the model's by default.")]
+Every = Annotated[int | None, typer.Option("--checkpoint-every", help="Steps between checkpoints.")]
+Limit = Annotated[float | None, typer.Option("--memory-limit-gib", help="At most this much on one device.")]
+Pipeline = Annotated[int | None, typer.Option("--pipeline", help="Fix the pipeline-parallel degree.")]
+DataParallel = Annotated[int | None, typer.Option("--data-parallel", help="Fix the data-parallel degree.")]
+Zero = Annotated[int | None, typer.Option("--zero", help="Fix the ZeRO stage: 0, 2 or 3.")]
+MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Fix the micro-batch size.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one red sentence and exit code 2."""
+    try:
+        app()
+    except WorkbenchError as error:
+        typer.secho(f"{type(error).__name__}: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+
+
+@app.command()
+def plan(
+    file: File = None,
+    model: ModelName = None,
+    hidden_size: Hidden = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    layout: Layout = None,
+    data: Data = None,
+    steps: Steps = None,
+    global_batch: Batch = None,
+    seq_len: SeqLen = None,
+    learning_rate: Rate = None,
+    precision: Precision = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices to plan for; this machine's by default.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="v100, a100, h100, h200 … somewhere else.")] = None,
+    memory_limit_gib: Limit = None,
+    pipeline: Pipeline = None,
+    data_parallel: DataParallel = None,
+    zero: Zero = None,
+    micro_batch: MicroBatch = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Write the plan's JSON here, for `run --plan`.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how a step would be divided, how long it would take and what it would hold in memory."""
+    from workbench import api
+
+    sizes = {"hidden_size": hidden_size, "num_layers": layers, "num_heads": heads, "layout": layout}
+    training: dict[str, Any] = {"steps": steps, "global_batch": global_batch, "seq_len": seq_len}
+    training |= {"learning_rate": learning_rate, "precision": precision}
+    experiment = experiment_from(file, model, sizes, data, training)
+    forced = _given(pipeline=pipeline, data=data_parallel, zero=zero, micro_batch=micro_batch)
+    chosen = api.plan(experiment, _cluster(device, gpus), memory_limit_gib=memory_limit_gib, **forced)
+    if save is not None:
+        save.write_text(json.dumps(chosen.to_json(), indent=2) + "\n")
+    if as_json:
+        typer.echo(json.dumps(chosen.to_json(), indent=2))
+    else:
+        typer.echo(describe_plan(chosen))
+
+
+@app.command()
+def run(
+    file: File = None,
+    model: ModelName = None,
+    hidden_size: Hidden = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    layout: Layout = None,
+    data: Data = None,
+    steps: Steps = None,
+    global_batch: Batch = None,
+    seq_len: SeqLen = None,
+    learning_rate: Rate = None,
+    precision: Precision = None,
+    seed: Seed = None,
+    name: Name = None,
+    checkpoint_every: Every = None,
+    memory_limit_gib: Limit = None,
+    pipeline: Pipeline = None,
+    data_parallel: DataParallel = None,
+    zero: Zero = None,
+    micro_batch: MicroBatch = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan saved by `workbench plan --save`.")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Of the run; runs/<name>-<time> by default.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start a training and return; it goes on without this shell."""
+    from workbench import api
+
+    sizes = {"hidden_size": hidden_size, "num_layers": layers, "num_heads": heads, "layout": layout}
+    training: dict[str, Any] = {
+        "steps": steps,
+        "global_batch": global_batch,
+        "seq_len": seq_len,
+        "seed": seed,
+        "name": name,
+    }
+    training |= {"learning_rate": learning_rate, "precision": precision, "checkpoint_every": checkpoint_every}
+    experiment = experiment_from(file, model, sizes, data, training)
+    forced = _given(pipeline=pipeline, data=data_parallel, zero=zero, micro_batch=micro_batch)
+    if plan_file is not None:
+        chosen = api.load_plan(plan_file)
+    else:
+        chosen = api.plan(experiment, memory_limit_gib=memory_limit_gib, **forced)
+    started = api.launch(experiment, chosen, directory=directory)
+    _announce(started, wait, as_json)
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    steps: Annotated[int | None, typer.Option("--steps", help="Train to this step instead.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run from its last checkpoint, in its own directory."""
+    from workbench import api
+
+    _announce(api.resume(run, steps=steps), wait, as_json)
+
+
+@app.command()
+def runs(
+    root: Annotated[
+        Path | None, typer.Argument(help="Where the runs are; $WORKBENCH_RUNS or ./runs by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List runs, newest first."""
+    from workbench import api
+
+    table = api.runs(root)
+    typer.echo(json.dumps(table.rows(), indent=2) if as_json else repr(table))
+
+
+@app.command()
+def show(run: Annotated[str, typer.Argument(help="A run's name or directory.")], as_json: AsJson = False) -> None:
+    """Say where a run stands, how it was planned, and what it died of if it failed."""
+    from workbench import api
+
+    found = api.load_run(run)
+    if as_json:
+        typer.echo(json.dumps(found.summary(), indent=2))
+        return
+    typer.echo(f"{found!r}\n{found.path}\n{describe_plan(found.plan)}")
+    error = found.error()
+    if error is not None:
+        typer.secho(str(error), fg=typer.colors.RED)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Names or directories of runs.")],
+    x: Annotated[str, typer.Option("--x", help="step, tokens, samples, time, flops or gpu_hours.")] = "tokens",
+    to: Annotated[Path, typer.Option("--to", help="The HTML file to write.")] = Path("comparison.html"),
+) -> None:
+    """Write the loss curves of several runs into one interactive HTML file, and print its path."""
+    from workbench import api
+    from workbench.figures.export import save_html
+
+    written = save_html(api.compare(list(runs), x=x), to, title="Runs compared")
+    typer.echo(Path(written).absolute())
+
+
+@app.command()
+def stop(
+    runs: Annotated[list[str], typer.Argument(help="Names or directories of runs.")],
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until they have left.")] = True,
+) -> None:
+    """Ask runs to write a checkpoint and leave."""
+    from workbench import api
+
+    for stopped in api.stop(list(runs), wait=wait):
+        typer.echo(repr(stopped))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has for training and what is missing; exit code 1 if something is."""
+    from workbench import api
+    from workbench.runs.checkup import as_json as report_json
+
+    report = api.doctor()
+    typer.echo(json.dumps(report_json(report), indent=2) if as_json else repr(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def execute(
+    template: Annotated[str, typer.Argument(help="A notebook, or the name of an installed template.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder for the executed notebook and its HTML page.")],
+    parameter: Annotated[
+        list[tuple[str, str]] | None,
+        typer.Option("--parameter", "-p", metavar="NAME VALUE", help="Sets a parameter of the notebook; repeatable."),
+    ] = None,
+    kernel: Annotated[str | None, typer.Option("--kernel", help="Kernel to run it with; the notebook's own.")] = None,
+) -> None:
+    """Execute a notebook with parameters, and export it as one self-contained HTML page; prints both paths."""
+    for path in execute_notebook(template_path(template), to, parameters_from(parameter or ()), kernel):
+        typer.echo(path)
+
+
+def experiment_from(
+    file: Path | None,
+    model: str | None,
+    sizes: Mapping[str, Any],
+    data: str | None,
+    training: Mapping[str, Any],
+) -> Experiment:
+    """The experiment in `file`, or of the flags; flags that are given win over the file."""
+    from workbench import data as corpora
+    from workbench.experiment import Experiment
+
+    changes = _given(**training)
+    if model is not None:
+        changes["model"] = named_model(model, _given(**sizes))
+    elif _given(**sizes):
+        raise InvalidExperiment("--hidden-size, --layers, --heads and --layout describe a --model; name it too.")
+    if data is not None:
+        changes["data"] = corpora.corpus(data)
+    if file is not None:
+        return _read_experiment(file).replace(**changes)
+    if model is None:
+        raise InvalidExperiment("Name a model (--model bert-large) or give an experiment's JSON file.")
+    changes.setdefault("data", corpora.corpus())
+    return Experiment(**changes)
+
+
+def _read_experiment(file: Path) -> Experiment:
+    from workbench.experiment import Experiment
+
+    try:
+        value = json.loads(file.read_text())
+    except OSError as error:
+        raise InvalidExperiment(f"{file} cannot be read: {error.strerror}.", file=str(file)) from None
+    except ValueError as error:
+        raise InvalidExperiment(f"{file} is not JSON: {error}.", file=str(file)) from None
+    return Experiment.from_json(value)
+
+
+def named_model(name: str, sizes: Mapping[str, Any]) -> Any:
+    """`bert-large`, `gpt2`, `gpt3-1.3b`: the function of `wb.models`, called with the sizes that were given."""
+    from workbench import models
+
+    builders: dict[str, Callable[..., Any]] = {
+        "bert": models.bert,
+        "bert-large": models.bert_large,
+        "gpt2": models.gpt2,
+        "opt": models.opt,
+    }
+    gpt3 = {f"gpt3-{size.lower()}": size for size in models.GPT3_SIZES}
+    key = name.lower().replace("_", "-")
+    if key in gpt3:
+        builder: Callable[..., Any] = models.gpt3
+        sizes = {"size": gpt3[key], **sizes}
+    elif key in builders:
+        builder = builders[key]
+    else:
+        raise InvalidExperiment(f"There is no model {name!r}. {suggestion(key, [*builders, *gpt3])}", model=name)
+    return builder(**sizes)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _cluster(device: str | None, gpus: int | None) -> Cluster | None:
+    from workbench.cost.cluster import Cluster
+
+    if device is not None:
+        return Cluster.of(device, **_given(gpus=gpus))
+    return None if gpus is None else Cluster.here(gpus)
+
+
+def describe_plan(plan: Plan) -> str:
+    """A plan for a terminal: its sentence, and a line for each stage."""
+    from workbench.units import count, gib
+
+    lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}"]
+    for stage in plan.stages:
+        blocks = plan.block_names[stage.first_block : stage.end_block]
+        span = blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
+        lines.append(
+            f"  stage {stage.index}: {span} ({len(blocks)} blocks, {count(stage.parameters)} parameters), "
+            f"{gib(stage.memory.total)}"
+        )
+    lines.append(f"  {count(plan.prediction.tokens_per_s)} tokens/s predicted")
+    return "\n".join(lines)
+
+
+def _announce(started: Run, wait: bool, as_json: bool) -> None:
+    if wait:
+        started.wait()
+    if as_json:
+        typer.echo(json.dumps(started.summary(), indent=2))
+    else:
+        typer.echo(f"{started!r}\n{started.path}")
+
+
+def parameters_from(pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """`[("steps", "40"), ("name", "trial")]` as `{"steps": 40, "name": "trial"}`: JSON where it parses, else text."""
+    words = {"True": True, "False": False, "None": None}
+    parameters: dict[str, Any] = {}
+    for name, text in pairs:
+        try:
+            parameters[name] = json.loads(text)
+        except ValueError:
+            parameters[name] = words.get(text, text)
+    return parameters
+
+
+def template_path(template: str) -> Path:
+    """The notebook at that path, or the installed template of that name."""
+    given = Path(template)
+    if given.is_file():
+        return given
+    folders = [Path("templates"), Path(sys.prefix) / "share/jupyter/notebook_templates/workbench"]
+    known = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.ipynb")}
+    if given.stem in known:
+        return known[given.stem]
+    hint = suggestion(given.stem, known) if known else "No templates are installed here; give the path of a notebook."
+    raise RunNotFound(f"There is no notebook {template!r}. {hint}", template=template)
+
+
+def execute_notebook(
+    notebook: Path, to: Path, parameters: Mapping[str, Any], kernel: str | None = None
+) -> tuple[Path, Path]:
+    """Execute into `to` and export; returns the paths of the executed notebook and of the page.
+
+    A failing cell still leaves both, up to the failure. Raises `UnknownParameter` for a parameter that the
+    notebook's `parameters` cell does not set, before anything runs.
+    """
+    import papermill
+
+    from workbench.figures.export import notebook_to_html
+
+    _check_parameters(notebook, parameters)
+    to.mkdir(parents=True, exist_ok=True)
+    executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
+    try:
+        papermill.execute_notebook(
+            str(notebook),
+            str(executed),
+            parameters=dict(parameters),
+            kernel_name=kernel,
+            progress_bar=sys.stderr.isatty(),
+        )
+    except papermill.PapermillExecutionError as error:
+        notebook_to_html(executed, page)
+        raise WorkbenchError(
+            f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} See {page}.",
+            cell=error.exec_count,
+            notebook=str(executed),
+        ) from None
+    notebook_to_html(executed, page)
+    return executed, page
+
+
+def _check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
+    import papermill
+
+    known = papermill.inspect_notebook(str(notebook))
+    for name in parameters:
+        if name not in known:
+            names = ", ".join(known) or "none"
+            hint = suggestion(name, known) if known else "It has no cell tagged parameters."
+            listed = "" if hint.startswith("Known names") or not known else f" It has: {names}."
+            raise UnknownParameter(
+                f"{notebook.name} has no parameter {name!r}. {hint}{listed}", parameter=name, known=tuple(known)
+            )
+
+
+if __name__ == "__main__":
+    main()
