@@ -427,13 +427,29 @@ def _label_positions(drawn: Sequence[DrawnCurve], x: str) -> list[str | None]:
     for index, (end_x, end_y) in ends.items():
         near = [
             other_y - end_y or float(index - other)
-            for other, (other_x, other_y) in ends.items()
-            if other != index and abs(other_x - end_x) < 0.06 * span_x and abs(other_y - end_y) < 0.06 * (span_y or 1.0)
+            for other, other_y in _heights_beside(drawn, ends, index, x, 0.06 * span_x)
+            if abs(other_y - end_y) < 0.06 * (span_y or 1.0)
         ]
         if near:
             above, below = sum(d > 0 for d in near), sum(d < 0 for d in near)
             positions[index] = _parted(above, below)
     return positions
+
+
+def _heights_beside(
+    drawn: Sequence[DrawnCurve], ends: Mapping[int, tuple[float, float]], index: int, x: str, room: float
+) -> list[tuple[int, float]]:
+    """What stands where the label of curve `index` would: other curves' ends, or curves that run on past it."""
+    end_x = ends[index][0]
+    beside = []
+    for other, (other_x, other_y) in ends.items():
+        if other != index and abs(other_x - end_x) < room:
+            beside.append((other, other_y))
+        elif other != index and other_x > end_x:
+            known = np.isfinite(drawn[other].line)
+            passing = np.interp(end_x + room / 2, drawn[other].x[x][known], drawn[other].line[known])
+            beside.append((other, float(passing)))
+    return beside
 
 
 def _parted(above: int, below: int) -> str | None:

@@ -59,7 +59,7 @@ class Live(widgets.VBox):
         self._watches = [Watch(Path(run.path)) for run in runs]
         self._snapshots: list[Snapshot] = [watch.read() for watch in self._watches]
         self._refresh_s = refresh_s
-        self._wake, self._closed = threading.Event(), threading.Event()
+        self._wake, self._closed, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._handles: list[Any] = []
         self._drawn_as: tuple[Any, ...] | None = None
         self._heading = ""
@@ -71,7 +71,9 @@ class Live(widgets.VBox):
         self._log = widgets.ToggleButton(value=False, description="log loss", layout={"width": "90px"})
         for control in (self._x, self._smoothing, self._log):
             control.observe(lambda _: self._wake.set(), names="value")
+        heard_while_busy(self._x, self._smoothing, self._log)
         self._figure = go.FigureWidget(_empty_figure(self._snapshots, x))
+        self._figure._config = {"responsive": True, "displaylogo": False}  # plotly's own way to set a widget's config
         self._note = widgets.HTML()
         super().__init__(
             children=(
@@ -115,6 +117,7 @@ class Live(widgets.VBox):
                 ]
                 self._refresh()
                 if all(snapshot.status.final for snapshot in self._snapshots):
+                    self._ended.set()
                     self._leave_plain_figure()
                     return
         except Exception as error:  # a dashboard that dies silently looks like a run that hangs
@@ -151,6 +154,8 @@ class Live(widgets.VBox):
 
     def _ipython_display_(self) -> None:
         self._handles.append(display(self._bundle(), raw=True, display_id=True))
+        if self._ended.is_set():  # the runs were over before the dashboard was shown
+            self._leave_plain_figure()
 
     def _bundle(self) -> dict[str, Any]:
         """The widget, and beside it what shows where no kernel runs: a saved notebook, papermill, GitHub."""
@@ -170,13 +175,14 @@ class RunRow:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._badge = widgets.HTML(layout={"width": "76px"})
-        self._name = widgets.HTML(layout={"width": "220px"})
-        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout={"width": "160px"})
-        self._facts = widgets.HTML(layout={"flex": "1 1 auto"})
+        self._name = widgets.HTML(layout={"width": "180px"})
+        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout={"width": "130px"})
+        self._facts = widgets.HTML(layout={"flex": "1 1 0", "margin": "0 0 0 10px"})
         self._stop = widgets.Button(
             description="Stop", icon="stop", tooltip="Write a checkpoint and end this run", layout={"width": "100px"}
         )
         self._stop.on_click(self._ask_to_stop)
+        heard_while_busy(self._stop)
         self.box = widgets.HBox(
             (self._badge, self._name, self._bar, self._facts, self._stop), layout={"align_items": "center"}
         )
@@ -193,10 +199,22 @@ class RunRow:
         self._bar.value = snapshot.progress
         self._bar.style.bar_color = STATE_COLORS[state]
         message = f" · {snapshot.status.message}" if snapshot.status.message and state != "failed" else ""
-        self._facts.value = html.escape(f"{snapshot.facts}{message}")
+        self._facts.value = f'<span style="font-size:12px">{html.escape(snapshot.facts + message)}</span>'
         if snapshot.status.final:
             self._stop.disabled = True
             self._stop.description = state.capitalize()
+
+
+def heard_while_busy(*controls: widgets.Widget) -> None:
+    """Let controls be used while a cell runs; their callbacks then run in another thread than the cell's.
+
+    JupyterLab addresses a widget's messages to a subshell of the kernel for that very reason, and ipykernel
+    7.1 to 7.3 deliver them there. 7.4 delivers them to the loop that last published for the widget: the main
+    one, which is busy. Where it does so, the address that JupyterLab wrote is restored.
+    """
+    for control in controls:
+        if hasattr(control.comm, "_reply_subshell_for"):
+            control.comm._reply_subshell_for = lambda _data, address: address
 
 
 def live(
@@ -220,14 +238,16 @@ def final_figure(snapshots: Sequence[Snapshot], x: str, smoothing: float, log: b
     """The curves as `compare` draws them, with how each run ended under the title."""
     curves = [snapshot.curve for snapshot in snapshots]
     figure = loss_curves(curves, x=x if x in axes_of(curves) else "step", smoothing=smoothing, log_y=log)
-    lines = [
-        f"{theme.text(s.name)}: {theme.text(s.status.state)}, {theme.text(s.facts)}"
-        + (f" · {theme.text(str(s.failure).splitlines()[0])}" if s.failure else "")
-        for s in snapshots
-    ]
+    lines = [theme.text(_ending(snapshot)) for snapshot in snapshots]
     figure.update_layout(title={"subtitle": {"text": "<br>".join(lines)}}, margin={"t": 100 + 18 * len(lines)})
     figure.update_layout(height=480 + 18 * len(lines))
     return figure
+
+
+def _ending(snapshot: Snapshot) -> str:
+    """`"scaled: stopped, step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · Stopped at step 812."`"""
+    why = str(snapshot.failure).splitlines()[0] if snapshot.failure else snapshot.status.message
+    return f"{snapshot.name}: {snapshot.status.state}, {snapshot.facts}" + (f" · {why}" if why else "")
 
 
 def badge(state: str) -> str:
@@ -241,8 +261,8 @@ def _empty_figure(snapshots: Sequence[Snapshot], x: str) -> go.Figure:
     """Four traces for every run, of every part that a curve can have, so that updates never add one."""
     curves = [snapshot.curve for snapshot in snapshots]
     figure = loss_curves(curves, x=x if x in axes_of(curves) else "step")
-    figure.update_layout(updatemenus=[], annotations=[], title=None, margin={"t": 16}, height=420)
-    figure.data = []
+    figure.update_layout(title={"text": None}, margin={"t": 16}, height=420, autosize=True)
+    figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
     for index, snapshot in enumerate(snapshots):
         figure.add_traces(_parts(snapshot.name, index))
     return figure

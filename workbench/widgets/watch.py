@@ -80,7 +80,7 @@ class Snapshot:
             return ""
         first, _, rest = str(self.failure).partition("\n")
         more = f"<details><summary>traceback</summary><pre>{html.escape(rest.strip())}</pre></details>" if rest.strip() else ""
-        return f"<b>{html.escape(self.name)}</b>: {html.escape(first)}{more}"
+        return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{more}"
 
 
 def _recent(values: Any) -> float | None:

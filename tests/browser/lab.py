@@ -1,0 +1,143 @@
+"""A private JupyterLab server, and a page that drives it; nothing outside 127.0.0.1 is reached."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+CHROMIUM_ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+START_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running JupyterLab."""
+
+    url: str
+    token: str
+    root: Path
+
+
+@contextlib.contextmanager
+def jupyterlab(root: Path, environment: dict[str, str]) -> Iterator[Server]:
+    """Start JupyterLab over `root` with settings of its own; end it on leaving."""
+    port, token = _free_port(), secrets.token_hex(16)
+    server = Server(f"http://127.0.0.1:{port}", token, root)
+    with (root / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--allow-root"),
+                *(f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"),
+                *("--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
+                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+                "--ServerApp.terminals_enabled=False",
+            ],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **_private_folders(root), **environment},
+            start_new_session=True,
+        )
+        try:
+            _wait_until_it_answers(server, process)
+            yield server
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            if process.poll() is None:
+                process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _private_folders(root: Path) -> dict[str, str]:
+    names = {
+        "JUPYTER_CONFIG_DIR": "config",
+        "JUPYTER_DATA_DIR": "data",
+        "JUPYTER_RUNTIME_DIR": "runtime",
+        "IPYTHONDIR": "ipython",
+        "JUPYTERLAB_SETTINGS_DIR": "settings",
+        "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
+    }
+    folders = {variable: root / ".jupyter" / name for variable, name in names.items()}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    quiet = folders["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab" / "apputils-extension"
+    quiet.mkdir(parents=True)
+    (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    return {variable: str(folder) for variable, folder in folders.items()}
+
+
+def _wait_until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            urllib.request.urlopen(f"{server.url}/api/status?token={server.token}", timeout=1)
+            return
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"JupyterLab did not start; it said:\n{(server.root / 'server.log').read_text()[-2000:]}")
+        time.sleep(0.1)
+
+
+def write_notebook(path: Path, cells: Sequence[str]) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
+
+
+def open_notebook(page: Any, server: Server, name: str) -> None:
+    """Open a notebook and wait until its kernel is idle."""
+    page.goto(f"{server.url}/lab/tree/{name}?token={server.token}&reset", timeout=60_000)
+    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+    page.evaluate(
+        """async () => {
+            await window.jupyterapp.restored;
+            for (let i = 0; i < 600; i++) {
+                const panel = window.jupyterapp.shell.currentWidget;
+                const kernel = panel?.sessionContext?.session?.kernel;
+                if (panel?.sessionContext?.isReady && kernel?.connectionStatus === 'connected' && kernel.status === 'idle') {
+                    await panel.context.ready;
+                    return;
+                }
+                await new Promise(done => setTimeout(done, 50));
+            }
+            throw new Error('the kernel never became idle');
+        }"""
+    )
+
+
+def run_all(page: Any) -> None:
+    """Run every cell; returns when all have finished (clicking the menu left cells unrun)."""
+    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => 1)")
+
+
+def restart_kernel(page: Any) -> None:
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
+
+
+def save(page: Any) -> None:
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")

@@ -1,0 +1,139 @@
+"""The dashboard in a real JupyterLab in a real browser, over runs of real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lab
+import pytest
+
+SMALL_RUN = Path(__file__).with_name("small_run.py")
+LIVE_CELL = """
+from workbench.runs import load_run
+from workbench.widgets import live
+live([load_run(path) for path in {paths!r}])
+"""
+POINTS = """() => {
+    const graph = document.querySelector('.js-plotly-plot');
+    return graph && graph.data ? graph.data.filter(t => t.meta === 'line').map(t => t.y ? t.y.length : 0) : [];
+}"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, server: lab.Server) -> Iterator[Any]:
+    """Start a small run and wait for its first events; whatever still runs is ended afterwards."""
+    processes = []
+
+    def launch(name: str, steps: int, seconds_per_step: float = 0.02, fail_at: int | None = None) -> str:
+        directory = tmp_path / name
+        arguments = [str(directory), str(steps), str(seconds_per_step), *([str(fail_at)] if fail_at else [])]
+        environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        processes.append(subprocess.Popen([sys.executable, str(SMALL_RUN), *arguments], env=environment))
+        deadline = time.monotonic() + 20
+        while not (directory / "events.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return str(directory)
+
+    yield launch
+    for process in processes:
+        process.terminate()
+        process.wait(10)
+
+
+def wait_for_points(page: Any, at_least: int) -> None:
+    page.wait_for_function(f"() => {{ const n = ({POINTS})(); return n.length && Math.max(...n) >= {at_least}; }}", timeout=30_000)
+
+
+def outputs(path: Path, cell: int) -> list[dict[str, Any]]:
+    return [output.get("data", {}) for output in json.loads(path.read_text())["cells"][cell]["outputs"]]
+
+
+def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
+    lab_page: Any, server: lab.Server, start: Any, picture: Any
+) -> None:
+    page = lab_page
+    first, second = start("long", 5000), start("failing", 5000, fail_at=250)
+    lab.write_notebook(server.root / "live.ipynb", [LIVE_CELL.format(paths=[first, second]), "6 * 7"])
+    lab.open_notebook(page, server, "live.ipynb")
+    lab.run_all(page)
+    wait_for_points(page, 30)
+    points = max(page.evaluate(POINTS))
+    picture(page, "live-growing")
+    wait_for_points(page, points + 20)
+
+    page.locator("span", has_text="shapes <b>4</b> and 5 differ").first.wait_for(timeout=20_000)
+    picture(page, "live-failed")
+    assert not (Path(first) / "STOP").exists()
+    page.get_by_role("button", name="Stop").first.click()
+    page.get_by_text("Stopped at step").first.wait_for(timeout=20_000)
+    assert (Path(first) / "STOP").exists()
+
+    page.wait_for_selector(".jupyter-widgets", state="detached", timeout=20_000)
+    page.wait_for_selector(".jp-RenderedPlotly .main-svg, .jp-OutputArea .js-plotly-plot .main-svg", timeout=20_000)
+    page.wait_for_timeout(1000)
+    picture(page, "live-ended")
+    lab.save(page)
+    [kept] = outputs(server.root / "live.ipynb", 0)
+    assert "application/vnd.plotly.v1+json" in kept
+    assert "application/vnd.jupyter.widget-view+json" not in kept
+    assert page.refused == []
+
+
+def test_a_dashboard_reattaches_after_a_kernel_restart_and_keeps_the_users_zoom(
+    lab_page: Any, server: lab.Server, start: Any, picture: Any
+) -> None:
+    page = lab_page
+    directory = start("survivor", 5000)
+    lab.write_notebook(server.root / "restart.ipynb", [LIVE_CELL.format(paths=[directory])])
+    lab.open_notebook(page, server, "restart.ipynb")
+    lab.run_all(page)
+    wait_for_points(page, 20)
+    before = max(page.evaluate(POINTS))
+    lab.restart_kernel(page)
+    lab.run_all(page)
+    wait_for_points(page, before + 20)
+
+    drag_over_plot(page)
+    zoomed = page.evaluate("() => document.querySelector('.js-plotly-plot').layout.xaxis.range.slice()")
+    points = max(page.evaluate(POINTS))
+    wait_for_points(page, points + 40)
+    picture(page, "live-zoomed")
+    after = page.evaluate("() => document.querySelector('.js-plotly-plot').layout.xaxis.range.slice()")
+    assert after == pytest.approx(zoomed)
+
+
+def test_stop_answers_while_a_cell_runs(lab_page: Any, server: lab.Server, start: Any) -> None:
+    page = lab_page
+    directory = start("busy", 5000)
+    lab.write_notebook(
+        server.root / "busy.ipynb",
+        [LIVE_CELL.format(paths=[directory]), "import time\nfor _ in range(400):\n    time.sleep(0.1)"],
+    )
+    lab.open_notebook(page, server, "busy.ipynb")
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
+    wait_for_points(page, 20)
+    points = max(page.evaluate(POINTS))
+    wait_for_points(page, points + 20)
+    page.get_by_role("button", name="Stop").first.click()
+    page.get_by_text("Stopped at step").first.wait_for(timeout=10_000)
+    assert (Path(directory) / "STOP").exists()
+    assert page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status") == "busy"
+
+
+def drag_over_plot(page: Any) -> None:
+    """Zoom by dragging over the left half of the plot."""
+    box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.1 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.3 * box["width"], middle, steps=4)
+    page.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=4)
+    page.mouse.up()
+    page.wait_for_timeout(300)
