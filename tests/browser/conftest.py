@@ -18,7 +18,9 @@ sys.path.insert(0, str(HERE))
 import lab  # noqa: E402
 
 REPOSITORY = HERE.parents[1]
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

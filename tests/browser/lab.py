@@ -46,7 +46,15 @@ def jupyterlab(root: Path, environment: dict[str, str]) -> Iterator[Server]:
     with (root / "server.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--allow-root"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "jupyterlab",
+                    "--no-browser",
+                    "--ip=127.0.0.1",
+                    f"--port={port}",
+                    "--allow-root",
+                ),
                 *(f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"),
                 *("--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
                 "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
@@ -99,7 +107,9 @@ def _wait_until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> 
             urllib.request.urlopen(f"{server.url}/api/status?token={server.token}", timeout=1)
             return
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"JupyterLab did not start; it said:\n{(server.root / 'server.log').read_text()[-2000:]}")
+            raise RuntimeError(
+                f"JupyterLab did not start; it said:\n{(server.root / 'server.log').read_text()[-2000:]}"
+            )
         time.sleep(0.1)
 
 
@@ -119,7 +129,8 @@ def open_notebook(page: Any, server: Server, name: str) -> None:
             for (let i = 0; i < 600; i++) {
                 const panel = window.jupyterapp.shell.currentWidget;
                 const kernel = panel?.sessionContext?.session?.kernel;
-                if (panel?.sessionContext?.isReady && kernel?.connectionStatus === 'connected' && kernel.status === 'idle') {
+                const connected = panel?.sessionContext?.isReady && kernel?.connectionStatus === 'connected';
+                if (connected && kernel.status === 'idle') {
                     await panel.context.ready;
                     return;
                 }

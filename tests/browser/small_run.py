@@ -1,4 +1,6 @@
-"""A small process that leaves what a training run leaves: `python small_run.py DIRECTORY STEPS SECONDS_PER_STEP [FAIL_AT]`.
+"""A small process that leaves what a training run leaves.
+
+`python small_run.py DIRECTORY STEPS SECONDS_PER_STEP [FAIL_AT]`
 
 It holds no model, but its directory, its events, its process record and its answer to a STOP file are real.
 """

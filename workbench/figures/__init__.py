@@ -3,6 +3,27 @@
 Importing this package imports plotly; `import workbench` does not.
 """
 
-from workbench.figures.curves import Curve, loss_curves, throughput
+from workbench.figures._curves import loss_curves, throughput
+from workbench.figures._memory import memory
+from workbench.figures._partition import BlockView, partition
+from workbench.figures._prediction import prediction
+from workbench.figures._series import Curve
+from workbench.figures._timeline import timeline
+from workbench.figures.export import notebook_to_html, save_html, save_png
+from workbench.figures.plan_view import plan_html, show_plan
 
-__all__ = ["Curve", "loss_curves", "throughput"]
+__all__ = [
+    "BlockView",
+    "Curve",
+    "loss_curves",
+    "memory",
+    "notebook_to_html",
+    "partition",
+    "plan_html",
+    "prediction",
+    "save_html",
+    "save_png",
+    "show_plan",
+    "throughput",
+    "timeline",
+]

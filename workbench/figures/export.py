@@ -40,7 +40,9 @@ figure {{ margin: 0 0 2rem 0; }}
 
 def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
     """A `<div>` that draws the figure on a page which has plotly.js already."""
-    value = figure if isinstance(figure, go.Figure) else {key: figure[key] for key in ("data", "layout") if key in figure}
+    value = (
+        figure if isinstance(figure, go.Figure) else {key: figure[key] for key in ("data", "layout") if key in figure}
+    )
     return str(
         plotly.io.to_html(
             value,
@@ -61,9 +63,7 @@ def save_html(
     A `str` among `figures` is inserted as HTML (`plan_html`, a table); `text` is a plain paragraph above all.
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)
-    body = "".join(
-        part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts
-    )
+    body = "".join(part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts)
     paragraph = f"<p>{html.escape(text)}</p>\n" if text else ""
     page = PAGE.format(
         title=html.escape(title),
@@ -120,7 +120,9 @@ def _read_notebook(path: Path) -> Any:
     try:
         notebook = nbformat.read(path, as_version=4)
     except (nbformat.reader.NotJSONError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise DataError(f"{path} is not a notebook ({error}). Give the path of an .ipynb file.", path=str(path)) from None
+        raise DataError(
+            f"{path} is not a notebook ({error}). Give the path of an .ipynb file.", path=str(path)
+        ) from None
     notebook.metadata.pop("widgets", None)
     return notebook
 
@@ -139,7 +141,8 @@ def _make_static(output: Any) -> bool:
 
 
 SWITCHED_OFF = re.compile(
-    r'<script[^>]*\bsrc=""[^>]*>\s*</script>|<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>',
+    r'<script[^>]*\bsrc=""[^>]*>\s*</script>'
+    r'|<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>',
     re.DOTALL,
 )
 """nbconvert's `<script src="">` for what was switched off (a browser would fetch the page itself), and its
@@ -161,7 +164,7 @@ def save_png(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WID
         figure.write_image(target, format="png", width=width, height=figure.layout.height, scale=scale)
     except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
         raise DataError(
-            f"No picture could be drawn: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}. "
+            f"No picture could be drawn: {(str(error).strip() or type(error).__name__).splitlines()[0]}. "
             "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
             "save_html needs neither.",
             path=str(target),

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.figures import theme
-from workbench.figures.partition import (
+from workbench.figures._partition import (
     MEMORY_LABELS,
     BlockView,
     add_memory,
@@ -25,7 +25,7 @@ from workbench.figures.partition import (
     partition_height,
     rows_per_stage,
 )
-from workbench.figures.timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
+from workbench.figures._timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
 from workbench.planning.plan import Memory, Plan, Stage
 from workbench.units import count, duration, gib
 
@@ -117,14 +117,17 @@ def plan_html(plan: Plan) -> str:
     longest_ms = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
     scale_bytes = max(plan.peak_bytes, min(limit_of(plan)[0], 4 * plan.peak_bytes))
     rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes) for stage in plan.stages)
+    heading = html.escape(f"{plan.model} on {plan.cluster.describe()}: {degrees(plan)}")
+    style = (
+        f"font-family:{html.escape(theme.FONT_FAMILY)};color:{theme.INK};background:#fff;padding:12px;max-width:960px"
+    )
     return (
-        f'<div style="font-family:{html.escape(theme.FONT_FAMILY)};color:{theme.INK};background:#fff;padding:12px;max-width:960px">'
-        f'<div style="font-size:15px;font-weight:600">{html.escape(plan.model)} on {html.escape(plan.cluster.describe())}: '
-        f"{html.escape(degrees(plan))}</div>"
+        f'<div style="{style}"><div style="font-size:15px;font-weight:600">{heading}</div>'
         f'<div style="margin:8px 0">{cards}</div>'
-        '<table style="width:100%;border-collapse:collapse;font-size:12px">'
-        f'<tr style="color:{theme.MUTED};text-align:left"><th></th><th style="width:48%">blocks, as long as their time</th>'
-        f'<th style="width:32%">memory of a device {_memory_key()}</th></tr>{rows}</table></div>'
+        f'<table style="width:100%;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
+        f'<tr style="color:{theme.MUTED};text-align:left"><th></th>'
+        '<th style="width:48%;text-align:left">blocks, as long as their time</th>'
+        f'<th style="width:32%;text-align:left">memory of a device {_memory_key()}</th></tr>{rows}</table></div>'
     )
 
 
@@ -158,14 +161,18 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
         f'title="{html.escape(first)} … {html.escape(last)}">'
         f"{num_blocks} blocks: {html.escape(first)} … {html.escape(last)}</div>"
     )
-    segments = "".join(
-        f'<div style="display:inline-block;height:16px;width:{75 * getattr(stage.memory, kind) / scale_bytes:.2f}%;'
-        f'background:{theme.MEMORY_COLORS[kind]}" title="{MEMORY_LABELS[kind]} {gib(getattr(stage.memory, kind))}"></div>'
-        for kind in (item.name for item in fields(Memory))
-    )
+    segments = "".join(_memory_segment(stage.memory, item.name, scale_bytes) for item in fields(Memory))
     return (
         f'<tr><td style="text-align:left;white-space:nowrap"><b>stage {stage.index}</b> · {count(stage.parameters)} · '
         f"{duration(stage_ms / 1e3)}</td>"
         f'<td style="text-align:left">{bar}</td>'
         f'<td style="text-align:left;white-space:nowrap">{segments} {gib(stage.memory.total)}</td></tr>'
     )
+
+
+def _memory_segment(memory: Memory, kind: str, scale_bytes: float) -> str:
+    size = getattr(memory, kind)
+    style = (
+        f"display:inline-block;height:16px;width:{75 * size / scale_bytes:.2f}%;background:{theme.MEMORY_COLORS[kind]}"
+    )
+    return f'<div style="{style}" title="{MEMORY_LABELS[kind]} {gib(size)}"></div>'

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import RunFailed
-from workbench.figures.curves import Curve
+from workbench.figures._series import Curve
 from workbench.rundir import RunDir, read_json
 from workbench.runs.history import History, HistoryTail
 from workbench.runs.run import Run, Status
@@ -79,7 +79,11 @@ class Snapshot:
         if self.failure is None:
             return ""
         first, _, rest = str(self.failure).partition("\n")
-        more = f"<details><summary>traceback</summary><pre>{html.escape(rest.strip())}</pre></details>" if rest.strip() else ""
+        more = (
+            f"<details><summary>traceback</summary><pre>{html.escape(rest.strip())}</pre></details>"
+            if rest.strip()
+            else ""
+        )
         return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{more}"
 
 

@@ -14,26 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ipywidgets as widgets
-import numpy as np
 import plotly.graph_objects as go
 from IPython.display import display
 
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
-from workbench.figures.curves import (
-    SMOOTHING,
-    X_AXES,
-    DrawnCurve,
-    axes_of,
-    draw,
-    hover_title,
-    loss_curves,
-    traces_of,
-)
+from workbench.figures._curves import hover_title, loss_curves, traces_of
+from workbench.figures._series import SMOOTHING, X_AXES, Curve, axes_of, draw
 from workbench.widgets.watch import Snapshot, Watch
 
 REFRESH_S = 0.5
-PARTS = ("raw", "line", "nan", "end")
 
 STATE_COLORS = {
     "queued": "#6B7280",
@@ -64,15 +54,23 @@ class Live(widgets.VBox):
         self._drawn_as: tuple[Any, ...] | None = None
         self._heading = ""
         self._rows = [RunRow(watch) for watch in self._watches]
-        self._x = widgets.Dropdown(options=[(axis.label, name) for name, axis in X_AXES.items()], value=x, description="x axis")
+        self._x = widgets.Dropdown(
+            options=[(axis.label, name) for name, axis in X_AXES.items()], value=x, description="x axis"
+        )
         self._smoothing = widgets.FloatSlider(
-            value=smoothing, min=0.0, max=0.1, step=0.005, description="smoothing", readout_format=".1%", continuous_update=False
+            value=smoothing,
+            min=0.0,
+            max=0.1,
+            step=0.005,
+            description="smoothing",
+            readout_format=".1%",
+            continuous_update=False,
         )
         self._log = widgets.ToggleButton(value=False, description="log loss", layout={"width": "90px"})
         for control in (self._x, self._smoothing, self._log):
             control.observe(lambda _: self._wake.set(), names="value")
         heard_while_busy(self._x, self._smoothing, self._log)
-        self._figure = go.FigureWidget(_empty_figure(self._snapshots, x))
+        self._figure = go.FigureWidget(_first_figure(self._snapshots, x, smoothing))
         self._figure._config = {"responsive": True, "displaylogo": False}  # plotly's own way to set a widget's config
         self._note = widgets.HTML()
         super().__init__(
@@ -122,7 +120,7 @@ class Live(widgets.VBox):
                     return
         except Exception as error:  # a dashboard that dies silently looks like a run that hangs
             self._note.value = (
-                f"<b>The dashboard stopped updating</b> ({html.escape(type(error).__name__)}: {html.escape(str(error))}). "
+                f"<b>The dashboard stopped updating</b> ({html.escape(f'{type(error).__name__}: {error}')}). "
                 "The runs go on; call live again."
             )
 
@@ -141,9 +139,10 @@ class Live(widgets.VBox):
         axes = axes_of(curves)
         x = x if x in axes else "step"
         scale, heading = axes[x]
-        drawn = draw(curves, "loss", smoothing, {x: scale})
+        fresh = _traces(curves, x, scale, smoothing)
         with self._figure.batch_update():
-            _fill(self._figure, drawn, x, smooth=smoothing > 0)
+            for trace, source in zip(self._figure.data, fresh, strict=True):
+                _refill(trace, source)
             if heading != self._heading:
                 self._figure.layout.xaxis.update(
                     title={"text": heading}, unifiedhovertitle={"text": hover_title(heading)}, autorange=True
@@ -257,41 +256,29 @@ def badge(state: str) -> str:
     )
 
 
-def _empty_figure(snapshots: Sequence[Snapshot], x: str) -> go.Figure:
-    """Four traces for every run, of every part that a curve can have, so that updates never add one."""
+def _first_figure(snapshots: Sequence[Snapshot], x: str, smoothing: float) -> go.Figure:
+    """Every part that each run's curve can have, also those without a point yet: updates never add a trace."""
     curves = [snapshot.curve for snapshot in snapshots]
-    figure = loss_curves(curves, x=x if x in axes_of(curves) else "step")
+    axes = axes_of(curves)
+    x = x if x in axes else "step"
+    figure = loss_curves(curves, x=x)
     figure.update_layout(title={"text": None}, margin={"t": 16}, height=420, autosize=True)
     figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
-    for index, snapshot in enumerate(snapshots):
-        figure.add_traces(_parts(snapshot.name, index))
+    figure.add_traces(_traces(curves, x, axes[x][0], smoothing))
     return figure
 
 
-def _parts(name: str, index: int) -> list[go.Scatter]:
-    """The parts of one run, drawn by `traces_of` from a curve that has all of them, then emptied."""
-    from workbench.figures.curves import Curve
-
-    whole = Curve(name, {"step": [1, 2, 3], "tokens": [1, 2, 3], "loss": [1.0, float("nan"), 1.0]})
-    drawn = draw([*[Curve("", {})] * index, whole], "loss", SMOOTHING, {"step": 1.0})[index]
-    by_part = {trace.meta: trace for trace in traces_of([drawn], "step", "loss", smooth=True)}
-    for trace in by_part.values():
-        trace.update(x=np.empty(0), y=np.empty(0), customdata=None)
-    return [by_part[part] for part in PARTS]
+def _traces(curves: Sequence[Curve], x: str, scale: float, smoothing: float) -> list[go.Scatter]:
+    return traces_of(draw(curves, "loss", smoothing, {x: scale}), x, "loss", smooth=smoothing > 0, complete=True)
 
 
-def _fill(figure: go.Figure, drawn: Sequence[DrawnCurve], x: str, smooth: bool) -> None:
-    """Give the figure's fixed traces the data of freshly drawn ones."""
-    fresh = {(trace.legendgroup, trace.meta): trace for trace in traces_of(drawn, x, "loss", smooth)}
-    nothing = np.empty(0)
-    for trace in figure.data:
-        source = fresh.get((trace.legendgroup, trace.meta))
-        trace.x = nothing if source is None else source.x
-        trace.y = nothing if source is None else source.y
-        if source is not None and trace.meta == "line":
-            trace.customdata, trace.mode, trace.hovertemplate = source.customdata, source.mode, source.hovertemplate
-        if source is not None and trace.meta == "end":
-            trace.text, trace.textposition = source.text, source.textposition
+def _refill(trace: go.Scatter, source: go.Scatter) -> None:
+    """Take over what changes as a run goes on; what stays is not sent again."""
+    trace.x, trace.y = source.x, source.y
+    if source.meta == "line":
+        trace.customdata, trace.mode, trace.hovertemplate = source.customdata, source.mode, source.hovertemplate
+    if source.meta == "end":
+        trace.text, trace.mode, trace.textposition = source.text, source.mode, source.textposition
 
 
 def _failures(snapshots: Sequence[Snapshot]) -> str:

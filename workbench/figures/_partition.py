@@ -13,8 +13,8 @@ from workbench.figures import theme
 from workbench.planning.plan import Memory, Plan, Stage
 from workbench.units import GIB, count, duration, gib
 
-BLOCKS_PER_ROW = 30
-"""More than these in one stage and its blocks wrap into several rows."""
+BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
+"""More than these in one stage and its blocks wrap into several rows; three digits need wider blocks than two."""
 
 SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
 
@@ -89,7 +89,7 @@ def memory_legend() -> dict[str, object]:
 
 def rows_per_stage(plan: Plan) -> int:
     most = max(stage.end_block - stage.first_block for stage in plan.stages)
-    return math.ceil(most / BLOCKS_PER_ROW)
+    return math.ceil(most / (BLOCKS_PER_ROW if len(plan.block_names) <= 100 else BLOCKS_PER_ROW_OF_HUNDREDS))
 
 
 def partition_height(num_stages: int, rows: int) -> int:
@@ -98,7 +98,7 @@ def partition_height(num_stages: int, rows: int) -> int:
     return max(56, lane * num_stages)
 
 
-def cells(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[Cell]:
+def cells(stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[Cell]:
     """The stage's blocks laid out left to right, wrapped into `rows` rows of equal numbers."""
     indices = range(stage.first_block, stage.end_block)
     stage_ms = stage.forward_ms + stage.backward_ms
@@ -122,7 +122,7 @@ def cells(plan: Plan, stage: Stage, blocks: Sequence[BlockView] | None, rows: in
 def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | None, *, row: int, col: int) -> None:
     """Draw the stages' lanes into one subplot."""
     rows = rows_per_stage(plan)
-    laid = [cells(plan, stage, blocks, rows) for stage in plan.stages]
+    laid = [cells(stage, blocks, rows) for stage in plan.stages]
     for stage, stage_cells in zip(plan.stages, laid, strict=True):
         figure.add_trace(_stage_trace(plan, stage, stage_cells, blocks, rows), row=row, col=col)
     longest = max(cell.start + cell.width for stage_cells in laid for cell in stage_cells)
@@ -237,7 +237,8 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
                 textangle=0,
                 textfont={"color": theme.ink_on(theme.MEMORY_COLORS[kind]), "size": 10},
                 hovertext=[
-                    f"stage {index}: {MEMORY_LABELS[kind]} {gib(value)}" for index, value in zip(indices, values, strict=True)
+                    f"stage {index}: {MEMORY_LABELS[kind]} {gib(value)}"
+                    for index, value in zip(indices, values, strict=True)
                 ],
                 hoverinfo="text",
                 meta="memory",

@@ -91,7 +91,12 @@ def _limits(limits: list[tuple[int, Any]]) -> go.Scatter:
         x += [limit / GIB, limit / GIB, None]
         y += [position - 0.45, position + 0.45, None]
     return go.Scatter(
-        x=x, y=y, mode="lines", name="limit", line={"color": theme.ALERT, "width": 2}, hovertemplate="limit %{x:.1f} GiB<extra></extra>"
+        x=x,
+        y=y,
+        mode="lines",
+        name="limit",
+        line={"color": theme.ALERT, "width": 2},
+        hovertemplate="limit %{x:.1f} GiB<extra></extra>",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,15 +37,19 @@ def prediction(plan: Plan, measured: Mapping[str, Any], title: str | None = None
     """Predicted beside measured step time, tokens/s, MFU and peak memory, with the error of each prediction.
 
     `measured` holds any of `step_ms`, `tokens_per_s`, `mfu` (0 to 1) and `peak_bytes`: the largest of all
-    devices, or a mapping of stage index to the largest of its devices. The error is
-    (predicted - measured) / measured.
+    devices, or a mapping of stage index to the largest of its devices. None, NaN and an empty mapping mean
+    that a quantity was not measured. The error is (predicted - measured) / measured.
 
     Raises `UnknownParameter` for any other key, or if there is nothing to compare.
     """
     panels = _panels(plan, measured)
     widths = [max(1.0, 0.45 * len(pairs) + 0.55) for _, pairs in panels]
     figure = make_subplots(
-        rows=1, cols=len(panels), column_widths=widths, subplot_titles=[name for name, _ in panels], horizontal_spacing=0.05
+        rows=1,
+        cols=len(panels),
+        column_widths=widths,
+        subplot_titles=[name for name, _ in panels],
+        horizontal_spacing=0.05,
     )
     for col, (_, pairs) in enumerate(panels, start=1):
         _add_panel(figure, pairs, col)
@@ -57,7 +62,15 @@ def prediction(plan: Plan, measured: Mapping[str, Any], title: str | None = None
         barmode="group",
         bargap=0.35,
         bargroupgap=0.06,
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 0, "yref": "container", "yanchor": "bottom", "borderwidth": 0},
+        legend={
+            "orientation": "h",
+            "x": 1,
+            "xanchor": "right",
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+            "borderwidth": 0,
+        },
     )
     return figure
 
@@ -67,20 +80,28 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
         if key not in MEASURES:
             raise UnknownParameter(f"measured has no {key!r}. {suggestion(key, MEASURES)}", parameter=key)
     predicted = plan.prediction
+    measured = {key: value for key, value in measured.items() if _known(value)}
     panels: list[tuple[str, list[Pair]]] = []
-    if measured.get("step_ms") is not None:
+    if "step_ms" in measured:
         pair = Pair("", predicted.step_ms, float(measured["step_ms"]), lambda ms: duration(ms / 1e3))
         panels.append(("Step time (ms)", [pair]))
-    if measured.get("tokens_per_s") is not None:
+    if "tokens_per_s" in measured:
         panels.append(("Tokens/s", [Pair("", predicted.tokens_per_s, float(measured["tokens_per_s"]), count)]))
-    if measured.get("mfu") is not None and predicted.mfu is not None:
+    if "mfu" in measured and predicted.mfu is not None:
         pair = Pair("", 100 * predicted.mfu, 100 * float(measured["mfu"]), lambda share: f"{share:.1f} %")
         panels.append(("MFU (%)", [pair]))
-    if measured.get("peak_bytes") is not None:
+    if "peak_bytes" in measured:
         panels.append(("Peak memory of a device (GiB)", _memory_pairs(plan, measured["peak_bytes"])))
     if not panels:
         raise UnknownParameter(f"There is nothing measured to compare. Give one of: {', '.join(MEASURES)}.")
     return panels
+
+
+def _known(value: Any) -> bool:
+    """Whether something was measured: neither None, nor NaN, nor an empty mapping."""
+    if isinstance(value, Mapping):
+        return bool(value)
+    return value is not None and math.isfinite(value)
 
 
 def _memory_pairs(plan: Plan, peaks: Mapping[int, float] | float) -> list[Pair]:
@@ -122,5 +143,3 @@ def _add_panel(figure: go.Figure, pairs: list[Pair], col: int) -> None:
     ticks = [f"{pair.label}{'<br>' if pair.label else ''}<b>{pair.difference:+.1%}</b>" for pair in pairs]
     figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
     figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)
-
-

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import plotly.graph_objects as go
 
 from workbench.figures import theme
+from workbench.planning.plan import Plan
+from workbench.planning.schedules import Timeline, build_schedule, simulate
 from workbench.units import duration
 
 KINDS = {
@@ -78,18 +80,42 @@ def bubble_share(lanes: Lanes) -> float:
     return sum(idle.end_ms - idle.start_ms for idle in idle_times(lanes, end_ms)) / (end_ms * len(lanes))
 
 
-def timeline_of_lanes(lanes: Lanes, title: str, subtitle: str | None = None) -> go.Figure:
-    """The chart of any schedule, planned or measured."""
+def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
+    """One step's schedule: a plan's, predicted from its stages, or any `Timeline`, also a measured one.
+
+    A lane per pipeline rank; forward and backward numbered by micro-batch where there is room, waiting
+    hatched. The schedule is the pipeline's alone: what follows it in a step (reduction over the data-parallel
+    axis, clipping, optimiser) is in the plan's `step_ms` and not drawn.
+    """
+    lanes = planned_lanes(schedule) if isinstance(schedule, Plan) else schedule.lanes
+    facts = describe(lanes)
+    if isinstance(schedule, Plan):
+        facts = (
+            f"{schedule.schedule.upper()}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {facts}"
+        )
+    heading = title or (f"Schedule of {schedule.model}" if isinstance(schedule, Plan) else "Schedule of one step")
     figure = go.Figure()
     add_timeline(figure, lanes)
     figure.update_layout(
         template=theme.TEMPLATE,
         height=timeline_height(len(lanes)) + 160,
-        title=theme.title(theme.text(title), theme.text(subtitle) if subtitle else None),
+        title=theme.title(theme.text(heading), theme.text(facts)),
         margin={"t": 96, "b": 60},
         **timeline_legend(),
     )
     return figure
+
+
+def planned_lanes(plan: Plan) -> Lanes:
+    """The plan's schedule, simulated with the stages' predicted times."""
+    schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
+    link = plan.cluster.link(plan.world)
+    return simulate(
+        schedule,
+        [stage.forward_ms for stage in plan.stages],
+        [stage.backward_ms for stage in plan.stages],
+        [1e3 * (link.latency_s + stage.send_bytes / link.bandwidth) for stage in plan.stages],
+    ).lanes
 
 
 def timeline_legend() -> dict[str, Any]:
@@ -97,7 +123,14 @@ def timeline_legend() -> dict[str, Any]:
         "barmode": "overlay",
         "bargap": 0.0,
         "uniformtext": {"mode": "hide", "minsize": 8},
-        "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": {
+            "orientation": "h",
+            "x": 1,
+            "xanchor": "right",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
     }
 
 
@@ -187,10 +220,6 @@ def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
 
 
 def describe(lanes: Lanes) -> str:
-    """`"213 ms, 18.8 % idle"`."""
+    """`"213 ms, bubble 18.8%"`."""
     end_ms = max((action.end_ms for lane in lanes for action in lane), default=0.0)
     return f"{duration(end_ms / 1e3)}, bubble {bubble_share(lanes):.1%}"
-
-
-def planned_lanes(plan):
-    raise NotImplementedError

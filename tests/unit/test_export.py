@@ -1,0 +1,100 @@
+"""Exported pages open offline: one plotly.js, nothing to fetch, nothing of the user's text as markup."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from figure_values import curve, plan
+
+from workbench.errors import DataError
+from workbench.figures import loss_curves, notebook_to_html, plan_html, save_html, show_plan
+from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME
+
+FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
+PLOTLY_BANNER = re.compile(r"\* plotly\.js v\d")
+
+
+def markup(page: str) -> str:
+    """The page without what its scripts contain: those hold addresses as text."""
+    return re.sub(r"(<script\b[^>]*>).*?(</script>)", r"\1\2", page, flags=re.DOTALL)
+
+
+def assert_opens_offline(page: str) -> None:
+    assert FETCHES.findall(markup(page)) == []
+    assert not re.search(r"@import|url\(\s*['\"]?https?:", markup(page))
+    assert not re.search(r"""\bimport\s*\(\s*['"]|\bimport\b[^;]*\bfrom\s+['"]https?:""", page)
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> Path:
+    """Executed by hand: two figures, a widget with and one without a fallback, and widget state."""
+    value = nbformat.v4.new_notebook(metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {"state": {}}}})
+    outputs = [
+        {PLOTLY_MIME: loss_curves([curve("a")]).to_plotly_json()},
+        {PLOTLY_MIME: show_plan(plan(2, 8, 4)).to_plotly_json()},
+        {WIDGET_MIME: {"model_id": "0"}, "text/html": "<p>as it stood</p>", "text/plain": "Live(…)"},
+        {WIDGET_MIME: {"model_id": "1"}, "text/plain": "FigureWidget({...})"},
+    ]
+    value.cells = [nbformat.v4.new_markdown_cell("# Title")]
+    for data in outputs:
+        cell = nbformat.v4.new_code_cell("show()")
+        cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+        value.cells.append(cell)
+    path = tmp_path / "run.ipynb"
+    text = nbformat.writes(nbformat.from_dict(_plain(value)))
+    path.write_text(text)
+    return path
+
+
+def _plain(value: object) -> object:
+    """Arrays as lists, as a saved notebook holds them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def test_a_page_embeds_plotly_once_and_fetches_nothing(tmp_path: Path) -> None:
+    figures = [loss_curves([curve("a"), curve("b", seed=1)]), plan_html(plan()), show_plan(plan())]
+    page = save_html(figures, tmp_path / "deep" / "page.html", title="Two <runs>").read_text()
+    assert_opens_offline(page)
+    assert len(PLOTLY_BANNER.findall(page)) == 1
+    assert page.count("Plotly.newPlot(") >= 2
+    assert "<title>Two &lt;runs&gt;</title>" in page
+
+
+def test_a_run_cannot_close_the_script_that_draws_it(tmp_path: Path) -> None:
+    page = save_html(loss_curves([curve("</script><script>alert(1)</script>")]), tmp_path / "page.html").read_text()
+    assert "<script>alert(1)" not in page
+
+
+def test_a_notebook_becomes_one_page_with_live_figures(notebook: Path, tmp_path: Path) -> None:
+    page = notebook_to_html(notebook, tmp_path / "out" / "run.html").read_text()
+    assert_opens_offline(page)
+    assert len(PLOTLY_BANNER.findall(page)) == 1
+    assert len(re.findall(r'class="plotly-graph-div"', page)) == 2
+
+
+def test_widgets_leave_their_fallback_and_no_state(notebook: Path, tmp_path: Path) -> None:
+    page = notebook_to_html(notebook, tmp_path / "run.html").read_text()
+    assert "<p>as it stood</p>" in page
+    assert "a widget: it shows while" in page
+    assert "widget-state+json" not in page
+    assert "widget-view+json" not in page
+
+
+def test_exporting_leaves_the_notebook_as_it_was(notebook: Path, tmp_path: Path) -> None:
+    before = notebook.read_bytes()
+    notebook_to_html(notebook, tmp_path / "run.html")
+    assert notebook.read_bytes() == before
+
+
+def test_a_file_that_is_no_notebook_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not JSON")
+    with pytest.raises(DataError, match=r"notes\.txt is not a notebook"):
+        notebook_to_html(path, tmp_path / "notes.html")

@@ -1,0 +1,216 @@
+"""Loss curves and throughput: what is drawn, in which colour, from how many points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from figure_values import curve
+
+from workbench.errors import UnknownParameter
+from workbench.figures import Curve, loss_curves, throughput
+from workbench.figures._series import MAX_POINTS, X_AXES, decimated, gap_starts, smoothed
+
+
+def parts(figure: Any, part: str) -> list[Any]:
+    return [trace for trace in figure.data if trace.meta == part]
+
+
+def test_each_run_has_a_pale_raw_trace_behind_and_a_smoothed_line_in_front() -> None:
+    figure = loss_curves([curve("a"), curve("b", seed=1)])
+    raw, line = parts(figure, "raw"), parts(figure, "line")
+    assert [trace.name for trace in line] == ["a", "b"]
+    assert all(behind.zorder < front.zorder for behind in raw for front in line)
+    assert all(behind.line.width < front.line.width for behind, front in zip(raw, line, strict=True))
+
+
+def test_one_legend_entry_switches_everything_that_a_run_draws() -> None:
+    figure = loss_curves([curve("same name"), curve("same name", seed=1)])
+    groups = {trace.legendgroup for trace in figure.data}
+    assert len(groups) == 2
+    for group in groups:
+        assert sum(trace.showlegend for trace in figure.data if trace.legendgroup == group) == 1
+    assert figure.layout.legend.groupclick == "togglegroup"
+
+
+def test_a_run_keeps_one_colour_in_all_its_traces() -> None:
+    figure = loss_curves([curve("a"), Curve("b", curve(seed=1).columns, color="#123456")])
+    line, end = parts(figure, "line"), parts(figure, "end")
+    assert [trace.line.color for trace in line] == [trace.marker.color for trace in end]
+    assert line[1].line.color == "#123456"
+    assert line[0].line.color != line[1].line.color
+
+
+def test_no_trace_has_more_points_than_a_browser_redraws_at_once() -> None:
+    figure = loss_curves([curve("long", steps=100_000), curve("short", steps=50)])
+    assert max(len(trace.x) for trace in figure.data) <= MAX_POINTS
+    assert len(parts(figure, "raw")[1].x) == 50
+
+
+def test_many_runs_share_a_budget_of_points() -> None:
+    figure = loss_curves([curve(str(i), steps=3000, seed=i) for i in range(50)])
+    assert sum(len(trace.x) for trace in figure.data) < 80_000
+
+
+def test_decimation_keeps_the_lowest_and_the_highest_value_and_both_ends() -> None:
+    values = np.random.default_rng(0).normal(size=1_000_000)
+    values[123_456], values[654_321] = 50.0, -50.0
+    kept = decimated(values)
+    assert len(kept) <= MAX_POINTS
+    assert {0, 123_456, 654_321, 999_999} <= set(kept.tolist())
+
+
+def test_decimation_keeps_a_nan_for_every_gap() -> None:
+    values = np.ones(50_000)
+    values[1000:1010] = np.nan
+    values[40_000] = np.inf
+    kept = decimated(values)
+    assert gap_starts(values).tolist() == [1000, 40_000]
+    assert {1000, 40_000} <= set(kept.tolist())
+
+
+def test_a_nan_loss_breaks_the_line_and_is_marked_where_it_begins() -> None:
+    columns = dict(curve(steps=200).columns)
+    columns["loss"] = np.where((columns["step"] >= 100) & (columns["step"] < 105), np.nan, columns["loss"])
+    figure = loss_curves([Curve("diverged", columns)], x="step")
+    [mark], [line] = parts(figure, "nan"), parts(figure, "line")
+    assert list(mark.x) == [100]
+    assert mark.y[0] == pytest.approx(columns["loss"][98])
+    assert np.isnan(line.y).sum() == 5
+
+
+def test_a_run_of_nan_alone_still_draws() -> None:
+    columns = {"step": np.arange(5), "tokens": np.arange(5), "loss": np.full(5, np.nan)}
+    figure = loss_curves([Curve("nan", columns)])
+    assert parts(figure, "end") == []
+    assert len(parts(figure, "nan")) == 1
+
+
+def test_a_run_of_one_point_is_drawn_as_a_point() -> None:
+    [line] = parts(loss_curves([curve(steps=1)]), "line")
+    assert "markers" in line.mode
+    assert len(line.x) == 1
+
+
+def test_a_run_without_a_step_says_so() -> None:
+    figure = loss_curves([Curve("new", {name: [] for name in ("step", "tokens", "loss")})])
+    assert [note.text for note in figure.layout.annotations] == ["no step recorded yet"]
+
+
+def test_the_end_of_each_line_carries_its_last_value() -> None:
+    figure = loss_curves([curve("a", steps=1000)], smoothing=0.0)
+    [end] = parts(figure, "end")
+    assert end.text[0] == f"<b>{curve('a', steps=1000).columns['loss'][-1]:#.3g}</b>"
+
+
+def test_labels_of_two_runs_that_end_together_stand_above_and_below() -> None:
+    low, high = curve("low"), curve("high")
+    raised = Curve("high", {**high.columns, "loss": high.columns["loss"] + 0.1})
+    positions = [trace.textposition for trace in parts(loss_curves([low, raised]), "end")]
+    assert positions == ["bottom right", "top right"]
+
+
+def test_a_label_makes_way_for_a_run_that_goes_on_past_it() -> None:
+    short, long = curve("short", steps=1000), curve("long", steps=2000)
+    figure = loss_curves([Curve("short", {**short.columns, "loss": short.columns["loss"] + 0.05}), long])
+    assert parts(figure, "end")[0].textposition == "top right"
+
+
+@pytest.mark.parametrize("x", X_AXES)
+def test_every_x_axis_has_a_title_with_its_unit(x: str) -> None:
+    columns = {**curve().columns, "samples": np.arange(1, 2001) * 64}
+    figure = loss_curves([Curve("run", columns)], x=x)
+    words = {
+        "step": "Step",
+        "tokens": "(M)",
+        "samples": "(k)",
+        "time": "minutes",
+        "flops": "EFLOP",
+        "gpu_hours": "GPU-minutes",
+    }
+    assert words[x] in figure.layout.xaxis.title.text
+
+
+def test_the_menu_switches_every_trace_to_another_axis_and_retitles_it() -> None:
+    figure = loss_curves([curve("a"), curve("b", steps=300)], x="tokens")
+    menu = figure.layout.updatemenus[0]
+    by_label = {button.label: button.args for button in menu.buttons}
+    data, layout = by_label["x: step"]
+    assert [len(x) for x in data["x"]] == [len(trace.x) for trace in figure.data]
+    assert data["x"][-1] == [300.0]
+    assert layout["xaxis.title.text"] == "Step"
+    assert menu.buttons[menu.active].label == "x: tokens"
+
+
+def test_the_menu_offers_no_axis_that_a_run_did_not_record() -> None:
+    columns = {name: curve().columns[name] for name in ("step", "loss", "tokens")}
+    figure = loss_curves([curve("a"), Curve("b", columns)])
+    assert [button.label for button in figure.layout.updatemenus[0].buttons] == ["x: step", "x: tokens"]
+
+
+def test_an_unknown_axis_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownParameter, match="Did you mean 'tokens'"):
+        loss_curves([curve()], x="token")
+
+
+def test_an_axis_that_a_run_lacks_is_refused_with_those_it_has() -> None:
+    columns = {name: curve().columns[name] for name in ("step", "loss", "tokens")}
+    with pytest.raises(UnknownParameter, match="step, tokens"):
+        loss_curves([Curve("b", columns)], x="flops")
+
+
+def test_a_column_that_nobody_recorded_is_refused() -> None:
+    with pytest.raises(UnknownParameter, match="grad_norm"):
+        loss_curves([curve()], y="grad_nrom")
+
+
+def test_a_name_is_text_and_never_markup() -> None:
+    [line] = parts(loss_curves([curve("<a href='x'>run</a>")]), "line")
+    assert "<a" not in line.name
+
+
+def test_smoothing_leaves_a_constant_alone_and_a_straight_line_straight() -> None:
+    x = np.arange(1.0, 1001.0)
+    assert smoothed(x, np.full(1000, 3.5), 10.0) == pytest.approx(np.full(1000, 3.5))
+    middle = slice(200, 800)
+    assert smoothed(x, 2 * x, 10.0)[middle] == pytest.approx((2 * x)[middle])
+
+
+def test_smoothing_equals_the_weighted_mean_that_it_states() -> None:
+    x = np.cumsum(np.random.default_rng(1).uniform(0.5, 1.5, 600)) + 100
+    y = np.random.default_rng(2).normal(size=600)
+    width = 7.0  # all of x lies beyond five widths, where the width is constant
+    weights = np.exp(-np.abs(x[:, None] - x[None, :]) / width)
+    assert smoothed(x, y, width) == pytest.approx(weights @ y / weights.sum(axis=1))
+
+
+def test_smoothing_does_not_lag_behind_a_falling_loss() -> None:
+    columns = curve(steps=4000).columns
+    clean = 4 + 6.4 * np.exp(-np.asarray(columns["step"]) / 200)
+    line = smoothed(columns["tokens"].astype(float), columns["loss"], 0.01 * columns["tokens"][-1])
+    assert np.abs(line - clean)[20:].max() < 0.25  # a one-sided average of that width is off by 0.7
+    assert abs((line - clean)[20:].mean()) < 0.01
+
+
+def test_smoothing_of_a_million_points_takes_no_noticeable_time() -> None:
+    import time
+
+    x = np.arange(1.0, 1_000_001.0)
+    began = time.perf_counter()
+    smoothed(x, np.sin(x), 1000.0)
+    assert time.perf_counter() - began < 2.0
+
+
+def test_two_runs_of_different_length_are_smoothed_over_the_same_number_of_tokens() -> None:
+    long, short = curve("long", steps=2000), curve("short", steps=200)
+    alone = parts(loss_curves([short], smoothing=0.01), "line")[0]
+    beside = parts(loss_curves([long, short], smoothing=0.001), "line")[1]
+    assert beside.y == pytest.approx(alone.y)
+
+
+def test_throughput_shows_speed_above_step_time_and_names_each_run_once() -> None:
+    figure = throughput([curve("a"), curve("b", seed=1)])
+    assert [figure.layout.yaxis.title.text, figure.layout.yaxis2.title.text] == ["Tokens/s", "Step time (ms)"]
+    assert [trace.name for trace in figure.data if trace.showlegend] == ["a", "b"]
+    assert "81.9 k tokens/s, MFU 40.0%" in figure.layout.title.subtitle.text

@@ -1,0 +1,185 @@
+"""Partition, memory, timeline, prediction: every block, byte and action of a plan is in the picture."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+from figure_values import plan
+
+from workbench.errors import UnknownParameter
+from workbench.figures import BlockView, memory, partition, plan_html, prediction, show_plan, timeline
+from workbench.planning.schedules import build_schedule, simulate
+from workbench.units import GIB
+
+
+def parts(figure: Any, part: str) -> list[Any]:
+    return [trace for trace in figure.data if trace.meta == part]
+
+
+@pytest.mark.parametrize(("stages", "blocks"), [(1, 4), (1, 200), (2, 4), (4, 56), (16, 98)])
+def test_every_block_is_drawn_once_in_its_stage(stages: int, blocks: int) -> None:
+    value = plan(stages, blocks)
+    traces = parts(partition(value), "blocks")
+    assert [len(trace.x) for trace in traces] == [s.end_block - s.first_block for s in value.stages]
+    names = [text.split("</b>")[0].removeprefix("<b>") for trace in traces for text in trace.hovertext]
+    assert tuple(names) == value.block_names
+
+
+@pytest.mark.parametrize(("stages", "blocks"), [(4, 56), (1, 200)])
+def test_blocks_of_a_row_touch_and_never_overlap(stages: int, blocks: int) -> None:
+    for trace in parts(partition(plan(stages, blocks)), "blocks"):
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for y, start, width in zip(trace.y, trace.base, trace.x, strict=True):
+            rows.setdefault(y, []).append((start, width))
+        for cells in rows.values():
+            for (start, width), (following, _) in itertools.pairwise(cells):
+                assert start + width == pytest.approx(following)
+
+
+def test_a_stages_row_is_as_long_as_its_forward_and_backward() -> None:
+    value = plan(4, 56)
+    for stage, trace in zip(value.stages, parts(partition(value), "blocks"), strict=True):
+        assert sum(trace.x) == pytest.approx(stage.forward_ms + stage.backward_ms)
+
+
+def test_known_block_times_share_out_the_stages_time() -> None:
+    views = [BlockView(parameters=10**6, ms=3.0 if i == 0 else 1.0) for i in range(4)]
+    first = parts(partition(plan(2, 4), views), "blocks")[0]
+    assert first.x[0] == pytest.approx(3 * first.x[1])
+    assert "1 M parameters" in first.hovertext[0]
+
+
+def test_memory_is_stacked_by_kind_up_to_each_stages_total() -> None:
+    value = plan(4, 56)
+    stacks = parts(partition(value), "memory")
+    assert [trace.name for trace in stacks] == ["parameters", "gradients", "optimiser", "activations", "workspace"]
+    for stage in value.stages:
+        assert sum(trace.x[stage.index] for trace in stacks) * GIB == pytest.approx(stage.memory.total)
+
+
+def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
+    figure = partition(plan(4, 56, memory_limit_bytes=32 * GIB))
+    assert [note.text for note in figure.layout.annotations] == ["your limit 32.0 GiB"]
+    assert figure.layout.shapes[0].x0 == 32.0
+
+
+def test_a_limit_far_off_is_named_instead_of_drawn() -> None:
+    figure = partition(plan(4, 8))
+    assert not figure.layout.shapes
+    assert "used)" in figure.layout.annotations[0].text
+
+
+def test_stages_have_different_colours_from_their_neighbours() -> None:
+    colours = [trace.marker.color[0] for trace in parts(partition(plan(16, 98)), "blocks")]
+    assert all(a != b for a, b in itertools.pairwise(colours))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 32), (8, 64)])
+def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: int) -> None:
+    figure = timeline(plan(stages, 56, microbatches))
+    forward, backward = (next(t for t in figure.data if t.name == name) for name in ("forward", "backward"))
+    for trace in (forward, backward):
+        drawn = sorted((rank, int(label)) for rank, label in zip(trace.y, trace.text, strict=True))
+        assert drawn == [(rank, i) for rank in range(stages) for i in range(microbatches)]
+
+
+def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
+    value = plan(4, 56, microbatches=8)
+    figure = timeline(value)
+    schedule = build_schedule("1f1b", 4, 8)
+    times = [[getattr(s, name) for s in value.stages] for name in ("forward_ms", "backward_ms")]
+    link = value.cluster.link(4)
+    sends = [1e3 * (link.latency_s + s.send_bytes / link.bandwidth) for s in value.stages]
+    simulated = simulate(schedule, *times, sends)
+    [idle] = parts(figure, "idle")
+    assert sum(idle.x) / (4 * simulated.step_ms) == pytest.approx(simulated.bubble_fraction)
+    assert f"bubble {simulated.bubble_fraction:.1%}" in figure.layout.title.subtitle.text
+
+
+def test_a_timeline_that_was_measured_draws_like_a_planned_one() -> None:
+    measured = simulate(build_schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0])
+    figure = timeline(measured, title="measured")
+    assert sum(len(trace.x) for trace in parts(figure, "actions")) == 12
+    assert figure.layout.title.text == "<b>measured</b>"
+
+
+def test_one_figure_shows_the_whole_plan() -> None:
+    value = plan(4, 56, microbatches=8)
+    figure = show_plan(value)
+    assert {trace.meta for trace in figure.data} == {"blocks", "memory", "totals", "actions", "idle"}
+    subtitle = figure.layout.title.subtitle.text
+    assert all(fact in subtitle for fact in ("step 800 ms", "MFU 43.0%", "bubble 8.6%", "1 × 8 × 8 = 64 samples"))
+
+
+def test_labels_in_narrow_bars_vanish_instead_of_shrinking() -> None:
+    for figure in (partition(plan()), show_plan(plan()), timeline(plan())):
+        assert figure.layout.uniformtext.mode == "hide"
+        last = [trace for trace in figure.data if trace.type == "bar"][-1]
+        assert last.text is not None  # plotly.js applies the mode only if the last subplot's bars have text
+
+
+def test_static_html_needs_no_script_and_escapes_names() -> None:
+    page = plan_html(plan(model="<script>alert(1)</script>"))
+    assert "<script" not in page
+    assert not re.search(r"https?://", page)
+    assert page.count("<tr>") == 4
+
+
+def test_prediction_states_the_error_of_each_quantity() -> None:
+    value = plan(2, 8)
+    peaks = {stage.index: stage.memory.total / 1.25 for stage in value.stages}
+    figure = prediction(value, {"step_ms": 1000.0, "tokens_per_s": 128e3, "mfu": 0.43, "peak_bytes": peaks})
+    ticks = [axis.ticktext for axis in figure.select_xaxes()]
+    assert ticks[:3] == [("<b>-20.0%</b>",), ("<b>+25.0%</b>",), ("<b>+0.0%</b>",)]
+    assert all("+25.0%" in tick for tick in ticks[3])
+
+
+def test_prediction_leaves_out_what_was_not_measured() -> None:
+    figure = prediction(plan(2, 8), {"step_ms": 1000.0, "mfu": float("nan"), "peak_bytes": {}, "tokens_per_s": None})
+    assert [note.text for note in figure.layout.annotations] == ["Step time (ms)"]
+
+
+def test_prediction_of_nothing_is_refused() -> None:
+    with pytest.raises(UnknownParameter, match="step_ms"):
+        prediction(plan(2, 8), {"mfu": float("nan")})
+    with pytest.raises(UnknownParameter, match="Did you mean 'peak_bytes'"):
+        prediction(plan(2, 8), {"peak_byte": 1})
+
+
+def test_memory_shows_the_last_event_of_each_rank() -> None:
+    events = [
+        {"type": "step", "step": 1},
+        {
+            "type": "memory",
+            "rank": 0,
+            "stage": 0,
+            "peak_bytes": 1 * GIB,
+            "reserved_bytes": 2 * GIB,
+            "limit_bytes": 8 * GIB,
+        },
+        {
+            "type": "memory",
+            "rank": 1,
+            "stage": 1,
+            "peak_bytes": 3 * GIB,
+            "reserved_bytes": 4 * GIB,
+            "limit_bytes": None,
+        },
+        {
+            "type": "memory",
+            "rank": 0,
+            "stage": 0,
+            "peak_bytes": 2 * GIB,
+            "reserved_bytes": 4 * GIB,
+            "limit_bytes": 8 * GIB,
+        },
+    ]
+    figure = memory(events)
+    allocated = next(trace for trace in figure.data if trace.name == "allocated")
+    assert list(allocated.x) == [2.0, 3.0]
+    assert "at most 3.0 GiB (rank 1)" in figure.layout.title.subtitle.text
+    limit = next(trace for trace in figure.data if trace.name == "limit")
+    assert [x for x in limit.x if x is not None] == [8.0, 8.0]

@@ -1,0 +1,368 @@
+"""Curves over training: loss (or any recorded column) and throughput of one or many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+from workbench.errors import UnknownParameter, suggestion
+from workbench.figures import theme
+from workbench.figures._series import PARTS, SMOOTHING, X_AXES, Array, CurveLike, DrawnCurve, axes_of, column, draw
+from workbench.units import count
+
+Y_LABELS = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "step_ms": "Step time (ms)",
+    "tokens_per_s": "Tokens/s",
+    "mfu": "MFU",
+}
+
+
+def loss_curves(
+    curves: Sequence[CurveLike],
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+    y: str = "loss",
+    log_y: bool = False,
+    title: str | None = None,
+) -> go.Figure:
+    """Loss of each run: the raw trace pale behind, the smoothed line in front, the last value at its end.
+
+    `x` is `step`, `tokens`, `time`, `flops` or `gpu_hours`; menus inside the figure switch the axis and
+    between linear and logarithmic loss, also in an exported page. `smoothing` is the width of a centred
+    exponential average (`smoothed`) as a share of the longest run, measured over tokens and equal for all
+    runs: two runs are compared after the same averaging, whichever axis is shown; 0 draws the raw line alone.
+    NaN and infinite losses are gaps with a cross where they begin.
+
+    Raises `UnknownParameter` for an axis that does not exist or that a run did not record.
+    """
+    axes = axes_of(curves)
+    _require_axis(x, axes)
+    _require_column(curves, y)
+    drawn = draw(curves, y, smoothing, {name: scale for name, (scale, _) in axes.items()})
+    figure = go.Figure(traces_of(drawn, x, y, smooth=smoothing > 0))
+    _lay_out(figure, axes, x, y, log_y, title, many=len(drawn) > 8)
+    figure.update_layout(updatemenus=_menus(figure, drawn, axes, x, y, log_y))
+    if not any(len(curve.raw) for curve in drawn):
+        _say_nothing_yet(figure)
+    return figure
+
+
+def _require_axis(x: str, axes: Mapping[str, Any]) -> None:
+    if x not in X_AXES:
+        raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}", parameter="x", value=x)
+    if x not in axes:
+        raise UnknownParameter(
+            f"x={x!r} was not recorded by every run. Choose one of: {', '.join(axes)}.", parameter="x", value=x
+        )
+
+
+def _require_column(curves: Sequence[CurveLike], y: str) -> None:
+    begun = [curve for curve in curves if len(column(curve, "step"))]
+    if begun and not any(len(column(curve, y)) for curve in begun):
+        raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, Y_LABELS)}", parameter="y", value=y)
+
+
+def traces_of(drawn: Sequence[DrawnCurve], x: str, y: str, smooth: bool, complete: bool = False) -> list[go.Scatter]:
+    """The traces of all runs; `legendgroup` tells the run (`DrawnCurve.key`), `meta` the part that one plays.
+
+    Parts without a point are left out, unless `complete`: then every run has one trace of each of `PARTS`.
+    """
+    traces = [
+        trace
+        for curve, position in zip(drawn, _label_positions(drawn, x), strict=True)
+        for trace in _traces(curve, x, y, smooth, position)
+    ]
+    return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
+
+
+def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str | None) -> list[go.Scatter]:
+    """Raw, smoothed, NaN crosses and end label of one run, in the order of `PARTS`; one legend entry for all."""
+    line = curve.line if smooth else curve.raw
+    parts = {
+        "raw": _raw_trace(curve, smooth),
+        "line": _line_trace(curve, line, y, smooth),
+        "nan": _gap_trace(curve, y),
+        "end": _end_trace(curve, line, label_position),
+    }
+    for part, trace in parts.items():
+        points = curve.points(part) if smooth or part != "raw" else np.empty(0, dtype=np.int64)
+        trace.update(
+            x=curve.x[x][points],
+            legendgroup=curve.key,
+            name=theme.text(curve.name),
+            meta=part,
+            zorder=PARTS.index(part),
+            showlegend=part == "line",
+        )
+    return list(parts.values())
+
+
+def _raw_trace(curve: DrawnCurve, smooth: bool) -> go.Scatter:
+    return go.Scatter(
+        y=curve.raw[curve.points("raw")] if smooth else np.empty(0),
+        mode="lines",
+        line={"color": theme.pale(curve.color, 0.62), "width": 1},
+        hoverinfo="skip",
+    )
+
+
+def _line_trace(curve: DrawnCurve, line: Array, y: str, smooth: bool) -> go.Scatter:
+    return go.Scatter(
+        y=line[curve.points("line")],
+        customdata=curve.hover,
+        mode="lines+markers" if np.isfinite(curve.raw).sum() == 1 else "lines",
+        line={"color": curve.color, "width": 2.2, "dash": curve.dash},
+        marker={"color": curve.color, "size": 7},
+        hovertemplate=_hover(curve, y, smooth),
+    )
+
+
+def _hover(curve: DrawnCurve, y: str, smooth: bool) -> str:
+    raw = " (raw %{customdata[0]:.4g})" if smooth else ""
+    tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
+    return f"{_label(y).lower()} %{{y:.4g}}{raw} · step %{{customdata[1]:,.0f}}{tokens}"
+
+
+def _label(y: str) -> str:
+    return Y_LABELS.get(y, y)
+
+
+def _gap_trace(curve: DrawnCurve, y: str) -> go.Scatter:
+    return go.Scatter(
+        y=_height_before(curve.raw, curve.points("nan")),
+        mode="markers",
+        marker={"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
+        hovertemplate=f"{_label(y).lower()} is NaN or infinite from here",
+    )
+
+
+def _height_before(values: Array, at: NDArray[np.int64]) -> Array:
+    """The last finite value before each index, or the first one after where there is none."""
+    finite = np.flatnonzero(np.isfinite(values))
+    if not len(finite):
+        return np.zeros(len(at))
+    before = np.clip(np.searchsorted(finite, at) - 1, 0, None)
+    return np.asarray(values[finite[before]])
+
+
+def _end_trace(curve: DrawnCurve, line: Array, position: str | None) -> go.Scatter:
+    values = line[curve.points("end")]
+    return go.Scatter(
+        y=values,
+        mode="markers" if position is None else "markers+text",
+        marker={"color": curve.color, "size": 6},
+        text=[f"<b>{value:#.3g}</b>" for value in values],
+        textposition=position or "middle right",
+        textfont={"color": curve.color, "size": theme.FONT_PX},
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
+
+
+def _label_positions(drawn: Sequence[DrawnCurve], x: str) -> list[str | None]:
+    """Where each end label stands. Labels closer than a label's size are parted; a crowd gets none."""
+    ends = {
+        index: (curve.x[x][curve.last], curve.line[curve.last])
+        for index, curve in enumerate(drawn)
+        if curve.last is not None
+    }
+    if len(ends) > 8:
+        return [None] * len(drawn)
+    span_x = max((float(np.nanmax(curve.x[x], initial=0.0)) for curve in drawn), default=0.0) or 1.0
+    finite = np.concatenate([curve.raw[np.isfinite(curve.raw)] for curve in drawn] or [np.empty(0)])
+    span_y = float(np.ptp(finite)) if len(finite) else 0.0
+    positions: list[str | None] = ["middle right"] * len(drawn)
+    for index, (_, end_y) in ends.items():
+        near = [
+            other_y - end_y or float(index - other)
+            for other, other_y in _heights_beside(drawn, ends, index, x, 0.06 * span_x)
+            if abs(other_y - end_y) < 0.06 * (span_y or 1.0)
+        ]
+        if near:
+            above, below = sum(d > 0 for d in near), sum(d < 0 for d in near)
+            positions[index] = _parted(above, below)
+    return positions
+
+
+def _heights_beside(
+    drawn: Sequence[DrawnCurve], ends: Mapping[int, tuple[float, float]], index: int, x: str, room: float
+) -> list[tuple[int, float]]:
+    """What stands where the label of curve `index` would: other curves' ends, or curves that run on past it."""
+    end_x = ends[index][0]
+    beside = []
+    for other, (other_x, other_y) in ends.items():
+        if other != index and abs(other_x - end_x) < room:
+            beside.append((other, other_y))
+        elif other != index and other_x > end_x:
+            known = np.isfinite(drawn[other].line)
+            passing = np.interp(end_x + room / 2, drawn[other].x[x][known], drawn[other].line[known])
+            beside.append((other, float(passing)))
+    return beside
+
+
+def _parted(above: int, below: int) -> str | None:
+    """Position of a label with so many others close above and below it."""
+    if not below:
+        return "bottom right"
+    if not above:
+        return "top right"
+    return "middle right" if above == below == 1 else None
+
+
+def _lay_out(
+    figure: go.Figure,
+    axes: Mapping[str, tuple[float, str]],
+    x: str,
+    y: str,
+    log_y: bool,
+    title: str | None,
+    many: bool,
+) -> None:
+    legend = {"x": 1.01, "xanchor": "left"} if many else {"x": 0.995, "xanchor": "right"}
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=480,
+        title=theme.title(theme.text(title or f"{_label(y)} of each run")),
+        margin={"t": 92, "r": 64},
+        hovermode="x unified",
+        legend={"y": 0.99, "yanchor": "top", "groupclick": "togglegroup", "tracegroupgap": 0, **legend},
+        xaxis={
+            "title": {"text": axes[x][1]},
+            "rangemode": "tozero",
+            "unifiedhovertitle": {"text": hover_title(axes[x][1])},
+        },
+        yaxis={"title": {"text": _label(y)}, "type": "log" if log_y else "linear"},
+        uirevision="keep",
+    )
+
+
+def _menus(
+    figure: go.Figure,
+    drawn: Sequence[DrawnCurve],
+    axes: Mapping[str, tuple[float, str]],
+    x: str,
+    y: str,
+    log_y: bool,
+) -> list[dict[str, Any]]:
+    by_key = {curve.key: curve for curve in drawn}
+
+    def along(axis: str, trace: Any) -> list[float | None]:
+        curve = by_key[trace.legendgroup]
+        return _short(curve.x[axis][curve.points(trace.meta)])
+
+    x_buttons = [
+        {
+            "label": f"x: {X_AXES[name].label}",
+            "method": "update",
+            "args": [
+                {"x": [along(name, trace) for trace in figure.data]},
+                {
+                    "xaxis.title.text": heading,
+                    "xaxis.unifiedhovertitle.text": hover_title(heading),
+                    "xaxis.autorange": True,
+                },
+            ],
+        }
+        for name, (_, heading) in axes.items()
+    ]
+    label = _label(y).split(" (")[0].lower()
+    y_buttons = [
+        {
+            "label": f"{kind} {label}",
+            "method": "relayout",
+            "args": [{"yaxis.type": kind, "yaxis.autorange": True}],
+        }
+        for kind in ("linear", "log")
+    ]
+    shared = {
+        "y": 1.02,
+        "yanchor": "bottom",
+        "xanchor": "left",
+        "bgcolor": "white",
+        "bordercolor": theme.AXIS,
+        "font": {"size": 11, "color": theme.INK},
+        "pad": {"b": 4},
+    }
+    return [
+        {"buttons": x_buttons, "active": list(axes).index(x), "x": 0.0, "direction": "down", **shared},
+        {
+            "buttons": y_buttons,
+            "active": int(log_y),
+            "x": 0.0,
+            "type": "buttons",
+            "direction": "right",
+            **shared,
+            "pad": {"b": 4, "l": 140},
+        },
+    ]
+
+
+def hover_title(heading: str) -> str:
+    """`"Tokens (M): 11.2"`, with the value under the pointer."""
+    return f"{heading}: %{{x:.4~g}}"
+
+
+def _short(values: Array) -> list[float | None]:
+    """Six significant digits: finer than a pixel, and a third of the file."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+
+
+def _say_nothing_yet(figure: go.Figure) -> None:
+    figure.add_annotation(
+        text="no step recorded yet",
+        x=0.5,
+        y=0.5,
+        xref="paper",
+        yref="paper",
+        showarrow=False,
+        font={"color": theme.MUTED},
+    )
+
+
+def throughput(curves: Sequence[CurveLike], smoothing: float = SMOOTHING) -> go.Figure:
+    """Tokens per second and step time over steps; the spread is drawn pale, its moving average in front."""
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    for row, y in enumerate(("tokens_per_s", "step_ms"), start=1):
+        for curve in draw(curves, y, smoothing, {"step": 1.0}):
+            for trace in traces_of([curve], "step", y, smooth=smoothing > 0):
+                if trace.meta == "end":
+                    continue
+                trace.showlegend = trace.showlegend and row == 1
+                figure.add_trace(trace, row=row, col=1)
+        figure.update_yaxes(title_text=Y_LABELS[y], rangemode="tozero", row=row, col=1)
+    figure.update_xaxes(title_text="Step", row=2, col=1)
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=460,
+        title=theme.title("Throughput", _mean_rates(curves)),
+        margin={"t": 76},
+        hovermode="x unified",
+        legend={
+            "groupclick": "togglegroup",
+            "tracegroupgap": 0,
+            "x": 0.995,
+            "xanchor": "right",
+            "y": 0.60,
+            "yanchor": "bottom",
+        },
+    )
+    return figure
+
+
+def _mean_rates(curves: Sequence[CurveLike]) -> str:
+    """Median tokens/s and MFU of each run, as a sentence."""
+    parts = []
+    for curve in curves:
+        rates, mfu = column(curve, "tokens_per_s"), column(curve, "mfu")
+        if np.isfinite(rates).any():
+            share = f", MFU {np.nanmedian(mfu):.1%}" if np.isfinite(mfu).any() else ""
+            parts.append(f"{theme.text(curve.name)}: {count(float(np.nanmedian(rates)))} tokens/s{share}")
+    return " · ".join(parts) + (" (medians)" if parts else "")

@@ -1,0 +1,269 @@
+"""A run's columns prepared for drawing: x axes and their units, smoothing, decimation. NumPy in, NumPy out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.figures import theme
+
+Array = NDArray[np.float64]
+
+MAX_POINTS = 2000
+"""Points of one trace: what a browser redraws, and a notebook stores, without being noticed."""
+
+POINT_BUDGET = 40_000
+"""Points of all traces of one figure together."""
+
+SMOOTHING = 0.01
+
+
+PARTS = ("raw", "line", "nan", "end")
+"""What a run's curve is drawn of, from back to front: values, their average, where they break off, the last."""
+
+
+class Columns(Protocol):
+    """A mapping of names to columns, or a run's `History`."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+class CurveLike(Protocol):
+    """Anything with a name and columns."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> Columns: ...
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one run recorded: equally long columns, one value a logged step.
+
+    Columns are named as in a run's events: step, loss, learning_rate, grad_norm, step_ms, tokens, samples,
+    flops, seconds (all cumulative but loss, rates and step_ms), gpu_hours, tokens_per_s, mfu. Only those
+    that a figure draws have to be there.
+    """
+
+    name: str
+    columns: Columns = field(repr=False)
+    color: str | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way to lay out training: which column, and how its values are written."""
+
+    column: str
+    label: str
+    units: tuple[tuple[float, str], ...]
+    """Scales from large to small with the axis title of each."""
+
+    def unit(self, largest: float) -> tuple[float, str]:
+        for scale, name in self.units:
+            if largest >= scale:
+                return scale, name
+        return self.units[-1]
+
+
+X_AXES = {
+    "step": Axis("step", "step", ((1.0, "Step"),)),
+    "tokens": Axis(
+        "tokens",
+        "tokens",
+        ((1e12, "Tokens (T)"), (1e9, "Tokens (B)"), (1e6, "Tokens (M)"), (1e3, "Tokens (k)"), (1.0, "Tokens")),
+    ),
+    "samples": Axis("samples", "samples", ((1e6, "Samples (M)"), (1e3, "Samples (k)"), (1.0, "Samples"))),
+    "time": Axis(
+        "seconds",
+        "time",
+        ((7200.0, "Training time (hours)"), (120.0, "Training time (minutes)"), (1.0, "Training time (seconds)")),
+    ),
+    "flops": Axis(
+        "flops",
+        "FLOPs",
+        (
+            (1e21, "Model FLOPs (ZFLOP, 10<sup>21</sup>)"),
+            (1e18, "Model FLOPs (EFLOP, 10<sup>18</sup>)"),
+            (1e15, "Model FLOPs (PFLOP, 10<sup>15</sup>)"),
+            (1e12, "Model FLOPs (TFLOP, 10<sup>12</sup>)"),
+            (1e9, "Model FLOPs (GFLOP, 10<sup>9</sup>)"),
+        ),
+    ),
+    "gpu_hours": Axis("gpu_hours", "GPU-hours", ((1.0, "GPU-hours"), (1 / 60, "GPU-minutes"))),
+}
+
+
+def column(curve: CurveLike, name: str) -> Array:
+    """One column as float64, `None` as NaN; empty where the curve has none of that name."""
+    try:
+        values = curve.columns[name]
+    except (KeyError, AttributeError):
+        return np.empty(0)
+    return np.asarray(values, dtype=np.float64)
+
+
+def color_of(curve: CurveLike, index: int) -> str:
+    return str(getattr(curve, "color", None) or theme.series_color(index))
+
+
+def smoothed(x: Array, y: Array, width: float) -> Array:
+    """Centred exponential average over `x`: weights `exp(-|x_i - x_j| / width)`, normalised.
+
+    An average to both sides does not lag behind a falling loss as a one-sided one does; at either end it
+    is the one-sided, bias-corrected average (arXiv:1412.6980, section 3). Weighing by distance in `x`
+    rather than by index treats runs alike that log at different intervals. Over the first five widths
+    the width grows with `x`, so that the steep start is not smeared. NaNs carry no weight and stay NaN.
+    """
+    finite = np.isfinite(y) & np.isfinite(x)
+    result = np.full(len(y), np.nan)
+    if width <= 0 or not finite.any():
+        result[finite] = y[finite]
+        return result
+    distance, values = _in_widths(x[finite], width), y[finite]
+    before, weight_before = _decayed_sums(distance, values)
+    after, weight_after = (sums[::-1] for sums in _decayed_sums(-distance[::-1], values[::-1]))
+    result[finite] = (before + after - values) / (weight_before + weight_after - 1.0)
+    return result
+
+
+def _in_widths(x: Array, width: float) -> Array:
+    """Position in units of the local width `min(width, x / 5)`: the integral of its reciprocal."""
+    full = 5.0 * width
+    start = np.clip(x, full * 1e-3, full)
+    return 5.0 * np.log(start / full) + np.clip(x - full, 0.0, None) / width
+
+
+def _decayed_sums(distance: Array, values: Array) -> tuple[Array, Array]:
+    """`sum_j≤i exp(distance_j - distance_i) values_j`, and the same of ones; `distance` does not fall."""
+    sums, weights = np.empty(len(values)), np.empty(len(values))
+    total = weight = 0.0
+    start, origin = 0, 0.0
+    while start < len(values):  # one turn covers 30 widths, so that no exponential overflows
+        end = max(start + 1, int(np.searchsorted(distance, distance[start] + 30.0, side="right")))
+        decay = np.exp(origin - distance[start]) if start else 0.0
+        growth = np.exp(distance[start:end] - distance[start])
+        sums[start:end] = (total * decay + np.cumsum(values[start:end] * growth)) / growth
+        weights[start:end] = (weight * decay + np.cumsum(growth)) / growth
+        total, weight, origin, start = sums[end - 1], weights[end - 1], distance[end - 1], end
+    return sums, weights
+
+
+def decimated(y: Array, max_points: int = MAX_POINTS) -> NDArray[np.int64]:
+    """Indices of at most `max_points` points that draw as all of them do.
+
+    Every bin keeps its minimum and its maximum, so that no spike is lost; the first and the last point
+    stay, and one NaN for every gap (the first hundred), so that a gap is still seen.
+    """
+    from tsdownsample import MinMaxDownsampler
+
+    if len(y) <= max_points:
+        return np.arange(len(y))
+    finite = np.flatnonzero(np.isfinite(y))
+    gaps = gap_starts(y)[:100]
+    bins = (max_points - len(gaps) - 2) // 2 * 2
+    if len(finite) > bins:
+        kept = finite[MinMaxDownsampler().downsample(np.ascontiguousarray(y[finite]), n_out=bins).astype(np.int64)]
+        finite = np.concatenate([finite[:1], kept, finite[-1:]])
+    return np.unique(np.concatenate([finite, gaps]))
+
+
+def gap_starts(y: Array) -> NDArray[np.int64]:
+    """Index of the first NaN (or infinity) of every run of them."""
+    bad = ~np.isfinite(y)
+    return np.flatnonzero(bad & ~np.concatenate([[False], bad[:-1]]))
+
+
+def smoothing_axis(curves: Sequence[CurveLike]) -> str:
+    """What smoothing is measured along: tokens where every curve counts them, else steps."""
+    return "tokens" if curves and all(len(column(curve, "tokens")) for curve in curves) else "step"
+
+
+def smoothing_width(curves: Sequence[CurveLike], smoothing: float) -> float:
+    """`smoothing` as a share of the longest curve, in the units of `smoothing_axis`; the same for every curve."""
+    name = smoothing_axis(curves)
+    longest = max((np.nanmax(column(curve, name), initial=0.0) for curve in curves), default=0.0)
+    return float(smoothing * longest)
+
+
+@dataclass(frozen=True)
+class DrawnCurve:
+    """One run reduced to what is drawn; `x` holds each axis in its own unit, at the kept points."""
+
+    name: str
+    key: str
+    """Tells runs of one name apart."""
+    color: str
+    raw_index: NDArray[np.int64]
+    line_index: NDArray[np.int64]
+    raw: Array
+    line: Array
+    dash: str
+    gaps: NDArray[np.int64]
+    x: Mapping[str, Array]
+    hover: Array
+    """Columns raw value, step, tokens at `line_index`."""
+
+    @property
+    def last(self) -> int | None:
+        """Index of the last finite value."""
+        finite = np.flatnonzero(np.isfinite(self.raw))
+        return int(finite[-1]) if len(finite) else None
+
+    def points(self, part: str) -> NDArray[np.int64]:
+        """Indices of the points that one of `PARTS` shows."""
+        if part == "end":
+            return np.array([] if self.last is None else [self.last], dtype=np.int64)
+        return {"raw": self.raw_index, "line": self.line_index, "nan": self.gaps}[part]
+
+
+def draw(curves: Sequence[CurveLike], y: str, smoothing: float, scales: Mapping[str, float]) -> list[DrawnCurve]:
+    """Smooth, then decimate; the same points serve every x axis, all of them being monotonic in the step."""
+    width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
+    budget = int(min(MAX_POINTS, max(200, POINT_BUDGET / max(1, len(curves)))))
+    return [_drawn(curve, index, y, width, along, scales, budget) for index, curve in enumerate(curves)]
+
+
+def _drawn(
+    curve: CurveLike, index: int, y: str, width: float, along: str, scales: Mapping[str, float], budget: int
+) -> DrawnCurve:
+    raw = column(curve, y)
+    position = column(curve, along)
+    line = smoothed(position, raw, width) if len(position) == len(raw) else raw
+    line_index = decimated(line, budget if width <= 0 else budget // 2)
+    hover = np.column_stack([_or_nan(curve, name, len(raw))[line_index] for name in (y, "step", "tokens")])
+    return DrawnCurve(
+        name=curve.name,
+        key=str(index),
+        color=color_of(curve, index),
+        dash="solid" if index < len(theme.PALETTE) else "dash",
+        raw_index=decimated(raw, budget),
+        line_index=line_index,
+        raw=raw,
+        line=line,
+        gaps=gap_starts(raw)[:100],
+        x={axis: _or_nan(curve, X_AXES[axis].column, len(raw)) / scale for axis, scale in scales.items()},
+        hover=hover,
+    )
+
+
+def _or_nan(curve: CurveLike, name: str, length: int) -> Array:
+    values = column(curve, name)
+    return values if len(values) == length else np.full(length, np.nan)
+
+
+def axes_of(curves: Sequence[CurveLike]) -> dict[str, tuple[float, str]]:
+    """The x axes that every curve with a point can be drawn over, each with its scale and title."""
+    begun = [curve for curve in curves if len(column(curve, "step"))]
+    axes = {}
+    for name, axis in X_AXES.items():
+        columns = [column(curve, axis.column) for curve in begun]
+        if all(np.isfinite(values).any() for values in columns):
+            axes[name] = axis.unit(max((float(np.nanmax(values)) for values in columns), default=0.0))
+    return axes
