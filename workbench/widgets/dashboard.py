@@ -80,7 +80,6 @@ class Live(widgets.VBox):
                 self._figure,
                 self._note,
             ),
-            layout={"background": "white"},
         )
         self._refresh()
         self._thread = threading.Thread(target=self._follow, name="workbench-live", daemon=True)

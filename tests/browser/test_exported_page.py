@@ -1,0 +1,45 @@
+"""An exported page in a browser that reaches nothing: it draws, answers the pointer and switches its axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.figures import Curve, loss_curves, save_html
+
+LAST_X = "() => document.querySelector('.js-plotly-plot')._fullData.filter(t => t.meta === 'line').map(t => t.x[t.x.length - 1])"
+
+
+def curve(name: str, steps: int) -> Curve:
+    step = np.arange(1, steps + 1)
+    loss = 4 + 6 * np.exp(-step / 200)
+    return Curve(name, {"step": step, "tokens": step * 8192, "flops": step * 1e15, "loss": loss})
+
+
+def test_an_exported_page_is_interactive_without_a_network(page: Any, tmp_path: Path, picture: Any) -> None:
+    path = save_html(loss_curves([curve("a", 2000), curve("b", 900)]), tmp_path / "page.html", title="Shared")
+    asked: list[str] = []
+    errors: list[str] = []
+    page.context.set_offline(True)
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector(".js-plotly-plot .main-svg")
+    assert page.evaluate(LAST_X) == [16.384, 7.3728]
+
+    box = page.locator(".js-plotly-plot .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.6 * box["height"])
+    page.get_by_text("Tokens (M):").wait_for(timeout=5000)
+    assert page.locator(".hoverlayer").inner_text().count("loss") == 2
+    picture(page, "exported-hover")
+
+    page.locator(".updatemenu-header").first.click()
+    page.locator(".updatemenu-dropdown-button", has_text="FLOPs").click()
+    page.wait_for_function(f"() => ({LAST_X})()[0] === 2")
+    page.locator(".updatemenu-button", has_text="log loss").click()
+    page.wait_for_function("() => document.querySelector('.js-plotly-plot').layout.yaxis.type === 'log'")
+    picture(page, "exported-flops-log")
+    assert asked == [path.as_uri()]
+    assert errors == []

@@ -1,0 +1,172 @@
+"""The live dashboard without a browser: what it reads, when its thread ends, what a saved notebook keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from workbench.errors import UnknownParameter
+from workbench.figures._series import MAX_POINTS
+from workbench.rundir import RunDir, append_event, this_process, write_json
+from workbench.runs import Run
+from workbench.widgets import live
+from workbench.widgets.watch import Watch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDir:
+    """A run that this very process supervises."""
+    return begun(tmp_path / "run <1>")
+
+
+def begun(path: Path, steps: int = 100) -> RunDir:
+    run = RunDir(path)
+    run.path.mkdir(parents=True)
+    write_json(run.environment, {})
+    write_json(run.launcher, {"supervisor": this_process()})
+    write_json(run.experiment, {"steps": steps})
+    append_event(run.events, "status", state="running", message="")
+    append_event(run.events, "start", devices=["cpu"], world=1, resumed_from=None)
+    return run
+
+
+def train(run: RunDir, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        append_event(
+            run.events,
+            "step",
+            step=step, loss=10 / step, learning_rate=1e-4, grad_norm=1.0, step_ms=500.0,
+            tokens=step * 1000, samples=step, flops=step * 1e9, seconds=step * 0.5,
+            tokens_per_s=2000.0, mfu=0.41,
+        )
+
+
+def end(run: RunDir, state: str, message: str = "") -> None:
+    append_event(run.events, "status", state=state, message=message)
+
+
+def eventually(truth: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not truth():
+        assert time.monotonic() < deadline, "it did not come true within 10 s"
+        time.sleep(0.02)
+
+
+def points(dashboard: Any, part: str) -> list[int]:
+    return [len(trace.x) for trace in dashboard.figure.data if trace.meta == part]
+
+
+def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None:
+    train(directory, 1, 40)
+    snapshot = Watch(directory.path).read()
+    assert snapshot.facts == "step 40 of 100 · loss 0.25 · 2 k tokens/s · MFU 41.0% · 30.0 s left"
+    assert snapshot.progress == 0.4
+
+
+def test_before_the_first_step_the_last_phase_is_named(directory: RunDir) -> None:
+    watch = Watch(directory.path)
+    assert watch.read().facts == "no step yet"
+    append_event(directory.events, "phase", name="compile", seconds=3.0)
+    assert watch.read().facts == "compile done, first step to come"
+
+
+def test_curves_grow_and_the_thread_ends_with_the_last_run(tmp_path: Path) -> None:
+    first, second = begun(tmp_path / "a"), begun(tmp_path / "b")
+    train(first, 1, 10)
+    dashboard = live([Run(first.path), Run(second.path)], refresh_s=0.05)
+    assert points(dashboard, "line") == [10, 0]
+    train(second, 1, 5)
+    end(first, "finished")
+    eventually(lambda: points(dashboard, "line") == [10, 5])
+    assert dashboard.following
+    train(second, 6, 7)
+    end(second, "stopped", "Stopped at step 7.")
+    eventually(lambda: not dashboard.following)
+    assert points(dashboard, "line") == [10, 7]
+
+
+def test_a_long_run_sends_no_more_points_than_a_browser_redraws(directory: RunDir) -> None:
+    train(directory, 1, 3000)
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    assert max(points(dashboard, "raw") + points(dashboard, "line")) <= MAX_POINTS
+    dashboard.close()
+
+
+def test_closing_ends_the_thread_and_leaves_the_run_alone(directory: RunDir) -> None:
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard.close()
+    eventually(lambda: not dashboard.following)
+    assert not directory.stop_file.exists()
+
+
+def test_a_failed_run_shows_its_ranks_error_as_text(directory: RunDir) -> None:
+    error = {"rank": 3, "stage": 1, "type": "ValueError", "message": "<i>bad</i>", "traceback": "File <x>", "time": 1.0}
+    write_json(directory.error(3), error)
+    end(directory, "failed", "rank 3")
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    eventually(lambda: not dashboard.following)
+    note = dashboard.children[-1].value
+    assert "rank 3 (stage 1)" in note
+    assert "&lt;i&gt;bad&lt;/i&gt;" in note
+    assert "<i>" not in note
+
+
+def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    [button] = [child for child in dashboard.children[0].children if type(child).__name__ == "Button"]
+    button.click()
+    assert directory.stop_file.exists()
+    assert button.disabled
+    dashboard.close()
+
+
+def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
+    train(directory, 1, 30)
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    x, smoothing, log = dashboard.children[1].children
+    x.value, smoothing.value, log.value = "step", 0.0, True
+    eventually(lambda: dashboard.figure.layout.yaxis.type == "log" and points(dashboard, "raw") == [0])
+    assert dashboard.figure.layout.xaxis.title.text == "Step"
+    assert list(dashboard.figure.data[1].x) == list(range(1, 31))
+    dashboard.close()
+
+
+def test_a_run_name_is_never_markup(directory: RunDir) -> None:
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    shown = "".join(child.value for child in dashboard.children[0].children if type(child).__name__ == "HTML")
+    assert "run &lt;1&gt;" in shown
+    assert "<1>" not in shown
+    dashboard.close()
+
+
+def test_an_unknown_axis_is_refused_before_anything_is_shown(directory: RunDir) -> None:
+    with pytest.raises(UnknownParameter, match="Did you mean 'tokens'"):
+        live(Run(directory.path), x="tokns")
+
+
+def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path: Path) -> None:
+    running, ended = begun(tmp_path / "running"), begun(tmp_path / "ended")
+    train(running, 1, 10)
+    train(ended, 1, 10)
+    end(ended, "stopped", "Stopped at step 10.")
+    cells = [
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from workbench.runs import Run\nfrom workbench.widgets import live",
+        f"live(Run({str(running.path)!r}))",
+        f"live(Run({str(ended.path)!r}), refresh_s=0.05)",
+        "import time; time.sleep(1)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    [of_running], [of_ended] = (cell.outputs for cell in notebook.cells[1:3])
+    assert "step 10 of 100" in of_running.data["text/html"]
+    assert "application/vnd.plotly.v1+json" in of_ended.data
+    assert "application/vnd.jupyter.widget-view+json" not in of_ended.data
