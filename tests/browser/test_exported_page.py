@@ -9,7 +9,10 @@ import numpy as np
 
 from workbench.figures import Curve, loss_curves, save_html
 
-LAST_X = "() => document.querySelector('.js-plotly-plot')._fullData.filter(t => t.meta === 'line').map(t => t.x[t.x.length - 1])"
+LAST_X = """() => {
+    const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');
+    return lines.map(trace => trace.x[trace.x.length - 1]);
+}"""
 
 
 def curve(name: str, steps: int) -> Curve:
@@ -32,7 +35,7 @@ def test_an_exported_page_is_interactive_without_a_network(page: Any, tmp_path: 
     box = page.locator(".js-plotly-plot .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.6 * box["height"])
     page.get_by_text("Tokens (M):").wait_for(timeout=5000)
-    assert page.locator(".hoverlayer").inner_text().count("loss") == 2
+    assert (page.locator(".hoverlayer").text_content() or "").count("loss") == 2
     picture(page, "exported-hover")
 
     page.locator(".updatemenu-header").first.click()

@@ -10,7 +10,7 @@ import pytest
 from figure_values import plan
 
 from workbench.errors import UnknownParameter
-from workbench.figures import BlockView, memory, partition, plan_html, prediction, show_plan, timeline
+from workbench.figures import BlockView, memory, partition, plan_html, plan_mimebundle, prediction, show_plan, timeline
 from workbench.planning.schedules import build_schedule, simulate
 from workbench.units import GIB
 
@@ -125,7 +125,15 @@ def test_static_html_needs_no_script_and_escapes_names() -> None:
     page = plan_html(plan(model="<script>alert(1)</script>"))
     assert "<script" not in page
     assert not re.search(r"https?://", page)
-    assert page.count("<tr>") == 4
+    assert page.count("<tr ") == 1 + 4
+
+
+def test_a_notebook_stores_a_plan_as_figure_as_html_and_as_a_sentence() -> None:
+    value = plan(2, 8)
+    bundle = plan_mimebundle(value)
+    assert bundle["application/vnd.plotly.v1+json"]["layout"]["title"]["text"].startswith("<b>bert-1920x54 on")
+    assert bundle["text/html"] == plan_html(value)
+    assert bundle["text/plain"] == repr(value)
 
 
 def test_prediction_states_the_error_of_each_quantity() -> None:

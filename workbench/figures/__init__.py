@@ -10,7 +10,7 @@ from workbench.figures._prediction import prediction
 from workbench.figures._series import Curve
 from workbench.figures._timeline import timeline
 from workbench.figures.export import notebook_to_html, save_html, save_png
-from workbench.figures.plan_view import plan_html, show_plan
+from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
 
 __all__ = [
     "BlockView",
@@ -20,6 +20,7 @@ __all__ = [
     "notebook_to_html",
     "partition",
     "plan_html",
+    "plan_mimebundle",
     "prediction",
     "save_html",
     "save_png",

@@ -38,6 +38,11 @@ figure {{ margin: 0 0 2rem 0; }}
 """
 
 
+def mimebundle(figure: go.Figure) -> dict[str, Any]:
+    """The figure as JupyterLab stores and draws it, whatever plotly's default renderer is."""
+    return {PLOTLY_MIME: json.loads(figure.to_json())}
+
+
 def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
     """A `<div>` that draws the figure on a page which has plotly.js already."""
     value = (

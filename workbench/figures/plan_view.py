@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -26,6 +27,7 @@ from workbench.figures._partition import (
     rows_per_stage,
 )
 from workbench.figures._timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
+from workbench.figures.export import mimebundle
 from workbench.planning.plan import Memory, Plan, Stage
 from workbench.units import count, duration, gib
 
@@ -111,6 +113,11 @@ def headline(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
+def plan_mimebundle(plan: Plan) -> dict[str, Any]:
+    """What a notebook stores for a plan: the interactive figure, `plan_html` for where none is drawn, the sentence."""
+    return {**mimebundle(show_plan(plan)), "text/html": plan_html(plan), "text/plain": repr(plan)}
+
+
 def plan_html(plan: Plan) -> str:
     """The plan as static HTML with inline styles: no script, nothing to fetch, every name escaped."""
     cards = "".join(_card(name, value) for name, value in headline(plan))
@@ -125,7 +132,7 @@ def plan_html(plan: Plan) -> str:
         f'<div style="{style}"><div style="font-size:15px;font-weight:600">{heading}</div>'
         f'<div style="margin:8px 0">{cards}</div>'
         f'<table style="width:100%;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
-        f'<tr style="color:{theme.MUTED};text-align:left"><th></th>'
+        f'<tr style="background:#fff;color:{theme.MUTED}"><th></th>'
         '<th style="width:48%;text-align:left">blocks, as long as their time</th>'
         f'<th style="width:32%;text-align:left">memory of a device {_memory_key()}</th></tr>{rows}</table></div>'
     )
@@ -163,7 +170,8 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
     )
     segments = "".join(_memory_segment(stage.memory, item.name, scale_bytes) for item in fields(Memory))
     return (
-        f'<tr><td style="text-align:left;white-space:nowrap"><b>stage {stage.index}</b> · {count(stage.parameters)} · '
+        f'<tr style="background:#fff;color:{theme.INK}">'
+        f'<td style="text-align:left;white-space:nowrap"><b>stage {stage.index}</b> · {count(stage.parameters)} · '
         f"{duration(stage_ms / 1e3)}</td>"
         f'<td style="text-align:left">{bar}</td>'
         f'<td style="text-align:left;white-space:nowrap">{segments} {gib(stage.memory.total)}</td></tr>'

@@ -21,6 +21,7 @@ from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures._curves import hover_title, loss_curves, traces_of
 from workbench.figures._series import SMOOTHING, X_AXES, Curve, axes_of, draw
+from workbench.figures.export import mimebundle
 from workbench.widgets.watch import Snapshot, Watch
 
 REFRESH_S = 0.5
@@ -162,9 +163,9 @@ class Live(widgets.VBox):
     def _leave_plain_figure(self) -> None:
         """Put a plain figure in the widget's place: a saved notebook then shows the curves without a kernel."""
         figure = final_figure(self._snapshots, self._x.value, self._smoothing.value, self._log.value)
-        bundle = figure._repr_mimebundle_()
+        bundle = {**mimebundle(figure), "text/html": _static_html(self._snapshots)}
         for handle in self._handles:
-            handle.update({**bundle, "text/html": _static_html(self._snapshots)}, raw=True)
+            handle.update(bundle, raw=True)
 
 
 class RunRow:
