@@ -236,8 +236,8 @@ def execute(
     template: Annotated[str, typer.Argument(help="A notebook, or the name of an installed template.")],
     to: Annotated[Path, typer.Option("--to", help="Folder for the executed notebook and its HTML page.")],
     parameter: Annotated[
-        list[tuple[str, str]] | None,
-        typer.Option("--parameter", "-p", metavar="NAME VALUE", help="Sets a parameter of the notebook; repeatable."),
+        list[str] | None,
+        typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Sets a parameter of the notebook; repeatable."),
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="Kernel to run it with; the notebook's own.")] = None,
 ) -> None:
@@ -343,11 +343,14 @@ def _announce(started: Run, wait: bool, as_json: bool) -> None:
         typer.echo(f"{started!r}\n{started.path}")
 
 
-def parameters_from(pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """`[("steps", "40"), ("name", "trial")]` as `{"steps": 40, "name": "trial"}`: JSON where it parses, else text."""
+def parameters_from(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["steps=40", "name=trial"]` as `{"steps": 40, "name": "trial"}`: JSON where it parses, else text."""
     words = {"True": True, "False": False, "None": None}
     parameters: dict[str, Any] = {}
-    for name, text in pairs:
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise UnknownParameter(f"-p {pair} gives no value. Write -p {pair}=VALUE.", parameter=pair)
         try:
             parameters[name] = json.loads(text)
         except ValueError:
