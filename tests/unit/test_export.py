@@ -10,7 +10,7 @@ import pytest
 from figure_values import curve, plan
 
 from workbench.errors import DataError
-from workbench.figures import loss_curves, notebook_to_html, plan_html, save_html, show_plan
+from workbench.figures import loss_curves, notebook_to_html, plan_html, save_html, save_png, show_plan
 from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
@@ -98,3 +98,10 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path: Path) -> None:
     path.write_text("not JSON")
     with pytest.raises(DataError, match=r"notes\.txt is not a notebook"):
         notebook_to_html(path, tmp_path / "notes.html")
+
+
+def test_a_picture_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DataError, match="install Chrome or Chromium"):
+        save_png(loss_curves([curve(steps=3)]), tmp_path / "picture.png")

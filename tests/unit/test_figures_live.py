@@ -43,9 +43,17 @@ def train(run: RunDir, first: int, last: int) -> None:
         append_event(
             run.events,
             "step",
-            step=step, loss=10 / step, learning_rate=1e-4, grad_norm=1.0, step_ms=500.0,
-            tokens=step * 1000, samples=step, flops=step * 1e9, seconds=step * 0.5,
-            tokens_per_s=2000.0, mfu=0.41,
+            step=step,
+            loss=10 / step,
+            learning_rate=1e-4,
+            grad_norm=1.0,
+            step_ms=500.0,
+            tokens=step * 1000,
+            samples=step,
+            flops=step * 1e9,
+            seconds=step * 0.5,
+            tokens_per_s=2000.0,
+            mfu=0.41,
         )
 
 

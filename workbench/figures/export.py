@@ -169,7 +169,7 @@ def save_png(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WID
         figure.write_image(target, format="png", width=width, height=figure.layout.height, scale=scale)
     except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
         raise DataError(
-            f"No picture could be drawn: {(str(error).strip() or type(error).__name__).splitlines()[0]}. "
+            f"No picture could be drawn: {(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}. "
             "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
             "save_html needs neither.",
             path=str(target),
