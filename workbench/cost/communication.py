@@ -1,0 +1,35 @@
+"""Time of collectives on one link: the α–β model, t = steps · α + volume / bandwidth.
+
+Volumes are those of ring algorithms, which are optimal (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", JPDC 2009); a link's bandwidth is therefore the *bus* bandwidth of
+NVIDIA/nccl-tests (doc/PERFORMANCE.md). Steps are those of the tree that NCCL takes where latency rules
+(Sanders, Speck and Träff, "Two-tree algorithms", Parallel Computing 2009): log2 of the group, rounded up.
+"""
+
+from __future__ import annotations
+
+from workbench.cost.cluster import Link
+
+
+def point_to_point_s(num_bytes: float, link: Link) -> float:
+    """One send and its receive."""
+    return link.latency_s + num_bytes / link.bandwidth
+
+
+def all_gather_s(num_bytes: float, group: int, link: Link) -> float:
+    """Every device ends with the whole `num_bytes`, each having held 1/group of it."""
+    return _steps(group) * link.latency_s + num_bytes * (group - 1) / group / link.bandwidth
+
+
+def reduce_scatter_s(num_bytes: float, group: int, link: Link) -> float:
+    """Every device ends with 1/group of the sum of all devices' `num_bytes`."""
+    return all_gather_s(num_bytes, group, link)
+
+
+def all_reduce_s(num_bytes: float, group: int, link: Link) -> float:
+    """A reduce-scatter and an all-gather."""
+    return reduce_scatter_s(num_bytes, group, link) + all_gather_s(num_bytes, group, link)
+
+
+def _steps(group: int) -> int:
+    return (group - 1).bit_length()

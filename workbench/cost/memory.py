@@ -1,0 +1,164 @@
+"""What one device of a stage holds at its peak, for every possible stage at once.
+
+Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. What resides when:
+
+=========  =====================================  ====================  ==================  =================
+ZeRO       parameters, fp32                       compute copies        gradients, fp32     AdamW, fp32 twice
+=========  =====================================  ====================  ==================  =================
+0          all                                    bf16, per in-flight   all                 all
+2          1/data                                 all, all step long    1/data              1/data
+3          1/data                                 two blocks at a time  1/data              1/data
+=========  =====================================  ====================  ==================  =================
+
+Compute copies: under bf16, autocast casts each fp32 weight once per micro-batch, and the backward needs the
+copy (a compiled block on one replica casts again instead). FSDP2 gathers them in bf16 to begin with; with
+`reshard_after_forward=False` (ZeRO 2) they stay through the step, otherwise (ZeRO 3) a block and the one
+gathered ahead of it. Gradients of sharded stages are reduced after every micro-batch's backward, so that only
+one block's are ever whole. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fsdp.fully_shard.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from workbench.cost.profiles import BlockCosts, Profile
+
+Array = npt.NDArray[np.float64]
+
+FP32 = 4
+ADAMW = 8
+"""Two fp32 moments."""
+PREFETCHED_BLOCKS = 2
+"""Blocks whole at once under ZeRO 3: the one that runs and the one gathered ahead."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the state of a stage is divided and what its schedule holds."""
+
+    zero: int
+    data: int
+    recompute: bool
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes for every stage `[i, j]`; `peak(in_flight)` completes them for a place in the pipeline."""
+
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    held: Array
+    """Activations of one whole micro-batch, between its forward and its backward."""
+    newest: Array
+    """Activations of the micro-batch that runs, at its own worst moment."""
+    workspace: Array
+    """Buffers that do not depend on the schedule."""
+    elements: Array
+    """Parameters resident, each tied one once per stage."""
+
+    def activations(self, in_flight: int) -> Array:
+        return (in_flight - 1) * self.held + self.newest
+
+    def peak(self, in_flight: int) -> Array:
+        return self.parameters + self.gradients + self.optimizer + self.activations(in_flight) + self.workspace
+
+
+class ParameterTable:
+    """Elements of every possible stage, tied parameters once; made once per profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        uses: dict[str, list[int]] = {}
+        for index, block in enumerate(profile.blocks):
+            for name in block.parameters:
+                uses.setdefault(name, []).append(index)
+        trained = {name: 0 if name in profile.frozen else size for name, size in profile.parameters.items()}
+        self.elements = _spans(uses, profile.parameters, len(profile.blocks))
+        self.trained = _spans(uses, trained, len(profile.blocks))
+        self.block_elements = np.array(
+            [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
+        )
+
+
+def _spans(uses: dict[str, list[int]], sizes: dict[str, int] | object, blocks: int) -> Array:
+    """`[i, j]`: elements that blocks `i … j - 1` need, a parameter used by several of them once."""
+    assert hasattr(sizes, "__getitem__")
+    each = np.zeros(blocks + 1)
+    again = np.zeros((blocks + 1, blocks + 1))
+    for name, indices in uses.items():
+        size = sizes[name]
+        for index in indices:
+            each[index + 1] += size
+        for first, second in zip(indices, indices[1:], strict=False):
+            again[: first + 1, second + 1 :] += size
+    total = each.cumsum()
+    return np.asarray(total[None, :] - total[:, None] - again)
+
+
+def stage_memory(profile: Profile, table: ParameterTable, costs: BlockCosts, micro_batch: int, shares: Shares) -> StageMemory:
+    """Memory of every stage for one choice of micro-batch, sharding and recomputation."""
+    sharded = shares.zero >= 2 and shares.data > 1
+    divisor = shares.data if sharded else 1
+    compute_bytes = 2 if profile.precision == "bf16" else FP32
+    copies = np.zeros_like(costs.weight_copy_bytes)
+    if not sharded and not (profile.compiled and shares.data == 1):
+        copies = costs.weight_copy_bytes
+    largest = _span_max(table.block_elements)
+    parameters = FP32 * table.elements / divisor
+    if sharded and shares.zero == 2:
+        parameters = parameters + compute_bytes * table.elements
+    elif sharded:
+        parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
+    held, newest = _activations(costs, copies, shares.recompute)
+    # One block's gradients whole, and the fp32 buffer that is reduced.
+    reduction = (compute_bytes + FP32) * largest if shares.data > 1 else compute_bytes * largest
+    return StageMemory(
+        parameters=parameters,
+        gradients=FP32 * table.trained / divisor,
+        optimizer=ADAMW * table.trained / divisor,
+        held=held,
+        newest=newest,
+        workspace=reduction + _boundary(profile, micro_batch, shares.num_microbatches),
+        elements=table.elements,
+    )
+
+
+def _activations(costs: BlockCosts, copies: Array, recompute: bool) -> tuple[Array, Array]:
+    """Held by one micro-batch in flight, and by the one that runs at its worst moment.
+
+    Backward frees from the last block on, so at block k everything before it is still held.
+    """
+    if recompute:
+        kept = costs.input_bytes
+        peak = costs.saved_bytes + copies + costs.workspace_bytes
+    else:
+        kept = costs.saved_bytes + copies
+        peak = costs.workspace_bytes
+    total = np.concatenate([[0.0], kept.cumsum()])
+    blocks = len(kept)
+    held = total[None, :] - total[:, None]
+    worst = np.tile(total[1:] + peak, (blocks, 1))
+    worst[np.tril_indices(blocks, -1)] = -np.inf
+    newest = np.zeros((blocks + 1, blocks + 1))
+    newest[:-1, 1:] = np.maximum.accumulate(worst, axis=1) - total[:-1, None]
+    return held, np.where(np.isfinite(newest), newest, 0.0)
+
+
+def _boundary(profile: Profile, micro_batch: int, num_microbatches: int) -> Array:
+    """Receive buffers: torch's stages allocate one per micro-batch of the step, for inputs and for gradients."""
+    crossing = np.array(profile.crossing_bytes) * micro_batch
+    return np.asarray((crossing[:, None] + crossing[None, :]) * (num_microbatches + 1))
+
+
+def _span_max(values: Array) -> Array:
+    """`[i, j]`: the largest of `values[i:j]`."""
+    blocks = len(values)
+    table = np.tile(values, (blocks, 1))
+    table[np.tril_indices(blocks, -1)] = 0.0
+    result = np.zeros((blocks + 1, blocks + 1))
+    result[:-1, 1:] = np.maximum.accumulate(table, axis=1)
+    return result

@@ -1,0 +1,231 @@
+"""What one operation does under autocast, and what autograd keeps of it: asked of autograd itself.
+
+Each node of a block runs once on the meta device (shapes without storage), forward and backward, under torch's
+own FLOP counter and saved-tensor hooks. Three things the meta device cannot tell are written down here: which
+precision autocast takes, what the fused attention kernels keep, and how the device's dropout keeps its mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+META = torch.device("meta")
+
+LOW_PRECISION = (
+    "linear matmul mm bmm addmm addbmm baddbmm mv addmv einsum conv1d conv2d conv3d convolution conv_transpose1d "
+    "conv_transpose2d conv_transpose3d scaled_dot_product_attention prelu gru_cell lstm_cell rnn_tanh_cell"
+).split()
+FULL_PRECISION = (
+    "layer_norm native_layer_norm rms_norm group_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd "
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_embedding_loss "
+    "pow exp log log2 log10 log1p expm1 rsqrt reciprocal sum prod cumsum cumprod norm dist cdist softplus acos asin "
+    "cosh sinh tan erfinv logsumexp renorm"
+).split()
+"""torch's autocast lists: docs.pytorch.org/docs/stable/amp.html#autocast-op-reference (CUDA). Operations in neither
+take their inputs' promoted type. On CPUs layer_norm runs in the type that it is given."""
+
+FUSED_ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass
+class Ran:
+    """One operation, run: its outputs and what they cost, for the shapes that it was given."""
+
+    outputs: Any
+    inputs: list[torch.Tensor]
+    """After autocast's casts."""
+    casts: list[tuple[torch.Tensor, torch.Tensor]]
+    """(source, cast copy) that autocast made for this operation."""
+    family: str
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    saved: list[torch.Tensor] = field(default_factory=list)
+    differentiable: list[bool] = field(default_factory=list)
+    """Of `inputs`: does a gradient flow to it?"""
+
+
+class Casts:
+    """Autocast's copies: weights once per forward; activations anew for each use, or once when compiled."""
+
+    def __init__(self, reuse: bool) -> None:
+        self._reuse = reuse
+        self._made: dict[int, torch.Tensor] = {}
+        self.weights: dict[int, torch.Tensor] = {}
+
+    def get(self, tensor: torch.Tensor, dtype: torch.dtype, is_weight: bool) -> tuple[torch.Tensor, bool]:
+        """The copy, and whether it had to be made."""
+        key = hash((identity(tensor), dtype, tuple(tensor.shape), tensor.stride()))
+        if key in self._made:
+            return self._made[key], False
+        copy = torch.empty(tensor.shape, dtype=dtype, device=META)
+        if is_weight or self._reuse:
+            self._made[key] = copy
+        if is_weight:
+            self.weights[identity(copy)] = copy
+        return copy, True
+
+
+def identity(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def run(
+    node: fx.Node, args: Any, kwargs: Any, *, gradients: set[int], weights: set[int], casts: Casts, settings: Settings
+) -> Ran:
+    """Run one node on meta tensors; `gradients` and `weights` hold identities of storages."""
+    name = op_name(node)
+    args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
+    args, kwargs, made = _autocast(name, args, kwargs, weights, casts, settings)
+    for source, copy in made:
+        if identity(source) in gradients:
+            gradients.add(identity(copy))
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    ran = Ran(None, tensors, made, "stream")
+    ran.differentiable = [identity(t) in gradients and t.is_floating_point() for t in tensors]
+    if name == FUSED_ATTENTION:
+        _run_attention(ran, args, kwargs, settings)
+        if any(ran.differentiable):
+            gradients.add(identity(ran.outputs))
+    else:
+        _run_any(ran, node, args, kwargs, gradients)
+    if name in ("dropout", "native_dropout") and settings.device_kind == "cuda" and ran.saved:
+        ran.saved = [torch.empty(tensors[0].shape, dtype=torch.bool, device=META)]  # native_dropout's mask
+    return ran
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the same graph is priced for."""
+
+    precision: str
+    device_kind: str
+    compiled: bool
+
+
+def op_name(node: fx.Node) -> str:
+    target = node.target
+    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _on_meta(value: Any) -> Any:
+    return META if isinstance(value, torch.device) else value
+
+
+def _autocast(name: str, args: Any, kwargs: Any, weights: set[int], casts: Casts, settings: Settings) -> Any:
+    """The arguments as autocast passes them on, and the copies that it makes."""
+    wanted = _autocast_dtype(name, settings)
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if wanted is None:
+        return args, kwargs, made
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == wanted:
+            return value
+        if value.dtype == torch.float64:
+            return value
+        copy, new = casts.get(value, wanted, identity(value) in weights)
+        if new:
+            made.append((value, copy))
+        return copy
+
+    args, kwargs = tree_map(cast, (args, kwargs))
+    return args, kwargs, made
+
+
+def _autocast_dtype(name: str, settings: Settings) -> torch.dtype | None:
+    if settings.precision != "bf16":
+        return None
+    if name in LOW_PRECISION:
+        return torch.bfloat16
+    if name in FULL_PRECISION and not (settings.device_kind == "cpu" and name == "layer_norm"):
+        return torch.float32
+    return None
+
+
+def _run_any(ran: Ran, node: fx.Node, args: Any, kwargs: Any, gradients: set[int]) -> None:
+    """Forward and backward on the meta device, counted and watched."""
+    leaves: list[torch.Tensor] = []
+    original: dict[int, torch.Tensor] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fresh = value.detach()
+        if identity(value) in gradients and value.is_floating_point():
+            fresh.requires_grad_()
+            leaves.append(fresh)
+        original[id(fresh)] = value
+        return fresh
+
+    inputs = tree_map(leaf, (args, kwargs))
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.detach())
+        return tensor
+
+    assert callable(node.target)
+    mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    watched = torch.enable_grad() if leaves and not mutates else torch.no_grad()
+    with FlopCounterMode(display=False) as counter, watched:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = node.target(*inputs[0], **inputs[1])
+        ran.forward_flops = counter.get_total_flops()
+        ends = [o for o in tree_flatten(outputs)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
+        if ends:
+            torch.autograd.grad(ends, leaves, [torch.empty_like(o) for o in ends], allow_unused=True)
+        ran.backward_flops = counter.get_total_flops() - ran.forward_flops
+    ran.saved = saved
+    ran.outputs = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, outputs)
+    gradients.update(identity(o) for o in ends)
+    shared = {identity(t) for t in ran.inputs}
+    results = [o for o in tree_flatten(ran.outputs)[0] if isinstance(o, torch.Tensor)]
+    if ran.forward_flops:
+        ran.family = "gemm"
+    elif results and all(identity(o) in shared for o in results) and not mutates:
+        ran.family = "view"
+
+
+def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None:
+    """Scaled dot-product attention as the device runs it.
+
+    CUDA: flash or memory-efficient kernels keep query, key, value, output and one fp32 log-sum-exp per row
+    (FlashAttention-2, arXiv:2307.08691); a boolean mask becomes a bias in the computation's type, which leaves
+    flash for the memory-efficient kernel. CPU: flash without dropout; with it, the explicit softmax, whose scores,
+    probabilities and dropout mask are all kept. Backward recomputes the scores: 2.5 times the forward's FLOPs.
+    """
+    query, key, value = args[:3]
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    batch, heads, rows, width = query.shape
+    columns = key.shape[-2]
+    shapes = (tuple(query.shape), (batch, heads, *key.shape[2:]), (batch, heads, *value.shape[2:]))
+    ran.forward_flops = sdpa_flop_count(*shapes)
+    ran.family = "attention"
+    out = torch.empty((batch, rows, heads, width), dtype=query.dtype, device=META).transpose(1, 2)
+    ran.outputs = out
+    if not any(ran.differentiable):
+        return
+    if settings.device_kind == "cpu" and dropout:
+        scores = (batch, heads, rows, columns)
+        ran.backward_flops = 2 * ran.forward_flops
+        ran.outputs = torch.empty((batch, heads, rows, width), dtype=query.dtype, device=META)
+        kept = [torch.empty(scores, dtype=query.dtype, device=META) for _ in range(3)]  # softmax, noise, product
+        ran.saved = [torch.empty_like(query), torch.empty_like(key), value, *kept]  # both scaled by the fourth root
+        return
+    ran.backward_flops = 2.5 * ran.forward_flops
+    rows_lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=META)
+    ran.saved = [query, key, value, out, rows_lse]
+    if mask is not None:
+        ran.saved.append(torch.empty(mask.shape, dtype=query.dtype, device=META) if mask.dtype == torch.bool else mask)

@@ -1,0 +1,167 @@
+"""`Profile`: what every block of a model costs, as numbers that know neither torch nor a device.
+
+Costs are kernels with FLOPs and bytes *per sample*, plus what does not grow with the micro-batch (weights read,
+cast and accumulated). `Profile.at` prices them for one micro-batch on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workbench.cost.cluster import Device
+
+Array = npt.NDArray[np.float64]
+
+GEMM, ATTENTION, STREAM = "gemm", "attention", "stream"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One or more equal launches on the device."""
+
+    family: str
+    """`gemm`, `attention` (fused), or `stream` (bound by memory)."""
+    flops: float
+    """Per sample, all launches together."""
+    bytes: float
+    """Read and written, per sample."""
+    fixed_bytes: float
+    """Read and written whatever the micro-batch: weights."""
+    launches: int = 1
+
+    def seconds(self, micro_batch: int, device: Device, precision: str, *, backward: bool, compiled: bool) -> float:
+        """Roofline: the longer of arithmetic and memory traffic, plus a launch each."""
+        tuned = device.efficiency
+        flops = self.flops * micro_batch
+        traffic = self.bytes * micro_batch + self.fixed_bytes
+        share = tuned.gemm
+        if self.family == GEMM and flops > 0:
+            each = flops / self.launches
+            share = tuned.gemm * each / (each + tuned.gemm_half_flops)
+        elif self.family == ATTENTION:
+            share = tuned.attention_backward if backward else tuned.attention_forward
+        arithmetic = flops / (device.peak(precision) * share)
+        launch = tuned.compiled_launch_s if compiled else tuned.launch_s
+        return max(arithmetic, traffic / (device.memory_bandwidth * tuned.bandwidth)) + self.launches * launch
+
+
+@dataclass(frozen=True)
+class KindCost:
+    """One kind of block; bytes and FLOPs per sample unless they say otherwise."""
+
+    kind: str
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    model_flops: float
+    """Forward FLOPs of matrix products and attention: what MFU counts, three times for a step."""
+    saved_bytes: float
+    """Held from a block's forward to its backward."""
+    workspace_bytes: float
+    """Held besides, at the block's own peak in forward or backward."""
+    weight_copy_bytes: float
+    """bf16 copies of fp32 weights that autocast makes and the backward needs; per micro-batch in flight."""
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block: its kind (an index into `Profile.kinds`), parameters and inputs."""
+
+    name: str
+    kind: int
+    parameters: tuple[str, ...]
+    input_bytes: float
+    """Values received for the first time, per sample: what checkpointing keeps."""
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Every block at one micro-batch: arrays with one entry a block."""
+
+    forward_ms: Array
+    backward_ms: Array
+    saved_bytes: Array
+    workspace_bytes: Array
+    weight_copy_bytes: Array
+    input_bytes: Array
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of one captured model under one precision."""
+
+    model: str
+    signature: str
+    precision: str
+    device_kind: str
+    """`cuda` or `cpu`: which kernels were assumed."""
+    compiled: bool
+    kinds: tuple[KindCost, ...]
+    blocks: tuple[BlockCost, ...]
+    parameters: Mapping[str, int] = field(hash=False)
+    """Canonical name -> elements."""
+    frozen: frozenset[str]
+    crossing_bytes: tuple[float, ...]
+    """`crossing_bytes[c]` is sent forward, per sample, when a stage ends before block `c`."""
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of one sample's forward and backward, without recomputation (PaLM, arXiv:2204.02311, app. B)."""
+        return 3 * sum(self.kinds[block.kind].model_flops for block in self.blocks)
+
+    @cached_property
+    def _kind_of_block(self) -> npt.NDArray[np.intp]:
+        return np.array([block.kind for block in self.blocks], dtype=np.intp)
+
+    def at(self, micro_batch: int, device: Device) -> BlockCosts:
+        """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
+        times = [_kind_ms(self, kind, micro_batch, device) for kind in self.kinds]
+        forward, backward = np.array(times).T
+        memory = np.array([(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes) for k in self.kinds]).T
+        of = self._kind_of_block
+        return BlockCosts(
+            forward_ms=forward[of],
+            backward_ms=backward[of],
+            saved_bytes=memory[0][of] * micro_batch,
+            workspace_bytes=memory[1][of] * micro_batch,
+            weight_copy_bytes=memory[2][of],
+            input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Profile:
+        fields = dict(value)
+        fields["kinds"] = tuple(_kind_from_json(kind) for kind in fields["kinds"])
+        fields["blocks"] = tuple(BlockCost(**{**b, "parameters": tuple(b["parameters"])}) for b in fields["blocks"])
+        fields["frozen"] = frozenset(fields["frozen"])
+        fields["crossing_bytes"] = tuple(fields["crossing_bytes"])
+        return Profile(**fields)
+
+
+def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device) -> tuple[float, float]:
+    block_s = device.efficiency.block_s
+
+    def total(kernels: tuple[Kernel, ...], backward: bool) -> float:
+        return sum(
+            k.seconds(micro_batch, device, profile.precision, backward=backward, compiled=profile.compiled)
+            for k in kernels
+        )
+
+    return 1e3 * (total(kind.forward, False) + block_s), 1e3 * (total(kind.backward, True) + block_s)
+
+
+def _kind_from_json(value: Mapping[str, Any]) -> KindCost:
+    kernels = {name: tuple(Kernel(**kernel) for kernel in value[name]) for name in ("forward", "backward")}
+    return KindCost(**{**value, **kernels})

@@ -1,0 +1,378 @@
+"""From a captured `Graph` to its `Profile`: each kind of block is priced once, on the meta device.
+
+The only module of this room, with `ops`, that imports torch at its top.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten
+
+from workbench.capture.graph import Block, Graph
+from workbench.cost.cluster import Device
+from workbench.cost.ops import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
+from workbench.cost.profiles import ATTENTION, GEMM, STREAM, BlockCost, Kernel, KindCost, Profile
+from workbench.tensors import TensorSpec
+
+ACCUMULATE_BYTES = 12
+"""Per gradient element and micro-batch: read the new and the old, write the sum, fp32."""
+CAST_BYTES = 6
+"""Per weight element: read fp32 and write bf16, or back."""
+
+
+def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> Profile:
+    """What each block of a captured model costs under `precision` (`fp32`, or `bf16` autocast over fp32 weights).
+
+    `device` says which kernels there are (`cuda` or `cpu`), not how fast: `Profile.at` prices any device of
+    that kind. `compiled`: blocks run through torch.compile, which fuses operations bound by memory.
+    """
+    settings = Settings(precision, device.kind, compiled)
+    dtypes = {name: getattr(torch, spec.dtype) for name, spec in graph.batch.items()}
+    kinds: dict[tuple[object, ...], int] = {}
+    costs: list[KindCost] = []
+    results: list[tuple[torch.dtype, ...]] = []
+    blocks = []
+    seen: set[str] = set()
+    for block in graph.blocks:
+        received = tuple(dtypes[name] for name in block.receives)
+        key = (block.kind, received, tuple(name in graph.frozen for name in block.parameters))
+        if key not in kinds:
+            kinds[key] = len(costs)
+            walk = _Walk(graph, block, received, settings)
+            costs.append(walk.cost())
+            results.append(walk.sent)
+        dtypes |= dict(zip(block.sends, results[kinds[key]], strict=True))
+        fresh = [graph.values[name] for name in block.receives if name not in seen]
+        seen |= set(block.receives)
+        blocks.append(BlockCost(block.name, kinds[key], block.parameters, _per_sample(fresh, graph)))
+    cuts = range(len(graph.blocks) + 1)
+    return Profile(
+        model=graph.model,
+        signature=graph.signature,
+        precision=precision,
+        device_kind=device.kind,
+        compiled=compiled,
+        kinds=tuple(costs),
+        blocks=tuple(blocks),
+        parameters={name: spec.numel for name, spec in graph.parameters.items()},
+        frozen=graph.frozen,
+        crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
+    )
+
+
+def _per_sample(specs: Iterable[TensorSpec], graph: Graph) -> float:
+    return sum(spec.nbytes for spec in specs) / graph.micro_batch
+
+
+@dataclass
+class _Value:
+    """One piece of memory inside a block."""
+
+    tensor: torch.Tensor
+    born: int
+    last_use: int
+    batched: bool
+    weight: bool = False
+    gradient: bool = False
+    first_saved: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(self.tensor)
+
+
+@dataclass
+class _Group:
+    """Operations bound by memory that run as one kernel (one each, unless compiled)."""
+
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    steps: set[int] = field(default_factory=set)
+    differentiable: bool = False
+    gathered: int = 0
+    """Elements of embedding tables that it reads rows of: their gradients are dense."""
+
+
+class _Walk:
+    """One block, operation by operation, on meta tensors."""
+
+    def __init__(self, graph: Graph, block: Block, received: tuple[torch.dtype, ...], settings: Settings) -> None:
+        self._samples = graph.micro_batch
+        self._kind = block.kind
+        self._settings = settings
+        self._casts = Casts(reuse=settings.compiled)
+        self._values: dict[int, _Value] = {}
+        self._uses: dict[int, set[int]] = defaultdict(set)
+        self._gradients: set[int] = set()
+        self._weights: set[int] = set()
+        self._steps: list[tuple[str, Ran]] = []
+        self.sent: tuple[torch.dtype, ...] = ()
+        self._run(graph, block, received)
+
+    def cost(self) -> KindCost:
+        forward, backward = self._kernels()
+        saved = [v for v in self._values.values() if v.first_saved is not None and not v.weight]
+        copies = sum(v.nbytes for k, v in self._values.items() if v.first_saved is not None and k in self._casts.weights)
+        held = sum(v.nbytes for v in saved)
+        return KindCost(
+            kind=self._kind,
+            forward=tuple(forward),
+            backward=tuple(backward),
+            model_flops=sum(ran.forward_flops for _, ran in self._steps) / self._samples,
+            saved_bytes=held / self._samples,
+            workspace_bytes=max(0, self._peak(len(self._steps)) - held) / self._samples,
+            weight_copy_bytes=copies,
+        )
+
+    # Running
+
+    def _run(self, graph: Graph, block: Block, received: tuple[torch.dtype, ...]) -> None:
+        env: dict[fx.Node, object] = {}
+        arguments = iter(self._arguments(graph, block, received))
+        for node in block.code.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(arguments)
+            elif node.op == "get_attr":
+                env[node] = getattr(block.code, str(node.target))
+            elif node.op == "call_function":
+                env[node] = self._step(node, env)
+            elif node.op == "output":
+                sends = [env[leaf] for leaf in tree_flatten(node.args[0])[0]]
+                self._finish([send for send in sends if isinstance(send, torch.Tensor)])
+
+    def _arguments(self, graph: Graph, block: Block, received: tuple[torch.dtype, ...]) -> Iterable[torch.Tensor]:
+        for name in block.parameters:
+            yield self._enter(graph.parameters[name], weight=True, gradient=name not in graph.frozen)
+        for name in block.buffers:
+            yield self._enter(graph.buffers[name], weight=True)
+        for name, dtype in zip(block.receives, received, strict=True):
+            yield self._enter(graph.values[name], dtype, batched=True, gradient=dtype.is_floating_point)
+        for name in block.inputs:
+            yield self._enter(graph.batch[name], batched=True)
+        for _ in block.counts:
+            yield self._enter(TensorSpec("count", (), "float32"))
+
+    def _enter(
+        self,
+        spec: TensorSpec,
+        dtype: torch.dtype | None = None,
+        *,
+        weight: bool = False,
+        batched: bool = False,
+        gradient: bool = False,
+    ) -> torch.Tensor:
+        tensor = torch.empty(spec.shape, dtype=dtype or getattr(torch, spec.dtype), device=META)
+        self._values[identity(tensor)] = _Value(tensor, -1, -1, batched, weight, gradient)
+        if gradient:
+            self._gradients.add(identity(tensor))
+        if weight:
+            self._weights.add(identity(tensor))
+        return tensor
+
+    def _step(self, node: fx.Node, env: Mapping[fx.Node, object]) -> object:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])  # type: ignore[no-untyped-call]
+        name = op_name(node)
+        if name == "getitem":
+            return args[0][args[1]]
+        ran = run(
+            node,
+            args,
+            kwargs,
+            gradients=self._gradients,
+            weights=self._weights,
+            casts=self._casts,
+            settings=self._settings,
+        )
+        step = len(self._steps)
+        self._steps.append((name, ran))
+        for source, copy in ran.casts:
+            self._value(copy, step, like=self._value(source, step))
+        batched = any(self._value(tensor, step).batched for tensor in ran.inputs)
+        for tensor in self._sources(ran):
+            value = self._value(tensor, step, batched=batched)
+            value.last_use = step
+            self._uses[identity(tensor)].add(step)
+        for tensor in _tensors(ran.outputs):
+            value = self._value(tensor, step, batched=batched)
+            value.gradient |= identity(tensor) in self._gradients
+        for tensor in ran.saved:
+            value = self._value(tensor, step, batched=batched)
+            value.first_saved = step if value.first_saved is None else min(value.first_saved, step)
+        return ran.outputs
+
+    def _value(
+        self, tensor: torch.Tensor, step: int, *, batched: bool = False, like: _Value | None = None
+    ) -> _Value:
+        key = identity(tensor)
+        if key not in self._values:
+            self._values[key] = _Value(tensor, step, step, batched)
+            if like is not None:
+                self._values[key].batched = like.batched
+                self._values[key].gradient = like.gradient
+                self._values[key].weight = like.weight
+        return self._values[key]
+
+    def _finish(self, sends: list[torch.Tensor]) -> None:
+        self.sent = tuple(send.dtype for send in sends)
+        for send in sends:
+            self._values[identity(send)].last_use = len(self._steps)
+            self._uses[identity(send)].add(len(self._steps))
+
+    # Memory
+
+    def _peak(self, steps: int) -> int:
+        """Largest sum of what is held at any moment of the block's forward, or of its backward."""
+        values = [value for value in self._values.values() if not value.weight]
+        forward = [
+            sum(
+                v.nbytes
+                for v in values
+                if v.born <= k and (k <= v.last_use or (v.first_saved is not None and v.first_saved <= k))
+            )
+            for k in range(steps + 1)
+        ]
+        backward = [
+            sum(v.nbytes for v in values if v.first_saved is not None and v.first_saved <= k)
+            + sum(v.nbytes for v in values if v.gradient and v.born <= k <= v.last_use)
+            for k in range(steps + 1)
+        ]
+        return max(forward + backward)
+
+    # Time
+
+    def _kernels(self) -> tuple[list[Kernel], list[Kernel]]:
+        forward: list[Kernel] = []
+        backward: list[Kernel] = []
+        for _, ran in self._steps:
+            if ran.family in (GEMM, ATTENTION):
+                self._matrix_kernels(ran, forward, backward)
+            self._weight_casts(ran, forward, backward)
+        for group in self._groups():
+            self._stream_kernels(group, forward, backward)
+        trained = sum(v.tensor.numel() for k, v in self._values.items() if k in self._weights and v.gradient)
+        if trained:
+            launches = sum(1 for k in self._weights if self._values[k].gradient)
+            backward.append(Kernel(STREAM, 0, 0, ACCUMULATE_BYTES * trained, launches))
+        return forward, backward
+
+    def _matrix_kernels(self, ran: Ran, forward: list[Kernel], backward: list[Kernel]) -> None:
+        batched, fixed = self._traffic([*ran.inputs, *_tensors(ran.outputs)])
+        flops = ran.forward_flops / self._samples
+        forward.append(Kernel(ran.family, flops, batched, fixed))
+        if ran.backward_flops:
+            launches = max(1, round(ran.backward_flops / ran.forward_flops)) if ran.family == GEMM else 1
+            back = ran.backward_flops / self._samples
+            backward.append(Kernel(ran.family, back, batched * launches, fixed * launches, launches))
+
+    def _weight_casts(self, ran: Ran, forward: list[Kernel], backward: list[Kernel]) -> None:
+        sources = [self._values[identity(source)] for source, _ in ran.casts]
+        weights = [value for value in sources if value.weight]
+        trained = [value for value in weights if value.gradient]
+        for values, kernels in ((weights, forward), (trained, backward)):
+            if values:
+                traffic = CAST_BYTES * sum(value.tensor.numel() for value in values)
+                kernels.append(Kernel(STREAM, 0, 0, traffic, 1 if self._settings.compiled else len(values)))
+
+    def _groups(self) -> list[_Group]:
+        """Stream operations, joined where a compiler fuses them: at the same depth of matrix products."""
+        made_by: dict[int, _Group] = {}
+        depth: dict[int, int] = defaultdict(int)
+        groups: list[_Group] = []
+        for step, (name, ran) in enumerate(self._steps):
+            level = max((depth[identity(t)] for t in self._sources(ran)), default=0)
+            for source, copy in ran.casts:
+                if not self._values[identity(source)].weight:
+                    self._join(groups, made_by, depth, [source], [copy], [], step, depth[identity(source)])
+            outputs = _tensors(ran.outputs)
+            if ran.family == STREAM:
+                gathers = name == "embedding"
+                inputs = ran.inputs[1:] if gathers else ran.inputs
+                group = self._join(groups, made_by, depth, inputs, outputs, ran.saved, step, level)
+                group.differentiable |= bool(ran.backward_flops) or any(ran.differentiable)
+                group.gathered += ran.inputs[0].numel() if gathers else 0
+            elif ran.family != "view":
+                for tensor in outputs:
+                    depth[identity(tensor)] = level + 1
+        return groups
+
+    def _sources(self, ran: Ran) -> list[torch.Tensor]:
+        return [*ran.inputs, *(source for source, _ in ran.casts)]
+
+    def _join(
+        self,
+        groups: list[_Group],
+        made_by: dict[int, _Group],
+        depth: dict[int, int],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        saved: list[torch.Tensor],
+        step: int,
+        level: int,
+    ) -> _Group:
+        near = [made_by[identity(t)] for t in inputs if identity(t) in made_by and depth[identity(t)] == level]
+        if self._settings.compiled and near:
+            group = near[0]
+            for other in near[1:]:
+                if other is not group:
+                    _merge(group, other, made_by)
+                    groups[:] = [g for g in groups if g is not other]
+        else:
+            group = _Group()
+            groups.append(group)
+        group.inputs |= {identity(t): t for t in inputs}
+        group.outputs |= {identity(t): t for t in outputs}
+        group.saved |= {identity(t): t for t in saved}
+        group.steps.add(step)
+        for tensor in outputs:
+            made_by[identity(tensor)] = group
+            depth[identity(tensor)] = level
+        return group
+
+    def _stream_kernels(self, group: _Group, forward: list[Kernel], backward: list[Kernel]) -> None:
+        reads = [t for k, t in group.inputs.items() if k not in group.outputs]
+        writes = [t for k, t in group.outputs.items() if self._escapes(k, group)]
+        batched, fixed = self._traffic(reads + writes)
+        gathered = sum(t.numel() * t.element_size() for t in writes) / self._samples if group.gathered else 0.0
+        forward.append(Kernel(STREAM, 0, batched + gathered, fixed))
+        flows = [t for t in [*reads, *writes] if self._values[identity(t)].gradient]
+        if group.differentiable or flows:
+            kept = [t for k, t in group.saved.items() if not self._values[k].weight]
+            batched, fixed = self._traffic([*flows, *kept])
+            reduces = any(self._values[identity(t)].weight for t in flows)
+            backward.append(Kernel(STREAM, 0, batched, fixed + 4 * group.gathered, 2 if reduces else 1))
+
+    def _escapes(self, key: int, group: _Group) -> bool:
+        """Must an output of the group be written? Not when only the group itself reads it."""
+        return self._values[key].first_saved is not None or bool(self._uses[key] - group.steps)
+
+    def _traffic(self, tensors: Iterable[torch.Tensor]) -> tuple[float, float]:
+        """Bytes per sample of batched tensors, and bytes of the others; a broadcast counts once."""
+        batched = fixed = 0.0
+        for tensor in tensors:
+            nbytes = min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
+            if self._values[identity(tensor)].batched:
+                batched += nbytes / self._samples
+            else:
+                fixed += nbytes
+        return batched, fixed
+
+
+def _merge(group: _Group, other: _Group, made_by: dict[int, _Group]) -> None:
+    group.inputs |= other.inputs
+    group.outputs |= other.outputs
+    group.saved |= other.saved
+    group.steps |= other.steps
+    group.differentiable |= other.differentiable
+    group.gathered += other.gathered
+    for key in other.outputs:
+        made_by[key] = group
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
