@@ -15,6 +15,7 @@ Everything a run leaves lies in one folder, readable without importing torch and
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
     STOP                 asks the ranks to checkpoint and leave
     checkpoints/step-<n>/
+    attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
 
 Events are dicts with `type` and `time` (Unix seconds):
@@ -33,6 +34,7 @@ Events are dicts with `type` and `time` (Unix seconds):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -206,6 +208,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def _parse(lines: bytes) -> Iterator[dict[str, Any]]:
     for line in lines.splitlines():
-        if line.strip():
+        with contextlib.suppress(ValueError):  # a line torn by a full disk must not end its readers
             event: Mapping[str, Any] = json.loads(line)
             yield dict(event)

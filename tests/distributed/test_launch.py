@@ -14,7 +14,7 @@ import pytest
 
 from workbench import data, models
 from workbench.cost.cluster import Cluster, Device, Link
-from workbench.errors import PlanInfeasible, PlanMismatch, RunExists, RunFailed
+from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, RunExists, RunFailed
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.rundir import process_alive, read_json
@@ -123,6 +123,7 @@ def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(mon
     assert again.path == run.path
     assert again.wait(timeout=60).status.state == "finished", again.logs("launcher")
     assert again.history().step.tolist() == list(range(1, reached + 3))
+    assert read_json(run.path / "attempts" / "1" / "experiment.json")["steps"] == 10_000
 
 
 def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
@@ -245,6 +246,18 @@ def test_a_model_defined_in_a_cell_travels_to_its_one_rank(node):
     assert "rank 0 of 1 built built from the cell" in run.logs(), answer.stderr + run.logs("launcher")
     assert "def build_my_net" in (run.path / "code" / "model.py").read_text()
     assert json.loads((run.path / "experiment.json").read_text())["model"]["name"] == "build_my_net"
+
+
+def test_a_model_that_cannot_travel_is_refused_before_a_directory_is_made(node):
+    file = (node / "open").open("w")
+
+    def build():
+        return file
+
+    asked = experiment().replace(model=build)
+    with pytest.raises(InvalidExperiment, match="model cannot be sent to the workers"):
+        launch(asked, plan_for(asked))
+    assert not (node / "runs").exists()
 
 
 def test_a_taken_directory_is_refused_before_anything_is_written(node):

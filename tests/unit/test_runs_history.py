@@ -82,6 +82,14 @@ def test_a_torn_last_line_waits_for_its_end(events):
     assert tail.read().step.tolist() == [1, 2]
 
 
+def test_a_line_that_cannot_be_read_costs_only_itself(events):
+    log_steps(events, 1, 1)
+    with events.open("a") as file:
+        file.write('{"type": "st{"type": "step"}\n\n')
+    log_steps(events, 2, 2)
+    assert read_history(events).step.tolist() == [1, 2]
+
+
 def test_columns_are_read_only_and_equally_long(events):
     log_steps(events, 1, 5)
     history = read_history(events)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -49,10 +50,12 @@ def launch(
     """
     check_plan(experiment, plan)
     devices = _check_machine(plan)
+    code = _user_code(experiment)
     checkpoint = None if resume is None else _checkpoint(resume)
     run = _prepare_directory(experiment, directory, checkpoint)
     _describe(run, experiment, plan)
-    _write_code(run, experiment)
+    for name, content in code.items():
+        (run.code / name).write_bytes(content)
     if checkpoint is not None:
         write_json(run.resume, {"checkpoint": str(checkpoint), "step": _step_of(checkpoint)})
     append_event(run.events, "status", state="queued", message="")
@@ -168,12 +171,18 @@ def _claim(run: RunDir, continued: bool) -> None:
 
 
 def _clear_attempt(run: RunDir) -> None:
-    """Forget who ran and failed before; keep events, logs, code and checkpoints."""
+    """Put aside how the last attempt was described, who ran it and what failed; go on with the same events."""
     if processes.run_alive(run):
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
-    stale = [run.stop_file, run.launcher, run.resume, *run.ranks.glob("*.json"), *run.errors.glob("*.json")]
-    for path in stale:
-        path.unlink(missing_ok=True)
+    number = sum(1 for _ in run.path.glob("attempts/*")) + 1
+    aside = run.path / "attempts" / str(number)
+    aside.mkdir(parents=True)
+    for path in (run.experiment, run.plan, run.environment, run.tracking_settings):
+        if path.exists():  # stays until it is replaced: the directory is a run at every moment
+            shutil.copy2(path, aside)
+    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file):
+        if path.exists():
+            path.rename(aside / path.name)
 
 
 def _describe(run: RunDir, experiment: Experiment, plan: Plan) -> None:
@@ -186,24 +195,27 @@ def _describe(run: RunDir, experiment: Experiment, plan: Plan) -> None:
         write_json(run.tracking_settings, settings)
 
 
-def _write_code(run: RunDir, experiment: Experiment) -> None:
-    """Pickle the user's own model factory and dataset for the workers, with their source beside them."""
+def _user_code(experiment: Experiment) -> dict[str, bytes]:
+    """Files of `code/`: the user's own model factory and dataset, pickled for the workers, and their source."""
     model, data = experiment.model, experiment.data
-    if model.is_custom:
-        run.model_code.write_bytes(_pickled("model", model.factory))
-        _write_source(run.model_code, model.factory)
-    if data.is_custom:
-        run.data_code.write_bytes(_pickled("data", data.dataset_or_factory))
-        _write_source(run.data_code, data.dataset_or_factory)
+    own = {"model": model.factory} if model.is_custom else {}
+    own |= {"data": data.dataset_or_factory} if data.is_custom else {}
+    files = {}
+    for name, value in own.items():
+        files[f"{name}.pkl"] = _pickled(name, value)
+        files[f"{name}.py"] = _source(value).encode()
+    return files
 
 
-def _write_source(pickle: Path, value: Any) -> None:
+def _source(value: Any) -> str:
     """For people and for later: what the pickle was made from, where Python can find it."""
     while isinstance(value, functools.partial):
         value = value.func
-    with contextlib.suppress(OSError, TypeError):
-        described = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
-        pickle.with_suffix(".py").write_text(inspect.getsource(described))
+    described = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    try:
+        return inspect.getsource(described)
+    except (OSError, TypeError):
+        return f"# {described!r}: its source was not found\n"
 
 
 def _pickled(name: str, value: Any) -> bytes:

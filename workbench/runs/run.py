@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 SUPERVISOR_LEAVES_S = 5.0
 """After the final status, until its devices are free again."""
+LAUNCH_LIMIT_S = 30.0
+"""From a new run's first event until its supervisor is known."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,8 @@ class Run:
 
     def _status_of_the_orphaned(self, progress: _Progress, recorded: Status) -> Status:
         """No process is left and nobody wrote how it ended; the ranks' `end` event may still tell."""
+        if not self._dir.launcher.exists() and time.time() - recorded.time < LAUNCH_LIMIT_S:
+            return recorded  # `launch` is about to start it
         if progress.end is None:
             return Status("failed", "The launcher vanished.", recorded.time)
         steps, target = int(progress.end["steps"]), int(self.experiment.get("steps", 0))
