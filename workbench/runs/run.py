@@ -262,7 +262,7 @@ class Run:
     def __repr__(self) -> str:
         facts = self.summary()
         parts = [facts["state"], f"step {facts['step']:,} of {facts['steps']:,}", *_figures(facts)]
-        message = f" ({facts['message']})" if facts["message"] and facts["state"] != "running" else ""
+        message = f" ({facts['message']})" if facts["message"] and facts["state"] != "finished" else ""
         return f"Run({self.name}: {', '.join(parts)}{message})"
 
     def _repr_html_(self) -> str:
