@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx, nn
 
+from workbench.capture.attention import simplify_attention
 from workbench.capture.atoms import atoms, layer_paths, parameter_names
 from workbench.capture.dataflow import analyse
 from workbench.capture.export import export
@@ -49,6 +50,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     exported = export(model, batch, name)
+    simplify_attention(exported.module)
     flow = analyse(exported.module, exported.loss)
     names, ties = parameter_names(model)
     losses = mean_losses(flow)

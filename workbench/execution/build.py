@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from workbench.capture import Graph, capture
 from workbench.execution.context import StepContext
@@ -39,14 +40,36 @@ def capture_for(plan: Plan, model: nn.Module, batch: Mapping[str, TensorSpec]) -
     return capture(model, sized, name=plan.model)
 
 
-def compiled(graph: Graph, device: torch.device, enabled: bool) -> dict[str, Runner]:
-    """One callable per kind of block, compiled once however many blocks share it."""
+def runners(graph: Graph, device: torch.device, compile: bool, recompute: bool) -> dict[str, Runner]:
+    """One callable per kind of block, compiled once however many blocks share it.
+
+    Without compilation, `BlockModule` checkpoints. With it, the recomputation is part of what is compiled: the
+    compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
+    traced again in the backward.)
+    """
     codes = {block.kind: block.code for block in graph.blocks}
     for code in codes.values():
         _retarget(code, device)
-    if not enabled:
+    if not compile:
         return dict(codes)
-    return {kind: torch.compile(code, dynamic=False, fullgraph=True) for kind, code in codes.items()}
+    torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
+    return {
+        kind: torch.compile(_with_checkpoint_inside(code) if recompute else code, dynamic=False, fullgraph=True)
+        for kind, code in codes.items()
+    }
+
+
+def _with_checkpoint_inside(code: fx.GraphModule) -> fx.GraphModule:
+    """`code` under activation checkpointing, as a graph module of its own: the compiler keeps one cache for each."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(str(node.target)) for node in code.graph.nodes if node.op == "placeholder"]
+    inner = graph.get_attr("block")
+    graph.output(graph.call_function(_run_checkpointed, (inner, *inputs)))
+    return fx.GraphModule({"block": code}, graph)
+
+
+def _run_checkpointed(code: fx.GraphModule, *arguments: torch.Tensor) -> Any:
+    return checkpoint(code, *arguments, use_reentrant=False)
 
 
 def _retarget(code: fx.GraphModule, device: torch.device) -> None:
@@ -82,8 +105,7 @@ def build_stage(
         for name in wanted
     }
     buffers = {name: tensors[name].detach().to(context.device) for block in blocks for name in block.buffers}
-    runners = compiled(graph, context.device, compile)
-    if compile and plan.data == 1:
+    if compile and (plan.data == 1 or plan.zero == 0):
         for parameter in parameters.values():
             _mark_static(parameter)
     return StageModule(
@@ -92,10 +114,10 @@ def build_stage(
         stage.end_block,
         parameters=parameters,
         buffers=buffers,
-        runners=runners,
+        runners=runners(graph, context.device, compile, stage.recompute),
         context=context,
         num_microbatches=plan.num_microbatches,
-        recompute=stage.recompute,
+        recompute=stage.recompute and not compile,
         autocast=autocast,
     )
 

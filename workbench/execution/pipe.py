@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining._backward import stage_backward
@@ -27,11 +28,15 @@ SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "
 
 
 class PipeStage(PipelineStage):
-    """A `StageModule` at its place in the pipeline; `zero` is the ZeRO stage of its data-parallel axis."""
+    """A stage at its place in the pipeline; `zero` is the ZeRO stage of its data-parallel axis.
+
+    `module` is what runs: `stage`, or a data-parallel wrapper of it.
+    """
 
     def __init__(
         self,
-        module: StageModule,
+        module: nn.Module,
+        stage: StageModule,
         index: int,
         num_stages: int,
         *,
@@ -39,13 +44,13 @@ class PipeStage(PipelineStage):
         context: StepContext,
         zero: int,
     ) -> None:
-        outputs = module.sent if not module.is_last else (TensorSpec("loss", (), "float32"),)
+        outputs = stage.sent if not stage.is_last else (TensorSpec("loss", (), "float32"),)
         super().__init__(
             module,
             index,
             num_stages,
             context.device,
-            input_args=tuple(map(_meta, module.received)),
+            input_args=tuple(map(_meta, stage.received)),
             output_args=tuple(map(_meta, outputs)),
             group=group,
         )

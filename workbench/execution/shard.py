@@ -1,31 +1,35 @@
-"""The data-parallel axis of a stage, block by block: FSDP2 (ZeRO 2 and 3) or `replicate` (ZeRO 0)."""
+"""The data-parallel axis of a stage: FSDP2 block by block (ZeRO 2 and 3), or `DistributedDataParallel` (ZeRO 0).
+
+Not `replicate` for ZeRO 0: on 4 × H200 it kept a second copy of every weight and spent 2 ms of Python a block and
+step (BERT-Large, 128 × 128 tokens: 105 ms a step).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from workbench.execution.stage import StageModule
 
 
-def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) -> StageModule:
-    """Wrap each block that has parameters, then the stage for those that its blocks share.
+def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) -> nn.Module:
+    """The module that the pipeline runs: `stage` itself, sharded in place, or wrapped.
 
-    Under bf16, FSDP2 gathers bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast:
-    autocast decides per operation, as it does without sharding.
+    FSDP2 wraps each block that has parameters, then the stage for those that its blocks share. Under bf16 it gathers
+    bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
+    operation, as it does without sharding.
     """
     if mesh.size() == 1:
         return stage
-    blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
     if zero == 0:
-        for block in blocks:
-            replicate(block, mesh=mesh)
-        replicate(stage, mesh=mesh)
-        return stage
+        return DistributedDataParallel(
+            stage, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
         reduce_dtype=torch.float32 if precision == "bf16" else None,

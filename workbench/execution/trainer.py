@@ -41,10 +41,12 @@ class Trainer:
     ) -> None:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.context, self.place = context, place
-        self.stage = distribute(stage, place.data_mesh, plan.zero, plan.precision)
+        self.stage = stage
+        runs = distribute(stage, place.data_mesh, plan.zero, plan.precision)
         self.optimizer = build_optimizer(self.stage.named(), experiment)
         self._pipe = PipeStage(
-            self.stage,
+            runs,
+            stage,
             place.pipeline_rank,
             plan.pipeline,
             group=place.pipeline_group,
