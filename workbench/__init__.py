@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         runs,
         show,
         stop,
+        summary,
         wait,
     )
     from workbench.cost.cluster import Cluster
@@ -62,6 +63,7 @@ _HOMES = {
             "runs",
             "show",
             "stop",
+            "summary",
             "wait",
         ),
         "workbench.api",
@@ -89,6 +91,7 @@ __all__ = [
     "runs",
     "show",
     "stop",
+    "summary",
     "wait",
 ]
 

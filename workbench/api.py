@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from workbench.capture import Graph
     from workbench.runs import Report
+    from workbench.runs.summary import Summary
     from workbench.widgets import Live
 
 PROBE_BATCH = 2
@@ -204,6 +205,8 @@ def wait(runs: Runs, *, timeout: float | None = None) -> list[Run]:
     deadline = None if timeout is None else time.monotonic() + timeout
     for run in handles:
         run.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not run.status.final:  # interrupted, or out of time
+            break
     return handles
 
 
@@ -229,26 +232,17 @@ def live(runs: Runs, x: str = "tokens") -> Live:
 def show(run: Run | str | os.PathLike[str]) -> go.Figure:
     """What was predicted for a run beside what it measured: step time, speed, memory of each stage."""
     from workbench.figures import prediction
+    from workbench.runs.summary import measurements
 
     handle = load_run(run)
     return prediction(handle.plan, measurements(handle), title=f"{handle.name}: predicted and measured")
 
 
-def measurements(run: Run) -> dict[str, Any]:
-    """Medians over a run's steps after warm-up (compilation, caches): `step_ms`, `tokens_per_s`, `mfu`,
-    and `peak_bytes` by stage."""
-    import numpy as np
+def summary(runs: Runs) -> Summary:
+    """Several runs in one table: plans, tokens, final loss, speed, predicted beside measured; and the machine."""
+    from workbench.runs.summary import summary as summarise
 
-    history = run.history()
-    settled = slice(min(10, len(history) // 2), None)
-    found: dict[str, Any] = {
-        name: float(np.median(history[name][settled])) for name in ("step_ms", "tokens_per_s", "mfu")
-    }
-    peaks: dict[int, int] = {}
-    for event in run.events():
-        if event["type"] == "memory":
-            peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
-    return {**found, "peak_bytes": peaks}
+    return summarise(_handles(runs))
 
 
 def doctor() -> Report:
@@ -259,12 +253,12 @@ def doctor() -> Report:
 
 
 def display_plan(plan: Plan) -> None:
-    """A plan at the end of a notebook cell: one interactive figure."""
+    """A plan at the end of a notebook cell: one interactive figure, with a table where no script runs."""
     from IPython.display import display
 
-    from workbench.figures import show_plan
+    from workbench.figures import plan_mimebundle
 
-    display(show_plan(plan))
+    display(plan_mimebundle(plan), raw=True)
 
 
 def _handles(runs: Runs) -> list[Run]:

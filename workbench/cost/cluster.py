@@ -34,8 +34,12 @@ class Efficiency:
     """Least time between two kernels when each operation is launched from Python."""
     compiled_launch_s: float = 2.5e-6
     """The same for kernels inside one compiled block."""
-    block_s: float = 60e-6
-    """Python around one call of a block: hooks, autograd nodes, guards."""
+    block_forward_s: float = 60e-6
+    """Least time of the host around one block's forward: hooks, guards, autograd nodes, launches. The device waits
+    for the host where its own work is shorter."""
+    block_backward_s: float = 60e-6
+    sharded_block_s: float = 1.0e-3
+    """What FSDP2 adds to the host's time, to each of a block's forward and backward."""
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,20 @@ H200 = Device(
     {"fp32": 67e12, "bf16": 989e12},
     4800e9,
     _LIBRARIES,
-    Efficiency(),
+    Efficiency(
+        gemm=0.62,
+        gemm_half_flops=4e9,
+        bandwidth=0.80,
+        block_forward_s=0.45e-3,
+        block_backward_s=0.75e-3,
+        sharded_block_s=1.0e-3,
+    ),
 )
 
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
+_H200_LINKS = (Link(150e9, 10e-6), Link(42e9, 20e-6))  # fitted: NCCL beside compute, without NVLink multicast
 
 NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "v100": (V100, 8, *_V100_LINKS),
@@ -42,6 +50,6 @@ NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "a100-80gb": (A100, 8, *_A100_LINKS),
     "a100-40gb": (A100_40, 8, *_A100_LINKS),
     "h100": (H100, 8, *_H100_LINKS),
-    "h200": (H200, 8, *_H100_LINKS),
+    "h200": (H200, 8, *_H200_LINKS),
 }
 """Name -> device, GPUs in one node, link inside a node, link between nodes (per GPU)."""

@@ -11,7 +11,7 @@ ZeRO       parameters, fp32                       compute copies        gradient
 =========  =====================================  ====================  ==================  =================
 
 Compute copies: under bf16, autocast casts each fp32 weight once per micro-batch, and the backward needs the
-copy (a compiled block on one replica casts again instead). FSDP2 gathers them in bf16 to begin with; with
+copy (seen on H200 for compiled blocks too). FSDP2 gathers them in bf16 to begin with; with
 `reshard_after_forward=False` (ZeRO 2) they stay through the step, otherwise (ZeRO 3) a block and the one
 gathered ahead of it. Gradients of sharded stages are reduced after every micro-batch's backward, so that only
 one block's are ever whole. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fsdp.fully_shard.)
@@ -99,13 +99,15 @@ def _spans(uses: dict[str, list[int]], sizes: dict[str, int] | object, blocks: i
     return np.asarray(total[None, :] - total[:, None] - again)
 
 
-def stage_memory(profile: Profile, table: ParameterTable, costs: BlockCosts, micro_batch: int, shares: Shares) -> StageMemory:
+def stage_memory(
+    profile: Profile, table: ParameterTable, costs: BlockCosts, micro_batch: int, shares: Shares
+) -> StageMemory:
     """Memory of every stage for one choice of micro-batch, sharding and recomputation."""
     sharded = shares.zero >= 2 and shares.data > 1
     divisor = shares.data if sharded else 1
     compute_bytes = 2 if profile.precision == "bf16" else FP32
     copies = np.zeros_like(costs.weight_copy_bytes)
-    if not sharded and not (profile.compiled and shares.data == 1):
+    if not sharded:
         copies = costs.weight_copy_bytes
     largest = _span_max(table.block_elements)
     parameters = FP32 * table.elements / divisor

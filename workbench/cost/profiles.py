@@ -151,15 +151,15 @@ class Profile:
 
 
 def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device) -> tuple[float, float]:
-    block_s = device.efficiency.block_s
-
     def total(kernels: tuple[Kernel, ...], backward: bool) -> float:
         return sum(
             k.seconds(micro_batch, device, profile.precision, backward=backward, compiled=profile.compiled)
             for k in kernels
         )
 
-    return 1e3 * (total(kind.forward, False) + block_s), 1e3 * (total(kind.backward, True) + block_s)
+    tuned = device.efficiency
+    forward = max(total(kind.forward, False), tuned.block_forward_s)
+    return 1e3 * forward, 1e3 * max(total(kind.backward, True), tuned.block_backward_s)
 
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:

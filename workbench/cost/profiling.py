@@ -118,7 +118,9 @@ class _Walk:
     def cost(self) -> KindCost:
         forward, backward = self._kernels()
         saved = [v for v in self._values.values() if v.first_saved is not None and not v.weight]
-        copies = sum(v.nbytes for k, v in self._values.items() if v.first_saved is not None and k in self._casts.weights)
+        copies = sum(
+            v.nbytes for k, v in self._values.items() if v.first_saved is not None and k in self._casts.weights
+        )
         held = sum(v.nbytes for v in saved)
         return KindCost(
             kind=self._kind,
@@ -206,9 +208,7 @@ class _Walk:
             value.first_saved = step if value.first_saved is None else min(value.first_saved, step)
         return ran.outputs
 
-    def _value(
-        self, tensor: torch.Tensor, step: int, *, batched: bool = False, like: _Value | None = None
-    ) -> _Value:
+    def _value(self, tensor: torch.Tensor, step: int, *, batched: bool = False, like: _Value | None = None) -> _Value:
         key = identity(tensor)
         if key not in self._values:
             self._values[key] = _Value(tensor, step, step, batched)

@@ -1,0 +1,26 @@
+"""How a step is divided: schedules as data, stages by dynamic programming, and the search over degrees.
+
+    plan = search(profile, global_batch=256, seq_len=512, precision="bf16", cluster=Cluster.of("h200", gpus=4))
+
+Pure Python and NumPy: a laptop without torch or a GPU plans for 1,024 of them.
+"""
+
+from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
+from workbench.planning.planner import search
+from workbench.planning.schedules import Action, TimedAction, Timeline, bubble_fraction, simulate
+from workbench.planning.timelines import timeline
+
+__all__ = [
+    "Action",
+    "Candidate",
+    "Memory",
+    "Plan",
+    "Prediction",
+    "Stage",
+    "TimedAction",
+    "Timeline",
+    "bubble_fraction",
+    "search",
+    "simulate",
+    "timeline",
+]

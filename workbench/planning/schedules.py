@@ -102,7 +102,10 @@ def most_in_flight(name: str, stage: int, num_stages: int, num_microbatches: int
 
 
 def simulate(
-    schedule: Schedule, forward_ms: Sequence[float], backward_ms: Sequence[float], send_ms: Sequence[float] | float = 0.0
+    schedule: Schedule,
+    forward_ms: Sequence[float],
+    backward_ms: Sequence[float],
+    send_ms: Sequence[float] | float = 0.0,
 ) -> Timeline:
     """Run a schedule: a rank does its actions in order, each as soon as what it needs has arrived.
 
@@ -164,7 +167,11 @@ def _most_held(actions: Sequence[Action]) -> int:
 
 
 def step_ms(
-    name: str, num_microbatches: int, forward_ms: Sequence[float], backward_ms: Sequence[float], send_ms: Sequence[float]
+    name: str,
+    num_microbatches: int,
+    forward_ms: Sequence[float],
+    backward_ms: Sequence[float],
+    send_ms: Sequence[float],
 ) -> tuple[float, float]:
     """Length and bubble fraction of a whole step, without simulating every micro-batch of a long one.
 
@@ -187,7 +194,11 @@ PERIODIC = 3
 
 
 def _length(
-    name: str, num_microbatches: int, forward_ms: Sequence[float], backward_ms: Sequence[float], send_ms: Sequence[float]
+    name: str,
+    num_microbatches: int,
+    forward_ms: Sequence[float],
+    backward_ms: Sequence[float],
+    send_ms: Sequence[float],
 ) -> float:
     """The makespan alone, by the same rules as `simulate`, in arrays instead of events."""
     return simulate(build_schedule(name, len(forward_ms), num_microbatches), forward_ms, backward_ms, send_ms).step_ms

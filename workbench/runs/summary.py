@@ -1,0 +1,130 @@
+"""Several runs in one table: what was planned, what was measured, and on which machine."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.runs.run import Run
+from workbench.units import count, duration, gib
+
+SETTLING_STEPS = 10
+"""Steps at the start that medians leave out: compilation, caches, clocks."""
+LAST_STEPS = 20
+"""Steps that the final loss is averaged over."""
+
+
+def measurements(run: Run) -> dict[str, Any]:
+    """Medians over a run's settled steps: `step_ms`, `tokens_per_s`, `mfu`; and `peak_bytes` by stage.
+
+    `mfu` is NaN on CPUs; all are NaN for a run without steps.
+    """
+    history = run.history()
+    settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
+    found: dict[str, Any] = {name: _median(history[name][settled]) for name in ("step_ms", "tokens_per_s", "mfu")}
+    peaks: dict[int, int] = {}
+    for event in run.events():
+        if event["type"] == "memory":
+            peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
+    return {**found, "peak_bytes": peaks}
+
+
+def _median(values: Any) -> float:
+    return float(np.median(values)) if len(values) else float("nan")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table with one row a run; shows itself in a notebook and a terminal."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    machine: str
+
+    def __repr__(self) -> str:
+        table = [self.columns, *self.rows]
+        widths = [max(len(row[i]) for row in table) for i in range(len(self.columns))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        return "\n".join([*lines, self.machine])
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            style = "text-align:left;padding:2px 10px;white-space:nowrap"
+            return "<tr>" + "".join(f"<{tag} style='{style}'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        rows = "".join(line("td", row) for row in self.rows)
+        return (
+            f"<div style='overflow-x:auto'><table>{line('th', self.columns)}{rows}</table></div>"
+            f"<p><small>{html.escape(self.machine)}</small></p>"
+        )
+
+
+COLUMNS = (
+    "run",
+    "parameters",
+    "plan",
+    "tokens",
+    "final loss",
+    "training time",
+    "tokens/s",
+    "MFU",
+    "step, measured",
+    "step, predicted",
+    "peak, measured",
+    "peak, predicted",
+)
+
+
+def summary(runs: Sequence[Run]) -> Summary:
+    """One row a run: degrees, tokens, final loss, speed, and the planner's prediction beside the measurement."""
+    return Summary(COLUMNS, tuple(map(_row, runs)), machine(runs[0]) if runs else "")
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    plan, history, found = run.plan, run.history(), measurements(run)
+    start = next((event for event in run.events() if event["type"] == "start"), {})
+    steps = len(history)
+    peak = max(found["peak_bytes"].values(), default=None)
+    loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
+    return (
+        run.name,
+        count(start["parameters"]) if start else "–",
+        _degrees(plan),
+        count(history["tokens"][-1]) if steps else "–",
+        _number(loss, "{:.3f}"),
+        duration(history["seconds"][-1]) if steps else "–",
+        _number(found["tokens_per_s"], "{:,.0f}"),
+        _number(100 * found["mfu"], "{:.1f} %"),
+        _number(found["step_ms"], "{:.1f} ms"),
+        f"{plan.prediction.step_ms:.1f} ms",
+        "–" if peak is None else gib(peak),
+        gib(plan.peak_bytes),
+    )
+
+
+def _number(value: float, form: str) -> str:
+    return "–" if np.isnan(value) else form.format(value)
+
+
+def _degrees(plan: Any) -> str:
+    sharding = f", ZeRO {plan.zero}" if plan.zero else ""
+    recompute = ", recompute" if any(stage.recompute for stage in plan.stages) else ""
+    return f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
+
+
+def machine(run: Run) -> str:
+    """One line: devices, processor, versions and the commit that the run was launched from."""
+    facts = run.environment
+    gpus = [gpu["name"] for gpu in facts["gpus"]]
+    devices = f"{len(gpus)} × {gpus[0]}, driver {facts['gpus'][0]['driver']}" if gpus else "no GPU"
+    packages = ", ".join(
+        f"{name} {facts['packages'][name]}"
+        for name in ("torch", "accelerate", "transformers", "wandb")
+        if facts["packages"].get(name)
+    )
+    commit = f", commit {facts['git']['commit'][:10]}" if facts.get("git") else ""
+    return f"{devices}; {facts['cores']} cores {facts['cpu']}; Python {facts['python']}, {packages}{commit}"
