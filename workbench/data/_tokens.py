@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -28,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from workbench.data._text import Advance, Paragraph, TextSource
 from workbench.errors import DataError
+from workbench.home import cache_home
 
 FORMAT = 1
 CHUNK_CHARACTERS = 2 << 20
@@ -70,15 +70,6 @@ class TokenStore:
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("ids", "document_starts")}
-
-
-def cache_home() -> Path:
-    """`$WORKBENCH_HOME`, or the user's cache folder by the platform's custom."""
-    if home := os.environ.get("WORKBENCH_HOME"):
-        return Path(home).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "workbench"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "workbench"
 
 
 def tokenised(

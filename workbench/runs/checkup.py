@@ -199,7 +199,7 @@ def _templates() -> Finding:
 
 
 def _cache() -> Finding:
-    from workbench.data._tokens import cache_home
+    from workbench.home import cache_home
 
     home = cache_home()
     size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())

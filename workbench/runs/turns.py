@@ -91,7 +91,7 @@ class Ticket:
 
 def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supervisor: Mapping[str, Any]) -> Ticket:
     """Queue the run for `count` devices out of `pool`, behind every run that asked before."""
-    from workbench.data._tokens import cache_home
+    from workbench.home import cache_home
 
     folder = cache_home() / "turns" / socket.gethostname()
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,147 @@
+"""This machine as a `Cluster`: its CUDA GPUs, or CPU processes whose speed is measured once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workbench.cost.cluster import Cluster, Device, Efficiency, Link
+from workbench.errors import PlanInfeasible
+from workbench.home import cache_home
+from workbench.rundir import read_json, write_json
+
+CPU_PROCESSES = 2
+CPU_SHARE = 0.8
+"""Of the memory that is available now, what the processes together may be planned to take."""
+CPU_RESERVED_BYTES = 500 << 20
+"""Of each process: the interpreter, torch and transformers."""
+LOOPBACK = Link(0.6e9, 150e-6)
+"""gloo over the loopback interface."""
+PCIE = Link(20e9, 20e-6)
+"""GPUs of a kind that the hardware table lacks are assumed to talk over PCIe 4.0 × 16 (31.5 GB/s less overheads)."""
+_GEMM_SIZE = 1024
+_COPY_BYTES = 64 << 20
+
+
+def detect(processes: int | None = None) -> Cluster:
+    """See `Cluster.here`."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return _cpu_cluster(CPU_PROCESSES if processes is None else processes)
+    chosen = count if processes is None else processes
+    if chosen > count:
+        raise PlanInfeasible(
+            f"{chosen} processes were asked for and this machine shows {count} GPUs. Ask for at most {count}, or plan "
+            f'for another machine with Cluster.of("h200", gpus={chosen}).',
+            processes=chosen,
+            gpus=count,
+        )
+    name = torch.cuda.get_device_name(0)
+    device, intra, inter = _known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
+    return Cluster(device, chosen, chosen, intra, inter)
+
+
+def _known_gpu(name: str) -> tuple[Device, Link, Link] | None:
+    """The row of the hardware table that torch's device name (`NVIDIA A100-SXM4-40GB`) speaks of."""
+    from workbench.cost.hardware import NODES
+
+    words = name.lower().replace("-", " ").split()
+    model = next((word for word in ("h200", "h100", "a100", "v100") if word in words), None)
+    if model is None:
+        return None
+    small = model == "a100" and any(word.startswith("40g") for word in words)
+    device, _, intra, inter = NODES["a100-40gb" if small else model]
+    return device, intra, inter
+
+
+def _measured_gpu(name: str) -> Device:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    rates = _remembered(name, lambda: _measure("cuda", ("fp32", "bf16")))
+    return Device(
+        name=name.removeprefix("NVIDIA "),
+        kind="cuda",
+        memory_bytes=properties.total_memory,
+        peak_flops={key: rates[key] for key in ("fp32", "bf16")},
+        memory_bandwidth=rates["bandwidth"],
+        reserved_bytes=1 << 30,
+        efficiency=Efficiency(gemm=0.9, bandwidth=1.0),
+    )
+
+
+def _cpu_cluster(processes: int) -> Cluster:
+    if processes < 1:
+        raise PlanInfeasible(f"{processes} processes cannot train anything. Ask for at least one.", processes=processes)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    rates = _remembered(f"{platform.processor()} {platform.machine()} {cores}", lambda: _measure("cpu", ("fp32",)))
+    share = 1 / max(1, processes)
+    device = Device(
+        name="CPU process",
+        kind="cpu",
+        memory_bytes=int(psutil.virtual_memory().available * CPU_SHARE * share),
+        peak_flops={"fp32": rates["fp32"] * share},
+        memory_bandwidth=rates["bandwidth"] * share,
+        reserved_bytes=CPU_RESERVED_BYTES,
+        efficiency=Efficiency(
+            gemm=0.8, gemm_half_flops=2e6, attention_forward=0.4, attention_backward=0.3, bandwidth=0.8, launch_s=8e-6
+        ),
+    )
+    return Cluster(device, processes, processes, LOOPBACK, LOOPBACK)
+
+
+def _measure(device: str, precisions: tuple[str, ...]) -> dict[str, float]:
+    """FLOP/s of a square product in each precision, and bytes per second of a copy (read plus written)."""
+    import torch
+
+    size = _GEMM_SIZE if device == "cpu" else 8 * _GEMM_SIZE
+    rates = {}
+    for precision in precisions:
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        matrix = torch.randn(size, size, device=device, dtype=dtype)
+        rates[precision] = 2 * size**3 / _seconds(lambda m=matrix: m @ m, device)
+    source = torch.randn(_COPY_BYTES // 4 * (1 if device == "cpu" else 16), device=device)
+    target = torch.empty_like(source)
+    rates["bandwidth"] = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    return rates
+
+
+def _seconds(work: Callable[[], Any], device: str, repeats: int = 5) -> float:
+    """The fastest of a few runs after a warm-up."""
+    import torch
+
+    best = float("inf")
+    for attempt in range(repeats + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if attempt:
+            best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _remembered(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Measure once per device and torch version; later calls read the file."""
+    import torch
+
+    key = hashlib.sha256(f"{what} {torch.__version__} {platform.node()}".encode()).hexdigest()[:16]
+    path: Path = cache_home() / "devices" / f"{key}.json"
+    try:
+        rates: dict[str, float] = read_json(path)
+    except (OSError, json.JSONDecodeError):
+        rates = measure()
+        write_json(path, rates)
+    return rates
