@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -20,37 +21,50 @@ class Atom:
     nodes: tuple[fx.Node, ...]
 
 
-def layer_paths(model: nn.Module) -> frozenset[str]:
-    """Paths of the layers: members of the outermost lists (`ModuleList`, `Sequential`) of two modules or more.
+def layer_paths(model: nn.Module, nodes: Iterable[fx.Node]) -> frozenset[str]:
+    """Paths of the layers: members with parameters of the outermost lists (`ModuleList`, `Sequential`) of two modules
+    or more, and composite modules that forward calls more than once (ALBERT's one layer).
 
-    A member whose parameters lie mostly in a list of composite modules (a stage of Swin or of a ResNet, itself a list
-    of layers) is opened instead: its own members are the layers.
+    A module whose parameters lie mostly in a list of composite modules of one class (a stage of Swin or of a ResNet)
+    is opened instead: the members of that list are the layers.
     """
     found: set[str] = set()
-    _visit(model, "", found)
+    _visit(model, "", frozenset(_called_repeatedly(model, nodes)), found)
     return frozenset(found)
 
 
-def _visit(module: nn.Module, path: str, found: set[str]) -> None:
+def _visit(module: nn.Module, path: str, repeated: frozenset[str], found: set[str]) -> None:
     children = dict(module.named_children())
     is_list = isinstance(module, _LISTS) and len(children) >= 2
     for name, child in children.items():
         child_path = f"{path}.{name}" if path else name
-        if is_list and not _holds_layers(child):
+        if ((is_list and _size(child)) or child_path in repeated) and not _holds_layers(child):
             found.add(child_path)
         else:
-            _visit(child, child_path, found)
+            _visit(child, child_path, repeated, found)
+
+
+def _called_repeatedly(model: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
+    calls: dict[str, set[str]] = defaultdict(set)
+    for node in nodes:
+        for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            calls[path.partition("@")[0]].add(call)
+    return {
+        path
+        for path, found in calls.items()
+        if path and len(found) > 1 and any(True for _ in model.get_submodule(path).children())
+    }
 
 
 def _holds_layers(module: nn.Module) -> bool:
-    """Whether more than half of the parameters belong to a list of at least two composite modules below."""
+    """Whether more than half of the parameters belong to a list of at least two composite modules of one class."""
     total = _size(module)
-    return any(
-        isinstance(inner, _LISTS)
-        and sum(1 for member in inner.children() if any(True for _ in member.children())) >= 2
-        and 2 * _size(inner) > total
-        for inner in module.modules()
-    )
+    return any(isinstance(inner, _LISTS) and _alike(inner) and 2 * _size(inner) > total for inner in module.modules())
+
+
+def _alike(modules: nn.Module) -> bool:
+    classes = Counter(type(member) for member in modules.children() if any(True for _ in member.children()))
+    return max(classes.values(), default=0) >= 2
 
 
 def _size(module: nn.Module) -> int:
@@ -87,8 +101,17 @@ def atoms(flow: Dataflow, layers: frozenset[str]) -> tuple[Atom, ...]:
             runs.append((key, [node]))
     grouped = _absorb_glue(runs, flow)
     joined = _join_across_writes([found for _, found in grouped], flow)
-    names = {id(found[0]): key[0] for key, found in grouped if key}
-    return tuple(Atom(names.get(id(found[0])) or _common_path(found, flow), tuple(found)) for found in joined)
+    owners = {found[0]: key[0] for key, found in grouped if key}
+    names = [owners.get(found[0]) or _common_path(found, flow) for found in joined]
+    return tuple(Atom(name, tuple(found)) for name, found in zip(_numbered(names), joined, strict=True))
+
+
+def _numbered(names: Iterable[str]) -> Iterator[str]:
+    """Tell the second and later calls of one module apart."""
+    calls: Counter[str] = Counter()
+    for name in names:
+        calls[name] += 1
+        yield name if calls[name] == 1 else f"{name} (call {calls[name]})"
 
 
 def _must_follow(node: fx.Node, run: Iterable[fx.Node]) -> bool:
@@ -110,14 +133,12 @@ def _absorb_glue(
 
 
 def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow) -> list[list[fx.Node]]:
-    """Merge neighbours wherever a value that would cross the cut is written to in place after it."""
-    at = {node: index for index, group in enumerate(groups) for node in group}
+    """Merge neighbours wherever a cut would part the uses of something that is written to.
+
+    A value may not cross a cut and be written to after it; a buffer that forward changes has one home.
+    """
     barred: set[int] = set()
-    for owner, writers in flow.writers.items():
-        if owner.op == "get_attr":
-            continue
-        last = max((at[w] for w in writers if w in at), default=0)
-        first = min((at[n] for n in at if storage_of(n) is owner), default=last)
+    for first, last in _spans_of_writes(groups, flow):
         barred.update(range(first + 1, last + 1))
     joined: list[list[fx.Node]] = []
     for index, group in enumerate(groups):
@@ -128,10 +149,25 @@ def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow) -> list[lis
     return joined
 
 
+def _spans_of_writes(groups: list[list[fx.Node]], flow: Dataflow) -> Iterator[tuple[int, int]]:
+    """(first group that makes or uses it, last group that writes to it, or for a buffer uses it)."""
+    at = {node: index for index, group in enumerate(groups) for node in group}
+    uses: dict[int, set[int]] = defaultdict(set)
+    for node, index in at.items():
+        for used in (node, *node.all_input_nodes):
+            uses[flow.identity(storage_of(used))].add(index)
+    for owner, writers in flow.writers.items():
+        touched = uses[flow.identity(owner)]
+        if touched:
+            last = max(touched) if owner in flow.tensors else max((at[w] for w in writers if w in at), default=0)
+            yield min(touched), last
+
+
 def _common_path(nodes: Iterable[fx.Node], flow: Dataflow) -> str:
     """The deepest module that holds every node that reads a parameter, or `first … last` of the outermost ones."""
     readers = [n for n in nodes if any(source in flow.tensors for source in n.all_input_nodes)]
     paths = list(dict.fromkeys(path for node in readers or nodes if (path := _module_path(node))))
+    paths = paths or list(dict.fromkeys(path for node in readers for path in _modules_read(node, flow)))
     if not paths:
         return "loss"
     parts = [path.split(".") for path in paths]
@@ -143,6 +179,14 @@ def _common_path(nodes: Iterable[fx.Node], flow: Dataflow) -> str:
     if shared:
         return ".".join(shared)
     return f"{paths[0]} … {paths[-1]}"
+
+
+def _modules_read(node: fx.Node, flow: Dataflow) -> Iterator[str]:
+    """The modules whose parameters an operation of the model's own forward reads."""
+    for source in node.all_input_nodes:
+        path, _, _ = str(source.target).rpartition(".")
+        if source in flow.tensors and path:
+            yield path
 
 
 def parameter_names(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:

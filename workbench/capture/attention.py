@@ -69,6 +69,8 @@ def _fuse(graph: fx.Graph, output: fx.Node) -> None:
 
 def _matched(output: fx.Node) -> _Attention | None:
     """Read the pattern backwards from its last product; None where anything differs from it."""
+    weights: Any
+    value: Any
     weights, value = output.args[:2]
     dropout = 0.0
     if _is(weights, aten.dropout.default):
@@ -76,7 +78,8 @@ def _matched(output: fx.Node) -> _Attention | None:
         weights = weights.args[0]
     if not _is(weights, aten.softmax.int) or weights.args[1] not in (-1, 3) or len(weights.args) > 2:
         return None
-    scores, mask = weights.args[0], None
+    scores: Any = weights.args[0]
+    mask: Any = None
     if _is(scores, aten.add.Tensor):
         scores, mask = scores.args[:2]
         if not isinstance(mask, fx.Node) or not _is_constant(mask):
@@ -87,10 +90,12 @@ def _matched(output: fx.Node) -> _Attention | None:
         scores = scores.args[0]
     if not _is(scores, aten.matmul.default):
         return None
+    query: Any
+    transposed: Any
     query, transposed = scores.args[:2]
     if not _is(transposed, aten.transpose.int) or {_dim(transposed, 1), _dim(transposed, 2)} != {2, 3}:
         return None
-    key = transposed.args[0]
+    key: Any = transposed.args[0]
     if any(not isinstance(node, fx.Node) or _rank(node) != 4 for node in (query, key, value)):
         return None
     return _Attention(query, key, value, mask, dropout, scale)

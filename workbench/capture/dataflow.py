@@ -86,6 +86,10 @@ class Dataflow:
     writers: Mapping[fx.Node, tuple[fx.Node, ...]]
     """Storage owner -> nodes that write to it, in order."""
 
+    def identity(self, owner: fx.Node) -> int:
+        """Equal for two reads of one buffer or parameter."""
+        return id(self.tensors.get(owner, owner))
+
     def with_free_sources(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """The free nodes and attributes that `nodes` need, with the in-place writes that belong to them."""
         needed: set[fx.Node] = set()
@@ -135,13 +139,14 @@ def _free_nodes(
     bound: set[fx.Node],
 ) -> set[fx.Node]:
     free: set[fx.Node] = set()
+    written = {id(tensors[owner]) for owner in writers if owner in tensors}
     for node in nodes:
         if storage_of(node) in bound:
             continue
         if node.op == "placeholder":
             free.add(node)
         elif node in tensors:
-            if not isinstance(tensors[node], nn.Parameter) and node not in writers:
+            if not isinstance(tensors[node], nn.Parameter) and id(tensors[node]) not in written:
                 free.add(node)
         elif node.op == "call_function" and all(i in free for i in node.all_input_nodes) and not is_random(node):
             free.add(node)

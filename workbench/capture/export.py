@@ -7,7 +7,9 @@ tensors, so a failure has a Python traceback through the user's code; the last l
 from __future__ import annotations
 
 import contextlib
+import io
 import linecache
+import logging
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from workbench.capture.graph import spec_of
+from workbench.capture.regions import open_regions
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
 
@@ -49,7 +52,7 @@ def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str) -> Expo
     """Export `model(**batch)`; raises `CaptureError` naming the user's line that stops it."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     example = example_batch(batch, device)
-    with _custom_functions_refused(name), _inert_layerdrop(model):
+    with _custom_functions_refused(name), _inert_layerdrop(model), _quiet_failure():
         try:
             program = torch.export.export(model, (), example, strict=False)
         except CaptureError:
@@ -58,6 +61,7 @@ def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str) -> Expo
             raise _explained(error, name, batch) from error
     assert program.call_spec.out_spec is not None
     module = _without_checks(program.module(check_guards=False))
+    open_regions(module)
     return Exported(module, _loss_node(module, program.call_spec.out_spec, name))
 
 
@@ -154,31 +158,43 @@ def _inert_layerdrop(model: nn.Module) -> Iterator[None]:
         setattr(torch, "rand", rand)  # noqa: B010
 
 
+@contextlib.contextmanager
+def _quiet_failure() -> Iterator[None]:
+    """Where export fails, keep the graphs that it dumps to stderr from burying the one sentence that we raise."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    dumped = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(dumped):
+            yield
+        sys.stderr.write(dumped.getvalue())
+    finally:
+        log.setLevel(level)
+
+
 def _explained(error: Exception, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
     file, number, text = _users_frame(_frames(error.__traceback__))
     where = f" at {file}:{number} (`{text}`)" if file else ""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "").rstrip(".")
     kind = type(error).__name__
     fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
+    if _depends_on_values(kind, reason):
+        message = (
+            f"what it does{where or ' in its forward'} depends on the values of a tensor. Replace a branch by "
+            f"torch.where or torch.cond and a selection by a mask, or decide before training."
+        )
+    elif "unexpected keyword" in reason or ("missing" in reason and "argument" in reason):
+        message = f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
+    else:
+        message = f"{kind}{where}: {reason}. It was called with {fields}: see that model(**batch) runs on such a batch."
     return CaptureError(
-        f"{name} cannot be captured: {kind}{where}: {reason} {_remedy(kind, reason, fields)}",
-        model=name,
-        file=file,
-        line=number,
-        reason=reason,
+        f"{name} cannot be captured: {message}", model=name, file=file, line=number, reason=reason, fields=fields
     )
 
 
-def _remedy(kind: str, reason: str, fields: str) -> str:
-    lowered = f"{kind} {reason}".lower()
-    if "datadependent" in kind.lower() or "data-dependent" in lowered or "unbacked" in lowered:
-        return (
-            "The step's control flow depends on the values of a tensor; replace the branch with torch.where or "
-            "torch.cond, or make the decision before training."
-        )
-    if "unexpected keyword" in lowered or "missing" in lowered:
-        return f"The batch has the fields {fields}; let forward take exactly these as keyword arguments."
-    return f"The model was called with {fields}; check that model(**batch) runs on such a batch."
+def _depends_on_values(kind: str, reason: str) -> bool:
+    return "datadependent" in kind.lower() or any(word in reason.lower() for word in ("data-dependent", "unbacked"))
 
 
 def _frames(trace: TracebackType | None) -> traceback.StackSummary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from workbench.capture.atoms import Atom
 from workbench.capture.dataflow import Dataflow, tensor_at
 from workbench.capture.graph import Block
 from workbench.capture.losses import MeanLoss, emit_sum_over_count
+from workbench.capture.regions import close_regions
 
 
 class Lifter:
@@ -75,6 +77,7 @@ class Lifter:
             if node in self._losses:
                 copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
         graph.output(tuple(copies[node] for node in sends))
+        close_regions(graph)
         kind = digest(graph, root)
         code = self._codes.setdefault(kind, _code(graph, root))
         return Block(
@@ -133,8 +136,15 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     if node.op == "placeholder":
         return str(node.target).rstrip("0123456789")
     if node.op == "get_attr":
-        return str(getattr(tensor_at(root, str(node.target)), "code", node.target))
+        return _code_text(tensor_at(root, str(node.target)))
+    if isinstance(node.target, FunctionType):
+        return f"{node.target.__module__}.{node.target.__qualname__}"
     return str(node.target)
+
+
+def _code_text(module: Any) -> str:
+    """The operations of a graph inside an operation (`torch.cond`'s branches), and of the graphs inside that one."""
+    return "\n".join(str(getattr(inner, "code", "")) for inner in module.modules())
 
 
 def _canonical(value: Any, position: Mapping[fx.Node, int]) -> str:

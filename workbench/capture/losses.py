@@ -15,9 +15,15 @@ from torch import fx
 
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.graph import LabelCount
+from workbench.capture.regions import close_regions
 
-_CROSS_ENTROPY = torch.ops.aten.cross_entropy_loss.default
 _MEAN, _SUM = 1, 2
+_ARGUMENTS = (("self", None), ("target", None), ("weight", None), ("reduction", _MEAN), ("ignore_index", -100))
+_LOSSES: dict[Any, tuple[tuple[str, Any], ...]] = {
+    torch.ops.aten.cross_entropy_loss.default: (*_ARGUMENTS, ("label_smoothing", 0.0)),
+    torch.ops.aten.nll_loss_nd.default: _ARGUMENTS,
+}
+"""Losses over class labels, with their arguments and defaults."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +32,35 @@ class MeanLoss:
 
     node: fx.Node
     target: fx.Node
+    weight: fx.Node | None
+    """One weight per class: the mean divides by the weights of the labels instead of their number."""
     ignore_index: int
 
 
 def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
-    """Mean-reduced, unweighted cross-entropies over integer labels that the batch determines."""
-    return tuple(
-        MeanLoss(node, node.args[1], int(_argument(node, 4, "ignore_index", -100)))
-        for node in flow.order
-        if node.op == "call_function"
-        and node.target is _CROSS_ENTROPY
-        and _argument(node, 3, "reduction", _MEAN) == _MEAN
-        and _argument(node, 2, "weight", None) is None
-        and isinstance(node.args[1], fx.Node)
-        and node.args[1] in flow.free
-        and not node.args[1].meta["val"].is_floating_point()
-    )
+    """Mean-reduced cross-entropies and negative log-likelihoods over integer labels that the batch determines."""
+    nodes = [node for node in flow.order if node.op == "call_function" and node.target in _LOSSES]
+    return tuple(found for node in nodes if (found := _mean_loss(node, flow)) is not None)
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
+    _, target, weight, reduction, ignore_index, *smoothing = _arguments(node)
+    if reduction != _MEAN or target not in flow.free or target.meta["val"].is_floating_point():
+        return None
+    if weight is not None and (weight not in flow.free or any(smoothing)):
+        return None
+    return MeanLoss(node, target, weight, int(ignore_index))
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """The arguments of a loss, by position, defaults filled in."""
+    given = dict(zip((name for name, _ in _LOSSES[node.target]), node.args, strict=False)) | node.kwargs
+    return [given.get(name, default) for name, default in _LOSSES[node.target]]
 
 
 def emit_sum_over_count(graph: fx.Graph, copied: fx.Node, count: fx.Node) -> fx.Node:
-    """After the copy of a mean cross-entropy: make it a sum, and return that sum over `count`."""
-    arguments = [_argument(copied, i, n, d) for i, (n, d) in enumerate(_SIGNATURE)]
+    """After the copy of a mean loss: make it a sum, and return that sum over `count`."""
+    arguments = _arguments(copied)
     arguments[3] = _SUM
     copied.args, copied.kwargs = tuple(arguments), {}
     quotient = graph.call_function(torch.ops.aten.div.Tensor, (copied, count))
@@ -58,27 +68,24 @@ def emit_sum_over_count(graph: fx.Graph, copied: fx.Node, count: fx.Node) -> fx.
     return quotient
 
 
-_SIGNATURE = (
-    ("self", None),
-    ("target", None),
-    ("weight", None),
-    ("reduction", _MEAN),
-    ("ignore_index", -100),
-    ("label_smoothing", 0.0),
-)
-
-
 def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss) -> LabelCount:
-    """The graph `batch -> number of labels that count` of one loss."""
+    """The graph `batch -> number (or weight) of the labels that count` of one loss."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    needed = {loss.target} | flow.with_free_sources([loss.target])
+    ends = [loss.target] if loss.weight is None else [loss.target, loss.weight]
+    needed = {*ends} | flow.with_free_sources(ends)
     inputs = [node for node in flow.order if node.op == "placeholder" and node in needed]
     for node in inputs:
         copies[node] = graph.placeholder(str(node.target))
     for node in flow.order:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda source: copies[source])
-    counted = graph.call_function(torch.ops.aten.ne.Scalar, (copies[loss.target], loss.ignore_index))
+    target = copies[loss.target]
+    counted = graph.call_function(torch.ops.aten.ne.Scalar, (target, loss.ignore_index))
+    if loss.weight is not None:
+        label = graph.call_function(torch.ops.aten.mul.Tensor, (target, counted))
+        weight = graph.call_function(torch.ops.aten.index.Tensor, (copies[loss.weight], [label]))
+        counted = graph.call_function(torch.ops.aten.mul.Tensor, (weight, counted))
     graph.output(graph.call_function(torch.ops.aten.sum.default, (counted,)))
+    close_regions(graph)
     return LabelCount(tuple(str(node.target) for node in inputs), fx.GraphModule(module, graph))

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx, nn
 
-from workbench.capture.attention import simplify_attention
 from workbench.capture.atoms import atoms, layer_paths, parameter_names
-from workbench.capture.dataflow import analyse
+from workbench.capture.attention import simplify_attention
+from workbench.capture.dataflow import Dataflow, analyse
 from workbench.capture.export import export
 from workbench.capture.graph import Block, Graph, spec_of
 from workbench.capture.lift import Lifter
 from workbench.capture.losses import label_count, mean_losses
+from workbench.capture.regions import gradients_pass
+from workbench.capture.writes import settle_writes
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
 
@@ -50,22 +52,18 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     exported = export(model, batch, name)
+    settle_writes(exported.module, name)
     simplify_attention(exported.module)
     flow = analyse(exported.module, exported.loss)
+    _require_gradient(exported.loss, flow, name)
     names, ties = parameter_names(model)
     losses = mean_losses(flow)
-    found = atoms(flow, layer_paths(model))
+    found = atoms(flow, layer_paths(model, flow.order))
     home = {node: index for index, atom in enumerate(found) for node in atom.nodes}
     lifter = Lifter(exported.module, flow, exported.loss, names, losses)
     blocks = tuple(lifter.lift(index, atom, home) for index, atom in enumerate(found))
     parameters = {key: spec_of(key, p) for key, p in model.named_parameters()}
     used = {parameter for block in blocks for parameter in block.parameters}
-    if not used & {key for key, p in model.named_parameters() if p.requires_grad}:
-        raise CaptureError(
-            f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True and compute "
-            f"the loss outside torch.no_grad().",
-            model=name,
-        )
     buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *lifter.constants.items()]}
     return Graph(
         model=name,
@@ -73,7 +71,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
         micro_batch=next(iter(batch.values())).shape[0],
         blocks=blocks,
         batch=dict(batch),
-        values=_values(blocks, home),
+        values=_values(blocks, home, name),
         parameters={key: spec for key, spec in parameters.items() if key in used},
         buffers=buffers,
         ties={key: others for key, others in ties.items() if key in used},
@@ -84,6 +82,33 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     )
 
 
-def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int]) -> dict[str, TensorSpec]:
+def _require_gradient(loss: fx.Node, flow: Dataflow, name: str) -> None:
+    """Refuse a loss that no trainable parameter reaches by differentiable operations."""
+    seen: set[fx.Node] = set()
+    stack = [loss]
+    while stack:
+        node = stack.pop()
+        if node in seen or not gradients_pass(node):
+            continue
+        if node in flow.tensors and flow.tensors[node].requires_grad:
+            return
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+    raise CaptureError(
+        f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
+        f"the loss outside torch.no_grad() and without detach().",
+        model=name,
+    )
+
+
+def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int], name: str) -> dict[str, TensorSpec]:
     nodes = {node.name: node for node in home}
-    return {value: spec_of(value, nodes[value].meta["val"]) for block in blocks for value in block.sends}
+    values = {value: nodes[value].meta["val"] for block in blocks for value in block.sends}
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"{name} turns a tensor into a Python number ({key}, an .item() or a size that depends on values) in "
+                f"one layer and uses it in another. Keep it a tensor, or compute it where it is used.",
+                model=name,
+            )
+    return {key: spec_of(key, value) for key, value in values.items()}

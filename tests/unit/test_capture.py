@@ -1,0 +1,655 @@
+"""Capture: what the blocks compute is what the model computes, cut where its layers are cut."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.distributed import zoo
+from workbench.capture import Graph, build_meta, capture, spec_of
+from workbench.errors import CaptureError
+
+Batch = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """A stem, four residual layers and a head; the models below change one thing about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(16, 5)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.body(self.stem(x))), labels)
+
+
+class PreActivation(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(F.relu_(self.norm2(self.conv1(F.relu_(self.norm1(x))))))
+
+
+class OverwritesItsInput(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu_(x)
+        return x + self.conv1(x)
+
+
+class ResStage(nn.Module):
+    def __init__(self, width: int, depth: int, layer: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(width // 2, width, 1)
+        self.layers = nn.ModuleList(layer(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.project(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ResNet(nn.Module):
+    """Lists in lists, as Swin and the ResNets of `transformers` have them."""
+
+    def __init__(self, layer: Callable[[int], nn.Module] = PreActivation) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.stages = nn.Sequential(ResStage(8, 2, layer), ResStage(16, 3, layer))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.stages(self.stem(pixels)).mean((2, 3))), labels)
+
+
+class NoGradStatistic(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                scale = layer[0].weight.abs().mean() + x.abs().mean()
+            x = x + layer(x) / scale
+        return x
+
+
+class NoGradHalf(Net):
+    """Frozen lower layers, with one nested region that is not."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                x = x + layer(x)
+            with torch.enable_grad():
+                y = self.layers[2](x)
+        return x + y + self.layers[3](x)
+
+
+class NoGradBuffers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.steps += 1
+        return super().body(x - self.average)
+
+
+class AssignedBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.average
+        self.average = 0.9 * before + 0.1 * x.detach().mean(0)
+        return super().body(x - before)
+
+
+class NoGradNoise(Net):
+    """Noise that depends on no parameter and must still be drawn once."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            noise = F.dropout(x, 0.5)
+        hidden = self.body(self.stem(x + noise))
+        return F.cross_entropy(self.head(hidden), labels) + (hidden[:, :8] * noise).mean()
+
+
+class AutocastForward(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x, labels)
+
+
+class Constants(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(16.0) / 16, persistent=False)
+        self.plain = torch.linspace(0, 1, 16)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x * torch.tensor([1.0, 2.0] * 8) + self.positions + self.plain) + torch.tensor(0.5)
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.layers[1].requires_grad_(False)
+
+
+class OneLayer(nn.Module):
+    """One layer used four times, in no list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for _ in range(4):
+            x = self.layer(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class SharedNorm(Net):
+    """The same BatchNorm before the first and after the last layer: its statistics have one home."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().body(self.norm(x)))
+
+
+class Weighted(Net):
+    """A weighted mean and a negative log-likelihood, under autocast; label 0 is ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([3.0, 1.0, 0.5, 2.0, 0.1]))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.body(self.stem(x)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            weighted = F.cross_entropy(logits, labels, weight=self.weight, ignore_index=0)
+        return weighted + F.nll_loss(F.log_softmax(logits, -1), labels, ignore_index=0)
+
+
+class LayerDrop(Net):
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.layerdrop = rate
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = x + layer(x)
+        return x
+
+
+SMALL: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind
+    for kind in (
+        NoGradStatistic,
+        NoGradHalf,
+        NoGradBuffers,
+        AssignedBuffer,
+        NoGradNoise,
+        AutocastForward,
+        Constants,
+        Frozen,
+        OneLayer,
+        SharedNorm,
+        Weighted,
+        LayerDrop,
+    )
+}
+IMAGES: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "Overwrites": lambda: ResNet(OverwritesItsInput)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **zoo.MODELS,
+    "bert with dropout": lambda: zoo.bert_pretraining(0.1),
+    **SMALL,
+    **IMAGES,
+}
+
+
+def batch_for(name: str, size: int = 4, seed: int = 0) -> Batch:
+    if name in zoo.MODELS or name.startswith("bert"):
+        return zoo.batch(name.partition(" ")[0], size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size, 3, 8, 8) if name in IMAGES else (size, 8)
+    labels = torch.arange(size) % 5
+    return {"pixels" if name in IMAGES else "x": torch.randn(shape, generator=generator), "labels": labels}
+
+
+def captured(model: nn.Module, batch: Batch, name: str = "model") -> Graph:
+    return capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
+
+
+def interpret(graph: Graph, model: nn.Module, batch: Batch, counts: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """The least that runs a graph: block after block over a table of values. Returns the loss."""
+    parameters = dict(model.named_parameters())
+    buffers = {**dict(model.named_buffers()), **graph.constants}
+    counts = counts or [count.code(*(batch[name] for name in count.inputs)).float() for count in graph.label_counts]
+    values: Batch = {}
+    for block in graph.blocks:
+        sent = block.code(
+            *(parameters[name] for name in block.parameters),
+            *(buffers[name] for name in block.buffers),
+            *(values[name] for name in block.receives),
+            *(batch[name] for name in block.inputs),
+            *(counts[index] for index in block.counts),
+        )
+        values |= dict(zip(block.sends, sent, strict=True))
+    return values[graph.loss]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    output = model(**batch)
+    if isinstance(output, torch.Tensor):
+        return output
+    return output[0] if isinstance(output, tuple) else output.loss
+
+
+def copies(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = make().train()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_blocks_in_order_are_bit_equal_to_eager(name: str) -> None:
+    eager, mine = copies(MODELS[name])
+    batch = batch_for(name)
+    graph = captured(mine, batch)
+    for step in range(2):
+        torch.manual_seed(step)
+        expected = loss_of(eager, batch)
+        expected.backward()
+        torch.manual_seed(step)
+        found = interpret(graph, mine, batch)
+        found.backward()
+        assert found.item() == expected.item()
+    for (key, one), other in zip(eager.named_parameters(), mine.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), key
+        assert one.grad is None or torch.equal(one.grad, other.grad), key
+    for (key, one), other in zip(eager.named_buffers(), mine.buffers(), strict=True):
+        assert torch.equal(one, other), f"buffer {key} did not advance as in eager"
+
+
+@pytest.mark.parametrize("name", [*SMALL, *IMAGES])
+def test_only_tensors_cross_a_cut_and_each_was_sent_before(name: str) -> None:
+    graph = captured(MODELS[name](), batch_for(name))
+    for cut in range(1, len(graph.blocks)):
+        sent = {value for block in graph.blocks[:cut] for value in block.sends}
+        read = {value for block in graph.blocks[cut:] for value in block.receives}
+        assert set(graph.crossing(cut)) == sent & read
+    assert graph.loss in graph.blocks[-1].sends
+
+
+def test_identical_layers_share_one_kind_and_one_code() -> None:
+    graph = captured(zoo.bert_pretraining(), batch_for("bert"))
+    layers = [block for block in graph.blocks if ".layer." in block.name]
+    assert [block.name for block in layers] == [f"bert.encoder.layer.{i}" for i in range(4)]
+    assert len({block.kind for block in layers}) == 1
+    assert len({id(block.code) for block in layers}) == 1
+    assert len(graph.blocks) == 6
+
+
+def test_layers_that_differ_in_a_constant_do_not_share_code() -> None:
+    class Scaled(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            for index, layer in enumerate(self.layers):
+                x = x + layer(x) * (1 + index)
+            return x
+
+    graph = captured(Scaled(), batch_for("Scaled"))
+    assert len({block.kind for block in graph.blocks if block.name.startswith("layers")}) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("albert", ["albert.encoder.albert_layer_groups.0"] * 4),
+        ("t5", [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in range(3)]),
+        ("OneLayer", ["layer"] * 4),
+        ("ResNet", [f"stages.{s}.layers.{i}" for s, depth in ((0, 2), (1, 3)) for i in range(depth)]),
+        ("NoGradHalf", [f"layers.{i}" for i in range(4)]),
+        ("AutocastForward", [f"layers.{i}" for i in range(4)]),
+    ],
+)
+def test_layers_are_blocks_wherever_the_model_keeps_them(name: str, expected: list[str]) -> None:
+    graph = captured(MODELS[name](), batch_for(name))
+    names = [block.name for block in graph.blocks]
+    assert len(set(names)) == len(names)
+    found = [block.name.partition(" ")[0] for block in graph.blocks]
+    assert [layer for layer in found if layer in expected] == expected
+
+
+def test_swin_blocks_are_the_layers_inside_its_stages() -> None:
+    import transformers as tf
+
+    config = tf.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4, num_labels=3
+    )
+    batch = {"pixel_values": torch.zeros(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
+    graph = captured(tf.SwinForImageClassification(config).train(), batch)
+    layers = [block.name for block in graph.blocks if ".blocks." in block.name]
+    assert layers == [f"swin.encoder.layers.{s}.blocks.{i}" for s in (0, 1) for i in (0, 1)]
+
+
+def test_members_of_a_sequential_without_parameters_join_the_layer_before_them() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.net(x), labels)
+
+    graph = captured(Plain(), batch_for("Plain"))
+    assert [block.name for block in graph.blocks] == ["net.0", "net.2", "net.4"]
+
+
+def test_parameters_keep_their_names_and_a_tied_one_goes_by_the_first() -> None:
+    model = zoo.bert_pretraining()
+    graph = captured(model, batch_for("bert"))
+    assert set(graph.parameters) == dict(model.named_parameters()).keys()
+    tied = "bert.embeddings.word_embeddings.weight"
+    assert graph.ties[tied] == ("cls.predictions.decoder.weight",)
+    holders = [block.index for block in graph.blocks if tied in block.parameters]
+    assert holders == [0, 5]
+    assert graph.parameter_count == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_frozen_parameters_are_named() -> None:
+    graph = captured(Frozen(), batch_for("Frozen"))
+    assert graph.frozen == {"stem.weight", "stem.bias", "layers.1.0.weight", "layers.1.0.bias"}
+
+
+def test_masks_and_labels_are_inputs_of_the_blocks_that_read_them_and_never_sent() -> None:
+    graph = captured(zoo.bert_pretraining(), batch_for("bert"))
+    first, layer, last = graph.blocks[0], graph.blocks[1], graph.blocks[-1]
+    assert set(first.inputs) == {"input_ids", "token_type_ids"}
+    assert set(layer.inputs) == {"attention_mask"}
+    assert set(last.inputs) == {"labels", "next_sentence_label"}
+    for cut in range(1, len(graph.blocks)):
+        [crossing] = graph.crossing(cut)
+        assert graph.values[crossing].shape == (4, zoo.SEQ, 32)
+
+
+@pytest.mark.parametrize("layer", [PreActivation, OverwritesItsInput])
+def test_a_value_written_in_place_is_never_cut(layer: Callable[[int], nn.Module]) -> None:
+    """Were it cut, the stage before would keep the value from before the write, and send that."""
+    torch.manual_seed(0)
+    model = ResNet(layer).train()
+    batch = batch_for("ResNet")
+    graph = captured(model, batch)
+    values: Batch = {}
+    sent: Batch = {}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
+    counts = [torch.tensor(4.0)] * len(graph.label_counts)
+    for block in graph.blocks:
+        names = (*block.parameters, *block.buffers, *block.receives, *block.inputs)
+        found = block.code(*((tensors | values)[name] for name in names), *(counts[i] for i in block.counts))
+        values |= dict(zip(block.sends, found, strict=True))
+        sent |= {name: value.detach().clone() for name, value in zip(block.sends, found, strict=True)}
+    for name, value in values.items():
+        assert torch.equal(value, sent[name]), f"{name} changed after it was sent"
+    assert len(graph.blocks) == (8 if layer is PreActivation else 3)
+
+
+def test_a_buffer_that_forward_changes_lives_in_one_block() -> None:
+    for name in ("SharedNorm", "NoGradBuffers", "AssignedBuffer", "ResNet"):
+        graph = captured(MODELS[name](), batch_for(name))
+        homes = list(itertools.chain.from_iterable(block.buffers for block in graph.blocks))
+        assert len(homes) == len(set(homes)), name
+    assert "average" in captured(AssignedBuffer(), batch_for("AssignedBuffer")).blocks[0].buffers
+
+
+def test_label_counts_are_those_of_the_batch() -> None:
+    batch = batch_for("bert", size=4)
+    model = zoo.bert_pretraining()
+    graph = captured(model, batch)
+    counts = [int(count.code(*(batch[name] for name in count.inputs))) for count in graph.label_counts]
+    assert counts == [int((batch["labels"] != -100).sum()), 4]
+    batch = batch_for("gpt2", size=4)
+    [count] = captured(zoo.gpt2(), batch).label_counts
+    assert int(count.code(batch["labels"])) == int((batch["labels"][:, 1:] != -100).sum()), "GPT-2 shifts its labels"
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "Weighted"])
+def test_losses_of_micro_batches_over_the_global_count_sum_to_the_mean_over_the_batch(name: str) -> None:
+    batch = batch_for(name, size=8)
+    parts = [{key: value[i : i + 2] for key, value in batch.items()} for i in range(0, 8, 2)]
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    graph = captured(model, parts[0])
+    assert all(block.counts for block in graph.blocks[-1:])
+    counts = [count.code(*(batch[key] for key in count.inputs)).float() for count in graph.label_counts]
+    summed = sum(interpret(graph, model, part, counts).item() for part in parts)
+    means = sum(loss_of(model, part).item() for part in parts) / len(parts)
+    whole = loss_of(model, batch).item()
+    assert summed == pytest.approx(whole, rel=2e-6)
+    assert means != pytest.approx(whole, rel=1e-3), "the batch does not tell the two apart"
+
+
+def test_capture_on_meta_computes_nothing_and_gives_the_same_blocks() -> None:
+    batch = batch_for("bert")
+    model = build_meta(zoo.bert_pretraining)
+    on_meta = captured(model, batch)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    on_cpu = captured(zoo.bert_pretraining(), batch)
+    assert [block.kind for block in on_meta.blocks] == [block.kind for block in on_cpu.blocks]
+    assert on_meta.signature == on_cpu.signature
+
+
+def test_a_model_whose_constructor_needs_real_numbers_is_built_all_the_same() -> None:
+    class DropPath(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = torch.linspace(0, 0.1, 4).tolist()
+
+    model = build_meta(DropPath)
+    assert model.rates[-1] == pytest.approx(0.1)
+    assert len(captured(model, batch_for("DropPath")).blocks) == 6
+
+
+def test_bert_of_two_billion_parameters_is_captured_on_meta_in_seconds_and_under_two_gigabytes() -> None:
+    code = """
+        import resource, sys, time
+        from workbench import models
+        from workbench.capture import build_meta, capture
+        from workbench.tensors import TensorSpec
+        names = ("input_ids", "token_type_ids", "labels")
+        batch = {name: TensorSpec(name, (2, 512), "int64") for name in names}
+        batch["next_sentence_label"] = TensorSpec("next_sentence_label", (2,), "int64")
+        started = time.perf_counter()
+        factory = models.bert(hidden_size=1920, num_layers=54, num_heads=30).build
+        graph = capture(build_meta(factory), batch)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(len(graph.blocks), len(graph.kinds), graph.parameter_count, time.perf_counter() - started, peak * 1024)
+    """
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True
+    )
+    blocks, kinds, parameters, seconds, peak_bytes = map(float, answer.stdout.split())
+    assert (blocks, kinds) == (56, 3)
+    assert parameters == pytest.approx(2.457e9, rel=1e-3)
+    assert seconds < 30, "4 s when the machine is idle"
+    assert peak_bytes < 2 * 2**30
+
+
+def refused(model: nn.Module, name: str = "Mine", batch: Batch | None = None) -> CaptureError:
+    with pytest.raises(CaptureError) as caught:
+        captured(model, batch or batch_for(name), name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return caught.value
+
+
+def line_of(kind: type, text: str) -> int:
+    source = open(__file__).read().splitlines()
+    first = next(i for i, line in enumerate(source) if line.strip().startswith(f"class {kind.__name__}"))
+    return next(i for i, line in enumerate(source[first:], first + 1) if text in line)
+
+
+def test_a_branch_on_a_tensors_value_is_refused_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    class Branches(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                x = -x
+            return super().body(x)
+
+    error = refused(Branches())
+    assert error.facts["file"] == __file__
+    assert error.facts["line"] == line_of(Branches, "if x.sum() > 0")
+    assert f"{__file__}:{error.facts['line']} (`if x.sum() > 0:`) depends on the values of a tensor" in str(error)
+    assert "torch.where" in str(error)
+    assert capfd.readouterr() == ("", ""), "nothing but the error speaks"
+
+
+def test_a_selection_by_values_is_refused_with_its_line() -> None:
+    class Selects(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            kept = x[x[:, 0] > 0]
+            return super().body(kept).repeat(2, 1)[:4]
+
+    error = refused(Selects())
+    assert error.facts["file"] == __file__
+    assert "by a mask" in str(error)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, value):  # noqa: ANN001, ANN205
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):  # noqa: ANN001, ANN205
+        return 2 * gradient
+
+
+def test_a_custom_autograd_function_is_refused_because_its_backward_would_be_lost() -> None:
+    class Straight(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return Doubled.apply(super().body(x))
+
+    error = refused(Straight())
+    assert error.facts["line"] == line_of(Straight, "Doubled.apply")
+    assert "Doubled" in str(error)
+    assert "register_autograd" in str(error)
+    assert torch.equal(Doubled.apply(torch.ones(2)), torch.ones(2)), "the function itself is as before"
+
+
+def test_the_torch_function_patched_during_a_failed_capture_is_put_back() -> None:
+    before = torch.rand, torch.autograd.Function.__dict__["apply"]
+    refused(LayerDrop(0.1))
+    assert (torch.rand, torch.autograd.Function.__dict__["apply"]) == before
+
+
+def test_layerdrop_that_could_drop_is_refused_with_its_line() -> None:
+    error = refused(LayerDrop(0.1))
+    assert error.facts["line"] == line_of(LayerDrop, "torch.rand([])")
+
+
+def test_a_forward_without_a_field_of_the_batch_is_told_the_fields() -> None:
+    class NoLabels(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.head(self.body(self.stem(x))).sum()
+
+    assert "x [4, 8], labels [4]: let forward take exactly these" in str(refused(NoLabels()))
+
+
+def test_a_forward_that_needs_more_than_the_batch_is_told_the_fields() -> None:
+    class More(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x * mask, labels)
+
+    message = str(refused(More()))
+    assert "'mask'" in message
+    assert "let forward take exactly these" in message
+
+
+@pytest.mark.parametrize("result", ["logits", "dict", "nothing", "labels"])
+def test_a_model_that_returns_no_scalar_loss_is_refused(result: str) -> None:
+    class NoLoss(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:  # type: ignore[override]
+            logits = self.head(self.body(self.stem(x)))
+            return {"logits": logits, "dict": {"logits": logits}, "nothing": None, "labels": labels.sum()}[result]
+
+    assert "Let forward return a scalar loss" in str(refused(NoLoss()))
+
+
+@pytest.mark.parametrize("how", ["batch alone", "no_grad", "detach", "frozen"])
+def test_a_loss_that_no_parameter_can_learn_from_is_refused(how: str) -> None:
+    class Unlearnable(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(how != "no_grad"):
+                loss = x.mean() if how == "batch alone" else super().forward(x, labels)
+            return loss.detach() if how == "detach" else loss
+
+    model = Unlearnable().requires_grad_(how != "frozen")
+    assert "depends on no trainable parameter" in str(refused(model))
+
+
+def test_a_parameter_written_in_forward_is_refused() -> None:
+    class Clamps(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.head.weight.clamp_(-0.1, 0.1)
+            return super().body(x)
+
+    message = str(refused(Clamps()))
+    assert "writes to its parameter head.weight" in message
+    assert __file__ in message
+
+
+def test_a_number_made_in_one_layer_and_used_in_another_is_refused() -> None:
+    class Numbers(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            scale = x.mean().item()
+            return super().body(x) * scale
+
+    assert "Keep it a tensor" in str(refused(Numbers()))
+
+
+def test_a_batch_that_does_not_fit_the_model_is_refused_with_the_shapes() -> None:
+    message = str(refused(Net(), batch={"x": torch.zeros(4, 7), "labels": torch.zeros(4, dtype=torch.long)}))
+    assert "x [4, 7]" in message
+    assert "see that model(**batch) runs" in message
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(CaptureError, match="batch without fields"):
+        capture(Net(), {})
