@@ -19,7 +19,9 @@ one block's are ever whole. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fs
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +78,8 @@ class ParameterTable:
         for index, block in enumerate(profile.blocks):
             for name in block.parameters:
                 uses.setdefault(name, []).append(index)
+        self.shared = {name: blocks for name, blocks in uses.items() if len(blocks) > 1}
+        """Parameters that several blocks use, with those blocks."""
         trained = {name: 0 if name in profile.frozen else size for name, size in profile.parameters.items()}
         self.elements = _spans(uses, profile.parameters, len(profile.blocks))
         self.trained = _spans(uses, trained, len(profile.blocks))
@@ -84,17 +88,15 @@ class ParameterTable:
         )
 
 
-def _spans(uses: dict[str, list[int]], sizes: dict[str, int] | object, blocks: int) -> Array:
+def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int) -> Array:
     """`[i, j]`: elements that blocks `i … j - 1` need, a parameter used by several of them once."""
-    assert hasattr(sizes, "__getitem__")
     each = np.zeros(blocks + 1)
     again = np.zeros((blocks + 1, blocks + 1))
     for name, indices in uses.items():
-        size = sizes[name]
         for index in indices:
-            each[index + 1] += size
-        for first, second in zip(indices, indices[1:], strict=False):
-            again[: first + 1, second + 1 :] += size
+            each[index + 1] += sizes[name]
+        for first, second in pairwise(indices):
+            again[: first + 1, second + 1 :] += sizes[name]
     total = each.cumsum()
     return np.asarray(total[None, :] - total[:, None] - again)
 

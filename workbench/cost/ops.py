@@ -17,18 +17,24 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 META = torch.device("meta")
 
-LOW_PRECISION = (
-    "linear matmul mm bmm addmm addbmm baddbmm mv addmv einsum conv1d conv2d conv3d convolution conv_transpose1d "
-    "conv_transpose2d conv_transpose3d scaled_dot_product_attention prelu gru_cell lstm_cell rnn_tanh_cell"
-).split()
-FULL_PRECISION = (
-    "layer_norm native_layer_norm rms_norm group_norm softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd "
-    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits cosine_embedding_loss "
-    "pow exp log log2 log10 log1p expm1 rsqrt reciprocal sum prod cumsum cumprod norm dist cdist softplus acos asin "
-    "cosh sinh tan erfinv logsumexp renorm"
-).split()
-"""torch's autocast lists: docs.pytorch.org/docs/stable/amp.html#autocast-op-reference (CUDA). Operations in neither
-take their inputs' promoted type. On CPUs layer_norm runs in the type that it is given."""
+# torch's autocast lists (docs.pytorch.org/docs/stable/amp.html#autocast-op-reference); operations in neither take
+# the promoted type of their inputs.
+# fmt: off
+LOW_PRECISION = {
+    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "einsum", "conv1d", "conv2d",
+    "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "scaled_dot_product_attention", "prelu",
+}
+FULL_PRECISION = {
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy_loss",
+    "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "pow", "exp", "log", "log2", "log10", "log1p",
+    "expm1", "rsqrt", "reciprocal", "sum", "prod", "cumsum", "cumprod", "norm", "dist", "cdist", "softplus",
+    "acos", "asin", "cosh", "sinh", "tan", "erfinv", "logsumexp", "renorm",
+}
+# fmt: on
+CPU_KEEPS = {"layer_norm", "softmax", "log_softmax", "rms_norm", "group_norm", "sum", "pow", "exp", "log", "norm"}
+"""Of `FULL_PRECISION`, what a CPU runs in the type that it is given."""
 
 FUSED_ATTENTION = "scaled_dot_product_attention"
 
@@ -55,12 +61,12 @@ class Casts:
 
     def __init__(self, reuse: bool) -> None:
         self._reuse = reuse
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
         self.weights: dict[int, torch.Tensor] = {}
 
     def get(self, tensor: torch.Tensor, dtype: torch.dtype, is_weight: bool) -> tuple[torch.Tensor, bool]:
         """The copy, and whether it had to be made."""
-        key = hash((identity(tensor), dtype, tuple(tensor.shape), tensor.stride()))
+        key = (identity(tensor), dtype, tuple(tensor.shape), tensor.stride())
         if key in self._made:
             return self._made[key], False
         copy = torch.empty(tensor.shape, dtype=dtype, device=META)
@@ -73,7 +79,7 @@ class Casts:
 
 def identity(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -148,7 +154,7 @@ def _autocast_dtype(name: str, settings: Settings) -> torch.dtype | None:
         return None
     if name in LOW_PRECISION:
         return torch.bfloat16
-    if name in FULL_PRECISION and not (settings.device_kind == "cpu" and name == "layer_norm"):
+    if name in FULL_PRECISION and not (settings.device_kind == "cpu" and name in CPU_KEEPS):
         return torch.float32
     return None
 

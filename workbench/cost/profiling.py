@@ -6,8 +6,9 @@ The only module of this room, with `ops`, that imports torch at its top.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -135,7 +136,7 @@ class _Walk:
     # Running
 
     def _run(self, graph: Graph, block: Block, received: tuple[torch.dtype, ...]) -> None:
-        env: dict[fx.Node, object] = {}
+        env: dict[fx.Node, Any] = {}
         arguments = iter(self._arguments(graph, block, received))
         for node in block.code.graph.nodes:
             if node.op == "placeholder":
@@ -177,8 +178,10 @@ class _Walk:
             self._weights.add(identity(tensor))
         return tensor
 
-    def _step(self, node: fx.Node, env: Mapping[fx.Node, object]) -> object:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])  # type: ignore[no-untyped-call]
+    def _step(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+        lookup: Callable[[fx.Node], Any] = env.__getitem__
+        args: Any = fx.node.map_arg(node.args, lookup)
+        kwargs: Any = fx.node.map_arg(node.kwargs, lookup)
         name = op_name(node)
         if name == "getitem":
             return args[0][args[1]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -155,13 +156,13 @@ class _Search:
         return most_in_flight(self.request.schedule, stage, degrees.pipeline, degrees.num_microbatches)
 
     def _bound(self, degrees: Degrees, times: StageTimes, cuts: tuple[int, ...]) -> float:
-        """One micro-batch through all stages and back, the others through the slowest, and the step's end."""
+        """The longest of these paths: down to a stage with the first micro-batch, all of that stage's own work, and
+        back up with the last; then the step's end."""
         i, j = np.array(cuts[:-1]), np.array(cuts[1:])
         busy = times.busy[i, j]
-        fill = busy.sum() + 2 * times.send[list(cuts[1:-1])].sum()
-        return float(
-            fill + (degrees.num_microbatches - 1) * busy.max() + (times.step_wait + times.optimizer)[i, j].max()
-        )
+        before = np.concatenate([[0.0], np.cumsum(busy[:-1] + 2 * times.send[list(cuts[1:-1])])])
+        longest = (before + degrees.num_microbatches * busy).max()
+        return float(longest + (times.step_wait + times.optimizer)[i, j].max())
 
     # Predicting
 
@@ -242,7 +243,7 @@ class _Search:
                 recompute=degrees.recompute,
                 memory=_memory(memory, i, j, self._in_flight(degrees, s)),
             )
-            for s, (i, j) in enumerate(zip(cuts, cuts[1:], strict=False))
+            for s, (i, j) in enumerate(pairwise(cuts))
         )
 
     def _row(self, option: _Option, best: _Option) -> Candidate:
@@ -305,18 +306,18 @@ class _Search:
     def _indivisible(self) -> PlanInfeasible:
         request = self.request
         gpus, batch = request.cluster.gpus, request.global_batch
+        nearest = max(1, round(batch / gpus)) * gpus
         return PlanInfeasible(
             f"No division of {gpus} devices suits a global batch of {batch} samples and {len(self.profile.blocks)} "
             f"blocks: every replica needs an equal share, cut into at least as many micro-batches as there are "
-            f"stages. Choose a global batch that is a multiple of {gpus}, such as {max(1, round(batch / gpus)) * gpus}, "
-            f"or fewer devices.",
+            f"stages. Choose a global batch that is a multiple of {gpus}, such as {nearest}, or fewer devices.",
             global_batch=batch,
             devices=gpus,
         )
 
 
 def _largest(peaks: Array, cuts: tuple[int, ...]) -> float:
-    return max(float(peaks[s, i, j]) for s, (i, j) in enumerate(zip(cuts, cuts[1:], strict=False)))
+    return max(float(peaks[s, i, j]) for s, (i, j) in enumerate(pairwise(cuts)))
 
 
 def _memory(memory: StageMemory, i: int, j: int, in_flight: int) -> Memory:

@@ -105,32 +105,15 @@ class Pricer:
         return 1e3 * forward, 1e3 * backward
 
     def tied_ms(self, degrees: Degrees, cuts: tuple[int, ...]) -> float:
-        """All-reduces of gradients whose parameter lives in several stages."""
+        """All-reduces of gradients whose parameter lives in several stages, one after the other."""
         shard = degrees.data if degrees.zero >= 2 else 1
+        link = self._pipeline_link(degrees)
         total = 0.0
-        for name, size in self.profile.parameters.items():
-            holders = (
-                [
-                    s
-                    for s, (i, j) in enumerate(zip(cuts, cuts[1:], strict=False))
-                    if any(name in block.parameters for block in self.profile.blocks[i:j])
-                ]
-                if name in self._shared
-                else []
-            )
+        for name, blocks in self.table.shared.items():
+            holders = np.unique(np.searchsorted(cuts, blocks, side="right"))
             if len(holders) > 1:
-                total += all_reduce_s(FP32 * size / shard, len(holders), self._pipeline_link(degrees))
+                total += all_reduce_s(FP32 * self.profile.parameters[name] / shard, len(holders), link)
         return 1e3 * total
-
-    @property
-    def _shared(self) -> frozenset[str]:
-        if not hasattr(self, "_shared_names"):
-            uses: dict[str, int] = {}
-            for block in self.profile.blocks:
-                for name in block.parameters:
-                    uses[name] = uses.get(name, 0) + 1
-            self._shared_names = frozenset(name for name, count in uses.items() if count > 1)
-        return self._shared_names
 
     def _pipeline_link(self, degrees: Degrees) -> Link:
         return self.cluster.link(degrees.pipeline * degrees.data)

@@ -102,9 +102,10 @@ def _check_batch(request: Request) -> None:
     least = micro * (data or 1) if micro is not None else 1
     if micro is not None and batch % least:
         replicas = f" on each of {data} replicas" if data else ""
+        choices = _listed(divisors(batch // data if data else batch))
         raise PlanInfeasible(
             f"A global batch of {batch} samples cannot be divided into micro-batches of {micro}{replicas}. Choose one "
-            f"of {_listed(divisors(batch // data if data else batch))}, or a global batch of {_multiple(batch, least)}.",
+            f"of {choices}, or a global batch of {_multiple(batch, least)}.",
             global_batch=batch,
             micro_batch=micro,
         )

@@ -181,9 +181,13 @@ def step_ms(
     num_stages = len(forward_ms)
     enough = PERIODIC * num_stages
     simulated = min(num_microbatches, enough)
-    length = _length(name, simulated, forward_ms, backward_ms, send_ms)
+
+    def simulated_ms(count: int) -> float:
+        return simulate(build_schedule(name, num_stages, count), forward_ms, backward_ms, send_ms).step_ms
+
+    length = simulated_ms(simulated)
     if num_microbatches > simulated:
-        longer = _length(name, simulated + num_stages, forward_ms, backward_ms, send_ms)
+        longer = simulated_ms(simulated + num_stages)
         length += (longer - length) / num_stages * (num_microbatches - simulated)
     busy = num_microbatches * (sum(forward_ms) + sum(backward_ms))
     return length, 1 - busy / (length * num_stages) if length > 0 else 0.0
@@ -191,14 +195,3 @@ def step_ms(
 
 PERIODIC = 3
 """Micro-batches per stage after which a schedule has become periodic; tests compare with whole simulations."""
-
-
-def _length(
-    name: str,
-    num_microbatches: int,
-    forward_ms: Sequence[float],
-    backward_ms: Sequence[float],
-    send_ms: Sequence[float],
-) -> float:
-    """The makespan alone, by the same rules as `simulate`, in arrays instead of events."""
-    return simulate(build_schedule(name, len(forward_ms), num_microbatches), forward_ms, backward_ms, send_ms).step_ms
