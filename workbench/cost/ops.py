@@ -227,8 +227,10 @@ def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None
         scores = (batch, heads, rows, columns)
         ran.backward_flops = 2 * ran.forward_flops
         ran.outputs = torch.empty((batch, heads, rows, width), dtype=query.dtype, device=META)
-        kept = [torch.empty(scores, dtype=query.dtype, device=META) for _ in range(3)]  # softmax, noise, product
-        ran.saved = [torch.empty_like(query), torch.empty_like(key), value, *kept]  # both scaled by the fourth root
+        # Computed in fp32. Query and key are kept scaled; of the scores: softmax, noise, and their product.
+        values = [torch.empty_like(t, dtype=torch.float32) for t in (query, key)]
+        values.append(value if value.dtype == torch.float32 else torch.empty_like(value, dtype=torch.float32))
+        ran.saved = [*values, *(torch.empty(scores, dtype=torch.float32, device=META) for _ in range(3))]
         return
     ran.backward_flops = 2.5 * ran.forward_flops
     rows_lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=META)

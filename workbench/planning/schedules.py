@@ -166,32 +166,32 @@ def _most_held(actions: Sequence[Action]) -> int:
     return most
 
 
+EXACT_ACTIONS = 40_000
+"""Forwards and backwards of one step that are all simulated; of a longer step, so many, and the rest extended."""
+
+
 def step_ms(
     name: str,
     num_microbatches: int,
     forward_ms: Sequence[float],
     backward_ms: Sequence[float],
     send_ms: Sequence[float],
+    exact_actions: int = EXACT_ACTIONS,
 ) -> tuple[float, float]:
-    """Length and bubble fraction of a whole step, without simulating every micro-batch of a long one.
+    """Length and bubble fraction of a step; one of many micro-batches is extended at its steady rate.
 
-    After warm-up a schedule is periodic: each further micro-batch adds one forward and backward of the slowest
-    stage. So the step is simulated with `PERIODIC` micro-batches per stage, twice, and the difference extended.
+    After warm-up a schedule repeats itself, so the rate is that of the later half of what was simulated.
     """
     num_stages = len(forward_ms)
-    enough = PERIODIC * num_stages
-    simulated = min(num_microbatches, enough)
 
     def simulated_ms(count: int) -> float:
         return simulate(build_schedule(name, num_stages, count), forward_ms, backward_ms, send_ms).step_ms
 
+    simulated = min(num_microbatches, max(4 * num_stages, exact_actions // (2 * num_stages)))
     length = simulated_ms(simulated)
     if num_microbatches > simulated:
-        longer = simulated_ms(simulated + num_stages)
-        length += (longer - length) / num_stages * (num_microbatches - simulated)
+        half = simulated // 2
+        rate = (length - simulated_ms(simulated - half)) / half
+        length += rate * (num_microbatches - simulated)
     busy = num_microbatches * (sum(forward_ms) + sum(backward_ms))
     return length, 1 - busy / (length * num_stages) if length > 0 else 0.0
-
-
-PERIODIC = 3
-"""Micro-batches per stage after which a schedule has become periodic; tests compare with whole simulations."""

@@ -1,0 +1,62 @@
+"""Small captured models and a hand-made profile for the tests of cost and planning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench import models
+from workbench.capture import Graph, build_meta, capture
+from workbench.cost.profiles import GEMM, STREAM, BlockCost, Kernel, KindCost, Profile
+from workbench.tensors import TensorSpec
+
+
+def bert(**changes: Any) -> Any:
+    return models.bert(
+        **{"hidden_size": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 512, "max_positions": 64, **changes}
+    )
+
+
+def batch_of(model: Any, samples: int, seq_len: int) -> dict[str, TensorSpec]:
+    names = ("input_ids", "labels") if model.objective == "clm" else ("input_ids", "token_type_ids", "labels")
+    batch = {name: TensorSpec(name, (samples, seq_len), "int64") for name in names}
+    if model.objective == "mlm_nsp":
+        batch["next_sentence_label"] = TensorSpec("next_sentence_label", (samples,), "int64")
+    return batch
+
+
+def graph_of(model: Any, samples: int = 2, seq_len: int = 32) -> Graph:
+    return capture(build_meta(model.build), batch_of(model, samples, seq_len), name=model.name)
+
+
+def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: int = 60_000_000) -> Profile:
+    """Embedding, equal layers, head; the head shares the embedding's table. bf16, 512 tokens a sample."""
+    layer = KindCost(
+        kind="layer",
+        forward=(Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6), Kernel(STREAM, 0, 60e6, 6.0 * elements, 4)),
+        backward=(
+            Kernel(GEMM, 2048.0 * elements, 60e6, 4.0 * elements, 12),
+            Kernel(STREAM, 0, 90e6, 18.0 * elements, 6),
+        ),
+        model_flops=1024.0 * elements,
+        saved_bytes=35e6,
+        workspace_bytes=9e6,
+        weight_copy_bytes=2.0 * elements,
+    )
+    embedding = KindCost("embedding", (Kernel(STREAM, 0, 10e6, 0),), (Kernel(STREAM, 0, 10e6, 4e8),), 0, 5e6, 4e6, 0)
+    head = KindCost(
+        kind="head",
+        forward=(Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),),
+        backward=(Kernel(GEMM, 2048.0 * vocabulary, 140e6, 4.0 * vocabulary, 2),),
+        model_flops=1024.0 * vocabulary,
+        saved_bytes=70e6,
+        workspace_bytes=90e6,
+        weight_copy_bytes=2.0 * vocabulary,
+    )
+    blocks = [BlockCost("embeddings", 0, ("table",), 0.0)]
+    blocks += [BlockCost(f"layer.{i}", 1, (f"layer.{i}.weight",), 4e6) for i in range(layers)]
+    blocks.append(BlockCost("head", 2, ("table", "head.bias"), 4e6))
+    sizes = {"table": vocabulary, "head.bias": 30_000} | {f"layer.{i}.weight": elements for i in range(layers)}
+    crossing = (0.0, *([4e6] * (layers + 1)), 0.0)
+    return Profile(
+        "layered", "0" * 16, "bf16", "cuda", True, (embedding, layer, head), tuple(blocks), sizes, frozenset(), crossing
+    )

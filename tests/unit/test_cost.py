@@ -1,0 +1,249 @@
+"""The cost model against torch itself, against closed forms, and against its own arithmetic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cost_values import bert, graph_of, layered_profile
+
+from workbench import models
+from workbench.capture import Block, Graph
+from workbench.cost import Cluster, Link, Profile, profile
+from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
+from workbench.cost.memory import ParameterTable, Shares, StageMemory, stage_memory
+from workbench.errors import PlanInfeasible, UnknownParameter
+
+H200 = Cluster.of("h200", gpus=4)
+CPU = Cluster.here(processes=2)
+
+
+def test_importing_cost_and_planning_imports_no_torch() -> None:
+    code = "import sys, workbench.cost, workbench.planning; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Clusters
+
+
+@pytest.mark.parametrize("name", ["v100", "a100", "a100-40gb", "h100", "H200"])
+def test_every_named_cluster_survives_json(name: str) -> None:
+    cluster = Cluster.of(name, gpus=16)
+    assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
+
+
+def test_this_machine_survives_json_and_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    first = Cluster.here(processes=2)
+    again = Cluster.here(processes=2)
+    assert again.device.peak_flops == first.device.peak_flops
+    assert first.device.peak_flops["fp32"] > 1e8
+    assert Cluster.from_json(json.loads(json.dumps(first.to_json()))) == first
+
+
+def test_an_unknown_device_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownParameter, match="Did you mean 'h200'"):
+        Cluster.of("h20", gpus=1)
+
+
+@pytest.mark.parametrize("gpus", [0, -1])
+def test_a_cluster_needs_a_device(gpus: int) -> None:
+    with pytest.raises(PlanInfeasible, match="cannot train anything"):
+        Cluster.of("h200", gpus=gpus)
+
+
+def test_nodes_must_share_the_gpus_evenly() -> None:
+    with pytest.raises(PlanInfeasible, match="10 GPUs cannot be divided evenly over 4 nodes"):
+        Cluster.of("h200", gpus=10, nodes=4)
+    assert Cluster.of("h200", gpus=256).nodes == 32
+
+
+def test_a_group_that_leaves_its_node_takes_the_slower_link() -> None:
+    cluster = Cluster.of("h100", gpus=16)
+    assert cluster.link(8) == cluster.intra
+    assert cluster.link(9) == cluster.inter
+    assert cluster.inter.bandwidth < cluster.intra.bandwidth
+
+
+# Communication
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    link = Link(100e9, 1e-5)
+    parts = reduce_scatter_s(1e9, 8, link) + all_gather_s(1e9, 8, link)
+    assert all_reduce_s(1e9, 8, link) == pytest.approx(parts)
+    assert all_reduce_s(1e9, 8, Link(100e9, 0.0)) == pytest.approx(2 * 7 / 8 * 1e9 / 100e9)
+
+
+def test_a_group_of_one_communicates_nothing() -> None:
+    assert all_reduce_s(1e9, 1, Link(1e9, 1.0)) == 0.0
+    assert point_to_point_s(1e9, Link(1e9, 0.5)) == pytest.approx(1.5)
+
+
+# What a block costs
+
+
+def test_model_flops_are_six_per_weight_and_token_plus_attention() -> None:
+    """PaLM (arXiv:2204.02311, appendix B): 6 N + 12 L H Q T per token; N without embeddings that are only looked up."""
+    hidden, layers, vocab, seq_len = 64, 3, 512, 32
+    model = bert(next_sentence=False)
+    found = profile(graph_of(model, seq_len=seq_len), H200.device, "bf16", compiled=True)
+    weights = layers * 12 * hidden**2 + hidden**2 + hidden * vocab
+    per_token = 6 * weights + 12 * layers * hidden * seq_len
+    assert found.flops_per_sample == pytest.approx(seq_len * per_token, rel=1e-6)
+
+
+def test_equal_layers_are_priced_once() -> None:
+    found = profile(graph_of(bert(num_layers=5)), H200.device, "bf16", compiled=True)
+    assert len(found.blocks) == 7
+    assert len(found.kinds) == 3
+    assert len({block.kind for block in found.blocks[1:-1]}) == 1
+
+
+def test_a_profile_survives_json() -> None:
+    found = profile(graph_of(bert()), H200.device, "bf16", compiled=True)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_costs_do_not_depend_on_the_micro_batch_of_the_capture(samples: int) -> None:
+    ours = profile(graph_of(bert(), samples=samples), H200.device, "bf16", compiled=True).at(8, H200.device)
+    reference = profile(graph_of(bert(), samples=2), H200.device, "bf16", compiled=True).at(8, H200.device)
+    np.testing.assert_allclose(ours.forward_ms, reference.forward_ms, rtol=1e-6)
+    np.testing.assert_allclose(ours.saved_bytes, reference.saved_bytes, rtol=1e-2)
+
+
+def test_a_faster_device_is_never_slower() -> None:
+    costs = profile(graph_of(bert(hidden_size=512, num_heads=8)), H200.device, "bf16", compiled=True)
+    slow = costs.at(64, Cluster.of("v100").device)
+    fast = costs.at(64, Cluster.of("a100").device)
+    assert (fast.forward_ms <= slow.forward_ms).all()
+
+
+def test_fusion_moves_no_more_bytes_than_single_operations() -> None:
+    graph = graph_of(bert())
+
+    def traffic(compiled: bool) -> float:
+        found = profile(graph, H200.device, "bf16", compiled=compiled)
+        return sum(kernel.bytes for kind in found.kinds for kernel in (*kind.forward, *kind.backward))
+
+    assert traffic(True) < 0.8 * traffic(False)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        bert(dropout=0.1),
+        bert(dropout=0.0),
+        bert(layout="pre_ln", dropout=0.1),
+        models.gpt2(hidden_size=64, num_layers=2, num_heads=4, vocab_size=512, max_positions=64),
+    ],
+    ids=["post_ln", "post_ln without dropout", "pre_ln", "gpt2"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_saved_activations_are_what_autograd_saves(model: Any, precision: str) -> None:
+    """Every kind of block runs for real at another micro-batch; autograd's own saved tensors are the truth."""
+    costs = profile(graph_of(model), CPU.device, precision, compiled=False)
+    real = graph_of(model, samples=6)
+    for index in {block.kind: block.index for block in reversed(real.blocks)}.values():
+        expected = costs.kinds[costs.blocks[index].kind].saved_bytes * 6
+        assert expected == pytest.approx(_really_saved(real, real.blocks[index], precision), rel=0.1)
+
+
+def _really_saved(graph: Graph, block: Block, precision: str) -> int:
+    """Bytes of distinct memory that the backward of one block keeps, parameters and their casts aside."""
+    weights = [torch.randn(graph.parameters[name].shape).requires_grad_() for name in block.parameters]
+    buffers = [_zeros(graph.buffers[name]) for name in block.buffers]
+    # Not leaves: autocast would keep one cast of a leaf for all its uses.
+    received = [torch.randn(graph.values[name].shape).requires_grad_().clone() for name in block.receives]
+    inputs = [_zeros(graph.batch[name]) for name in block.inputs]
+    counts = [torch.ones(()) for _ in block.counts]
+    saved: dict[int, torch.Tensor] = {}
+    resident = {tensor.untyped_storage().data_ptr() for tensor in [*weights, *buffers]}
+    shapes = {tuple(sorted(weight.shape)) for weight in weights if weight.ndim > 1}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_cast = tensor.dtype == torch.bfloat16 and tuple(sorted(tensor.shape)) in shapes
+        if storage.data_ptr() not in resident and not is_cast:
+            saved[storage.data_ptr()] = tensor
+        return tensor
+
+    for node in block.code.graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.update_kwarg("device", torch.device("cpu"))
+    block.code.recompile()
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        outputs = block.code(*weights, *buffers, *received, *inputs, *counts)
+        assert outputs is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def _zeros(spec: Any) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+# Memory of a stage
+
+
+def memory_of(found: Profile, **changes: Any) -> StageMemory:
+    shares = Shares(**{"zero": 0, "data": 1, "recompute": False, "num_microbatches": 8, **changes})
+    return stage_memory(found, ParameterTable(found), found.at(4, H200.device), 4, shares)
+
+
+def test_a_tied_parameter_is_counted_once_in_a_stage_and_once_in_each_that_holds_it() -> None:
+    found = layered_profile(layers=4, elements=10, vocabulary=1000)
+    table = ParameterTable(found)
+    assert table.elements[0, 6] == 4 * 10 + 1000 + 30_000
+    assert table.elements[0, 3] == 2 * 10 + 1000
+    assert table.elements[3, 6] == 2 * 10 + 1000 + 30_000
+
+
+def test_training_state_is_sixteen_bytes_a_parameter_without_sharding() -> None:
+    found = layered_profile()
+    memory = memory_of(found)
+    whole = (0, len(found.blocks))
+    state = memory.parameters[whole] + memory.gradients[whole] + memory.optimizer[whole]
+    assert state == 16 * found.parameter_count
+
+
+def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
+    found = layered_profile()
+    whole = (0, len(found.blocks))
+    two, three = memory_of(found, zero=2, data=4), memory_of(found, zero=3, data=4)
+    for memory in (two, three):
+        assert memory.gradients[whole] + memory.optimizer[whole] == 12 * found.parameter_count / 4
+    assert two.parameters[whole] == (4 / 4 + 2) * found.parameter_count
+    assert three.parameters[whole] < two.parameters[whole]
+
+
+def test_checkpointing_holds_block_inputs_and_one_blocks_activations() -> None:
+    found = layered_profile()
+    plain, checkpointed = memory_of(found), memory_of(found, recompute=True)
+    whole = (0, len(found.blocks))
+    inputs = 4 * sum(block.input_bytes for block in found.blocks)
+    assert checkpointed.held[whole] == pytest.approx(inputs)
+    assert checkpointed.activations(1)[whole] < 0.5 * plain.activations(1)[whole]
+    assert checkpointed.activations(1)[whole] > checkpointed.held[whole]
+
+
+def test_each_further_micro_batch_in_flight_holds_as_much_as_the_last() -> None:
+    memory = memory_of(layered_profile())
+    assert memory.peak(3)[1, 5] - memory.peak(2)[1, 5] == pytest.approx(memory.held[1, 5])
+
+
+def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state() -> None:
+    from dataclasses import replace
+
+    found = replace(layered_profile(layers=2, elements=100, vocabulary=1000), frozen=frozenset({"layer.0.weight"}))
+    memory = memory_of(found)
+    assert memory.parameters[1, 2] == 400
+    assert memory.gradients[1, 2] == memory.optimizer[1, 2] == 0
