@@ -16,7 +16,7 @@ from workbench.capture.graph import Block, Graph, spec_of
 from workbench.capture.lift import Lifter
 from workbench.capture.losses import label_count, mean_losses
 from workbench.capture.regions import gradients_pass
-from workbench.capture.writes import settle_writes
+from workbench.capture.writes import settle_writes, users_line
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
 
@@ -103,12 +103,23 @@ def _require_gradient(loss: fx.Node, flow: Dataflow, name: str) -> None:
 
 def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int], name: str) -> dict[str, TensorSpec]:
     nodes = {node.name: node for node in home}
-    values = {value: nodes[value].meta["val"] for block in blocks for value in block.sends}
-    for key, value in values.items():
-        if not isinstance(value, torch.Tensor):
-            raise CaptureError(
-                f"{name} turns a tensor into a Python number ({key}, an .item() or a size that depends on values) in "
-                f"one layer and uses it in another. Keep it a tensor, or compute it where it is used.",
-                model=name,
-            )
-    return {key: spec_of(key, value) for key, value in values.items()}
+    sent = {value: nodes[value] for block in blocks for value in block.sends}
+    for node in sent.values():
+        _require_fixed_size(node, name)
+    return {value: spec_of(value, node.meta["val"]) for value, node in sent.items()}
+
+
+def _require_fixed_size(node: fx.Node, name: str) -> None:
+    """Stages exchange tensors whose sizes are known before the values are."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape):
+        return
+    line = users_line(node)
+    what = "the size of a tensor" if isinstance(value, torch.Tensor) else "a Python number"
+    raise CaptureError(
+        f"{name} makes {what} depend on the values of a tensor in one layer{line.where} and uses it in another. "
+        f"Replace a selection by a mask, and keep a number (.item()) a tensor.",
+        model=name,
+        file=line.file,
+        line=line.number,
+    )

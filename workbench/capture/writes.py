@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
@@ -43,14 +44,31 @@ def _after_last_reader(update: fx.Node, buffer: fx.Node, value: fx.Node, owners:
 def _refuse_parameter(module: fx.GraphModule, owner: fx.Node, writer: fx.Node, name: str) -> None:
     if owner.op != "get_attr" or not isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
         return
-    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', writer.stack_trace or "")
-    file, line, text = found[-1] if found else ("", "0", "")
-    where = f" at {file}:{line} (`{text}`)" if file else ""
+    line = users_line(writer)
     raise CaptureError(
-        f"{name} writes to its parameter {owner.target} in forward{where}. Make it a buffer, or compute a new tensor "
-        f"from it and leave the parameter to the optimiser.",
+        f"{name} writes to its parameter {owner.target} in forward{line.where}. Make it a buffer, or compute a new "
+        f"tensor from it and leave the parameter to the optimiser.",
         model=name,
-        file=file,
-        line=int(line),
+        file=line.file,
+        line=line.number,
         parameter=str(owner.target),
     )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the model's code; `where` is `" at file:number (`text`)"`, or empty where export lost it."""
+
+    file: str = ""
+    number: int = 0
+    text: str = ""
+
+    @property
+    def where(self) -> str:
+        return f" at {self.file}:{self.number} (`{self.text}`)" if self.file else ""
+
+
+def users_line(node: fx.Node) -> Line:
+    """The innermost line that export noted for an operation."""
+    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', node.stack_trace or "")
+    return Line(found[-1][0], int(found[-1][1]), found[-1][2]) if found else Line()
