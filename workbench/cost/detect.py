@@ -95,7 +95,13 @@ def _cpu_cluster(processes: int) -> Cluster:
         memory_bandwidth=rates["bandwidth"] * share,
         reserved_bytes=CPU_RESERVED_BYTES,
         efficiency=Efficiency(
-            gemm=0.8, gemm_half_flops=2e6, attention_forward=0.4, attention_backward=0.3, bandwidth=0.8, launch_s=8e-6
+            gemm=0.8,
+            gemm_half_flops=2e6,
+            attention_forward=0.4,
+            attention_backward=0.3,
+            bandwidth=0.8,
+            launch_s=12e-6,
+            sharded_block_s=2e-3,
         ),
     )
     return Cluster(device, processes, processes, LOOPBACK, LOOPBACK)

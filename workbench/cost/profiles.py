@@ -84,6 +84,7 @@ class BlockCosts:
     """Every block at one micro-batch: arrays with one entry a block."""
 
     forward_ms: Array
+    """On the device; its host may take longer (`Efficiency.block_forward_s`)."""
     backward_ms: Array
     saved_bytes: Array
     workspace_bytes: Array
@@ -157,9 +158,7 @@ def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device)
             for k in kernels
         )
 
-    tuned = device.efficiency
-    forward = max(total(kind.forward, False), tuned.block_forward_s)
-    return 1e3 * forward, 1e3 * max(total(kind.backward, True), tuned.block_backward_s)
+    return 1e3 * total(kind.forward, False), 1e3 * total(kind.backward, True)
 
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:

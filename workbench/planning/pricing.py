@@ -82,9 +82,11 @@ class Pricer:
     def times(self, degrees: Degrees) -> StageTimes:
         costs = self.costs(degrees.micro_batch)
         again = costs.forward_ms if degrees.recompute else 0.0
-        least_forward, least_backward = self._host_ms(degrees)
-        forward = spans(np.maximum(costs.forward_ms, least_forward))
-        backward = spans(np.maximum(costs.backward_ms + again, least_backward))
+        host_forward, host_backward = self._host_ms(degrees)
+        # A GPU works while its host prepares the next block; a CPU is its own host.
+        joined = np.add if self.cluster.device.kind == "cpu" else np.maximum
+        forward = spans(joined(costs.forward_ms, host_forward))
+        backward = spans(joined(costs.backward_ms + again, host_backward))
         in_forward, in_backward, at_end = self._collectives(degrees)
         return StageTimes(
             forward=forward,
@@ -97,7 +99,7 @@ class Pricer:
         )
 
     def _host_ms(self, degrees: Degrees) -> tuple[float, float]:
-        """Least time of one block's forward and backward: the host's, with FSDP2's hooks where it shards."""
+        """The host's time for one block's forward and backward, with FSDP2's hooks where it shards."""
         tuned = self.cluster.device.efficiency
         hooks = tuned.sharded_block_s if degrees.zero >= 2 and degrees.data > 1 else 0.0
         gathered_again = hooks / 2 if degrees.zero == 3 else 0.0
