@@ -397,6 +397,13 @@ def test_frozen_parameters_are_named() -> None:
     assert graph.frozen == {"stem.weight", "stem.bias", "layers.1.0.weight", "layers.1.0.bias"}
 
 
+def test_parameters_that_only_no_grad_reaches_are_frozen() -> None:
+    graph = captured(NoGradHalf(), batch_for("NoGradHalf"))
+    assert graph.frozen == {"stem.weight", "stem.bias"} | {
+        f"layers.{i}.0.{p}" for i in (0, 1) for p in ("weight", "bias")
+    }
+
+
 def test_masks_and_labels_are_inputs_of_the_blocks_that_read_them_and_never_sent() -> None:
     graph = captured(zoo.bert_pretraining(), batch_for("bert"))
     first, layer, last = graph.blocks[0], graph.blocks[1], graph.blocks[-1]

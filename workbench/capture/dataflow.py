@@ -106,6 +106,12 @@ class Dataflow:
         return needed
 
 
+def writes_arguments(code: fx.GraphModule) -> bool:
+    """Whether a block's code changes a buffer that it is given: running it twice is not running it once."""
+    nodes = code.graph.nodes
+    return any(storage_of(written).op == "placeholder" for node in nodes for written in mutates(node))
+
+
 def analyse(module: fx.GraphModule, loss: fx.Node) -> Dataflow:
     nodes = list(module.graph.nodes)
     writers: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)

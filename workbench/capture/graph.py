@@ -76,7 +76,7 @@ class Graph:
     loss: str
     label_counts: tuple[LabelCount, ...]
     frozen: frozenset[str] = frozenset()
-    """Parameters with `requires_grad=False`."""
+    """Parameters that get no gradient: `requires_grad=False`, or only used under `no_grad` or behind `detach`."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     """Unnamed tensors that forward made from Python numbers; empty of values on the meta device."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import fx, nn
@@ -55,8 +55,14 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     settle_writes(exported.module, name)
     simplify_attention(exported.module)
     flow = analyse(exported.module, exported.loss)
-    _require_gradient(exported.loss, flow, name)
     names, ties = parameter_names(model)
+    learned = {names[id(tensor)] for tensor in _learned(exported.loss, flow)}
+    if not learned:
+        raise CaptureError(
+            f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
+            f"the loss outside torch.no_grad() and without detach().",
+            model=name,
+        )
     losses = mean_losses(flow)
     found = atoms(flow, layer_paths(model, flow.order))
     home = {node: index for index, atom in enumerate(found) for node in atom.nodes}
@@ -77,28 +83,23 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
         ties={key: others for key, others in ties.items() if key in used},
         loss=exported.loss.name,
         label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
-        frozen=frozenset(key for key, p in model.named_parameters() if not p.requires_grad),
+        frozen=frozenset(used - learned),
         constants=dict(lifter.constants),
     )
 
 
-def _require_gradient(loss: fx.Node, flow: Dataflow, name: str) -> None:
-    """Refuse a loss that no trainable parameter reaches by differentiable operations."""
+def _learned(loss: fx.Node, flow: Dataflow) -> Iterator[torch.Tensor]:
+    """The trainable parameters that the loss reaches by differentiable operations."""
     seen: set[fx.Node] = set()
     stack = [loss]
     while stack:
         node = stack.pop()
         if node in seen or not gradients_pass(node):
             continue
-        if node in flow.tensors and flow.tensors[node].requires_grad:
-            return
         seen.add(node)
         stack.extend(node.all_input_nodes)
-    raise CaptureError(
-        f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
-        f"the loss outside torch.no_grad() and without detach().",
-        model=name,
-    )
+        if node in flow.tensors and flow.tensors[node].requires_grad:
+            yield flow.tensors[node]
 
 
 def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int], name: str) -> dict[str, TensorSpec]:

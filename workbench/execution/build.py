@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.capture import Graph, capture
+from workbench.capture.dataflow import writes_arguments
 from workbench.execution.context import StepContext
 from workbench.execution.stage import Runner, StageModule
 from workbench.planning.plan import Plan
@@ -54,7 +55,11 @@ def runners(graph: Graph, device: torch.device, compile: bool, recompute: bool) 
         return dict(codes)
     torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
     return {
-        kind: torch.compile(_with_checkpoint_inside(code) if recompute else code, dynamic=False, fullgraph=True)
+        kind: torch.compile(
+            _with_checkpoint_inside(code) if recompute and not writes_arguments(code) else code,
+            dynamic=False,
+            fullgraph=True,
+        )
         for kind, code in codes.items()
     }
 
@@ -101,7 +106,7 @@ def build_stage(
     tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
     originals = dict(model.named_parameters())
     parameters = {
-        name: nn.Parameter(originals[name].detach().to(context.device), requires_grad=originals[name].requires_grad)
+        name: nn.Parameter(originals[name].detach().to(context.device), requires_grad=name not in graph.frozen)
         for name in wanted
     }
     buffers = {name: tensors[name].detach().to(context.device) for block in blocks for name in block.buffers}

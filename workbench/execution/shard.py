@@ -23,7 +23,7 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
     operation, as it does without sharding.
     """
-    if mesh.size() == 1:
+    if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
         return stage
     if zero == 0:
         return DistributedDataParallel(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.capture import Block, Graph
-from workbench.capture.dataflow import is_random
+from workbench.capture.dataflow import is_random, writes_arguments
 from workbench.execution.context import StepContext
 from workbench.tensors import TensorSpec
 
@@ -26,7 +26,10 @@ Runner = Callable[..., Values]
 
 
 class BlockModule(nn.Module):
-    """One block: `forward(shared, values) -> sends`, values in the order receives, inputs."""
+    """One block: `forward(shared, values) -> sends`, values in the order receives, inputs.
+
+    A block that advances buffers (BatchNorm's statistics) is never recomputed: they would advance twice.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class BlockModule(nn.Module):
     ) -> None:
         super().__init__()
         self.block = block
-        self.recompute = recompute
+        self.recompute = recompute and not writes_arguments(block.code)
         self._run = run
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)
@@ -161,7 +164,7 @@ class StageModule(nn.Module):
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
                 values |= dict(zip(block.sends, module(shared, arguments), strict=True))
         if self.is_last:
-            return values[self.graph.loss].float() / self._num_microbatches
+            return values[self.graph.loss].float().reshape(()) / self._num_microbatches
         return tuple(_fresh(values[name], self.graph.values[name]) for name in self._sends)
 
 

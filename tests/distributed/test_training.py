@@ -1,0 +1,329 @@
+"""Training under any plan is training without one: dropout, norms, updates, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.distributed import zoo
+from tests.distributed.harness import forced_plan, launch, place
+from workbench.capture import capture, spec_of
+from workbench.errors import CheckpointError
+from workbench.execution import checkpoint
+from workbench.execution.build import build_stage
+from workbench.execution.context import StepContext
+from workbench.execution.optim import build_optimizer, learning_rate_factor
+from workbench.execution.shard import full
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
+from workbench.rundir import RunDir
+
+MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 8, 6
+EPS = 1e-3
+"""Adam's: at its default, a gradient that is zero but for rounding (a key's bias) makes a full step of noise."""
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The part of a plan that a test chooses."""
+
+    pipeline: int = 1
+    data: int = 1
+    zero: int = 0
+    recompute: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What rank 0 reports: the model's own names -> whole tensors, gathered from all stages and shards."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: Tensors
+    gradients: Tensors
+    buffers: Tensors
+    optimizer_state: Tensors
+
+
+class Normalised(nn.Module):
+    """BatchNorm, a frozen stem, a loss of one element: what a stage must not trip over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.stem.requires_grad_(False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1)) for _ in range(4)
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return functional.cross_entropy(self.head(x), labels)[None]
+
+
+MODELS = {
+    "bert": zoo.bert_pretraining,
+    "dropout": lambda: zoo.bert_pretraining(0.1),
+    "normalised": Normalised,
+}
+
+
+def batch_of(name: str, step: int) -> Tensors:
+    if name != "normalised":
+        return zoo.batch("bert", GLOBAL_BATCH, seed=step)
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(GLOBAL_BATCH, 8, generator=generator), "labels": torch.arange(GLOBAL_BATCH) % 5}
+
+
+def experiment_of(name: str, **changes: Any) -> Experiment:
+    fields: dict[str, Any] = {"steps": STEPS, "warmup_steps": 2, "learning_rate": 3e-3, "weight_decay": 0.1, "eps": EPS}
+    return Experiment(
+        model=MODELS[name], data=lambda: None, global_batch=GLOBAL_BATCH, name=name, **{**fields, **changes}
+    )
+
+
+def trainer_of(name: str, division: Division) -> Trainer:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(name, 0).items()}
+    graph = capture(model, specs, name=name)
+    plan = forced_plan(
+        graph,
+        pipeline=division.pipeline,
+        data=division.data,
+        zero=division.zero,
+        micro_batch=MICRO_BATCH,
+        num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
+        recompute=division.recompute,
+    )
+    here = place(division.pipeline, division.data)
+    context = StepContext(seed=7, device=torch.device("cpu"))
+    stage = build_stage(plan, here.pipeline_rank, model, graph, context)
+    return Trainer(experiment_of(name), plan, graph, stage, context, here)
+
+
+def part_of(trainer: Trainer, batch: Tensors) -> Tensors:
+    first = trainer.place.data_rank * trainer.samples
+    return {key: value[first : first + trainer.samples] for key, value in batch.items()}
+
+
+def train(
+    _rank: int, name: str, division: Division, steps: range, load_from: Path | None = None, save_to: Path | None = None
+) -> Outcome:
+    """Some steps of a run; the batch of a step depends on nothing but its number."""
+    trainer = trainer_of(name, division)
+    if load_from is not None:
+        assert checkpoint.load(trainer, load_from) == checkpoint.Progress(steps.start, float(steps.start))
+    losses, norms = [], []
+    for step in steps:
+        loss, squared_norm, _ = trainer.step(step, part_of(trainer, batch_of(name, step))).scalars.tolist()
+        losses.append(loss)
+        norms.append(squared_norm**0.5)
+    if save_to is not None:
+        checkpoint.save(trainer, RunDir(save_to), checkpoint.Progress(steps.stop, float(steps.stop)))
+    return gathered(trainer, losses, norms)
+
+
+def gathered(trainer: Trainer, losses: list[float], norms: list[float]) -> Outcome:
+    """Clipped gradients, parameters and moments of every stage, on every rank."""
+    named = trainer.stage.named()
+    names = {id(parameter): name for name, parameter in named.items()}
+    mine = (
+        {name: full(parameter.detach()) for name, parameter in named.items()},
+        {name: full(parameter.grad) for name, parameter in named.items() if parameter.grad is not None},
+        trainer.stage.named_state(),
+        {
+            f"{names[id(parameter)]}.{slot}": full(value)
+            for parameter, state in trainer.optimizer.state.items()
+            for slot, value in state.items()
+        },
+    )
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, mine)
+    merged: list[Tensors] = [{}, {}, {}, {}]
+    for part in parts:
+        for into, found in zip(merged, part, strict=True):
+            into.update(found)
+    return Outcome(losses, norms, *merged)
+
+
+def run(name: str, division: Division, steps: int = 1) -> Outcome:
+    found = launch(train, division.world, name, division, range(steps))
+    assert isinstance(found, Outcome)
+    return found
+
+
+def plain(name: str, steps: int, clip_norm: float = 1.0) -> Outcome:
+    """The same training with nothing of ours but the schedule of learning rates."""
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.98), eps=EPS
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch_of(name, step)).loss
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)[step]
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(losses, norms, {n: p.detach() for n, p in model.named_parameters()}, gradients, {}, {})
+
+
+def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference of a tensor relative to its norm (or to a thousandth of the largest)."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(value.float().norm().item() for value in expected.values())
+    return max(
+        ((found[name].float() - value.float()).norm() / max(value.float().norm().item(), floor)).item()
+        for name, value in expected.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def dropout_on_one_process() -> Outcome:
+    return run("dropout", Division())
+
+
+@pytest.mark.parametrize(
+    "division",
+    [Division(pipeline=2), Division(pipeline=2, recompute=True), Division(data=2), Division(data=2, zero=3)],
+    ids=str,
+)
+def test_dropout_draws_the_same_under_every_plan(division: Division, dropout_on_one_process: Outcome) -> None:
+    found = run("dropout", division)
+    assert found.losses == pytest.approx(dropout_on_one_process.losses, rel=1e-6)
+    assert worst(found.gradients, dropout_on_one_process.gradients) < 1e-5
+
+
+def test_dropout_is_drawn_anew_in_every_step_and_micro_batch(dropout_on_one_process: Outcome) -> None:
+    trainer_seeds = {
+        dataclasses.replace(StepContext(7, torch.device("cpu")), step=step, microbatch=m).block_seed(block)
+        for step in range(3)
+        for m in range(4)
+        for block in range(6)
+    }
+    assert len(trainer_seeds) == 3 * 4 * 6
+    assert dropout_on_one_process.losses[0] != pytest.approx(plain("bert", 1).losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "division",
+    [Division(pipeline=2), *(Division(pipeline=2, data=2, zero=zero) for zero in (0, 2, 3))],
+    ids=str,
+)
+def test_the_norm_is_that_of_the_plain_model_with_each_tied_parameter_once(division: Division) -> None:
+    expected = plain("bert", 1)
+    found = run("bert", division)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found.norms[0] > 1, "the norm is not clipped here, and the test says nothing about clipping"
+    assert worst(found.gradients, expected.gradients) < 1e-5
+
+
+@pytest.mark.parametrize("division", [Division(pipeline=2), Division(data=2, zero=3)], ids=str)
+def test_three_updates_equal_plain_adamw(division: Division) -> None:
+    expected = plain("bert", 3)
+    found = run("bert", division, 3)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert worst(found.parameters, expected.parameters) < 1e-5
+
+
+def test_a_frozen_first_stage_and_batch_norm_train_as_on_one_process() -> None:
+    alone = run("normalised", Division(), 2)
+    for division in (Division(pipeline=2), Division(pipeline=2, recompute=True), Division(pipeline=4)):
+        found = run("normalised", division, 2)
+        assert found.losses == pytest.approx(alone.losses, rel=1e-6)
+        assert worst(found.parameters, alone.parameters) < 1e-5
+        assert worst(found.buffers, alone.buffers) < 1e-6
+        assert found.buffers["layers.0.1.num_batches_tracked"] == 2 * GLOBAL_BATCH // MICRO_BATCH
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_decays(schedule: str, expected: list[float]) -> None:
+    found = [learning_rate_factor(step, 2, 6, schedule) for step in range(6)]
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert learning_rate_factor(0, 0, 6, schedule) == 1.0, "no warm-up starts at the peak"
+    assert learning_rate_factor(6, 2, 6, schedule) == pytest.approx(1.0 if schedule == "constant" else 0.0)
+
+
+def test_weight_decay_spares_biases_norms_and_frozen_parameters() -> None:
+    model = Normalised()
+    optimizer = build_optimizer(dict(model.named_parameters()), experiment_of("normalised"))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
+    assert found["head.weight"] == 0.1
+    assert found["head.bias"] == found["layers.0.1.weight"] == 0.0
+    assert found["stem.weight"] is None
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_two_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of the dropout model on two stages."""
+    folder = tmp_path_factory.mktemp("run")
+    launch(train, 2, "dropout", Division(pipeline=2), range(3), None, folder)
+    return RunDir(folder).checkpoint(3)
+
+
+@pytest.mark.parametrize("division", [Division(), Division(data=2, zero=3)], ids=str)
+def test_a_checkpoint_of_two_stages_continues_under_another_plan(
+    division: Division, checkpoint_of_two_stages: Path
+) -> None:
+    whole = launch(train, 1, "dropout", Division(), range(5))
+    found = launch(train, division.world, "dropout", division, range(3, 5), checkpoint_of_two_stages)
+    assert found.losses == pytest.approx(whole.losses[3:], rel=1e-5)
+    assert worst(found.parameters, whole.parameters) < 1e-5
+    assert worst(found.optimizer_state, whole.optimizer_state) < 1e-5
+
+
+def refusal(_rank: int, path: Path, signature: str | None) -> str:
+    trainer = trainer_of("dropout", Division())
+    if signature is not None:
+        trainer.plan = dataclasses.replace(trainer.plan, signature=signature)
+    before = {name: parameter.clone() for name, parameter in trainer.stage.named().items()}
+    try:
+        checkpoint.load(trainer, path)
+    except CheckpointError as error:
+        assert all(torch.equal(before[name], p) for name, p in trainer.stage.named().items())
+        return str(error)
+    return "it was loaded"
+
+
+def test_a_checkpoint_whose_writing_was_interrupted_is_refused(checkpoint_of_two_stages: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "step-3"
+    shutil.copytree(checkpoint_of_two_stages, torn)
+    (torn / checkpoint.COMPLETE).unlink()
+    assert "is not a complete checkpoint" in launch(refusal, 1, torn, None)
+    assert "is not a complete checkpoint" in launch(refusal, 1, tmp_path / "step-4", None)
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpoint_of_two_stages: Path) -> None:
+    assert "saved from a model of other parameters" in launch(refusal, 1, checkpoint_of_two_stages, "another")
