@@ -217,7 +217,8 @@ def compare(
     """Curves of several runs in one figure, raw behind smoothed; x: step, tokens, time, flops, gpu_hours."""
     from workbench.figures import Curve, loss_curves
 
-    curves = [Curve(run.name, run.history()) for run in _handles(runs)]
+    handles = _handles(runs)
+    curves = [Curve(label, run.history()) for label, run in zip(_labels(handles), handles, strict=True)]
     options: dict[str, Any] = {} if smoothing is None else {"smoothing": smoothing}
     return loss_curves(curves, x=x, y=y, title=title, **options)
 
@@ -259,6 +260,12 @@ def display_plan(plan: Plan) -> None:
     from workbench.figures import plan_mimebundle
 
     display(plan_mimebundle(plan), raw=True)
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The experiments' names where they tell the runs apart, else the runs' own."""
+    names = [str(run.experiment["name"]) for run in runs]
+    return names if len(set(names)) == len(names) else [run.name for run in runs]
 
 
 def _handles(runs: Runs) -> list[Run]:

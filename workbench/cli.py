@@ -381,7 +381,7 @@ def execute_notebook(
     """
     import papermill
 
-    from workbench.figures.export import notebook_to_html
+    from workbench.figures.export import notebook_to_html, without_widgets
 
     _check_parameters(notebook, parameters)
     to.mkdir(parents=True, exist_ok=True)
@@ -395,12 +395,14 @@ def execute_notebook(
             progress_bar=sys.stderr.isatty(),
         )
     except papermill.PapermillExecutionError as error:
+        without_widgets(executed)
         notebook_to_html(executed, page)
         raise WorkbenchError(
             f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} See {page}.",
             cell=error.exec_count,
             notebook=str(executed),
         ) from None
+    without_widgets(executed)
     notebook_to_html(executed, page)
     return executed, page
 

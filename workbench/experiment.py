@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from workbench import data as _data
 from workbench import models as _models
-from workbench.errors import InvalidExperiment, checked_keywords, suggestion
+from workbench.errors import InvalidExperiment, UnknownParameter, checked_keywords, suggestion
 
 PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("linear", "cosine", "constant")
+_OPTIONAL = ("checkpoint_every", "warmup_steps", "clip_norm")
+_LEAST = {"warmup_steps": 0, "seed": 0, "weight_decay": 0}
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,15 @@ class Experiment:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", _models.as_model(self.model))
         object.__setattr__(self, "data", _data.as_data(self.data))
+        _require_pair_below_one("betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
         object.__setattr__(self, "tags", tuple(self.tags))
         if self.name is None:
             object.__setattr__(self, "name", self.model.name)
-        _require_positive(self)
+        for field in ("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "warmup_steps", "seed"):
+            _require_number(field, getattr(self, field), Integral, "a whole number", least=_LEAST.get(field, 1))
+        for field in ("learning_rate", "eps", "clip_norm", "weight_decay"):
+            _require_number(field, getattr(self, field), Real, "a number", least=_LEAST.get(field))
         _require_known("precision", self.precision, PRECISIONS)
         _require_known("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
@@ -102,7 +109,7 @@ class Experiment:
         known = {f.name for f in dataclasses.fields(self)}
         for word in changes:
             if word not in known:
-                raise InvalidExperiment(
+                raise UnknownParameter(
                     f"Experiment has no parameter {word!r}. {suggestion(word, known)}", parameter=word
                 )
         if "model" in changes and "name" not in changes and self.name == self.model.name:
@@ -131,11 +138,23 @@ class Experiment:
         return Experiment(**fields)
 
 
-def _require_positive(experiment: Experiment) -> None:
-    for name in ("steps", "global_batch", "seq_len", "log_every", "learning_rate", "checkpoint_every", "clip_norm"):
-        value = getattr(experiment, name)
-        if value is not None and not value > 0:
-            raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)
+def _require_number(name: str, value: Any, kind: type, described: str, least: float | None) -> None:
+    """At least `least`, or greater than 0 where that is None; None is left to the fields that allow it."""
+    if value is None and name in _OPTIONAL:
+        return
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InvalidExperiment(f"{name}={value!r} is not {described}. Give {described}.", parameter=name, value=value)
+    if least is None and not value > 0:  # type: ignore[operator]
+        raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)
+    if least is not None and not value >= least:  # type: ignore[operator]
+        raise InvalidExperiment(f"{name}={value!r} must be {least} or more.", parameter=name, value=value)
+
+
+def _require_pair_below_one(name: str, value: Any) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(isinstance(v, Real) for v in value):
+        raise InvalidExperiment(f"{name}={value!r} is not two numbers. Give two, such as (0.9, 0.98).", value=value)
+    if not all(0 <= v < 1 for v in value):
+        raise InvalidExperiment(f"{name}={value!r} must each be at least 0 and below 1.", value=value)
 
 
 def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -176,6 +176,7 @@ class _Worker:
         self.device = self.accelerator.device
         self.is_main = dist.get_rank() == 0
         self._stop_requested = False
+        self._resident = psutil.Process().memory_info().rss
         signal.signal(signal.SIGTERM, self._on_sigterm)
         torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
 
@@ -315,7 +316,7 @@ class _Worker:
         if _on_gpu():
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         else:
-            peak = reserved = psutil.Process().memory_info().rss
+            peak = reserved = max(0, psutil.Process().memory_info().rss - self._resident)
         append_event(
             self.run_dir.events,
             "memory",

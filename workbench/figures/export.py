@@ -119,6 +119,18 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     return target
 
 
+def without_widgets(notebook_path: str | Path) -> None:
+    """Rewrite an executed notebook without what only its kernel could show: widgets and their state (megabytes)."""
+    import nbformat
+
+    path = Path(notebook_path)
+    notebook = _read_notebook(path)
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell["outputs"] = [o for o in cell["outputs"] if WIDGET_MIME not in o.get("data", {})]
+    nbformat.write(notebook, path)
+
+
 def _read_notebook(path: Path) -> Any:
     import nbformat
 

@@ -1,0 +1,261 @@
+"""An experiment is a value; what is wrong with one is said in a sentence, with the way out, before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pickle
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from workbench.errors import (
+    CaptureError,
+    DataError,
+    InvalidExperiment,
+    PlanInfeasible,
+    PlanMismatch,
+    RunExists,
+    UnknownParameter,
+    WorkbenchError,
+)
+from workbench.experiment import Experiment
+
+TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layers(x), labels)
+
+
+class Branching(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if labels.max() > 1:
+            x = -x
+        return super().forward(x, labels)
+
+
+def build_my_net() -> nn.Module:
+    return Net()
+
+
+class Points:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((4,), float(index)), "labels": torch.tensor(index % 3)}
+
+
+class NoPoints(Points):
+    def __len__(self) -> int:
+        return 0
+
+
+def own(**changes: Any) -> Experiment:
+    return Experiment(**{"model": build_my_net, "data": Points(), "steps": 2, "global_batch": 4, **changes})
+
+
+def text(**changes: Any) -> Experiment:
+    fields = {"model": wb.models.bert(**TINY), "data": wb.data.corpus("demo", vocab_size=400), "seq_len": 32}
+    return Experiment(**{**fields, **changes})
+
+
+CPU = wb.Cluster.of("h200", gpus=1)
+
+
+@pytest.fixture(autouse=True)
+def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any process or run directory that a refused request leaves fails the test."""
+
+    def started(*args: Any, **_: Any) -> None:
+        raise AssertionError(f"a process was started: {args}")
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(subprocess.Popen, "__init__", started)
+    monkeypatch.setattr(os, "fork", started)
+
+
+def refused(kind: type[WorkbenchError], request: Callable[[], Any], *words: str) -> WorkbenchError:
+    """The error of a request, checked for being short, whole and with a way out."""
+    with pytest.raises(kind) as caught:
+        request()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith((".", "?"))
+    assert len(re.findall(r"[.?](?: |$)", message)) <= 3, message
+    for word in words:
+        assert word in message, message
+    assert not Path(os.environ["WORKBENCH_RUNS"]).exists()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("request_", "meant"),
+    [
+        (lambda: Experiment(model=build_my_net, data=Points(), global_bach=8), "global_batch"),
+        (lambda: own().replace(sequence_len=8), "seq_len"),
+        (lambda: wb.models.bert(hiden_size=64), "hidden_size"),
+        (lambda: wb.models.bert_large(drop_out=0.0), "dropout"),
+        (lambda: wb.models.gpt2(num_layer=3), "num_layers"),
+        (lambda: wb.data.corpus("demo", vocab=100), "vocab_size"),
+        (lambda: wb.plan(own(), memory_limit=8), "memory_limit_gib"),
+        (lambda: wb.launch(own(), dir="here"), "directory"),
+        (lambda: wb.capture(own(), microbatch=2), "micro_batch"),
+        (lambda: wb.compare([], smothing=0.5), "smoothing"),
+        (lambda: wb.resume("no-run", step=5), "steps"),
+    ],
+)
+def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(request_: Callable[[], Any], meant: str) -> None:
+    refused(WorkbenchError, request_, "has no parameter", meant)
+
+
+def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywhere() -> None:
+    for request in (lambda: own(global_bach=8), lambda: own().replace(global_bach=8)):
+        error = refused(UnknownParameter, request, "Did you mean 'global_batch'?")
+        assert error.facts["parameter"] == "global_bach"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 0}, ("steps=0", "1 or more")),
+        ({"global_batch": -4}, ("global_batch=-4", "1 or more")),
+        ({"global_batch": 2.5}, ("global_batch=2.5", "whole number")),
+        ({"steps": "100"}, ("steps='100'", "whole number")),
+        ({"learning_rate": "fast"}, ("learning_rate='fast'", "number")),
+        ({"learning_rate": 0.0}, ("learning_rate=0.0", "greater than 0")),
+        ({"clip_norm": 0}, ("clip_norm=0", "greater than 0")),
+        ({"warmup_steps": 3}, ("warmup_steps=3", "2 steps", "Choose 0 to 2")),
+        ({"precision": "fp16"}, ("precision='fp16'", "Did you mean 'bf16'?")),
+        ({"lr_schedule": "cosin"}, ("lr_schedule='cosin'", "Did you mean 'cosine'?")),
+        ({"betas": (0.9,)}, ("betas=(0.9,)", "two numbers")),
+        ({"betas": (0.9, 1.5)}, ("betas=(0.9, 1.5)", "below 1")),
+        ({"weight_decay": -0.1}, ("weight_decay=-0.1", "0 or more")),
+    ],
+)
+def test_a_value_that_can_never_train_is_refused_when_it_is_written(changes: dict[str, Any], words: Any) -> None:
+    refused(InvalidExperiment, lambda: own(**changes), *words)
+    refused(InvalidExperiment, lambda: own().replace(**changes), *words)
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused_with_both_numbers() -> None:
+    error = refused(InvalidExperiment, lambda: text(seq_len=33), "seq_len=33", "32 positions", "max_positions=33")
+    assert error.facts == {"seq_len": 33, "max_positions": 32}
+    refused(InvalidExperiment, lambda: text().replace(seq_len=64), "seq_len=64")
+
+
+def test_an_empty_corpus_is_refused_by_plan_and_by_launch(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    for path, word in (("empty.txt", "empty"), ("folder", "folder"), ("missing.txt", "missing.txt")):
+        experiment = text(data=wb.data.corpus(tmp_path / path, vocab_size=400))
+        refused(DataError, lambda e=experiment: wb.plan(e, CPU), word)
+        refused(DataError, lambda e=experiment: wb.launch(e), word)
+
+
+def test_an_empty_dataset_is_refused_by_plan_and_by_launch() -> None:
+    experiment = own(data=NoPoints())
+    refused(DataError, lambda: wb.plan(experiment, CPU), "NoPoints is empty")
+    refused(DataError, lambda: wb.launch(experiment), "NoPoints is empty")
+
+
+def test_a_model_that_cannot_be_captured_is_refused_with_its_line() -> None:
+    for request in (lambda e: wb.plan(e, CPU), wb.capture):
+        error = refused(CaptureError, lambda r=request: r(own(model=Branching)), "if labels.max() > 1", "torch.where")
+        assert error.facts["file"] == __file__
+
+
+def test_a_batch_that_the_model_does_not_take_is_refused_with_its_fields() -> None:
+    class Renamed(Points):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"inputs": torch.zeros(4), "labels": torch.tensor(0)}
+
+    refused(CaptureError, lambda: wb.plan(own(data=Renamed()), CPU), "'x'", "inputs [2, 4], labels [2]")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Net(), ("instance of Net", "Pass a callable")),
+        ("bert", ("the string 'bert'", "wb.models")),
+        (lambda width: Net(width), ("needs width", "functools.partial")),
+    ],
+)
+def test_what_cannot_build_a_model_on_another_rank_is_refused(model: Any, words: Any) -> None:
+    refused(InvalidExperiment, lambda: own(model=model), *words)
+
+
+def test_a_global_batch_that_no_micro_batch_divides_is_refused() -> None:
+    refused(PlanInfeasible, lambda: wb.plan(own(global_batch=7), CPU, micro_batch=2), "7", "micro-batches of 2")
+
+
+def test_a_plan_made_for_another_model_is_refused() -> None:
+    plan = wb.plan(own(), CPU)
+    wider = own(model=functools.partial(Net, width=16))
+    refused(PlanMismatch, lambda: wb.launch(wider, plan), "Plan again")
+
+
+def test_a_run_directory_that_exists_is_refused(tmp_path: Path) -> None:
+    plan = wb.plan(own())
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("precious")
+    refused(RunExists, lambda: wb.launch(own(), plan, directory=tmp_path / "taken"), "taken")
+
+
+def test_an_experiment_of_named_parts_survives_json() -> None:
+    experiment = text(tags=("a", "b"), betas=[0.8, 0.9], checkpoint_every=5, compile=False, name="mine")
+    assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
+
+
+def test_an_experiment_of_ones_own_parts_survives_json_given_the_parts() -> None:
+    experiment = own(tags=["x"], warmup_steps=1)
+    value = json.loads(json.dumps(experiment.to_json()))
+    assert "def build_my_net" in value["model"]["source"]
+    rebuilt = Experiment.from_json(value, model=build_my_net, data=experiment.data.dataset_or_factory)
+    assert rebuilt == experiment
+    assert rebuilt.model.build()(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).ndim == 0
+
+
+def test_json_alone_names_ones_own_parts_and_refuses_to_make_them() -> None:
+    described = Experiment.from_json(json.loads(json.dumps(own().to_json())))
+    assert (described.model.name, described.data.name) == ("build_my_net", "Points")
+    refused(InvalidExperiment, described.model.build, "model=build_my_net")
+    refused(DataError, lambda: described.data.check(described), "data=")
+
+
+def test_an_experiment_pickles_with_ones_own_parts() -> None:
+    assert pickle.loads(pickle.dumps(own())).model.factory is build_my_net
+
+
+def test_an_experiment_cannot_be_changed_in_place() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        own().steps = 5  # type: ignore[misc]
+
+
+def test_replace_renames_after_the_model_unless_a_name_was_chosen() -> None:
+    other = wb.models.bert(**{**TINY, "num_layers": 3})
+    assert text().replace(model=other).name == "bert-3x16"
+    assert text(name="mine").replace(model=other).name == "mine"
+    assert text().replace(steps=5).name == "bert-2x16"
+
+
+def test_warm_up_defaults_to_a_tenth() -> None:
+    assert own(steps=55).warmup == 5
+    assert own(steps=55, warmup_steps=0).warmup == 0
