@@ -6,6 +6,7 @@ import difflib
 import html
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 SUPERVISOR_LEAVES_S = 5.0
 """After the final status, until its devices are free again."""
+RECENT_STEPS = 20
+"""Steps that the speed of a run is the median of."""
 LAUNCH_LIMIT_S = 30.0
 """From a new run's first event until its supervisor is known."""
 
@@ -57,13 +60,22 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Progress:
-    """The latest event of each type; `memory` by rank."""
+    """The latest event of each type, and the latest steps; `memory` by rank."""
 
     status: Status | None
     start: dict[str, Any]
-    step: dict[str, Any]
+    steps: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     memory: dict[int, dict[str, Any]]
+
+    @property
+    def step(self) -> dict[str, Any]:
+        return self.steps[-1] if self.steps else {}
+
+    def recent(self, figure: str) -> float | None:
+        """The median of a figure over the latest steps: one step may have waited for a checkpoint."""
+        known = [event[figure] for event in self.steps if event.get(figure) is not None]
+        return statistics.median(known) if known else None
 
 
 class Run:
@@ -72,7 +84,7 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._dir = RunDir(Path(path).absolute())
         self._tail = EventTail(self._dir.events)
-        self._seen = _Progress(None, {}, {}, None, {})
+        self._seen = _Progress(None, {}, (), None, {})
 
     @property
     def path(self) -> Path:
@@ -219,7 +231,7 @@ class Run:
     def _progress(self) -> _Progress:
         """Fold the events that are new since the last call into what was seen before."""
         seen = self._seen
-        status, start, step, end, memory = seen.status, seen.start, seen.step, seen.end, dict(seen.memory)
+        status, start, steps, end, memory = seen.status, seen.start, list(seen.steps), seen.end, dict(seen.memory)
         for event in self._tail.read():
             if event["type"] == "status":
                 status = Status(event["state"], event.get("message", ""), event["time"])
@@ -230,12 +242,12 @@ class Run:
                 if status is not None and not status.final:  # the supervisor says so a moment later
                     status = Status("running", "", event["time"])
             elif event["type"] == "step":
-                step = event
+                steps.append(event)
             elif event["type"] == "end":
                 end = event
             elif event["type"] == "memory":
                 memory[int(event["rank"])] = event
-        self._seen = _Progress(status, start, step, end, memory)
+        self._seen = _Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory)
         return self._seen
 
     def summary(self) -> dict[str, Any]:
@@ -253,8 +265,8 @@ class Run:
             "steps": experiment.get("steps"),
             "loss": step.get("loss"),
             "tokens": step.get("tokens"),
-            "tokens_per_s": step.get("tokens_per_s"),
-            "mfu": step.get("mfu"),
+            "tokens_per_s": progress.recent("tokens_per_s"),
+            "mfu": progress.recent("mfu"),
             "peak_bytes": peak,
             "time": step.get("time", status.time),
         }

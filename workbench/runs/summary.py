@@ -39,27 +39,33 @@ def _median(values: Any) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table with one row a run; shows itself in a notebook and a terminal."""
+    """What ran, one row a run; shown with one column a run, which fits a page, in a notebook and a terminal."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     machine: str
 
+    def _transposed(self) -> list[tuple[str, ...]]:
+        return list(zip(self.columns, *self.rows, strict=True))
+
     def __repr__(self) -> str:
-        table = [self.columns, *self.rows]
-        widths = [max(len(row[i]) for row in table) for i in range(len(self.columns))]
+        table = self._transposed()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
         return "\n".join([*lines, self.machine])
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: Sequence[str]) -> str:
-            style = "text-align:left;padding:2px 10px;white-space:nowrap"
-            return "<tr>" + "".join(f"<{tag} style='{style}'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        style = "text-align:left;padding:2px 10px;white-space:nowrap"
 
-        rows = "".join(line("td", row) for row in self.rows)
+        def line(cells: Sequence[str], tag: str) -> str:
+            head, *values = (html.escape(cell) for cell in cells)
+            data = "".join(f"<{tag} style='{style}'>{value}</{tag}>" for value in values)
+            return f"<tr><th style='{style}'>{head}</th>{data}</tr>"
+
+        head, *body = self._transposed()
+        rows = line(head, "th") + "".join(line(row, "td") for row in body)
         return (
-            f"<div style='overflow-x:auto'><table>{line('th', self.columns)}{rows}</table></div>"
-            f"<p><small>{html.escape(self.machine)}</small></p>"
+            f"<div style='overflow-x:auto'><table>{rows}</table></div><p><small>{html.escape(self.machine)}</small></p>"
         )
 
 
@@ -112,7 +118,7 @@ def _number(value: float, form: str) -> str:
 
 def _degrees(plan: Any) -> str:
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
-    recompute = ", recompute" if any(stage.recompute for stage in plan.stages) else ""
+    recompute = ", recompute" if plan.recompute != "none" else ""
     return f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
 
 
