@@ -1,11 +1,11 @@
 """Measure chosen plans of one model on the GPUs of this node (or on gloo processes), one after the other.
 
     torchrun --nproc_per_node 4 benchmarks/measure_plans.py --model scaled --seq-len 512 --global-batch 256 \\
-        --out scaled.json  1,4,3,32  1,4,0,16  2,2,0,8  4,1,0,8  1,4,3,32,recompute
+        --out scaled.json  1,4,3,32  1,4,0,16  2,2,0,8  4,1,0,8  1,4,3,32,full
 
-A plan is `pipeline,data,zero,micro_batch[,recompute]`; stages are cut by the planner's own partition. Random tokens;
-AdamW included; the median step after warm-up, the peak of the allocator, and the seconds from building to the end of
-the first step.
+A plan is `pipeline,data,zero,micro_batch[,none|selective|full]`; stages are cut by the planner's own partition.
+Random tokens; AdamW included; the median step after warm-up, the peak of the allocator, and the seconds from building
+to the end of the first step.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _plan(text: str, experiment: wb.Experiment, device: torch.device) -> Plan:
         data=int(data),
         zero=int(zero),
         micro_batch=int(micro_batch),
-        recompute=rest == ["recompute"],
+        recompute=rest[0] if rest else "none",
     )
 
 

@@ -57,7 +57,7 @@ def plan(
     data: int | None = None,
     zero: int | None = None,
     micro_batch: int | None = None,
-    recompute: bool | None = None,
+    recompute: str | None = None,
     schedule: str | None = None,
 ) -> Plan:
     """The fastest way to run a step that fits: by default on this machine.

@@ -70,7 +70,7 @@ def forced_plan(
     zero: int = 0,
     micro_batch: int,
     num_microbatches: int,
-    recompute: bool = False,
+    recompute: str = "none",
     schedule: str = "1f1b",
     seq_len: int = 16,
 ) -> Plan:

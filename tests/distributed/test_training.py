@@ -39,7 +39,7 @@ class Division:
     pipeline: int = 1
     data: int = 1
     zero: int = 0
-    recompute: bool = False
+    recompute: str = "none"
 
     @property
     def world(self) -> int:
@@ -210,7 +210,7 @@ def dropout_on_one_process() -> Outcome:
 
 @pytest.mark.parametrize(
     "division",
-    [Division(pipeline=2), Division(pipeline=2, recompute=True), Division(data=2), Division(data=2, zero=3)],
+    [Division(pipeline=2), Division(pipeline=2, recompute="full"), Division(data=2), Division(data=2, zero=3)],
     ids=str,
 )
 def test_dropout_draws_the_same_under_every_plan(division: Division, dropout_on_one_process: Outcome) -> None:
@@ -258,7 +258,7 @@ def normalised_on_one_process() -> Outcome:
 
 @pytest.mark.parametrize(
     "division",
-    [Division(pipeline=2, recompute=True), *(Division(pipeline=2, data=2, zero=zero) for zero in (0, 3))],
+    [Division(pipeline=2, recompute="full"), *(Division(pipeline=2, data=2, zero=zero) for zero in (0, 3))],
     ids=str,
 )
 def test_a_frozen_first_stage_and_batch_norm_train_as_on_one_process(

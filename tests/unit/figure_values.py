@@ -68,4 +68,4 @@ def plan(
 def _stage(index: int, first: int, end: int, stages: int) -> Stage:
     parameters = (end - first) * 44_000_000
     memory = Memory(4 * parameters, 4 * parameters, 8 * parameters, (stages - index) * GIB, 2 * GIB)
-    return Stage(index, first, end, parameters, 0.4 * (end - first), 0.9 * (end - first), 10**7, False, memory)
+    return Stage(index, first, end, parameters, 0.4 * (end - first), 0.9 * (end - first), 10**7, "none", memory)

@@ -195,7 +195,7 @@ def _zeros(spec: Any) -> torch.Tensor:
 
 
 def memory_of(found: Profile, **changes: Any) -> StageMemory:
-    shares = Shares(**{"zero": 0, "data": 1, "recompute": False, "num_microbatches": 8, **changes})
+    shares = Shares(**{"zero": 0, "data": 1, "recompute": "none", "num_microbatches": 8, **changes})
     return stage_memory(found, ParameterTable(found), found.at(4, H200.device), 4, shares)
 
 
@@ -227,7 +227,7 @@ def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
 
 def test_checkpointing_holds_block_inputs_and_one_blocks_activations() -> None:
     found = layered_profile()
-    plain, checkpointed = memory_of(found), memory_of(found, recompute=True)
+    plain, checkpointed = memory_of(found), memory_of(found, recompute="full")
     whole = (0, len(found.blocks))
     inputs = 4 * sum(block.input_bytes for block in found.blocks)
     assert checkpointed.held[whole] == pytest.approx(inputs)

@@ -176,6 +176,22 @@ def test_a_plan_stays_within_its_limit_and_survives_json(layers: int, elements: 
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+def test_a_plan_stored_before_recompute_was_a_word_is_still_read() -> None:
+    plan = plan_of(recompute="full")
+    old = json.loads(json.dumps(plan.to_json()))
+    old["format"] = 1
+    del old["offload_optimizer"]
+    for stage in old["stages"]:
+        stage["recompute"] = True
+    for row in old["candidates"]:
+        row["recompute"] = row["recompute"] == "full"
+        for name in ("tensor", "schedule", "chunks", "offload_optimizer"):
+            del row[name]
+    assert Plan.from_json(old) == plan
+    with pytest.raises(PlanMismatch, match=r"format 99.*Update workbench"):
+        Plan.from_json({**old, "format": 99})
+
+
 @pytest.mark.parametrize("changes", [{}, {"pipeline": 4}, {"pipeline": 2, "zero": 2}, {"data": 4, "zero": 3}])
 def test_the_parts_of_a_prediction_sum_to_the_step(changes: dict[str, int]) -> None:
     found = plan_of(**changes).prediction
@@ -211,7 +227,7 @@ def test_a_tight_limit_makes_the_planner_split_or_shard() -> None:
 
 def test_earlier_stages_of_1f1b_are_charged_for_more_microbatches() -> None:
     profile = layered_profile(layers=10)
-    plan = plan_of(profile, pipeline=4, micro_batch=2, recompute=False)
+    plan = plan_of(profile, pipeline=4, micro_batch=2, recompute="none")
     layers = [
         sum(name.startswith("layer") for name in plan.block_names[s.first_block : s.end_block]) for s in plan.stages
     ]
@@ -227,10 +243,10 @@ def test_1f1b_has_at_least_as_many_microbatches_as_stages() -> None:
 
 def test_a_tied_table_across_stages_costs_a_reduction() -> None:
     pricer = Pricer(PROFILE, H200)
-    degrees = Degrees(2, 2, 0, False, 4, 8)
+    degrees = Degrees(2, 2, 0, "none", 4, 8)
     last = len(PROFILE.blocks)
     assert pricer.tied_ms(degrees, (0, 7, last)) > 0
-    assert pricer.tied_ms(Degrees(1, 4, 0, False, 4, 4), (0, last)) == 0
+    assert pricer.tied_ms(Degrees(1, 4, 0, "none", 4, 4), (0, last)) == 0
     separate = replace(
         PROFILE,
         blocks=(*PROFILE.blocks[:-1], replace(PROFILE.blocks[-1], parameters=("head.bias",))),
@@ -250,6 +266,7 @@ def test_a_tied_table_across_stages_costs_a_reduction() -> None:
         ({"micro_batch": 5}, "cannot be divided into micro-batches of 5.*Choose one of 1, 2, 4, 8, 16, 32, 64"),
         ({"global_batch": 3, "pipeline": 4}, "No division of 4 devices suits a global batch of 3.*such as 4"),
         ({"zero": 1}, "zero=1 is not a ZeRO stage that runs here. Choose 0"),
+        ({"recompute": True}, "recompute=True is not a kind of activation checkpointing.*Choose one of 'none'"),
         ({"schedule": "1fib"}, "There is no schedule '1fib'. Did you mean '1f1b'"),
         ({"micro_batch": 0}, "micro_batch=0 must be at least 1"),
         ({"memory_limit_bytes": 64 << 20}, "does not fit 4 × H200.*each H200 offers.*64.0 MiB.*Raise the memory limit"),
@@ -268,7 +285,7 @@ def test_more_stages_than_blocks_is_refused() -> None:
 def test_what_does_not_fit_names_what_the_user_forbade() -> None:
     huge = layered_profile(layers=60, elements=600_000_000)
     with pytest.raises(PlanInfeasible, match=r"Allow activation checkpointing, or.*more than 4 devices") as caught:
-        plan_of(huge, recompute=False)
+        plan_of(huge, recompute="none")
     assert caught.value.facts["needed_bytes"] > caught.value.facts["offered_bytes"]
 
 

@@ -43,7 +43,7 @@ class Shares:
 
     zero: int
     data: int
-    recompute: bool
+    recompute: str
     num_microbatches: int
 
 
@@ -131,12 +131,12 @@ def stage_memory(
     )
 
 
-def _activations(costs: BlockCosts, copies: Array, recompute: bool) -> tuple[Array, Array]:
+def _activations(costs: BlockCosts, copies: Array, recompute: str) -> tuple[Array, Array]:
     """Held by one micro-batch in flight, and by the one that runs at its worst moment.
 
     Backward frees from the last block on, so at block k everything before it is still held.
     """
-    if recompute:
+    if recompute == "full":
         kept = costs.input_bytes
         peak = costs.saved_bytes + copies + costs.workspace_bytes
     else:

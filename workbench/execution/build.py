@@ -119,10 +119,10 @@ def build_stage(
         stage.end_block,
         parameters=parameters,
         buffers=buffers,
-        runners=runners(graph, context.device, compile, stage.recompute),
+        runners=runners(graph, context.device, compile, stage.recompute == "full"),
         context=context,
         num_microbatches=plan.num_microbatches,
-        recompute=stage.recompute and not compile,
+        recompute=stage.recompute == "full" and not compile,
         autocast=autocast,
     )
 

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.figures import theme
-from workbench.planning.plan import Memory, Plan, Stage
+from workbench.planning.plan import RECOMPUTE_WORDS, Memory, Plan, Stage
 from workbench.units import GIB, count, duration, gib
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
@@ -203,8 +203,8 @@ def _block_hover(plan: Plan, stage: Stage, index: int, blocks: Sequence[BlockVie
         f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
         f"{duration(stage.backward_ms / 1e3)} backward"
     )
-    if stage.recompute:
-        lines.append("activation checkpointing")
+    if stage.recompute != "none":
+        lines.append(RECOMPUTE_WORDS[stage.recompute])
     if stage.index < len(plan.stages) - 1:
         lines.append(f"sends {gib(stage.send_bytes)} a micro-batch to stage {stage.index + 1}")
     return "<br>".join(lines)

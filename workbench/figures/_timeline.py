@@ -9,13 +9,15 @@ from typing import Any, Protocol
 import plotly.graph_objects as go
 
 from workbench.figures import theme
-from workbench.planning.plan import Plan
-from workbench.planning.schedules import Timeline, build_schedule, simulate
+from workbench.planning.plan import SCHEDULE_WORDS, Plan
+from workbench.planning.schedules import Timeline
+from workbench.planning.timelines import timeline as simulated
 from workbench.units import duration
 
 KINDS = {
     "F": ("forward", theme.FORWARD),
     "B": ("backward", theme.BACKWARD),
+    "I": ("input gradient", theme.BACKWARD),
     "W": ("weight gradient", theme.WEIGHT),
 }
 
@@ -90,9 +92,8 @@ def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
     lanes = planned_lanes(schedule) if isinstance(schedule, Plan) else schedule.lanes
     facts = describe(lanes)
     if isinstance(schedule, Plan):
-        facts = (
-            f"{schedule.schedule.upper()}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {facts}"
-        )
+        name = SCHEDULE_WORDS[schedule.schedule]
+        facts = f"{name}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {facts}"
     heading = title or (f"Schedule of {schedule.model}" if isinstance(schedule, Plan) else "Schedule of one step")
     figure = go.Figure()
     add_timeline(figure, lanes)
@@ -108,14 +109,7 @@ def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
 
 def planned_lanes(plan: Plan) -> Lanes:
     """The plan's schedule, simulated with the stages' predicted times."""
-    schedule = build_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
-    link = plan.cluster.link(plan.world)
-    return simulate(
-        schedule,
-        [stage.forward_ms for stage in plan.stages],
-        [stage.backward_ms for stage in plan.stages],
-        [1e3 * (link.latency_s + stage.send_bytes / link.bandwidth) for stage in plan.stages],
-    ).lanes
+    return simulated(plan).lanes
 
 
 def timeline_legend() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from workbench.figures._partition import (
 )
 from workbench.figures._timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
 from workbench.figures.export import mimebundle
-from workbench.planning.plan import Memory, Plan, Stage
+from workbench.planning.plan import RECOMPUTE_WORDS, SCHEDULE_WORDS, Memory, Plan, Stage
 from workbench.units import count, duration, gib
 
 GAP_PX = 118
@@ -86,14 +86,14 @@ def degrees(plan: Plan) -> str:
     """How the model is divided, in words."""
     parts = []
     if plan.pipeline > 1:
-        parts.append(f"{plan.pipeline}-stage pipeline ({plan.schedule.upper()})")
+        parts.append(f"{plan.pipeline}-stage pipeline ({SCHEDULE_WORDS[plan.schedule]})")
     if plan.tensor > 1:
         parts.append(f"tensor parallel {plan.tensor}")
     if plan.data > 1:
         sharding = f", ZeRO {plan.zero}" if plan.zero else ""
         parts.append(f"data parallel {plan.data}{sharding}")
     words = " × ".join(parts) or "one device"
-    return f"{words}, activation checkpointing" if any(stage.recompute for stage in plan.stages) else words
+    return words if plan.recompute == "none" else f"{words}, {RECOMPUTE_WORDS[plan.recompute]}"
 
 
 def headline(plan: Plan) -> list[tuple[str, str]]:

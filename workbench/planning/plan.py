@@ -10,14 +10,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench.cost.cluster import Cluster
+from workbench.errors import PlanMismatch
 from workbench.units import duration, gib
 
-FORMAT = 1
+FORMAT = 2
+"""1 had `recompute` as a truth value; such plans are still read."""
+RECOMPUTE = ("none", "selective", "full")
+"""What a stage's backward computes again: nothing; what is cheap in FLOPs and large in bytes (outputs of matrix
+products and attention are kept); or everything from each block's inputs."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+INTERLEAVED = ("interleaved", "zero_bubble")
+"""Schedules under which a pipeline rank may hold several stages."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on one device of a stage at its peak."""
+    """Predicted bytes of one stage on one of its devices, at that device's peak.
+
+    Under an interleaved schedule a device holds several stages, and its peak is the sum of theirs.
+    """
 
     parameters: int
     gradients: int
@@ -33,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks `first_block` … `end_block - 1`, run by every device of pipeline rank `index % pipeline`."""
+    """Blocks `first_block` … `end_block - 1`, run by every device of pipeline rank `index % Plan.pipeline`."""
 
     index: int
     first_block: int
@@ -46,7 +57,8 @@ class Stage:
     """One micro-batch, recomputation included."""
     send_bytes: int
     """To the next stage, one micro-batch, forward; the backward returns as much."""
-    recompute: bool
+    recompute: str
+    """One of `RECOMPUTE`."""
     memory: Memory
 
 
@@ -73,8 +85,14 @@ class Candidate:
 
     pipeline: int
     data: int
+    tensor: int
     zero: int
-    recompute: bool
+    recompute: str
+    """One of `RECOMPUTE` if all stages agree, else `mixed`."""
+    schedule: str
+    chunks: int
+    """Stages of one pipeline rank."""
+    offload_optimizer: bool
     micro_batch: int
     step_ms: float | None
     peak_bytes: int | None
@@ -84,7 +102,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees, stages and schedule. `pipeline * data * tensor` devices are used."""
+    """Degrees, stages and schedule. `pipeline * data * tensor` devices are used.
+
+    Ranks on the device mesh: pipeline outermost, then data, then tensor; rank = (p * data + d) * tensor + t.
+    """
 
     model: str
     signature: str
@@ -98,9 +119,10 @@ class Plan:
     data: int
     tensor: int
     zero: int
-    """ZeRO stage of the data-parallel axis: 0 replicates, 2 shards gradients and optimiser, 3 also parameters."""
+    """ZeRO stage of the data-parallel axis: 0 replicates, 1 shards the optimiser's state, 2 also gradients, 3 also
+    parameters."""
     schedule: str
-    """`1f1b` or `gpipe`."""
+    """One of `SCHEDULES`. The interleaved ones have `pipeline * chunks` stages; the others one a pipeline rank."""
     micro_batch: int
     """Samples of one micro-batch on one data-parallel replica."""
     num_microbatches: int
@@ -113,6 +135,27 @@ class Plan:
     """Model FLOPs of one step over the whole global batch, forward and backward, without recomputation."""
     prediction: Prediction
     candidates: tuple[Candidate, ...] = ()
+    offload_optimizer: bool = False
+    """Optimiser state lives in the host's memory."""
+
+    @property
+    def chunks(self) -> int:
+        """Stages of one pipeline rank."""
+        return len(self.stages) // self.pipeline
+
+    def stages_of(self, pipeline_rank: int) -> tuple[Stage, ...]:
+        """The stages that a pipeline rank runs."""
+        return self.stages[pipeline_rank :: self.pipeline]
+
+    @property
+    def recompute(self) -> str:
+        """One of `RECOMPUTE` if all stages agree, else `mixed`."""
+        words = {stage.recompute for stage in self.stages}
+        return words.pop() if len(words) == 1 else "mixed"
+
+    def device_bytes(self, pipeline_rank: int) -> int:
+        """Predicted peak of one device of a pipeline rank."""
+        return sum(stage.memory.total for stage in self.stages_of(pipeline_rank))
 
     @property
     def world(self) -> int:
@@ -120,14 +163,15 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        return max(stage.memory.total for stage in self.stages)
+        """Of the fullest device."""
+        return max(self.device_bytes(rank) for rank in range(self.pipeline))
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "cluster": self.cluster.to_json()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Plan:
-        fields = {key: item for key, item in value.items() if key != "format"}
+        fields = _upgraded(value)
         fields["cluster"] = Cluster.from_json(fields["cluster"])
         fields["block_names"] = tuple(fields["block_names"])
         fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
@@ -136,14 +180,52 @@ class Plan:
         return Plan(**fields)
 
     def describe(self) -> str:
-        """One sentence: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples, 213 ms a step, 61.2 GiB"`."""
+        """One sentence: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples, 213 ms a step, 61.2 GiB a device"`."""
+        return f"{self.division()}, {duration(self.prediction.step_ms / 1e3)} a step, {gib(self.peak_bytes)} a device"
+
+    def division(self) -> str:
+        """How a step is divided, without what it costs: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples"`."""
+        tensor = f" × TP {self.tensor}" if self.tensor > 1 else ""
         sharding = f" (ZeRO {self.zero})" if self.zero else ""
-        recompute = ", activation checkpointing" if any(s.recompute for s in self.stages) else ""
-        return (
-            f"PP {self.pipeline} × DP {self.data}{sharding}, {self.schedule.upper()}, "
-            f"{self.num_microbatches} × {self.micro_batch} samples{recompute}, "
-            f"{duration(self.prediction.step_ms / 1e3)} a step, {gib(self.peak_bytes)} a device"
+        chunks = f" × {self.chunks}" if self.chunks > 1 else ""
+        extras = [RECOMPUTE_WORDS[self.recompute]] if self.recompute != "none" else []
+        extras += ["optimiser state on the host"] if self.offload_optimizer else []
+        return ", ".join(
+            (
+                f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",
+                f"{SCHEDULE_WORDS[self.schedule]}{chunks}",
+                f"{self.num_microbatches} × {self.micro_batch} samples",
+                *extras,
+            )
         )
 
     def __repr__(self) -> str:
         return f"Plan({self.model} on {self.cluster.describe()}: {self.describe()})"
+
+
+SCHEDULE_WORDS = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zero_bubble": "zero-bubble"}
+RECOMPUTE_WORDS = {
+    "none": "no activation checkpointing",
+    "selective": "selective activation checkpointing",
+    "full": "activation checkpointing",
+    "mixed": "activation checkpointing in some stages",
+}
+
+
+def _upgraded(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stored plan, whatever format it was stored in."""
+    fields = {key: item for key, item in value.items() if key != "format"}
+    if value.get("format", 1) > FORMAT:
+        raise PlanMismatch(
+            f"The plan has format {value['format']} and this version of workbench reads up to {FORMAT}. Update "
+            f"workbench, or plan again with wb.plan(experiment).",
+            format=value["format"],
+        )
+    if value.get("format", 1) == 1:
+        words = {False: "none", True: "full"}
+        fields["stages"] = [{**stage, "recompute": words[stage["recompute"]]} for stage in fields["stages"]]
+        added = {"tensor": 1, "schedule": fields["schedule"], "chunks": 1, "offload_optimizer": False}
+        fields["candidates"] = [
+            {**row, **added, "recompute": words[row["recompute"]]} for row in fields.get("candidates", ())
+        ]
+    return fields

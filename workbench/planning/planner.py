@@ -18,7 +18,7 @@ from workbench.errors import PlanInfeasible, PlanMismatch, checked_keywords
 from workbench.planning.partition import partition
 from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
 from workbench.planning.pricing import Array, Degrees, Pricer, StageTimes
-from workbench.planning.requests import ZERO_STAGES, Request, check, divisors
+from workbench.planning.requests import RUNNABLE, Request, check, divisors
 from workbench.planning.schedules import most_in_flight, step_ms
 from workbench.units import gib
 
@@ -36,7 +36,7 @@ def search(
     data: int | None = None,
     zero: int | None = None,
     micro_batch: int | None = None,
-    recompute: bool | None = None,
+    recompute: str | None = None,
     schedule: str | None = None,
 ) -> Plan:
     """The fastest plan that fits, with every option that was weighed in `Plan.candidates`.
@@ -127,14 +127,14 @@ class _Search:
                 if rest or (request.schedule == "1f1b" and num_microbatches < pipeline):
                     continue
                 for zero in self._zero_stages(data):
-                    for recompute in (False, True) if request.recompute is None else (request.recompute,):
+                    for recompute in RUNNABLE.recompute if request.recompute is None else (request.recompute,):
                         yield Degrees(pipeline, data, zero, recompute, micro_batch, num_microbatches)
 
     def _zero_stages(self, data: int) -> tuple[int, ...]:
         """On one replica there is nothing to shard, whatever was asked."""
         if data == 1:
             return (0,)
-        return ZERO_STAGES if self.request.zero is None else (self.request.zero,)
+        return RUNNABLE.zero_stages if self.request.zero is None else (self.request.zero,)
 
     # Cutting
 
@@ -252,8 +252,12 @@ class _Search:
         return Candidate(
             d.pipeline,
             d.data,
+            1,
             d.zero,
             d.recompute,
+            self.request.schedule,
+            1,
+            False,
             d.micro_batch,
             step if np.isfinite(step) else None,
             int(option.peak_bytes),
@@ -276,7 +280,8 @@ class _Search:
         least = min(options, key=lambda o: o.peak_bytes)
         d = least.degrees
         shape = (
-            f"pipeline={d.pipeline}, data={d.data}, zero={d.zero}, micro_batch={d.micro_batch}, recompute={d.recompute}"
+            f"pipeline={d.pipeline}, data={d.data}, zero={d.zero}, micro_batch={d.micro_batch}, "
+            f"recompute={d.recompute!r}"
         )
         return PlanInfeasible(
             f"{self.profile.model} does not fit {request.cluster.describe()}: the smallest of {len(options)} options "
@@ -289,7 +294,7 @@ class _Search:
     def _way_out(self, least: _Option) -> str:
         request, d = self.request, least.degrees
         ways = []
-        if request.recompute is False:
+        if request.recompute == "none":
             ways.append("allow activation checkpointing")
         if request.zero is not None and request.zero < 3 and d.data > 1:
             ways.append("allow ZeRO 3")

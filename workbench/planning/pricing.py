@@ -34,7 +34,7 @@ class Degrees:
     pipeline: int
     data: int
     zero: int
-    recompute: bool
+    recompute: str
     micro_batch: int
     num_microbatches: int
 
@@ -81,7 +81,7 @@ class Pricer:
 
     def times(self, degrees: Degrees) -> StageTimes:
         costs = self.costs(degrees.micro_batch)
-        again = costs.forward_ms if degrees.recompute else 0.0
+        again = costs.forward_ms if degrees.recompute == "full" else 0.0
         host_forward, host_backward = self._host_ms(degrees)
         # A GPU works while its host prepares the next block; a CPU is its own host.
         joined = np.add if self.cluster.device.kind == "cpu" else np.maximum

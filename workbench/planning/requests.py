@@ -7,10 +7,33 @@ from dataclasses import dataclass
 from workbench.cost.cluster import FRAGMENTATION, Cluster
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, suggestion
+from workbench.planning.plan import RECOMPUTE
+from workbench.planning.plan import SCHEDULES as SCHEDULE_NAMES
 from workbench.planning.schedules import SCHEDULES
 from workbench.units import gib
 
-ZERO_STAGES = (0, 2, 3)
+
+@dataclass(frozen=True)
+class Runnable:
+    """What a runtime runs; a plan that needs more is not offered."""
+
+    schedules: tuple[str, ...] = SCHEDULE_NAMES
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    recompute: tuple[str, ...] = RECOMPUTE
+    tensor: bool = True
+    offload_optimizer: bool = True
+
+
+RUNNABLE = Runnable(
+    schedules=("1f1b", "gpipe"),
+    zero_stages=(0, 2, 3),
+    recompute=("none", "full"),
+    tensor=False,
+    offload_optimizer=False,
+)
+"""What `workbench.execution` runs today: the one place that says so."""
+EVERYTHING = Runnable()
+"""What can be priced, whether or not it runs yet."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +48,7 @@ class Request:
     data: int | None
     zero: int | None
     micro_batch: int | None
-    recompute: bool | None
+    recompute: str | None
     schedule: str
 
     @property
@@ -77,7 +100,13 @@ def _check_numbers(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and value < 1:
             raise PlanInfeasible(f"{name}={value} must be at least 1.", **{name: value})
-    if request.zero is not None and request.zero not in ZERO_STAGES:
+    if request.recompute is not None and request.recompute not in RUNNABLE.recompute:
+        raise PlanInfeasible(
+            f"recompute={request.recompute!r} is not a kind of activation checkpointing that runs here. Choose one of "
+            f"{', '.join(map(repr, RUNNABLE.recompute))}.",
+            recompute=request.recompute,
+        )
+    if request.zero is not None and request.zero not in RUNNABLE.zero_stages:
         raise PlanInfeasible(
             f"zero={request.zero} is not a ZeRO stage that runs here. Choose 0 (replicate), 2 (shard gradients and "
             f"optimiser) or 3 (shard parameters too).",
