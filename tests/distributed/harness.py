@@ -58,8 +58,8 @@ def _entry(rank: int, world: int, port: int, result: str, function: Callable[...
         dist.destroy_process_group()
 
 
-def place(pipeline: int, data: int) -> Place:
-    return Place.on(init_device_mesh("cpu", (pipeline, data), mesh_dim_names=("pp", "dp")))
+def place(pipeline: int, data: int, tensor: int = 1) -> Place:
+    return Place.on(init_device_mesh("cpu", (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp")))
 
 
 def forced_plan(
@@ -67,16 +67,19 @@ def forced_plan(
     *,
     pipeline: int,
     data: int = 1,
+    tensor: int = 1,
+    chunks: int = 1,
     zero: int = 0,
     micro_batch: int,
     num_microbatches: int,
     recompute: str = "none",
     schedule: str = "1f1b",
     seq_len: int = 16,
+    offload_optimizer: bool = False,
 ) -> Plan:
     """A plan of evenly many blocks a stage, with no prediction: for running, not for judging."""
-    count = len(graph.blocks)
-    cuts = [count * index // pipeline for index in range(pipeline + 1)]
+    count, num_stages, world = len(graph.blocks), pipeline * chunks, pipeline * data * tensor
+    cuts = [count * index // num_stages for index in range(num_stages + 1)]
     stages = tuple(
         Stage(
             index,
@@ -94,13 +97,13 @@ def forced_plan(
     return Plan(
         model=graph.model,
         signature=graph.signature,
-        cluster=Cluster(CPU, pipeline * data, pipeline * data, LINK, LINK),
+        cluster=Cluster(CPU, world, world, LINK, LINK),
         global_batch=data * micro_batch * num_microbatches,
         seq_len=seq_len,
         precision="fp32",
         pipeline=pipeline,
         data=data,
-        tensor=1,
+        tensor=tensor,
         zero=zero,
         schedule=schedule,
         micro_batch=micro_batch,
@@ -110,4 +113,5 @@ def forced_plan(
         memory_limit_bytes=None,
         flops_per_step=0,
         prediction=FREE,
+        offload_optimizer=offload_optimizer,
     )

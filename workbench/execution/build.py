@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 from workbench.capture import Graph, capture
 from workbench.capture.dataflow import writes_arguments
 from workbench.execution.context import StepContext
-from workbench.execution.stage import Runner, StageModule
-from workbench.planning.plan import Plan
+from workbench.execution.pipe import SPLIT_BACKWARD
+from workbench.execution.recompute import checkpointed_when_compiled
+from workbench.execution.split_backward import Deferral, defer_weight_gradients
+from workbench.execution.stage import HeldStages, Runner, StageModule
+from workbench.planning.plan import Plan, Stage
 from workbench.tensors import TensorSpec
 
 BUILD_SHARE = 0.4
@@ -41,22 +43,27 @@ def capture_for(plan: Plan, model: nn.Module, batch: Mapping[str, TensorSpec]) -
     return capture(model, sized, name=plan.model)
 
 
-def runners(graph: Graph, device: torch.device, compile: bool, recompute: bool) -> dict[str, Runner]:
+def runners(
+    graph: Graph, device: torch.device, compile: bool, recompute: str, deferral: Deferral | None = None
+) -> dict[str, Runner]:
     """One callable per kind of block, compiled once however many blocks share it.
 
     Without compilation, `BlockModule` checkpoints. With it, the recomputation is part of what is compiled: the
     compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
-    traced again in the backward.)
+    traced again in the backward.) With `deferral`, blocks run uncompiled: the compiler cannot split a backward.
     """
     codes = {block.kind: block.code for block in graph.blocks}
     for code in codes.values():
         _retarget(code, device)
+    if deferral is not None:
+        counts = {block.kind: len(block.parameters) for block in graph.blocks}
+        return {kind: defer_weight_gradients(code, counts[kind], deferral) for kind, code in codes.items()}
     if not compile:
         return dict(codes)
     torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
     return {
         kind: torch.compile(
-            _with_checkpoint_inside(code) if recompute and not writes_arguments(code) else code,
+            code if recompute == "none" or writes_arguments(code) else _with_checkpoint_inside(code, recompute),
             dynamic=False,
             fullgraph=True,
         )
@@ -64,17 +71,13 @@ def runners(graph: Graph, device: torch.device, compile: bool, recompute: bool) 
     }
 
 
-def _with_checkpoint_inside(code: fx.GraphModule) -> fx.GraphModule:
+def _with_checkpoint_inside(code: fx.GraphModule, recompute: str) -> fx.GraphModule:
     """`code` under activation checkpointing, as a graph module of its own: the compiler keeps one cache for each."""
     graph = fx.Graph()
     inputs = [graph.placeholder(str(node.target)) for node in code.graph.nodes if node.op == "placeholder"]
     inner = graph.get_attr("block")
-    graph.output(graph.call_function(_run_checkpointed, (inner, *inputs)))
+    graph.output(graph.call_function(checkpointed_when_compiled, (recompute, inner, *inputs)))
     return fx.GraphModule({"block": code}, graph)
-
-
-def _run_checkpointed(code: fx.GraphModule, *arguments: torch.Tensor) -> Any:
-    return checkpoint(code, *arguments, use_reentrant=False)
 
 
 def _retarget(code: fx.GraphModule, device: torch.device) -> None:
@@ -91,40 +94,58 @@ def _retarget(code: fx.GraphModule, device: torch.device) -> None:
 
 def build_stage(
     plan: Plan,
-    index: int,
+    pipeline_rank: int,
     model: nn.Module,
     graph: Graph,
     context: StepContext,
     *,
     compile: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> StageModule:
-    """Stage `index` with its own weights, moved off the model; `model` may be dropped afterwards."""
-    stage = plan.stages[index]
-    wanted = graph.block_parameters(stage.first_block, stage.end_block)
+) -> HeldStages:
+    """The stages of one pipeline rank with their own weights, moved off the model; `model` may be dropped afterwards.
+
+    Stages of one recompute mode share their runners: a kind of block is compiled once.
+    """
+    deferral = context.deferral if plan.schedule in SPLIT_BACKWARD else None
+    compile = compile and deferral is None
+    ready: dict[str, dict[str, Runner]] = {}
+    held = []
+    for stage in plan.stages[pipeline_rank :: plan.pipeline]:
+        if stage.recompute not in ready:
+            ready[stage.recompute] = runners(graph, context.device, compile, stage.recompute, deferral)
+        parameters, buffers = _tensors(stage, model, graph, context.device)
+        if compile and (plan.data == 1 or plan.zero == 0):
+            for parameter in parameters.values():
+                _mark_static(parameter)
+        held.append(
+            StageModule(
+                graph,
+                stage.first_block,
+                stage.end_block,
+                parameters=parameters,
+                buffers=buffers,
+                runners=ready[stage.recompute],
+                context=context,
+                num_microbatches=plan.num_microbatches,
+                recompute="none" if compile else stage.recompute,
+                autocast=autocast,
+            )
+        )
+    return HeldStages(held)
+
+
+def _tensors(
+    stage: Stage, model: nn.Module, graph: Graph, device: torch.device
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """The parameters and buffers of one stage, on its device, by the model's own names."""
     blocks = graph.blocks[stage.first_block : stage.end_block]
     tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
     originals = dict(model.named_parameters())
     parameters = {
-        name: nn.Parameter(originals[name].detach().to(context.device), requires_grad=name not in graph.frozen)
-        for name in wanted
+        name: nn.Parameter(originals[name].detach().to(device), requires_grad=name not in graph.frozen)
+        for name in graph.block_parameters(stage.first_block, stage.end_block)
     }
-    buffers = {name: tensors[name].detach().to(context.device) for block in blocks for name in block.buffers}
-    if compile and (plan.data == 1 or plan.zero == 0):
-        for parameter in parameters.values():
-            _mark_static(parameter)
-    return StageModule(
-        graph,
-        stage.first_block,
-        stage.end_block,
-        parameters=parameters,
-        buffers=buffers,
-        runners=runners(graph, context.device, compile, stage.recompute == "full"),
-        context=context,
-        num_microbatches=plan.num_microbatches,
-        recompute=stage.recompute == "full" and not compile,
-        autocast=autocast,
-    )
+    return parameters, {name: tensors[name].detach().to(device) for block in blocks for name in block.buffers}
 
 
 def _mark_static(parameter: nn.Parameter) -> None:

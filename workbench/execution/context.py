@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from workbench.execution.split_backward import Deferral
+
 _MASK = (1 << 64) - 1
 
 
@@ -37,6 +39,8 @@ class StepContext:
     microbatch: int = 0
     counts: list[torch.Tensor] = field(default_factory=list)
     """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
+    deferral: Deferral = field(default_factory=Deferral)
+    """Weight gradients left for later by a zero-bubble schedule's backwards."""
 
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from workbench.execution.shard import is_sharded, local
 from workbench.experiment import Experiment
+
+OFFLOAD_ELEMENTS = 32 << 20
+"""Parameters whose moments are on the device at once while they are updated."""
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
@@ -25,8 +31,13 @@ def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> f
     return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], experiment: Experiment) -> torch.optim.AdamW:
-    """AdamW over trainable parameters; weight decay on matrices only (tensors of two dims or more)."""
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], experiment: Experiment, offload: bool = False
+) -> torch.optim.AdamW:
+    """AdamW over trainable parameters; weight decay on matrices only (tensors of two dims or more).
+
+    With `offload`, its moments live in the host's memory.
+    """
     trainable = [p for p in parameters.values() if p.requires_grad]
     decayed = [p for p in trainable if p.ndim >= 2]
     plain = [p for p in trainable if p.ndim < 2]
@@ -36,13 +47,83 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], experiment: Experime
         if group
     ]
     on_gpu = any(p.device.type == "cuda" for p in trainable)
-    return torch.optim.AdamW(
+    return (OffloadedAdamW if offload else torch.optim.AdamW)(
         groups or [{"params": []}],
         lr=experiment.learning_rate,
         betas=experiment.betas,
         eps=experiment.eps,
-        fused=True if on_gpu else None,
+        fused=True if on_gpu and not offload else None,
     )
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW whose moments live in the host's (pinned) memory and visit the device, some at a time, to be updated.
+
+    Weights and gradients stay where they are, and the update is computed where they are: what it computes does not
+    change. A step moves 8 bytes per parameter each way. Copies are queued on the device's stream: wait for the step
+    before reading the moments.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameters in _batches([p for p in group["params"] if p.grad is not None]):
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        device = parameters[0].device
+        hosts = [local(state[slot]) for slot in ("exp_avg", "exp_avg_sq") for state in states]
+        moments = [host.to(device, non_blocking=True) for host in hosts]
+        adamw(
+            [local(parameter) for parameter in parameters],
+            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            moments[: len(states)],
+            moments[len(states) :],
+            [],
+            [state["step"] for state in states],
+            foreach=device.type == "cuda",
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for host, moment in zip(hosts, moments, strict=True):
+            if host is not moment:
+                host.copy_(moment, non_blocking=True)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = _zeros_on_host(parameter), _zeros_on_host(parameter)
+        return state
+
+
+def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In order, each of about `OFFLOAD_ELEMENTS`, of one device."""
+    batch: list[nn.Parameter] = []
+    for parameter in parameters:
+        if batch and sum(local(p).numel() for p in batch) + local(parameter).numel() > OFFLOAD_ELEMENTS:
+            yield batch
+            batch = []
+        batch.append(parameter)
+    if batch:
+        yield batch
+
+
+def _zeros_on_host(parameter: nn.Parameter) -> torch.Tensor:
+    """Zeros like this rank's part of a parameter; of a sharded one a `DTensor`, so that checkpoints know its place."""
+    part = local(parameter)
+    zeros = torch.zeros(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda")
+    if not isinstance(parameter, DTensor):
+        return zeros
+    return DTensor(zeros, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -8,17 +8,17 @@ the stage and is passed in. Module attributes have short names; `StageModule.nam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from workbench.capture import Block, Graph
 from workbench.capture.dataflow import is_random, writes_arguments
 from workbench.execution.context import StepContext
+from workbench.execution.recompute import checkpointed
 from workbench.tensors import TensorSpec
 
 Values = tuple[torch.Tensor, ...]
@@ -38,11 +38,11 @@ class BlockModule(nn.Module):
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
         context: StepContext,
-        recompute: bool,
+        recompute: str,
     ) -> None:
         super().__init__()
         self.block = block
-        self.recompute = recompute and not writes_arguments(block.code)
+        self.recompute = "none" if writes_arguments(block.code) else recompute
         self._run = run
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)
@@ -57,12 +57,9 @@ class BlockModule(nn.Module):
         context = self._context
         counts = tuple(context.counts[index] for index in self.block.counts)
         seed = context.block_seed(self.block.index) if self._random else None
-        if not self.recompute:
+        if self.recompute == "none":
             return cast(Values, self._compute(seed, shared, *values, *counts))
-        outputs: Values = checkpoint(
-            self._compute, seed, shared, *values, *counts, use_reentrant=False, preserve_rng_state=False
-        )
-        return outputs
+        return cast(Values, checkpointed(self.recompute, self._compute, seed, shared, *values, *counts))
 
     def _compute(self, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         if seed is not None:
@@ -103,7 +100,7 @@ class StageModule(nn.Module):
         runners: Mapping[str, Runner],
         context: StepContext,
         num_microbatches: int,
-        recompute: bool = False,
+        recompute: str = "none",
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
@@ -166,6 +163,47 @@ class StageModule(nn.Module):
         if self.is_last:
             return values[self.graph.loss].float().reshape(()) / self._num_microbatches
         return tuple(_fresh(values[name], self.graph.values[name]) for name in self._sends)
+
+
+class HeldStages:
+    """The stages of one rank, in the order of the pipeline: one, or several under an interleaved schedule.
+
+    A parameter that several of them use is one parameter to the optimiser, the norm and the checkpoint: the first
+    stage's. The others hold copies, which `refresh_copies` brings up to date.
+    """
+
+    def __init__(self, stages: Sequence[StageModule]) -> None:
+        self.stages = tuple(stages)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """The model's parameter names -> the parameters as they are now, one for each name."""
+        found: dict[str, nn.Parameter] = {}
+        for stage in self.stages:
+            found = {**stage.named(), **found}
+        return found
+
+    def copies(self) -> dict[str, tuple[nn.Parameter, ...]]:
+        """Names that several stages of this rank hold -> the first stage's parameter, then the others'."""
+        found: dict[str, list[nn.Parameter]] = {}
+        for stage in self.stages:
+            for name, parameter in stage.named().items():
+                found.setdefault(name, []).append(parameter)
+        return {name: tuple(parameters) for name, parameters in found.items() if len(parameters) > 1}
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """The model's buffer names -> buffers; one that forward changes has one home."""
+        found: dict[str, torch.Tensor] = {}
+        for stage in self.stages:
+            found = {**stage.named_state(), **found}
+        return found
+
+    @property
+    def computes_loss(self) -> bool:
+        return self.stages[-1].is_last
+
+    @property
+    def label_counts_needed(self) -> bool:
+        return any(module.block.counts for stage in self.stages for module in stage.block_modules())
 
 
 def _fresh(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

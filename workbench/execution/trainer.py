@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from workbench.capture import Graph
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.optim import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
-from workbench.execution.pipe import PipeStage, build_schedule
-from workbench.execution.shard import distribute, local
-from workbench.execution.stage import StageModule
+from workbench.execution.pipe import SPLIT_BACKWARD, PipeStage, build_schedule
+from workbench.execution.shard import average_gradients, distribute, full, local
+from workbench.execution.stage import HeldStages, StageModule
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 
@@ -34,29 +35,37 @@ class StepResult:
 
 
 class Trainer:
-    """Owns this rank's stage, its optimiser and the groups that it reduces over."""
+    """Owns this rank's stages, their optimiser and the groups that it reduces over."""
 
     def __init__(
-        self, experiment: Experiment, plan: Plan, graph: Graph, stage: StageModule, context: StepContext, place: Place
+        self, experiment: Experiment, plan: Plan, graph: Graph, stage: HeldStages, context: StepContext, place: Place
     ) -> None:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.context, self.place = context, place
         self.stage = stage
-        runs = distribute(stage, place.data_mesh, plan.zero, plan.precision)
-        self.optimizer = build_optimizer(self.stage.named(), experiment)
-        self._pipe = PipeStage(
-            runs,
-            stage,
-            place.pipeline_rank,
-            plan.pipeline,
-            group=place.pipeline_group,
-            context=context,
-            zero=plan.zero,
-        )
-        self._schedule = build_schedule(plan.schedule, self._pipe, plan.num_microbatches)
+        pipes = [self._pipe_stage(held, index) for index, held in enumerate(stage.stages)]
+        self.optimizer = build_optimizer(self.stage.named(), experiment, plan.offload_optimizer)
+        self._schedule = build_schedule(plan.schedule, pipes, plan.num_microbatches)
+        self._copies = stage.copies()
         self._ties = _tied_groups(plan, graph, place)
-        needed = any(block.counts for block in graph.blocks[stage.first : stage.end])
-        self._label_counts = [count.code.to(context.device) for count in graph.label_counts] if needed else []
+        self._label_counts = [
+            count.code.to(context.device) for count in graph.label_counts if stage.label_counts_needed
+        ]
+
+    def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
+        """This rank's `index`-th stage, made ready for the data-parallel axis, at its place in the pipeline."""
+        plan, place = self.plan, self.place
+        splits = plan.schedule in SPLIT_BACKWARD
+        return PipeStage(
+            stage if splits else distribute(stage, place.data_mesh, plan.zero, plan.precision),
+            stage,
+            place.pipeline_rank + index * plan.pipeline,
+            len(plan.stages),
+            group=place.pipeline_group,
+            context=self.context,
+            zero=plan.zero,
+            deferral=self.context.deferral if splits else None,
+        )
 
     @property
     def samples(self) -> int:
@@ -72,15 +81,24 @@ class Trainer:
         self.context.step = step
         self.context.first_microbatch = self.place.data_rank * self.plan.num_microbatches
         self._count_labels(batch)
+        self._refresh_copies()
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
-        target = torch.empty(self.samples, device="meta") if self.stage.is_last else None
+        target = torch.empty(self.samples, device="meta") if self.stage.computes_loss else None
         inputs: dict[str, Any] = dict(batch)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
+        if self.plan.schedule in SPLIT_BACKWARD and self.plan.data > 1:
+            parameters = [parameter for stage in self.stage.stages for parameter in stage.parameters()]
+            average_gradients(parameters, self.place.data_group)
         self._reduce_ties()
         if not losses:
             return torch.zeros((), device=self.context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / self.plan.data
+
+    def full_gradient(self, name: str) -> torch.Tensor | None:
+        """The whole gradient of a parameter that this rank holds, gathered from its shards (a collective)."""
+        gradient = self.stage.named()[name].grad
+        return None if gradient is None else full(gradient)
 
     def step(self, step: int, batch: Mapping[str, torch.Tensor], stop: bool = False) -> StepResult:
         """One update; `step` counts from 0. `stop` is summed over the ranks along with the loss."""
@@ -112,27 +130,43 @@ class Trainer:
         shares = self.plan.num_microbatches * self.plan.data
         self.context.counts = list((counts / shares).unbind())
 
+    def _refresh_copies(self) -> None:
+        """Bring this rank's copies of a parameter to its value after the last update or a loaded checkpoint."""
+        for first, *others in self._copies.values():
+            for other in others:
+                other.grad = None
+                local(other.detach()).copy_(local(first.detach()))
+
     def _reduce_ties(self) -> None:
+        """Sum the gradients of a tied parameter: over this rank's copies, then over the ranks that hold it."""
+        for first, *others in self._copies.values():
+            for other in others:
+                if other.grad is not None:
+                    local(_gradient(first)).add_(local(other.grad))
         named = self.stage.named()
         for name, group in self._ties.items():
-            gradient = named[name].grad
-            if gradient is None:
-                gradient = torch.zeros_like(named[name])
-                named[name].grad = gradient
-            dist.all_reduce(local(gradient), group=group)
+            dist.all_reduce(local(_gradient(named[name])), group=group)
 
     def _owns(self, name: str) -> bool:
-        """A tied parameter counts once in the norm: in the first stage that holds it."""
+        """A tied parameter counts once in the norm: on the first pipeline rank that holds it."""
         return name not in self._ties or holders(self.plan, self.graph, name)[0] == self.place.pipeline_rank
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Its gradient; zeros where the backward left none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 def holders(plan: Plan, graph: Graph, name: str) -> tuple[int, ...]:
-    """The stages that need a parameter."""
-    return tuple(
+    """The pipeline ranks that need a parameter, in ascending order."""
+    stages = (
         stage.index
         for stage in plan.stages
         if any(name in block.parameters for block in graph.blocks[stage.first_block : stage.end_block])
     )
+    return tuple(sorted({index % plan.pipeline for index in stages}))
 
 
 def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.ProcessGroup]:
@@ -144,11 +178,11 @@ def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.Proce
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     mine: dict[str, dist.ProcessGroup] = {}
     for name in graph.parameters:
-        stages = holders(plan, graph, name)
-        if len(stages) < 2:
+        found = holders(plan, graph, name)
+        if len(found) < 2:
             continue
         for data_rank in range(place.data):
-            members = tuple(ranks[stage][data_rank] for stage in stages)
+            members = tuple(ranks[pipeline_rank][data_rank] for pipeline_rank in found)
             if members not in groups:
                 groups[members] = dist.new_group(list(members))
             if place.rank in members:
