@@ -1,8 +1,8 @@
 """Losses as means over the *global* batch, whatever the micro-batches.
 
 The mean of micro-batch means is not the mean over the batch when the number of labels differs (masked language
-modelling). Each mean-reduced cross-entropy becomes a sum divided by a count that the runtime supplies; the count
-of labels is itself a small graph over the batch, taken from the model.
+modelling). Each mean-reduced loss over labels, or over a selection that the batch makes, becomes a sum divided by a
+count that the runtime supplies; the count of labels is itself a small graph over the batch, taken from the model.
 """
 
 from __future__ import annotations
@@ -17,53 +17,72 @@ from workbench.capture.dataflow import Dataflow
 from workbench.capture.graph import LabelCount
 from workbench.capture.regions import close_regions
 
+aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
-_ARGUMENTS = (("self", None), ("target", None), ("weight", None), ("reduction", _MEAN), ("ignore_index", -100))
-_LOSSES: dict[Any, tuple[tuple[str, Any], ...]] = {
-    torch.ops.aten.cross_entropy_loss.default: (*_ARGUMENTS, ("label_smoothing", 0.0)),
-    torch.ops.aten.nll_loss_nd.default: _ARGUMENTS,
+_Arguments = tuple[tuple[str, Any], ...]
+_PAIR: _Arguments = (("self", None), ("target", None))
+_REDUCTION = ("reduction", _MEAN)
+_WEIGHTED: _Arguments = (*_PAIR, ("weight", None), _REDUCTION)
+_OF_LABELS: dict[Any, _Arguments] = {
+    aten.cross_entropy_loss.default: (*_WEIGHTED, ("ignore_index", -100), ("label_smoothing", 0.0)),
+    aten.nll_loss_nd.default: (*_WEIGHTED, ("ignore_index", -100)),
 }
 """Losses over class labels, with their arguments and defaults."""
+_OF_ELEMENTS: dict[Any, _Arguments] = {
+    aten.mse_loss.default: (*_PAIR, _REDUCTION),
+    aten.l1_loss.default: (*_PAIR, _REDUCTION),
+    aten.smooth_l1_loss.default: (*_PAIR, _REDUCTION, ("beta", 1.0)),
+    aten.huber_loss.default: (*_PAIR, _REDUCTION, ("delta", 1.0)),
+    aten.binary_cross_entropy.default: _WEIGHTED,
+    aten.binary_cross_entropy_with_logits.default: (*_PAIR, ("weight", None), ("pos_weight", None), _REDUCTION),
+}
+"""Losses over every element: micro-batches count equally many, unless the batch selects some (ELECTRA's)."""
+_LOSSES = _OF_LABELS | _OF_ELEMENTS
 
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A cross-entropy whose labels come from the batch alone."""
+    """A mean-reduced loss whose labels come from the batch alone."""
 
     node: fx.Node
     target: fx.Node
     weight: fx.Node | None
     """One weight per class: the mean divides by the weights of the labels instead of their number."""
-    ignore_index: int
+    ignore_index: int | None
+    """None where every element of the target counts."""
 
 
 def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
-    """Mean-reduced cross-entropies and negative log-likelihoods over integer labels that the batch determines."""
+    """Mean-reduced losses over integer labels, or over a selection of elements, that the batch determines."""
     nodes = [node for node in flow.order if node.op == "call_function" and node.target in _LOSSES]
     return tuple(found for node in nodes if (found := _mean_loss(node, flow)) is not None)
 
 
 def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
-    _, target, weight, reduction, ignore_index, *smoothing = _arguments(node)
-    if reduction != _MEAN or target not in flow.free or target.meta["val"].is_floating_point():
+    given = _arguments(node)
+    target, weight = given["target"], given.get("weight")
+    if given["reduction"] != _MEAN or target not in flow.free:
         return None
-    if weight is not None and (weight not in flow.free or any(smoothing)):
+    if node.target in _OF_ELEMENTS:
+        selected = any(not isinstance(size, int) for size in target.meta["val"].shape)
+        return MeanLoss(node, target, None, None) if selected else None
+    if target.meta["val"].is_floating_point():
         return None
-    return MeanLoss(node, target, weight, int(ignore_index))
+    if weight is not None and (weight not in flow.free or given.get("label_smoothing")):
+        return None
+    return MeanLoss(node, target, weight, int(given["ignore_index"]))
 
 
-def _arguments(node: fx.Node) -> list[Any]:
-    """The arguments of a loss, by position, defaults filled in."""
-    given = dict(zip((name for name, _ in _LOSSES[node.target]), node.args, strict=False)) | node.kwargs
-    return [given.get(name, default) for name, default in _LOSSES[node.target]]
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a loss by name, defaults filled in."""
+    formal = _LOSSES[node.target]
+    return dict(formal) | dict(zip((name for name, _ in formal), node.args, strict=False)) | node.kwargs
 
 
 def emit_sum_over_count(graph: fx.Graph, copied: fx.Node, count: fx.Node) -> fx.Node:
     """After the copy of a mean loss: make it a sum, and return that sum over `count`."""
-    arguments = _arguments(copied)
-    arguments[3] = _SUM
-    copied.args, copied.kwargs = tuple(arguments), {}
-    quotient = graph.call_function(torch.ops.aten.div.Tensor, (copied, count))
+    copied.args, copied.kwargs = tuple((_arguments(copied) | {"reduction": _SUM}).values()), {}
+    quotient = graph.call_function(aten.div.Tensor, (copied, count))
     quotient.meta = dict(copied.meta)
     return quotient
 
@@ -80,12 +99,19 @@ def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss) -> Label
     for node in flow.order:
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, lambda source: copies[source])
-    target = copies[loss.target]
-    counted = graph.call_function(torch.ops.aten.ne.Scalar, (target, loss.ignore_index))
-    if loss.weight is not None:
-        label = graph.call_function(torch.ops.aten.mul.Tensor, (target, counted))
-        weight = graph.call_function(torch.ops.aten.index.Tensor, (copies[loss.weight], [label]))
-        counted = graph.call_function(torch.ops.aten.mul.Tensor, (weight, counted))
-    graph.output(graph.call_function(torch.ops.aten.sum.default, (counted,)))
+    graph.output(graph.call_function(aten.sum.default, (_counted(graph, loss, copies),)))
     close_regions(graph)
     return LabelCount(tuple(str(node.target) for node in inputs), fx.GraphModule(module, graph))
+
+
+def _counted(graph: fx.Graph, loss: MeanLoss, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """For each label, how much it counts."""
+    target = copies[loss.target]
+    if loss.ignore_index is None:
+        return graph.call_function(aten.ones_like.default, (target,))
+    counted = graph.call_function(aten.ne.Scalar, (target, loss.ignore_index))
+    if loss.weight is None:
+        return counted
+    label = graph.call_function(aten.mul.Tensor, (target, counted))
+    weight = graph.call_function(aten.index.Tensor, (copies[loss.weight], [label]))
+    return graph.call_function(aten.mul.Tensor, (weight, counted))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._pytree import tree_flatten
 
 from workbench.capture.graph import Block, Graph
@@ -44,7 +45,9 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> 
         key = (block.kind, received, tuple(name in graph.frozen for name in block.parameters))
         if key not in kinds:
             kinds[key] = len(costs)
-            walk = _Walk(graph, block, received, settings)
+            # A selection by a mask is priced as if it kept everything.
+            with symbolic_sizes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+                walk = _Walk(graph, block, received, settings)
             costs.append(walk.cost())
             results.append(walk.sent)
         dtypes |= dict(zip(block.sends, results[kinds[key]], strict=True))

@@ -1,0 +1,165 @@
+"""Any unmodified model trains under a plan of the real planner: its loss and gradients are those of plain PyTorch.
+
+A few models by default; all of `zoo.MODELS` where WORKBENCH_TEST_ALL is set. `benchmarks/model_table.py` prints what
+`differences` measures.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import zoo
+from tests.distributed.harness import CPU, LINK, launch, place
+from workbench.capture import Graph, build_meta, capture, spec_of
+from workbench.cost import profile
+from workbench.cost.cluster import Cluster
+from workbench.execution.build import build_stage
+from workbench.execution.context import StepContext
+from workbench.execution.shard import full
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
+from workbench.planning import search
+from workbench.planning.plan import Plan
+
+TOLERANCE = 1e-5
+MICRO_BATCH, MICRO_BATCHES = 2, 4
+REPRESENTATIVE = ("llama", "resnet", "tied-everywhere")
+TRIED = REPRESENTATIVE if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(zoo.MODELS)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What is asked of the planner; the cut is its own."""
+
+    pipeline: int
+    data: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.pipeline} stages" + (f" × {self.data} replicas" if self.data > 1 else "")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences to plain PyTorch: of the loss, of any parameter's gradient, of any buffer."""
+
+    loss: float
+    gradient: float
+    buffer: float
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradient, self.buffer)
+
+
+def captured(name: str, model: nn.Module) -> Graph:
+    batch = zoo.batch(name, MICRO_BATCH)
+    return capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
+
+
+def planned(name: str, degrees: Degrees) -> Plan:
+    """What `wb.plan` does: the model on the meta device, priced and cut."""
+    graph = captured(name, build_meta(zoo.MODELS[name]))
+    world = degrees.pipeline * degrees.data
+    return search(
+        profile(graph, CPU, "fp32", compiled=False),
+        global_batch=MICRO_BATCH * MICRO_BATCHES * degrees.data,
+        seq_len=zoo.SEQ,
+        precision="fp32",
+        cluster=Cluster(CPU, world, world, LINK, LINK),
+        pipeline=degrees.pipeline,
+        data=degrees.data,
+        zero=0,
+        micro_batch=MICRO_BATCH,
+    )
+
+
+def differences(name: str, cases: tuple[Degrees, ...]) -> dict[Degrees, Difference]:
+    """Measured on real processes; all cases use equally many."""
+    [world] = {degrees.pipeline * degrees.data for degrees in cases}
+    plans = {degrees: planned(name, degrees) for degrees in cases}
+    found: dict[Degrees, Difference] = launch(_measured, world, name, plans)
+    return found
+
+
+def _measured(_rank: int, name: str, plans: dict[Degrees, Plan]) -> dict[Degrees, Difference]:
+    torch.manual_seed(0)
+    model = zoo.MODELS[name]().train()
+    graph = captured(name, model)
+    return {degrees: _difference(name, copy.deepcopy(model), graph, plan) for degrees, plan in plans.items()}
+
+
+def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Difference:
+    assert graph.signature == plan.signature
+    assert tuple(block.name for block in graph.blocks) == plan.block_names
+    here = place(plan.pipeline, plan.data)
+    batch = zoo.batch(name, plan.global_batch)
+    size = MICRO_BATCH * MICRO_BATCHES
+    mine = {key: value[here.data_rank * size : (here.data_rank + 1) * size] for key, value in batch.items()}
+    plain, alone = copy.deepcopy(model), copy.deepcopy(model)
+    micro_batch = MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else plan.global_batch
+    expected_loss = _trained_plainly(plain, batch, micro_batch)
+    _trained_plainly(alone, mine, micro_batch)
+
+    context = StepContext(seed=0, device=torch.device("cpu"))
+    stage = build_stage(plan, here, model, graph, context)
+    experiment = Experiment(model=zoo.MODELS[name], data=lambda: None, steps=1, global_batch=plan.global_batch)
+    trainer = Trainer(experiment, plan, graph, stage, context, here)
+    loss = trainer.gradients(0, mine)
+    torch.distributed.all_reduce(loss)
+
+    gradients = {key: parameter.grad for key, parameter in plain.named_parameters()}
+    scale = max(gradient.abs().max().item() for gradient in gradients.values() if gradient is not None)
+    worst = torch.zeros(2)
+    for key, parameter in stage.named().items():
+        expected, found = gradients[key], parameter.grad
+        assert (found is None) == (expected is None), f"{key}: {found} in the pipeline, {expected} in plain PyTorch"
+        if expected is not None and found is not None:
+            error = (full(found) - expected).norm() / max(expected.norm().item(), 1e-4 * scale)
+            worst[0] = torch.maximum(worst[0], error)
+    buffers = dict(alone.named_buffers())  # replicas see their own samples only, as under DistributedDataParallel
+    for key, buffer in stage.named_state().items():
+        if key in buffers:
+            error = (buffer.float() - buffers[key].float()).norm() / buffers[key].float().norm().clamp_min(1e-6)
+            worst[1] = torch.maximum(worst[1], error)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return Difference(abs(loss.item() - expected_loss) / abs(expected_loss), worst[0].item(), worst[1].item())
+
+
+def _trained_plainly(model: nn.Module, batch: zoo.Batch, micro_batch: int) -> float:
+    """Forward and backward of plain PyTorch over a batch, in one piece; returns the loss.
+
+    In several pieces with BatchNorm, whose statistics are those of a micro-batch: gradients accumulate.
+    """
+    samples = len(batch["labels"])
+    pieces = [range(first, min(first + micro_batch, samples)) for first in range(0, samples, micro_batch)]
+    total = 0.0
+    for piece in pieces:
+        loss = loss_of(model, {key: value[piece.start : piece.stop] for key, value in batch.items()}) / len(pieces)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def loss_of(model: nn.Module, batch: zoo.Batch) -> torch.Tensor:
+    output = model(**batch)
+    if isinstance(output, torch.Tensor):
+        return output
+    return output[0] if isinstance(output, tuple) else output["loss"]
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_pipeline_of_two_stages_equals_plain_pytorch(name: str) -> None:
+    found = differences(name, (Degrees(2),))
+    assert all(difference.largest <= TOLERANCE for difference in found.values()), found
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_four_stages_and_pipeline_times_data_equal_plain_pytorch(name: str) -> None:
+    found = differences(name, (Degrees(4), Degrees(2, data=2)))
+    assert all(difference.largest <= TOLERANCE for difference in found.values()), found
