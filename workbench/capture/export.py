@@ -52,7 +52,7 @@ def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str) -> Expo
     """Export `model(**batch)`; raises `CaptureError` naming the user's line that stops it."""
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     example = example_batch(batch, device)
-    with _custom_functions_refused(name), _inert_layerdrop(model), _quiet_failure():
+    with _custom_functions_refused(name), _inert_layerdrop(model), _numbers_in_the_graph(), _quiet_failure():
         try:
             program = torch.export.export(model, (), example, strict=False)
         except CaptureError:
@@ -156,6 +156,26 @@ def _inert_layerdrop(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         setattr(torch, "rand", rand)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _numbers_in_the_graph() -> Iterator[None]:
+    """Let `torch.tensor(0.0)` be an operation that makes the number, not a constant whose value the meta device drops.
+
+    Masks of `transformers` before 5.20 are built from one, and a mask that is not known cannot be seen to mask nothing.
+    """
+    tensor = torch.tensor
+
+    def known(data: Any, **kwargs: Any) -> Any:
+        if isinstance(data, bool | int | float) and set(kwargs) <= {"dtype", "device"}:
+            return torch.full((), data, **kwargs)
+        return tensor(data, **kwargs)
+
+    setattr(torch, "tensor", known)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "tensor", tensor)  # noqa: B010
 
 
 @contextlib.contextmanager
