@@ -1,0 +1,138 @@
+"""The real worker on gloo without a launcher: `Ranks(run).start()`, to be waited for, or killed with -9.
+
+What trains is small, has dropout, and reads a dataset of its own; the run directory is as `launch` writes it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from tests.distributed.harness import free_port
+from workbench import models
+from workbench.api import plan as make_plan
+from workbench.cost.cluster import Cluster, Device, Link
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.rundir import RunDir, read_events, write_json
+from workbench.runs.history import read_history
+
+VOCAB, SEQ = 96, 16
+DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
+LINK = Link(1e9, 1e-5)
+
+
+class Words:
+    """Masked words that depend on nothing but their index."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        labels = torch.randint(0, VOCAB, (SEQ,), generator=generator)
+        hidden = torch.rand(SEQ, generator=generator) < 0.3
+        return {"input_ids": labels.masked_fill(hidden, 4), "labels": labels.masked_fill(~hidden, -100)}
+
+
+def experiment(**changes: Any) -> Experiment:
+    """A BERT of four layers with dropout 0.1."""
+    model = models.bert(
+        hidden_size=32, num_layers=4, num_heads=4, vocab_size=VOCAB, max_positions=SEQ, next_sentence=False
+    )
+    fields = {"steps": 40, "global_batch": 8, "seq_len": SEQ, "learning_rate": 3e-3, "warmup_steps": 5}
+    return Experiment(model=model, data=Words(), name="small", project="", **{**fields, **changes})
+
+
+def plan(asked: Experiment, **degrees: int) -> Plan:
+    """Planned for as many CPUs as the degrees make."""
+    world = degrees.get("pipeline", 1) * degrees.get("data", 1)
+    return make_plan(asked, Cluster(DEVICE, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})
+
+
+def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None) -> RunDir:
+    """A run directory to start from; one that exists is continued."""
+    run = RunDir(path)
+    for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_json(run.experiment, asked.to_json())
+    write_json(run.plan, chosen.to_json())
+    run.data_code.write_bytes(cloudpickle.dumps(Words()))
+    run.resume.unlink(missing_ok=True)
+    if resume is not None:
+        write_json(run.resume, {"checkpoint": str(resume), "step": int(resume.name.removeprefix("step-"))})
+    return run
+
+
+class Ranks:
+    """The processes of one start."""
+
+    def __init__(self, run: RunDir, world: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["workbench.execution.worker", "transformers.models.bert.modeling_bert"])
+        port = free_port()
+        self.run = run
+        self.processes = [
+            context.Process(target=_rank, args=(rank, world, port, str(run.path))) for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait(self, seconds: float = 120.0) -> None:
+        """Until all have left in order."""
+        for process in self.processes:
+            process.join(seconds)
+        codes = [process.exitcode for process in self.processes]
+        assert codes == [0] * len(codes), (codes, *(path.read_text() for path in self.run.logs.glob("*.log")))
+
+    def kill(self, first: int) -> None:
+        """As a machine that goes down: one with -9, then the others."""
+        for process in (self.processes[first], *self.processes):
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join(60)
+
+
+def _rank(rank: int, world: int, port: int, path: str) -> None:
+    from workbench.execution import worker
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os._exit(worker.main(path))
+
+
+def trained(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None) -> RunDir:
+    """From the start, or a checkpoint, to the end."""
+    run = directory(path, asked, chosen, resume)
+    Ranks(run, chosen.world).wait()
+    return run
+
+
+def reach(run: RunDir, step: int, seconds: float = 60.0) -> None:
+    """Wait until the events tell of that step."""
+    deadline = time.monotonic() + seconds
+    while last_step(run) < step:
+        assert time.monotonic() < deadline, [path.read_text() for path in run.logs.glob("*.log")]
+        time.sleep(0.001)
+
+
+def last_step(run: RunDir) -> int:
+    return max((int(event["step"]) for event in read_events(run.events) if event["type"] == "step"), default=0)
+
+
+def curve(run: RunDir) -> dict[int, tuple[float, float, float]]:
+    """Step -> loss, gradient norm and learning rate, as recorded, to the last bit."""
+    found = read_history(run.events)
+    return {
+        int(step): (loss, norm, rate)
+        for step, loss, norm, rate in zip(found.step, found.loss, found.grad_norm, found.learning_rate, strict=True)
+    }
