@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from workbench import data, models
     from workbench.api import (
         capture,
+        clone,
         compare,
         doctor,
         launch,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         show,
         stop,
         summary,
+        sync,
         wait,
     )
     from workbench.cost.cluster import Cluster
@@ -53,6 +55,7 @@ _HOMES = {
     **dict.fromkeys(
         (
             "capture",
+            "clone",
             "compare",
             "doctor",
             "launch",
@@ -65,6 +68,7 @@ _HOMES = {
             "show",
             "stop",
             "summary",
+            "sync",
             "wait",
         ),
         "workbench.api",
@@ -79,6 +83,7 @@ __all__ = [
     "Run",
     "WorkbenchError",
     "capture",
+    "clone",
     "compare",
     "data",
     "doctor",
@@ -93,6 +98,7 @@ __all__ = [
     "show",
     "stop",
     "summary",
+    "sync",
     "wait",
 ]
 

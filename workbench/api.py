@@ -20,6 +20,7 @@ from workbench.runs import Run, RunTable
 from workbench.runs import launch as _launch
 from workbench.runs import load_run as _load_run
 from workbench.runs import runs as _runs
+from workbench.runs.environment import data_fingerprint
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from workbench.capture import Graph
     from workbench.runs import Report
     from workbench.runs.summary import Summary
+    from workbench.runs.tracking import Delivery
     from workbench.widgets import Live
 
 PROBE_BATCH = 2
@@ -125,7 +127,37 @@ def launch(
     chosen = globals()["plan"](experiment) if plan is None else plan
     check_signature(experiment, chosen)
     experiment.data.prepare(experiment, progress=progress)
-    return _launch(experiment, chosen, directory=directory)
+    return _launch(experiment, chosen, directory=directory, facts={"data_fingerprint": data_fingerprint(experiment)})
+
+
+def clone(run: Run | str | os.PathLike[str], plan: Plan | None = None, **changes: Any) -> Run:
+    """Launch a run's experiment again with some fields changed: `wb.clone(run, learning_rate=1e-4)`.
+
+    As `run.clone`, and plans anew where a change asks for that (model, data, batch, sequence length, precision).
+    """
+    handle = load_run(run)
+    if plan is None and changes.keys() & PLANNED_FIELDS:
+        experiment = load_experiment(handle, **changes)
+        experiment.data.check(experiment)
+        plan = globals()["plan"](experiment)
+    return handle.clone(plan, **changes)
+
+
+PLANNED_FIELDS = frozenset({"model", "data", "global_batch", "seq_len", "precision"})
+"""Of an experiment: a plan that was made for other values does not fit."""
+
+
+def sync(runs: Runs | None = None, *, root: str | os.PathLike[str] | None = None) -> list[Delivery]:
+    """Upload to W&B what it does not have of `runs`; by default of all tracked runs that have ended.
+
+    Uses what the runs left on disk and changes nothing of them. Raises `WorkbenchError` if nobody is logged in.
+    """
+    from workbench.runs import tracking
+
+    if runs is not None:
+        return [tracking.sync(run.directory) for run in _handles(runs)]
+    waiting = [run for run in _runs(root) if run.status.final and tracking.pending(run.directory)]
+    return [tracking.sync(run.directory) for run in waiting if not tracking.recording(run.directory)]
 
 
 def check_signature(experiment: Experiment, plan: Plan) -> None:
@@ -157,11 +189,12 @@ def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps
     return _launch(experiment, chosen, resume=handle)
 
 
-def load_experiment(run: Run | str | os.PathLike[str]) -> Experiment:
-    """The experiment of a run. One with a model or dataset of the user's own is read by import, never unpickled."""
+def load_experiment(run: Run | str | os.PathLike[str], **changes: Any) -> Experiment:
+    """The experiment of a run, with `changes`. A model or dataset of the user's own is never unpickled."""
     handle = load_run(run)
-    experiment = Experiment.from_json(read_json(handle.directory.experiment))
-    if experiment.model.is_custom or experiment.data.is_custom:
+    experiment = Experiment.from_json(read_json(handle.directory.experiment)).replace(**changes)
+    own = (experiment.model.is_custom and "model" not in changes, experiment.data.is_custom and "data" not in changes)
+    if any(own):
         raise WorkbenchError(
             f"{handle.name} trains a model or dataset of your own, which is kept as code in "
             f"{handle.directory.code} and is not loaded from there. Build the Experiment again and launch it."
@@ -170,7 +203,7 @@ def load_experiment(run: Run | str | os.PathLike[str]) -> Experiment:
 
 
 def load_run(path: Run | str | os.PathLike[str]) -> Run:
-    """A run by path or by name under the runs folder; reads JSON only, never unpickles."""
+    """A run by path, by name under the runs folder, or on W&B (`"wandb:entity/project/id"`); never unpickles."""
     return path if isinstance(path, Run) else _load_run(path)
 
 

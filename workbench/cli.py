@@ -1,4 +1,4 @@
-"""The verbs of the workbench in a shell: `workbench plan|run|resume|runs|show|compare|stop|doctor|execute`.
+"""The verbs of the workbench in a shell: `workbench plan|run|resume|clone|runs|show|compare|stop|sync|doctor|execute`.
 
 Each verb calls the function of the same name in `workbench.api`, imported when it is needed.
 """
@@ -170,27 +170,79 @@ def runs(
         Path | None, typer.Argument(help="Where the runs are; $WORKBENCH_RUNS or ./runs by default.")
     ] = None,
     as_json: AsJson = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print the progress of those that live.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between lines of --follow.")] = 5.0,
 ) -> None:
     """List runs, newest first."""
     from workbench import api
 
     table = api.runs(root)
+    if follow:
+        _follow([run for run in table if not run.status.final], every)
+        return
     typer.echo(json.dumps(table.rows(), indent=2) if as_json else repr(table))
 
 
 @app.command()
-def show(run: Annotated[str, typer.Argument(help="A run's name or directory.")], as_json: AsJson = False) -> None:
+def show(
+    run: Annotated[str, typer.Argument(help="A run's name or directory, or wandb:entity/project/id.")],
+    as_json: AsJson = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print its progress until it ends.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between lines of --follow.")] = 5.0,
+    to: Annotated[Path | None, typer.Option("--to", help="Write its plan's pictures into this HTML file.")] = None,
+) -> None:
     """Say where a run stands, how it was planned, and what it died of if it failed."""
     from workbench import api
 
     found = api.load_run(run)
+    if to is not None:
+        typer.echo(plan_page(found, to))
+        return
     if as_json:
         typer.echo(json.dumps(found.summary(), indent=2))
         return
-    typer.echo(f"{found!r}\n{found.path}\n{describe_plan(found.plan)}")
+    if follow:
+        _follow([found], every)
+    else:
+        planned = describe_plan(found.plan) if found.directory.plan.exists() else ""
+        typer.echo(f"{found!r}\n{found.path}\n{planned}".rstrip())
     error = found.error()
     if error is not None:
         typer.secho(str(error), fg=typer.colors.RED)
+        if follow:
+            raise typer.Exit(1)
+
+
+@app.command()
+def clone(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Changes a field of the experiment; repeatable."),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start a run's experiment again, with changes: `workbench clone bert-1 -p learning_rate=1e-4`."""
+    from workbench import api
+
+    _announce(api.clone(run, **parameters_from(change or ())), wait, as_json)
+
+
+@app.command()
+def sync(
+    runs: Annotated[list[str] | None, typer.Argument(help="Names or directories; by default all that need it.")] = None,
+) -> None:
+    """Upload to Weights & Biases what it does not have of runs that were recorded offline; exit code 1 on failure."""
+    from workbench import api
+
+    deliveries = api.sync(list(runs) if runs else None)
+    for told in deliveries:
+        typer.echo(str(told))
+    if not deliveries:
+        typer.echo("Nothing to upload.")
+    if any(told.state != "synced" for told in deliveries):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -332,6 +384,23 @@ def describe_plan(plan: Plan) -> str:
         )
     lines.append(f"  {count(plan.prediction.tokens_per_s)} tokens/s predicted")
     return "\n".join(lines)
+
+
+def _follow(runs: Sequence[Run], every_s: float) -> None:
+    from workbench.runs.follow import follow
+
+    try:
+        for line in follow(runs, every_s):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        typer.echo("The training goes on; `workbench stop` ends it.")
+
+
+def plan_page(run: Run, to: Path) -> Path:
+    """Write the pictures of a run's plan as one page that opens offline."""
+    from workbench.figures import save_html, show_plan
+
+    return save_html(show_plan(run.plan), to, title=f"{run.name}: its plan", text=describe_plan(run.plan)).absolute()
 
 
 def _announce(started: Run, wait: bool, as_json: bool) -> None:

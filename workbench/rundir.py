@@ -6,7 +6,8 @@ Everything a run leaves lies in one folder, readable without importing torch and
     plan.json            how it was divided, with the prediction
     environment.json     machine, versions, git state
     code/                the user's own model or dataset: model.pkl, data.pkl for the workers; source beside them
-    tracking.json        what the worker gives Accelerate's `init_trackers`; absent when tracking is off
+    wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
+    tracking.json        what the worker gave Accelerate's `init_trackers` (runs of earlier versions)
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; what live figures read
     launcher.json        the supervisor's, the launcher's and the ranks' process ids with their start times
@@ -17,6 +18,8 @@ Everything a run leaves lies in one folder, readable without importing torch and
     checkpoints/step-<n>/
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
+    plan.html            the plan's pictures as a page, once the recorder has drawn them
+    notebook.ipynb       the executed notebook that launched the run, if `workbench execute` ran it
 
 Events are dicts with `type` and `time` (Unix seconds):
 
@@ -29,7 +32,8 @@ Events are dicts with `type` and `time` (Unix seconds):
     memory      rank, stage, device, peak_bytes, reserved_bytes, limit_bytes
     checkpoint  step, path, seconds
     end         steps, seconds
-    tracking    state: syncing | synced | failed; message      (Weights & Biases, never the run itself)
+    tracking    state: offline | syncing | synced | failed; message, step (the last one that W&B has)
+                (Weights & Biases, never the run itself)
 """
 
 from __future__ import annotations
@@ -90,6 +94,18 @@ class RunDir:
     @property
     def tracking_settings(self) -> Path:
         return self.path / "tracking.json"
+
+    @property
+    def tracker(self) -> Path:
+        return self.path / "wandb.json"
+
+    @property
+    def plan_page(self) -> Path:
+        return self.path / "plan.html"
+
+    @property
+    def notebook(self) -> Path:
+        return self.path / "notebook.ipynb"
 
     @property
     def resume(self) -> Path:

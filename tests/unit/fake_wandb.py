@@ -1,9 +1,10 @@
-"""A Weights & Biases server small enough for a test: what the real client asks of it while it uploads one run."""
+"""A Weights & Biases server small enough for a test: it lets the real client upload, resume and read runs."""
 
 import gzip
 import json
 import re
 import threading
+import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,11 +15,18 @@ SERVER = {"cliVersionInfo": VERSIONS, "latestLocalVersionInfo": None, "features"
 
 
 class FakeWandb:
-    """Listens on `url` until `close`; `histories` maps a run's id to the rows that were uploaded for it."""
+    """Listens on `url` until `close`; `histories` maps a run's id to the rows that were uploaded for it.
 
-    def __init__(self) -> None:
+    `delay_s` answers that late, `refuses` answers every upload of steps with that HTTP status.
+    """
+
+    def __init__(self, delay_s: float = 0.0, refuses: int | None = None) -> None:
+        self.delay_s, self.refuses = delay_s, refuses
         self.histories = defaultdict(list)
+        self.buckets = {}
         self.complete = set()
+        self.artifacts = {}
+        self.files = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -29,21 +37,100 @@ class FakeWandb:
         self._server.server_close()
 
     def answer(self, query: str, variables: dict) -> dict:
-        if "upsertBucket" in query:
-            return {"upsertBucket": {"bucket": self._bucket(variables), "inserted": True}}
-        if "createRunFiles" in query:
-            names = variables.get("files", [])
-            files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in names]
-            return {"createRunFiles": {"runID": variables.get("run"), "uploadHeaders": [], "files": files}}
-        if "bucket(" in query:
-            return {"model": {"id": "UHJq", "name": "p", "entity": USER, "bucket": None}}
-        return {"viewer": USER, "serverInfo": SERVER, "entity": None}
+        """The `data` of a GraphQL answer; what nobody here asks about is null."""
+        name = re.search(r"(?:query|mutation) (\w+)", query)
+        answerer = getattr(self, f"_{name[1]}", None) if name else None
+        if answerer is not None:
+            return answerer(variables)
+        return {"viewer": USER, "serverInfo": SERVER, "entity": None, "project": None}
 
-    def _bucket(self, variables: dict) -> dict:
-        name = variables.get("name") or variables.get("id")
-        project = {"id": "UHJq", "name": variables.get("project") or "p", "entity": {"id": "RW50", "name": "tester"}}
-        fields = {"displayName": name, "description": None, "config": "{}", "sweepName": None, "historyLineCount": 0}
-        return {"id": f"B_{name}", "name": name, "project": project, **fields}
+    def _UpsertBucket(self, variables: dict) -> dict:  # noqa: N802
+        run = variables.get("name") or variables.get("id").removeprefix("B_")
+        known = self.buckets.setdefault(run, {})
+        known |= {key: value for key, value in variables.items() if value is not None}
+        return {"upsertBucket": {"bucket": self._bucket(run), "inserted": not self.histories[run]}}
+
+    def _bucket(self, run: str) -> dict:
+        known = self.buckets[run]
+        project = {"id": "UHJq", "name": known.get("project") or "p", "entity": {"id": "RW50", "name": "tester"}}
+        fields = {"displayName": known.get("displayName", run), "sweepName": None, "description": None}
+        return {"id": f"B_{run}", "name": run, "project": project, "historyLineCount": 0, "config": "{}", **fields}
+
+    def _RunResumeStatus(self, variables: dict) -> dict:  # noqa: N802
+        model = {"id": "UHJq", "name": "p", "entity": {"id": "RW50", "name": "tester"}, "bucket": None}
+        run = variables["name"]
+        if self.histories.get(run):
+            rows = self.histories[run]
+            counts = {"historyLineCount": len(rows), "eventsLineCount": 0, "logLineCount": 0}
+            tails = {"historyTail": json.dumps([json.dumps(rows[-1])]), "eventsTail": "[]", "wandbConfig": '{"t": 1}'}
+            described = {"config": self.buckets[run].get("config", "{}"), "tags": [], "notes": None}
+            metrics = {"summaryMetrics": json.dumps(rows[-1])}
+            model["bucket"] = {**self._bucket(run), **counts, **tails, **described, **metrics}
+        return {"model": model}
+
+    def _CreateRunFiles(self, variables: dict) -> dict:  # noqa: N802
+        names = variables.get("files", [])
+        files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in names]
+        return {"createRunFiles": {"runID": variables.get("run"), "uploadHeaders": [], "files": files}}
+
+    def _CreateArtifact(self, variables: dict) -> dict:  # noqa: N802
+        asked = variables["input"]
+        name = asked["artifactCollectionName"]
+        self.artifacts[name] = {"type": asked["artifactTypeName"], "state": "PENDING"}
+        artifact = {"id": f"A_{name}", "state": "PENDING", "artifactSequence": {"id": "S", "latestArtifact": None}}
+        return {"createArtifact": {"artifact": artifact}}
+
+    def _CreateArtifactManifest(self, variables: dict) -> dict:  # noqa: N802
+        file = {"id": "F", "uploadUrl": f"{self.url}/upload/manifest/{variables['artifactID']}", "uploadHeaders": []}
+        return {"createArtifactManifest": {"artifactManifest": {"id": variables["artifactID"], "file": file}}}
+
+    def _UpdateArtifactManifest(self, variables: dict) -> dict:  # noqa: N802
+        asked = {"artifactID": variables["artifactManifestID"]}
+        return {"updateArtifactManifest": self._CreateArtifactManifest(asked)["createArtifactManifest"]}
+
+    def _CreateArtifactFiles(self, variables: dict) -> dict:  # noqa: N802
+        def edge(file: dict) -> dict:
+            collection = file["artifactID"].removeprefix("A_")
+            url = f"{self.url}/upload/{collection}/{file['name']}"
+            fields = {"storagePath": file["name"], "uploadUrl": url, "uploadHeaders": [], "uploadMultipartUrls": None}
+            return {"node": {**fields, "artifact": {"id": file["artifactID"]}}}
+
+        return {"createArtifactFiles": {"files": {"edges": [edge(f) for f in variables["input"]["artifactFiles"]]}}}
+
+    def _CommitArtifact(self, variables: dict) -> dict:  # noqa: N802
+        name = variables["artifactID"].removeprefix("A_")
+        self.artifacts[name]["state"] = "COMMITTED"
+        return {"commitArtifact": {"artifact": {"id": variables["artifactID"], "digest": "d"}}}
+
+    def _Run(self, variables: dict) -> dict:  # noqa: N802
+        run = variables["name"]
+        if run not in self.buckets:
+            return {"project": {"run": None}}
+        known = self.buckets[run]
+        state = "finished" if run in self.complete else "running"
+        fields = {"state": state, "config": known.get("config", "{}"), "group": known.get("groupName")}
+        times = {"createdAt": "2026-11-21T09:00:00Z", "heartbeatAt": "2026-11-21T09:10:00Z"}
+        empty = dict.fromkeys(("commit", "description", "notes", "sweepName", "jobType"))
+        metrics = {"summaryMetrics": "{}", "systemMetrics": "{}", "historyLineCount": len(self.histories[run])}
+        identity = {"id": f"B_{run}", "name": run, "displayName": known.get("displayName", run), "tags": []}
+        keys = {"historyKeys": self._keys(run), "projectId": "1", "readOnly": False, "user": USER}
+        return {"project": {"run": {**identity, **fields, **times, **empty, **metrics, **keys}}}
+
+    def _RunHistoryKeys(self, variables: dict) -> dict:  # noqa: N802
+        return {"project": {"run": {"historyKeys": self._keys(variables["name"])}}}
+
+    def _keys(self, run: str) -> dict:
+        rows = self.histories[run]
+        return {"lastStep": rows[-1]["_step"] if rows else -1, "sets": [], "keys": {}}
+
+    def _RunParquetHistory(self, variables: dict) -> dict:  # noqa: N802
+        live = self.histories[variables["runName"]]
+        return {"project": {"run": {"parquetHistory": {"parquetUrls": [], "liveData": live}}}}
+
+    def _HistoryPage(self, variables: dict) -> dict:  # noqa: N802
+        first, end = int(variables["minStep"]), int(variables["maxStep"])
+        rows = [json.dumps(row) for row in self.histories[variables["run"]] if first <= row["_step"] < end]
+        return {"project": {"run": {"history": rows}}}
 
     def receive(self, run: str, update: dict) -> None:
         for name, content in (update.get("files") or {}).items():
@@ -64,15 +151,18 @@ def _handler_of(fake: FakeWandb) -> type[BaseHTTPRequestHandler]:
             self._reply({})
 
         def do_PUT(self):
-            self._body()
+            fake.files[self.path.removeprefix("/upload/")] = self._body()
             self._reply({})
 
         def do_POST(self):
             body = self._body()
+            time.sleep(fake.delay_s)
             stream = re.match(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path)
             if self.path.endswith("/graphql"):
                 asked = json.loads(body)
                 self._reply({"data": fake.answer(asked["query"], asked.get("variables") or {})})
+            elif stream and fake.refuses:
+                self._reply({"error": "refused"}, fake.refuses)
             elif stream:
                 fake.receive(stream[1], json.loads(body))
                 self._reply({"exitcode": None, "limits": {}})
@@ -90,9 +180,9 @@ def _handler_of(fake: FakeWandb) -> type[BaseHTTPRequestHandler]:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
-        def _reply(self, value: dict) -> None:
+        def _reply(self, value: dict, status: int = 200) -> None:
             data = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -82,6 +82,27 @@ def test_scripts_read_runs_as_json(tmp_path):
     assert "4 of 100" in workbench("runs", cwd=tmp_path).stdout
 
 
+def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
+    run = RunDir(tmp_path / "runs" / "bert-1")
+    write_json(run.experiment, {"name": "bert", "steps": 100, "model": {}})
+    write_json(run.environment, {})
+    write_json(run.launcher, {"supervisor": this_process()})
+    append_event(run.events, "status", state="running", message="")
+    append_event(run.events, "step", step=4, loss=6.5, tokens_per_s=1e3, step_ms=500.0)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from workbench.cli import main; main()"
+    command = [sys.executable, "-c", code, "show", "bert-1", "--follow", "--every", "0.2"]
+    following = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert following.stdout.readline().split("  ")[1:] == [
+        *("bert-1", "running", "4 of 100 (4%)", "loss 6.5", "1 k tokens/s", "48.0 s left\n")
+    ]
+    append_event(run.events, "step", step=5, loss=6.25)
+    assert "5 of 100 (5%)  loss 6.25" in following.stdout.readline()
+    append_event(run.events, "status", state="failed", message="rank 1 (stage 1): OSError: gone")
+    assert "failed  5 of 100" in following.stdout.readline()
+    assert "Run bert-1 failed: rank 1 (stage 1)" in following.communicate(timeout=30)[0]
+    assert following.returncode == 1
+
+
 def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_path):
     answer = workbench("execute", str(notebook), "-p", "steps=40", "-p", "name=short", "--to", "out", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr

@@ -104,10 +104,28 @@ def test_the_registry_lists_runs_newest_first(tmp_path):
     assert [run.name for run in table] == ["new", "old"]
     assert table["old"].name == table[1].name
     lines = repr(table).splitlines()
-    assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "when"]
+    assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when"]
     assert lines[1].split()[:6] == ["new", "running", "10", "of", "100", "10"]
     assert table._repr_html_().count("<tr>") == 3
     assert "No runs" in repr(runs(tmp_path / "nowhere"))
+
+
+def test_a_row_of_the_registry_has_what_a_live_table_shows(tmp_path):
+    run = make_run(tmp_path, supervisor=this_process())
+    gpus = [{"index": 0, "uuid": "GPU-a"}, {"index": 3, "uuid": "GPU-b"}]
+    write_json(run.environment, {"gpus": gpus})
+    write_json(run.launcher, {"supervisor": this_process(), "plan": {"world": 2}, "devices": ["GPU-b", "GPU-a"]})
+    (row,) = runs(tmp_path).rows()
+    assert (row["state"], row["eta_s"], row["devices"], row["gpus"]) == ("running", None, 2, [3, 0])
+    for step in range(1, 41):
+        slow = 30_000.0 if step == 30 else 500.0
+        append_event(run.events, "step", step=step, loss=1.0, step_ms=slow, tokens_per_s=1e4, mfu=0.4)
+    (row,) = runs(tmp_path).rows()
+    assert row["eta_s"] == pytest.approx(60 * 0.5)
+    assert (row["step"], row["steps"], row["mfu"], row["loss"]) == (40, 100, 0.4, 1.0)
+    append_event(run.events, "status", state="finished", message="")
+    (row,) = runs(tmp_path).rows()
+    assert (row["eta_s"], row["gpus"], row["devices"]) == (None, [], 2)
 
 
 def test_only_checkpoints_that_are_complete_and_still_there_are_listed(tmp_path):

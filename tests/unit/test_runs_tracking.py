@@ -1,105 +1,229 @@
-"""Tracking with the real W&B client, offline and against a small server of our own."""
+"""Tracking with the real W&B client: offline, against a small server of our own, and against a dead port."""
 
 import json
 import os
 import subprocess
 import sys
-import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fake_wandb import FakeWandb
 
+from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
-from workbench.runs import tracking
+from workbench.runs import load_run, tracking
+from workbench.runs.wandb_log import offline_history
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENT = SimpleNamespace(project="bert-scaling", tags=("trial",))
+EXPERIMENT = SimpleNamespace(name="bert", project="bert-scaling", tags=("trial",))
 KEY = "a" * 40
-
-TRAIN = """
-    import json, pathlib, sys
-    from accelerate import Accelerator
-    from workbench.rundir import RunDir, append_event, read_json
-    run = RunDir(pathlib.Path(sys.argv[1]))
-    accelerator = Accelerator(log_with="wandb", cpu=True)
-    accelerator.init_trackers(**read_json(run.tracking_settings), config={"steps": 30})
-    for step in range(1, 31):
-        accelerator.log({"loss": 7 / step, "tokens": 64 * step}, step=step)
-        append_event(run.events, "step", step=step, loss=7 / step)
-    accelerator.end_training()
-"""
+DEAD_PORT = "http://127.0.0.1:9"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
+    """A tracked run of 30 steps whose supervisor lives, and nobody logged in."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home" / "workbench"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = RunDir(tmp_path / "bert-1")
-    run.tracking.mkdir(parents=True)
-    write_json(run.tracking_settings, tracking.tracker_settings(run, EXPERIMENT))
+    run.logs.mkdir(parents=True)
+    write_json(run.experiment, {"name": "bert", "steps": 30, "learning_rate": 1e-3, "project": EXPERIMENT.project})
+    write_json(run.environment, {"packages": {"torch": "2.13.0"}, "command": ["train.py", "--secret"]})
+    write_json(run.tracker, tracking.tracker_settings(run, EXPERIMENT))
     write_json(run.launcher, {"supervisor": this_process()})
+    append_event(run.events, "status", state="running", message="")
+    append_event(run.events, "start", devices=2, resumed_from=None)
     return run
 
 
-def train(run: RunDir) -> None:
-    subprocess.run([sys.executable, "-c", textwrap.dedent(TRAIN), str(run.path)], check=True, timeout=120)
+@pytest.fixture
+def server():
+    started = []
+
+    def start(**manners) -> FakeWandb:
+        started.append(FakeWandb(**manners))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
 
 
-def uploader(run: RunDir, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "workbench.runs.tracking", str(run.path)]
+def train(run: RunDir, first: int = 1, last: int = 30, state: str | None = "finished") -> None:
+    for step in range(first, last + 1):
+        append_event(run.events, "step", step=step, loss=7 / step, tokens=64 * step, seconds=step / 10, mfu=None)
+    if state:
+        append_event(run.events, "status", state=state, message="")
+
+
+def recorder(run: RunDir, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "workbench.runs.recorder", str(run.path)]
     return subprocess.Popen(command, env={**os.environ, **environment})
+
+
+def login(monkeypatch, url: str) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", url)
 
 
 def states(run: RunDir) -> list[str]:
     return [event["state"] for event in read_events(run.events) if event["type"] == "tracking"]
 
 
-def test_the_mode_is_always_offline_and_tracking_can_be_switched_off(run, monkeypatch):
+def losses(rows: list[dict]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+EXPECTED = [7 / step for step in range(1, 31)]
+
+
+def test_runs_of_an_experiment_are_a_group_and_tracking_can_be_switched_off(run, monkeypatch):
     settings = tracking.tracker_settings(run, EXPERIMENT)
-    assert settings["project_name"] == "bert-scaling"
-    assert settings["init_kwargs"]["wandb"]["mode"] == "offline"
-    assert settings["init_kwargs"]["wandb"]["tags"] == ["trial"]
-    json.dumps(settings)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    assert tracking.tracker_settings(run, EXPERIMENT)["init_kwargs"]["wandb"]["mode"] == "offline"
+    assert (settings["project"], settings["group"], settings["name"]) == ("bert-scaling", "bert", "bert-1")
+    assert settings["tags"] == ["trial"]
+    assert settings["id"] == read_json(run.tracker)["id"], "a run that is continued keeps its id"
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert tracking.tracker_settings(run, EXPERIMENT) is None
 
 
-def test_a_logged_in_user_finds_every_step_on_the_server_and_in_the_offline_file(run):
-    server = FakeWandb()
-    upload = uploader(run, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
-    train(run)
-    append_event(run.events, "status", state="finished", message="")
-    assert upload.wait(60) == 0
-    losses = [event["loss"] for event in read_events(run.events) if event["type"] == "step"]
+def test_without_a_key_every_step_is_in_the_offline_file_once_also_after_a_resumption(run):
+    train(run, 1, 20, state="stopped")
+    assert recorder(run).wait(60) == 0
+    write_json(run.resume, {"checkpoint": "checkpoints/step-00000010", "step": 10})
+    append_event(run.events, "status", state="queued", message="")
+    again = recorder(run)
+    append_event(run.events, "start", devices=2, resumed_from="checkpoints/step-00000010")
+    train(run, 11, 30)
+    assert again.wait(60) == 0
     (file,) = tracking.offline_files(run)
-    assert [row["loss"] for row in tracking.offline_history(file)] == losses
+    assert losses(offline_history(file)) == EXPECTED
     torn = file.with_name("torn")
     torn.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    survived = [row["loss"] for row in tracking.offline_history(torn)]
+    survived = losses(offline_history(torn))
     assert 0 < len(survived) < 30
-    assert survived == losses[: len(survived)]
-    identity = read_json(run.tracking_settings)["init_kwargs"]["wandb"]["id"]
-    assert [row["loss"] for row in server.histories[identity]] == losses
-    assert identity in server.complete
-    assert states(run) == ["syncing", "synced"]
-    server.close()
+    assert survived == EXPECTED[: len(survived)]
+    assert states(run) == ["offline", "offline"]
 
 
-def test_a_server_that_is_gone_costs_the_uploader_its_time_limit_and_nothing_else(run):
-    limits = {"WORKBENCH_SYNC_GRACE_S": "1", "WORKBENCH_SYNC_LIMIT_S": "1"}
-    upload = uploader(run, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY, **limits)
+def test_logged_in_the_server_has_steps_config_and_plan_and_a_resumed_run_continues_the_same_one(run, server):
+    fake = server()
+    environment = {"WANDB_BASE_URL": fake.url, "WANDB_API_KEY": KEY}
+    write_json(run.plan, {"pipeline": 2})
+    first = recorder(run, **environment)
+    train(run, 1, 20, state="stopped")
+    assert first.wait(60) == 0
+    write_json(run.resume, {"checkpoint": "checkpoints/step-00000020", "step": 20})
+    append_event(run.events, "status", state="queued", message="")
+    second = recorder(run, **environment)
+    append_event(run.events, "start", devices=2, resumed_from="checkpoints/step-00000020")
+    train(run, 21, 30)
+    assert second.wait(60) == 0
+    assert states(run) == ["syncing", "synced"] * 2
+    (identity,) = fake.histories
+    assert identity == read_json(run.tracker)["id"]
+    assert losses(fake.histories[identity]) == EXPECTED
+    bucket = fake.buckets[identity]
+    config = {key: value["value"] for key, value in json.loads(bucket["config"]).items() if "value" in value}
+    assert bucket["groupName"] == "bert"
+    assert (config["learning_rate"], config["plan"], config["environment"]["packages"]) == (
+        1e-3,
+        {"pipeline": 2},
+        {"torch": "2.13.0"},
+    )
+    assert "command" not in config["environment"]
+    assert fake.artifacts == {f"plan-{identity}": {"type": "plan", "state": "COMMITTED"}}
+
+
+def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebook(run, server, monkeypatch):
+    limits = {"WORKBENCH_SYNC_LIMIT_S": "2"}
+    dead = recorder(run, WANDB_BASE_URL=DEAD_PORT, WANDB_API_KEY=KEY, **limits)
     train(run)
-    append_event(run.events, "status", state="finished", message="")
-    assert upload.wait(60) == 1
-    assert states(run) == ["syncing", "failed"]
+    assert dead.wait(90) == 1
+    assert states(run) == ["offline"]
+    assert "W&B did not answer" in tracking.delivery(run).message
+    (file,) = tracking.offline_files(run)
+    assert losses(offline_history(file)) == EXPECTED
+
+    fake = server(delay_s=0.1)
+    login(monkeypatch, fake.url)
+    run.notebook.write_text('{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}')
+    told = tracking.sync(run)
+    assert (told.state, told.step) == ("synced", 30)
+    identity = read_json(run.tracker)["id"]
+    assert losses(fake.histories[identity]) == EXPECTED
+    assert fake.artifacts[f"notebook-{identity}"]["state"] == "COMMITTED"
+    assert not tracking.pending(run)
+    asked = len(fake.histories[identity])
+    assert tracking.sync(run).state == "synced"
+    assert len(fake.histories[identity]) == asked, "what is there is not uploaded again"
 
 
-def test_nothing_is_uploaded_without_a_key(run):
-    assert uploader(run).wait(60) == 0
-    assert states(run) == []
+def test_a_server_that_refuses_the_steps_is_noticed_and_never_called_synced(run, server, monkeypatch):
+    fake = server(refuses=403)
+    login(monkeypatch, fake.url)
+    monkeypatch.setenv("WORKBENCH_SYNC_LIMIT_S", "3")
+    train(run)
+    told = tracking.sync(run, limit_s=60)
+    assert told.state == "failed"
+    assert "the server has 0 of 30 steps" in told.message
+    fake.refuses = None
+    assert tracking.sync(run, limit_s=60).state == "synced"
+    assert losses(fake.histories[read_json(run.tracker)["id"]]) == EXPECTED
+
+
+def test_a_colleagues_run_is_read_with_its_curve_config_and_plan(run, server, monkeypatch):
+    fake = server()
+    login(monkeypatch, fake.url)
+    train(run)
+    tracking.sync(run)
+    fake.histories["other"] = [{"_step": i, "_timestamp": 1e9 + i, "train/loss": 5.0 / (i + 1)} for i in range(4)]
+    fake.histories["other"][2]["train/loss"] = "NaN"
+    fake.buckets["other"] = {"displayName": "<b>plain</b>", "config": '{"lr": {"value": 0.1}}', "project": "p"}
+    mine = load_run(f"wandb:tester/{EXPERIMENT.project}/{read_json(run.tracker)['id']}")
+    assert mine.history().loss.tolist() == EXPECTED
+    assert mine.history().gpu_hours[-1] > 0
+    assert (mine.status.state, mine.experiment["learning_rate"]) == ("finished", 1e-3)
+    other = load_run("wandb:tester/p/other")
+    assert other.history().loss.tolist()[:2] == [5.0, 2.5]
+    assert len(other.history()) == 4
+    assert (other.experiment["lr"], other.alive, other.status.state) == (0.1, False, "running")
+    assert "<b>plain" not in other._repr_html_()
+    with pytest.raises(RunNotFound, match="not planned by Workbench"):
+        _ = other.plan
+    with pytest.raises(RunNotFound, match="no run tester/p/missing"):
+        load_run("wandb:tester/p/missing")
+    with pytest.raises(RunNotFound, match="Write wandb:entity/project/id"):
+        load_run("wandb:what")
+
+
+def test_sync_says_what_it_needs(run):
+    with pytest.raises(WorkbenchError, match="wandb login"):
+        tracking.sync(run)
+    run.tracker.unlink()
+    with pytest.raises(WorkbenchError, match="not tracked"):
+        tracking.sync(run)
+    assert not tracking.pending(run)
+    assert tracking.tracking_note(run) == "off"
+
+
+def test_two_recorders_never_work_on_one_run(run, monkeypatch):
+    with tracking.recording_alone(run) as alone:
+        assert alone
+        assert tracking.recording(run)
+        monkeypatch.setattr(tracking, "logged_in", lambda: True)
+        with pytest.raises(WorkbenchError, match="still at work"):
+            tracking.sync(run)
+    assert not tracking.recording(run)
+
+
+def test_recording_a_step_of_fifty_metrics_takes_the_training_less_than_a_millisecond(run):
+    metrics = {f"layer{i}/grad_norm": 1.0 / (i + 1) for i in range(50)}
+    started = time.perf_counter()
+    for step in range(200):
+        append_event(run.events, "step", step=step, **metrics)
+    assert (time.perf_counter() - started) / 200 < 1e-3

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -12,9 +14,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
+SAMPLED = 4
+"""Samples of each end of the training that its data is recognised by."""
+SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+SECRET_LENGTH = 8
 DIFF_LIMIT = 20_000  # characters of `git diff --stat`
 
 
@@ -30,10 +37,45 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: package_version(name) for name in PACKAGES},
-        "command": sys.argv,
+        "command": [masked(argument) for argument in sys.argv],
         "directory": os.getcwd(),
         "git": git_state(Path.cwd()),
     }
+
+
+def data_fingerprint(experiment: Any) -> str | None:
+    """SHA-256 over the first and the last samples that training will see; None for data that cannot be asked.
+
+    Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training.
+    """
+    try:
+        dataset = experiment.data.dataset(experiment)
+        indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
+        digest = hashlib.sha256(str(len(dataset)).encode())
+        for index in sorted(indices):
+            for name, value in sorted(dataset[index].items()):
+                array = np.ascontiguousarray(value)
+                digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    except Exception:  # the user's own data may do anything; training will tell
+        return None
+    return digest.hexdigest()
+
+
+def masked(text: str) -> str:
+    """The text without the values of environment variables that are named like secrets (`…_KEY`, `…TOKEN…`, …)."""
+    for value in secrets():
+        text = text.replace(value, "***")
+    return text
+
+
+def secrets() -> list[str]:
+    """Those values, the longest first."""
+    found = {
+        value
+        for name, value in os.environ.items()
+        if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH and not os.path.exists(value)
+    }
+    return sorted(found, key=len, reverse=True)
 
 
 def package_version(name: str) -> str | None:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,29 +38,58 @@ def launch(
     *,
     directory: str | os.PathLike[str] | None = None,
     resume: Run | str | os.PathLike[str] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    code: Mapping[str, bytes] | None = None,
     worker: str = WORKER,
 ) -> Run:
     """Start training in processes of its own and return at once; the kernel stays free, and may go away.
 
     The run lives in `directory`, by default `<name>-<date>-<time>` in `$WORKBENCH_RUNS` or `./runs`. `resume`
     (a run, its directory, or one of its checkpoints) continues training: in the same directory unless another is
-    given. Runs that need the same devices queue. `worker` is the module that each rank executes.
+    given. Runs that need the same devices queue. `facts` are kept in `environment.json` beside those of the machine;
+    `code` is what the run gets as `code/` in place of the experiment's own model and dataset.
+    `worker` is the module that each rank executes.
 
     Raises `RunExists`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError` before any process starts.
     """
     check_plan(experiment, plan)
     devices = _check_machine(plan)
-    code = _user_code(experiment)
+    code = _user_code(experiment) if code is None else code
     checkpoint = None if resume is None else _checkpoint(resume)
     run = _prepare_directory(experiment, directory, checkpoint)
-    _describe(run, experiment, plan)
+    _describe(run, experiment, plan, facts or {})
     for name, content in code.items():
         (run.code / name).write_bytes(content)
     if checkpoint is not None:
         write_json(run.resume, {"checkpoint": str(checkpoint), "step": _step_of(checkpoint)})
     append_event(run.events, "status", state="queued", message="")
     _start_supervisor(run, plan, devices, worker)
+    _tell_notebook(run)
     return Run(run.path)
+
+
+def clone(run: Run, plan: Plan | None = None, *, worker: str = WORKER, **changes: Any) -> Run:
+    """Launch the run's experiment again with `changes`, in a directory of its own; see `Run.clone`."""
+    from workbench.experiment import Experiment
+
+    experiment = Experiment.from_json(run.experiment).replace(**changes)
+    chosen = run.plan if plan is None else plan
+    if plan is None and "model" in changes:
+        raise PlanMismatch(
+            f"The plan of {run.name} divides {chosen.model}, and the clone has another model. Use "
+            "wb.clone(run, model=…), which plans anew.",
+            planned=chosen.model,
+            found=experiment.model.name,
+        )
+    kept = {
+        f"{part}.{ending}": run.directory.code / f"{part}.{ending}"
+        for part in ("model", "data")
+        for ending in ("pkl", "py")
+        if part not in changes
+    }
+    code = {name: path.read_bytes() for name, path in kept.items() if path.exists()}
+    code |= _user_code(experiment, only=[part for part in ("model", "data") if part in changes])
+    return launch(experiment, chosen, facts={"cloned_from": run.name}, code=code, worker=worker)
 
 
 def check_plan(experiment: Experiment, plan: Plan) -> None:
@@ -177,29 +206,41 @@ def _clear_attempt(run: RunDir) -> None:
     number = sum(1 for _ in run.path.glob("attempts/*")) + 1
     aside = run.path / "attempts" / str(number)
     aside.mkdir(parents=True)
-    for path in (run.experiment, run.plan, run.environment, run.tracking_settings):
+    for path in (run.experiment, run.plan, run.environment, run.tracker):
         if path.exists():  # stays until it is replaced: the directory is a run at every moment
             shutil.copy2(path, aside)
-    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file):
+    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file, run.tracking_settings):
         if path.exists():
             path.rename(aside / path.name)
 
 
-def _describe(run: RunDir, experiment: Experiment, plan: Plan) -> None:
+def _describe(run: RunDir, experiment: Experiment, plan: Plan, facts: Mapping[str, Any]) -> None:
     write_json(run.experiment, experiment.to_json())
     write_json(run.plan, plan.to_json())
-    write_json(run.environment, environment())
+    write_json(run.environment, {**environment(), **facts})
     settings = tracker_settings(run, experiment)
-    run.tracking.mkdir(exist_ok=True)
-    if settings is not None:
-        write_json(run.tracking_settings, settings)
+    if settings is None:
+        run.tracker.unlink(missing_ok=True)
+    else:
+        run.tracking.mkdir(exist_ok=True)
+        write_json(run.tracker, settings)
 
 
-def _user_code(experiment: Experiment) -> dict[str, bytes]:
+LAUNCHES = "WORKBENCH_LAUNCHES"
+"""Names a file to which `launch` adds the path of each run: how `workbench execute` knows what a notebook launched."""
+
+
+def _tell_notebook(run: RunDir) -> None:
+    if os.environ.get(LAUNCHES):
+        with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
+            file.write(f"{run.path}\n")
+
+
+def _user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) -> dict[str, bytes]:
     """Files of `code/`: the user's own model factory and dataset, pickled for the workers, and their source."""
     model, data = experiment.model, experiment.data
-    own = {"model": model.factory} if model.is_custom else {}
-    own |= {"data": data.dataset_or_factory} if data.is_custom else {}
+    own = {"model": model.factory} if model.is_custom and "model" in only else {}
+    own |= {"data": data.dataset_or_factory} if data.is_custom and "data" in only else {}
     files = {}
     for name, value in own.items():
         files[f"{name}.pkl"] = _pickled(name, value)

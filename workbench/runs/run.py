@@ -107,9 +107,11 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """How it was divided, with the prediction."""
+        """How it was divided, with the prediction. Raises `RunNotFound` for a W&B run that Workbench did not plan."""
         from workbench.planning.plan import Plan
 
+        if not self._dir.plan.exists():
+            raise RunNotFound(f"{self.name} was not planned by Workbench; it has a curve and a config only.")
         return Plan.from_json(read_json(self._dir.plan))
 
     @property
@@ -251,7 +253,11 @@ class Run:
         return self._seen
 
     def summary(self) -> dict[str, Any]:
-        """The figures that `repr` shows, as JSON: state, step, steps, loss, tokens_per_s, mfu, peak_bytes, …"""
+        """Where the run stands, as JSON: state, step, steps, loss, tokens_per_s, mfu, eta_s, devices, peak_bytes, …
+
+        `eta_s` is the training time that is left at the speed of the last steps, None unless it trains. `devices`
+        counts those it has or waits for; `gpus` are the indices of those it has.
+        """
         status = self.status
         progress, experiment = self._seen, self.experiment
         step = progress.step
@@ -267,9 +273,44 @@ class Run:
             "tokens": step.get("tokens"),
             "tokens_per_s": progress.recent("tokens_per_s"),
             "mfu": progress.recent("mfu"),
+            "eta_s": self._eta_s(status, progress, experiment.get("steps")),
+            "devices": self._devices(progress),
+            "gpus": self._gpus(status),
             "peak_bytes": peak,
             "time": step.get("time", status.time),
         }
+
+    @staticmethod
+    def _eta_s(status: Status, progress: _Progress, steps: int | None) -> float | None:
+        step_ms = progress.recent("step_ms")
+        if status.state != "running" or step_ms is None or steps is None:
+            return None
+        return float(max(0.0, (steps - progress.step["step"]) * step_ms / 1e3))
+
+    def _devices(self, progress: _Progress) -> int | None:
+        devices = progress.start.get("devices")
+        if isinstance(devices, int):
+            return devices
+        if devices:
+            return len(devices)
+        planned = processes.launcher_record(self._dir).get("plan") or {}
+        return planned.get("world")
+
+    def _gpus(self, status: Status) -> list[int]:
+        """Indices on this node of the GPUs that the run was given; none once it has ended."""
+        given = () if status.final else processes.launcher_record(self._dir).get("devices", ())
+        known = {gpu.get("uuid"): gpu.get("index") for gpu in self.environment.get("gpus", ())} if given else {}
+        return [int(known[name]) for name in given if name in known]
+
+    def clone(self, plan: Plan | None = None, **changes: Any) -> Run:
+        """Launch this run's experiment again with some fields changed, on the same plan unless another is given.
+
+        A model or dataset of one's own goes along as the code that the run kept, without being loaded here.
+        Raises `PlanMismatch` where a change asks for another plan; `wb.clone` plans anew then.
+        """
+        from workbench.runs.launcher import clone
+
+        return clone(self, plan, **changes)
 
     def __repr__(self) -> str:
         facts = self.summary()
@@ -316,10 +357,14 @@ def runs_root() -> Path:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in a directory, or of that name among the runs here. Executes nothing that it finds there.
+    """The run in a directory, of that name among the runs here, or at `wandb:entity/project/id`.
 
-    Raises `RunNotFound`, with near matches.
+    Executes nothing that it finds there. Raises `RunNotFound`, with near matches.
     """
+    if isinstance(path, str) and path.startswith("wandb:"):
+        from workbench.runs.remote import load_remote
+
+        return load_remote(path)
     for candidate in (Path(path).expanduser(), runs_root() / path):
         if RunDir(candidate).experiment.is_file():
             return Run(candidate)
@@ -364,7 +409,7 @@ class RunTable:
         return [run.summary() for run in self.runs]
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Name, state, step, loss, tokens/s and age of each run, for people."""
+        """`HEADER`'s columns of each run, for people."""
         return [_cells(row) for row in self.rows()]
 
     def __repr__(self) -> str:
@@ -384,7 +429,7 @@ class RunTable:
         return f"<table><thead>{line('th', HEADER)}</thead><tbody>{body}</tbody></table>"
 
 
-HEADER = ("name", "state", "step", "loss", "tokens/s", "when")
+HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when")
 
 
 def runs(root: str | os.PathLike[str] | None = None) -> RunTable:
@@ -401,5 +446,15 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['step']:,} of {row['steps']:,}",
         "" if row["loss"] is None else f"{row['loss']:.4g}",
         "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),
+        "" if not row["mfu"] else f"{row['mfu']:.1%}",
+        "" if row["eta_s"] is None else duration(row["eta_s"]),
+        _devices_cell(row),
         f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
     )
+
+
+def _devices_cell(row: dict[str, Any]) -> str:
+    """`"GPU 0, 1"` for those it has, else how many it had or waits for."""
+    if row["gpus"]:
+        return f"GPU {', '.join(map(str, row['gpus']))}"
+    return "" if row["devices"] is None else str(row["devices"])

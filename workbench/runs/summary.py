@@ -125,6 +125,8 @@ def _degrees(plan: Any) -> str:
 def machine(run: Run) -> str:
     """One line: devices, processor, versions and the commit that the run was launched from."""
     facts = run.environment
+    if "gpus" not in facts:
+        return f"{run.name} does not say which machine it ran on"
     gpus = [gpu["name"] for gpu in facts["gpus"]]
     devices = f"{len(gpus)} × {gpus[0]}, driver {facts['gpus'][0]['driver']}" if gpus else "no GPU"
     packages = ", ".join(

@@ -20,6 +20,7 @@ from workbench.rundir import EventTail, RunDir, append_event, process_record, re
 from workbench.runs import processes, turns
 from workbench.runs.environment import available_cores
 from workbench.runs.failure import record_silent_death, root_cause
+from workbench.runs.tracking import start_recorder
 
 POLL_S = 0.2
 FAILURE_GRACE_S = 10.0
@@ -131,7 +132,7 @@ def _train(run: RunDir, launcher: dict[str, Any]) -> int:
     events = EventTail(run.events)
     events.read()
     watch = _Watch(run, events)
-    _start_upload(run)  # first: it must see which offline files are older than this attempt
+    start_recorder(run)
     process = _start(run, launcher)
     exit_code = _watch(process, watch, launcher)
     survivors = processes.live_workers(run)
@@ -289,15 +290,6 @@ def _orderly_ending(run: RunDir, watch: _Watch, exit_code: int) -> tuple[str, st
     if watch.stopping:
         return "stopped", "Stopped; the ranks did not leave by themselves and were ended."
     return None
-
-
-def _start_upload(run: RunDir) -> None:
-    """Upload to Weights & Biases beside the training: a detached process that can do it no harm."""
-    if not run.tracking_settings.exists():
-        return
-    command = [sys.executable, "-m", "workbench.runs.tracking", str(run.path)]
-    with contextlib.suppress(OSError), run.log("tracking").open("ab") as log:
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
 def _wait_until_known(run: RunDir) -> None:

@@ -1,60 +1,167 @@
-"""Weights & Biases beside a run: train offline always, upload from a process of its own when logged in.
+"""Weights & Biases beside a run: which project and id it has there, and who talks to the server.
 
-The only module that knows `wandb`. `python -m workbench.runs.tracking RUN_DIR` is the uploader that the
-supervisor starts; whatever happens to it, the training never waits for it.
+Nothing here runs in the training. Ranks write `events.jsonl` and know no tracker; `workbench.runs.recorder`, a process
+of its own, reads the events and passes them on. What it could not deliver, `sync` delivers later, from the same events.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import os
-import struct
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_json
-from workbench.runs.processes import run_alive
+from workbench.errors import WorkbenchError
+from workbench.rundir import RunDir, read_events, read_json
 
-FLUSH_S = 1.0
-"""How much of its log a killed worker may lose; W&B's own default is 15."""
-LIVE_GRACE_S = 60.0
-"""After the run has ended, how long the live upload may take to catch up."""
-SYNC_LIMIT_S = 600.0
-"""For one upload of the whole file afterwards."""
 LOGIN_LIMIT_S = 30.0
-POLL_S = 0.5
+SYNC_LIMIT_S = 600.0
+"""For the upload of one run, from its end (or from the call of `sync`)."""
+NICENESS = 10
+"""The recorder's: whoever trains comes first."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How far W&B has a run: `state` is one of offline, syncing, synced, failed."""
+
+    run: str
+    state: str
+    message: str
+    step: int
+    """The last step that the server has; 0 when it has none."""
+
+    def __str__(self) -> str:
+        return f"{self.run}: {self.state}{': ' + self.message if self.message else ''}"
 
 
 def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
-    """Keywords for Accelerate's `init_trackers`, as JSON; None when tracking is switched off.
+    """Project, id, name, group and tags of the run on W&B; None when tracking is switched off.
 
-    `WANDB_MODE=disabled` or `project=""` switches it off. Otherwise the mode is always `offline`: a server
-    that is slow, wrong or gone can neither delay nor end a training. `WANDB_MODE=offline` also keeps it from being
-    uploaded afterwards.
+    `WANDB_MODE=disabled` or `project=""` switches it off. A run that is continued keeps its id. Runs of one
+    experiment (of the same name) are a group.
     """
     if os.environ.get("WANDB_MODE") == "disabled" or not experiment.project:
         return None
-    wandb = {
-        "id": uuid.uuid4().hex[:8],
+    known = read_json(run.tracker) if run.tracker.exists() else {}
+    return {
+        "project": experiment.project,
+        "id": known.get("id") or uuid.uuid4().hex[:8],
         "name": run.path.name,
-        "group": run.path.name,  # a resumed stretch is a W&B run of its own, in the group of the first
+        "group": str(experiment.name),
         "tags": list(experiment.tags),
-        "dir": str(run.tracking),
-        "mode": "offline",
-        "settings": {"x_transaction_log_flush_interval": FLUSH_S, "console": "off", "silent": True},
     }
-    return {"project_name": experiment.project, "init_kwargs": {"wandb": wandb}}
+
+
+def start_recorder(run: RunDir) -> None:
+    """Record beside the training: a detached process that can do it no harm."""
+    if run.tracker.exists():
+        with contextlib.suppress(OSError):
+            _spawn(run)
+
+
+def _spawn(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "workbench.runs.recorder", *options, str(run.path)]
+    with run.log("tracking").open("ab") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=own_environment()
+        )
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, without a W&B run (and the service that serves it) of its own."""
+    mine = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_PROJECT")
+    return {name: value for name, value in os.environ.items() if name not in mine}
+
+
+def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
+    """Upload what W&B does not have of a run; takes at most `limit_s` and changes nothing of the run itself.
+
+    Raises `WorkbenchError` if the run is not tracked, nobody is logged in, or its recorder is still at work.
+    """
+    if not run.tracker.exists():
+        raise WorkbenchError(
+            f"{run.path.name} is not tracked: it was launched with WANDB_MODE=disabled or without a project. "
+            "Launch it without either to track it.",
+            run=str(run.path),
+        )
+    if not logged_in():
+        raise WorkbenchError("There is no key for W&B here. Run `wandb login`, or set WANDB_API_KEY, and sync again.")
+    if recording(run):
+        raise WorkbenchError(
+            f"The recorder of {run.path.name} is still at work; it uploads by itself. Wait until the run has ended.",
+            run=str(run.path),
+        )
+    if not pending(run):
+        return delivery(run)
+    limit = sync_limit_s() if limit_s is None else limit_s
+    process = _spawn(run, "--upload")
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return Delivery(run.path.name, "failed", f"not uploaded within {limit:.0f} s; try again.", delivery(run).step)
+    return delivery(run)
+
+
+def delivery(run: RunDir) -> Delivery:
+    """What the recorder last said of the run."""
+    events = [event for event in read_events(run.events) if event["type"] == "tracking"]
+    last = events[-1] if events else {"state": "offline"}
+    step = max((int(event.get("step") or 0) for event in events), default=0)
+    return Delivery(run.path.name, last["state"], last.get("message", ""), step)
+
+
+def pending(run: RunDir) -> bool:
+    """Whether W&B lacks something of a tracked run: its upload did not end well, or files came after it."""
+    if not run.tracker.exists():
+        return False
+    events = [event for event in read_events(run.events) if event["type"] in ("tracking", "step", "status")]
+    if not events or events[-1]["type"] != "tracking" or events[-1]["state"] != "synced":
+        return True
+    return any(file.stat().st_mtime > events[-1]["time"] for file in attachments(run).values())
+
+
+def attachments(run: RunDir) -> dict[str, Path]:
+    """Name on W&B -> file, of what belongs to the run and exists: plan, its pictures, the executed notebook."""
+    files = {"plan.json": run.plan, "partition.html": run.plan_page, "notebook.ipynb": run.notebook}
+    return {name: path for name, path in files.items() if path.exists()}
+
+
+def recording(run: RunDir) -> bool:
+    """Whether a recorder is at work on the run."""
+    with recording_alone(run) as alone:
+        return not alone
+
+
+@contextlib.contextmanager
+def recording_alone(run: RunDir) -> Iterator[bool]:
+    """Hold the run's W&B lock, which no crash can leave behind; yields whether it was free."""
+    run.tracking.mkdir(parents=True, exist_ok=True)
+    with (run.tracking / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
 
 
 def offline_files(run: RunDir) -> list[Path]:
-    """The run's `.wandb` files, oldest first; one for each time that it was started."""
+    """The run's offline `.wandb` files, oldest first; the last one holds every step, also after a resumption."""
     return sorted(run.tracking.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def may_upload() -> bool:
+    """Whether this process would upload: somebody is logged in, and `WANDB_MODE` does not forbid it."""
+    return os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled") and has_key()
 
 
 def logged_in() -> bool:
@@ -69,7 +176,8 @@ def logged_in() -> bool:
         return False
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
+    """As `logged_in`, in this process."""
     import wandb
 
     try:
@@ -78,129 +186,18 @@ def _has_key() -> bool:
         return False
 
 
-def offline_history(path: Path) -> list[dict[str, Any]]:
-    """Rows that were logged to a `.wandb` file, also while it is being written or after a crash."""
-    from wandb.proto import wandb_internal_pb2
-
-    rows = []
-    for body in _records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(body)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
-    return rows
-
-
-_BLOCK = 32768
-_HEADER = struct.Struct("<IHB")
-_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB-framed log (32 KiB blocks; a record may span several) up to its torn end."""
-    if data[:4] != b":W&B":
-        raise ValueError("not a W&B transaction log")
-    position, parts = 7, b""
-    while position + _HEADER.size <= len(data):
-        left = _BLOCK - position % _BLOCK
-        if left < _HEADER.size:
-            position += left
-            continue
-        _, length, kind = _HEADER.unpack_from(data, position)
-        body = data[position + _HEADER.size : position + _HEADER.size + length]
-        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or len(body) < length:
-            return
-        position += _HEADER.size + length
-        parts = body if kind in (_FULL, _FIRST) else parts + body
-        if kind in (_FULL, _LAST):
-            yield parts
-
-
-def main(directory: str) -> int:
-    """Upload while the run trains, then once more if the live upload did not see the end."""
-    run = RunDir(Path(directory))
-    known = set(offline_files(run))
-    if os.environ.get("WANDB_MODE") in ("offline", "dryrun") or not logged_in():
-        return 0
-    file = _wait_for_file(run, known)
-    if file is None:
-        return 0
-    append_event(run.events, "tracking", state="syncing", message=str(file))
-    if _sync_live(run, file) or _sync_once(file):
-        append_event(run.events, "tracking", state="synced", message=str(file))
-        return 0
-    append_event(run.events, "tracking", state="failed", message=f"wandb sync {file.parent} uploads it by hand.")
-    return 1
-
-
-def _wait_for_file(run: RunDir, known: set[Path]) -> Path | None:
-    while True:
-        files = [path for path in offline_files(run) if path not in known]
-        if files:
-            return files[-1]
-        if not run_alive(run):
-            return None
-        time.sleep(POLL_S)
-
-
-def _sync_live(run: RunDir, file: Path) -> bool:
-    upload = _upload(file, "--live")
-    try:
-        _wait_for_end(run, upload)
-        return upload.wait(_limit("WORKBENCH_SYNC_GRACE_S", LIVE_GRACE_S)) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        _end(upload)
-
-
-def _sync_once(file: Path) -> bool:
-    upload = _upload(file)
-    try:
-        return upload.wait(_limit("WORKBENCH_SYNC_LIMIT_S", SYNC_LIMIT_S)) == 0
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        _end(upload)
-
-
-def _upload(file: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "wandb", "beta", "sync", *options, "--yes", "--no-skip-synced", str(file)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "WANDB_SERVICE")}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
-
-
-def _wait_for_end(run: RunDir, upload: subprocess.Popen[bytes]) -> None:
-    """Until the upload ends by itself, or the run reaches a final state or vanishes."""
-    tail = EventTail(run.events)
-    while upload.poll() is None:
-        states = [event["state"] for event in tail.read() if event["type"] == "status"]
-        if states and states[-1] in FINAL_STATES:
-            return
-        if not run_alive(run):
-            return
-        time.sleep(POLL_S)
-
-
-def _end(upload: subprocess.Popen[bytes]) -> None:
-    """`wandb sync` has helpers of its own: end its whole session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(upload.pid, 9)
-    upload.wait()
-
-
-def _limit(variable: str, default: float) -> float:
-    return float(os.environ.get(variable) or default)
+def sync_limit_s() -> float:
+    """Seconds that an upload may take after a run has ended."""
+    return float(os.environ.get("WORKBENCH_SYNC_LIMIT_S") or SYNC_LIMIT_S)
 
 
 def tracking_note(run: RunDir) -> str:
-    """Where the run's W&B files are, or that it has none: a line for people."""
-    if not run.tracking_settings.exists():
+    """The run's W&B project and how far the upload has come: a line for people."""
+    if not run.tracker.exists():
         return "off"
-    project = read_json(run.tracking_settings)["project_name"]
-    return f"{project} (offline files in {run.tracking})"
+    settings, told = read_json(run.tracker), delivery(run)
+    return f"{settings['project']}/{settings['id']}, {told.state}{': ' + told.message if told.message else ''}"
 
 
 if __name__ == "__main__":
-    sys.exit(not _has_key() if sys.argv[1] == "--logged-in" else main(sys.argv[1]))
+    sys.exit(not has_key())
