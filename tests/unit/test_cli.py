@@ -99,8 +99,8 @@ def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     assert "5 of 100 (5%)  loss 6.25" in following.stdout.readline()
     append_event(run.events, "status", state="failed", message="rank 1 (stage 1): OSError: gone")
     assert "failed  5 of 100" in following.stdout.readline()
-    assert "Run bert-1 failed: rank 1 (stage 1)" in following.communicate(timeout=30)[0]
-    assert following.returncode == 1
+    assert "Run bert-1 failed: rank 1 (stage 1)" in following.stdout.read()
+    assert following.wait(30) == 1
 
 
 def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_path):
