@@ -49,7 +49,7 @@ def compare(
     )
     here = place(pipeline, data)
     context = StepContext(seed=0, device=torch.device("cpu"))
-    stage = build_stage(plan, here.pipeline_rank, model, graph, context)
+    stage = build_stage(plan, here, model, graph, context)
     experiment = Experiment(model=zoo.MODELS[name], data=lambda: None, steps=1, global_batch=plan.global_batch)
     trainer = Trainer(experiment, plan, graph, stage, context, here)
     size = micro_batch * num_microbatches

@@ -115,7 +115,7 @@ def trainer_of(name: str, division: Division) -> Trainer:
     )
     here = place(division.pipeline, division.data)
     context = StepContext(seed=7, device=torch.device("cpu"))
-    stage = build_stage(plan, here.pipeline_rank, model, graph, context)
+    stage = build_stage(plan, here, model, graph, context)
     return Trainer(experiment_of(name), plan, graph, stage, context, here)
 
 

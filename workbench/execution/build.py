@@ -11,11 +11,14 @@ from torch import fx, nn
 
 from workbench.capture import Graph, capture
 from workbench.capture.dataflow import writes_arguments
+from workbench.capture.tensor_parallel import TensorDivision, plan_tensor
 from workbench.execution.context import StepContext
+from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
 from workbench.execution.recompute import checkpointed_when_compiled
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.stage import HeldStages, Runner, StageModule
+from workbench.execution.tensor_parallel import divide, part
 from workbench.planning.plan import Plan, Stage
 from workbench.tensors import TensorSpec
 
@@ -44,7 +47,12 @@ def capture_for(plan: Plan, model: nn.Module, batch: Mapping[str, TensorSpec]) -
 
 
 def runners(
-    graph: Graph, device: torch.device, compile: bool, recompute: str, deferral: Deferral | None = None
+    graph: Graph,
+    codes: Mapping[str, fx.GraphModule],
+    device: torch.device,
+    compile: bool,
+    recompute: str,
+    deferral: Deferral | None = None,
 ) -> dict[str, Runner]:
     """One callable per kind of block, compiled once however many blocks share it.
 
@@ -52,7 +60,6 @@ def runners(
     compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
     traced again in the backward.) With `deferral`, blocks run uncompiled: the compiler cannot split a backward.
     """
-    codes = {block.kind: block.code for block in graph.blocks}
     for code in codes.values():
         _retarget(code, device)
     if deferral is not None:
@@ -94,7 +101,7 @@ def _retarget(code: fx.GraphModule, device: torch.device) -> None:
 
 def build_stage(
     plan: Plan,
-    pipeline_rank: int,
+    place: Place,
     model: nn.Module,
     graph: Graph,
     context: StepContext,
@@ -102,18 +109,21 @@ def build_stage(
     compile: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> HeldStages:
-    """The stages of one pipeline rank with their own weights, moved off the model; `model` may be dropped afterwards.
+    """The stages of one rank with their own weights, moved off the model; `model` may be dropped afterwards.
 
     Stages of one recompute mode share their runners: a kind of block is compiled once.
     """
+    division = plan_tensor(graph, plan.tensor)
+    codes = _codes(graph, division, place)
+    context.tensor_rank = place.tensor_rank
     deferral = context.deferral if plan.schedule in SPLIT_BACKWARD else None
     compile = compile and deferral is None
     ready: dict[str, dict[str, Runner]] = {}
     held = []
-    for stage in plan.stages[pipeline_rank :: plan.pipeline]:
+    for stage in plan.stages_of(place.pipeline_rank):
         if stage.recompute not in ready:
-            ready[stage.recompute] = runners(graph, context.device, compile, stage.recompute, deferral)
-        parameters, buffers = _tensors(stage, model, graph, context.device)
+            ready[stage.recompute] = runners(graph, codes, context.device, compile, stage.recompute, deferral)
+        parameters, buffers = _tensors(stage, model, graph, division, context)
         if compile and (plan.data == 1 or plan.zero == 0):
             for parameter in parameters.values():
                 _mark_static(parameter)
@@ -128,23 +138,36 @@ def build_stage(
                 context=context,
                 num_microbatches=plan.num_microbatches,
                 recompute="none" if compile else stage.recompute,
+                division=division,
                 autocast=autocast,
             )
         )
     return HeldStages(held)
 
 
+def _codes(graph: Graph, division: TensorDivision, place: Place) -> dict[str, fx.GraphModule]:
+    """The code of each kind of block, rewritten where its work is divided over the tensor-parallel axis."""
+    codes = {block.kind: block.code for block in graph.blocks}
+    if division.degree > 1:
+        group = place.tensor_group.group_name
+        codes |= {kind: divide(codes[kind], how, place.tensor_rank, group) for kind, how in division.kinds.items()}
+    return codes
+
+
 def _tensors(
-    stage: Stage, model: nn.Module, graph: Graph, device: torch.device
+    stage: Stage, model: nn.Module, graph: Graph, division: TensorDivision, context: StepContext
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-    """The parameters and buffers of one stage, on its device, by the model's own names."""
+    """The parameters (this device's part of the divided ones) and buffers of one stage, by the model's own names."""
+    device = context.device
     blocks = graph.blocks[stage.first_block : stage.end_block]
     tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
     originals = dict(model.named_parameters())
-    parameters = {
-        name: nn.Parameter(originals[name].detach().to(device), requires_grad=name not in graph.frozen)
-        for name in graph.block_parameters(stage.first_block, stage.end_block)
-    }
+    parameters = {}
+    for name in graph.block_parameters(stage.first_block, stage.end_block):
+        held, sharding = originals[name].detach(), division.parameters.get(name)
+        if sharding is not None:
+            held = part(held, sharding, context.tensor_rank).contiguous()
+        parameters[name] = nn.Parameter(held.to(device), requires_grad=name not in graph.frozen)
     return parameters, {name: tensors[name].detach().to(device) for block in blocks for name in block.buffers}
 
 

@@ -33,6 +33,8 @@ class StepContext:
 
     seed: int
     device: torch.device
+    tensor_rank: int = 0
+    """This device's place on the tensor-parallel axis."""
     step: int = 0
     first_microbatch: int = 0
     """Index in the global batch of this replica's micro-batch 0."""
@@ -44,6 +46,10 @@ class StepContext:
 
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)
+
+    def own_seed(self, seed: int) -> int:
+        """What this device of the tensor-parallel axis makes of a seed that all of them have."""
+        return mix(seed, self.tensor_rank)
 
     def seed_generator(self, seed: int) -> None:
         """Seed the default generator of this rank's device."""

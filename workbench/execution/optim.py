@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from workbench.execution.shard import is_sharded, local
+from workbench.execution.shard import local
 from workbench.experiment import Experiment
 
 OFFLOAD_ELEMENTS = 32 << 20
@@ -131,21 +131,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], replicas: int, device: torch.device) -> torch.Tensor:
+def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
     """This rank's share of the squared global norm: summed over all ranks, it is the whole.
 
-    A shard counts as it is; a gradient that every replica holds counts for 1 / `replicas` on each.
+    Each gradient (or this rank's shard of it) comes with the number of ranks that hold the same: it counts for
+    1 / that number on each of them.
     """
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for gradient, holders in gradients:
+        by_holders.setdefault(holders, []).append(local(gradient).detach())
     total = torch.zeros((), device=device)
-    by_kind: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_kind[is_sharded(parameter.grad)].append(local(parameter.grad).detach())
-    for sharded, gradients in by_kind.items():
-        if gradients:
-            norms = torch._foreach_norm(gradients)
-            square = torch.stack(norms).float().square().sum()
-            total = total + (square if sharded else square / replicas)
+    for holders, held in by_holders.items():
+        norms = torch._foreach_norm(held)
+        total = total + torch.stack(norms).float().square().sum() / holders
     return total
 
 

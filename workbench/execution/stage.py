@@ -17,6 +17,7 @@ from torch import nn
 
 from workbench.capture import Block, Graph
 from workbench.capture.dataflow import is_random, writes_arguments
+from workbench.capture.tensor_parallel import Division, Sharding, TensorDivision
 from workbench.execution.context import StepContext
 from workbench.execution.recompute import checkpointed
 from workbench.tensors import TensorSpec
@@ -27,6 +28,9 @@ Runner = Callable[..., Values]
 
 class BlockModule(nn.Module):
     """One block: `forward(shared, values) -> sends`, values in the order receives, inputs.
+
+    Where the divided part of a block draws random numbers, its devices seed their generators differently, and `run` is
+    given the common seed last: for what they must draw alike.
 
     A block that advances buffers (BatchNorm's statistics) is never recomputed: they would advance twice.
     """
@@ -39,6 +43,7 @@ class BlockModule(nn.Module):
         buffers: Mapping[str, torch.Tensor],
         context: StepContext,
         recompute: str,
+        division: Division,
     ) -> None:
         super().__init__()
         self.block = block
@@ -46,6 +51,7 @@ class BlockModule(nn.Module):
         self._run = run
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)
+        self._draws_own = division.random
         self.own = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
         self.kept = {name: f"b{i}" for i, name in enumerate(block.buffers)}
         for name, attribute in self.own.items():
@@ -63,7 +69,9 @@ class BlockModule(nn.Module):
 
     def _compute(self, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         if seed is not None:
-            self._context.seed_generator(seed)
+            self._context.seed_generator(self._context.own_seed(seed) if self._draws_own else seed)
+        if seed is not None and self._draws_own:
+            values = (*values, torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=self._context.device))
         weights = [
             getattr(self, self.own[name]) if name in self.own else shared[name] for name in self.block.parameters
         ]
@@ -101,6 +109,7 @@ class StageModule(nn.Module):
         context: StepContext,
         num_microbatches: int,
         recompute: str = "none",
+        division: TensorDivision | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
@@ -113,12 +122,22 @@ class StageModule(nn.Module):
             self.register_parameter(attribute, parameters[name])
         exclusive = {name: parameters[name] for name, times in uses.items() if times == 1}
         self.blocks = nn.ModuleList(
-            BlockModule(block, runners[block.kind], exclusive, buffers, context, recompute) for block in blocks
+            BlockModule(
+                block,
+                runners[block.kind],
+                exclusive,
+                buffers,
+                context,
+                recompute,
+                division.blocks[block.index] if division is not None else Division(),
+            )
+            for block in blocks
         )
         self._receives = graph.crossing(first) if first else ()
         self._sends = graph.crossing(end) if end < len(graph.blocks) else ()
         self._inputs = {name for block in blocks for name in block.inputs}
         self._num_microbatches = num_microbatches
+        self._division = division
         self._autocast = autocast
 
     def block_modules(self) -> Iterator[BlockModule]:
@@ -142,6 +161,10 @@ class StageModule(nn.Module):
         for block in self.block_modules():
             found |= {name: getattr(block, attribute) for name, attribute in block.own.items()}
         return found
+
+    def sharding(self, name: str) -> Sharding | None:
+        """How a parameter is divided over the tensor-parallel axis; None if every device holds all of it."""
+        return self._division.parameters.get(name) if self._division is not None else None
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """The model's buffer names -> buffers, those that forward changes and those it reads."""
@@ -181,6 +204,10 @@ class HeldStages:
         for stage in self.stages:
             found = {**stage.named(), **found}
         return found
+
+    def sharding(self, name: str) -> Sharding | None:
+        """How a parameter is divided over the tensor-parallel axis; None if every device holds all of it."""
+        return self.stages[0].sharding(name)
 
     def copies(self) -> dict[str, tuple[nn.Parameter, ...]]:
         """Names that several stages of this rank hold -> the first stage's parameter, then the others'."""

@@ -6,7 +6,7 @@ optimiser.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.optim import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
 from workbench.execution.pipe import SPLIT_BACKWARD, PipeStage, build_schedule
-from workbench.execution.shard import average_gradients, distribute, full, local
+from workbench.execution.shard import average_gradients, distribute, full, is_sharded, local
 from workbench.execution.stage import HeldStages, StageModule
+from workbench.execution.tensor_parallel import whole
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 
@@ -93,18 +94,24 @@ class Trainer:
         self._reduce_ties()
         if not losses:
             return torch.zeros((), device=self.context.device)
-        return torch.stack([loss.detach() for loss in losses]).sum() / self.plan.data
+        return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """The whole gradient of a parameter that this rank holds, gathered from its shards (a collective)."""
         gradient = self.stage.named()[name].grad
-        return None if gradient is None else full(gradient)
+        return None if gradient is None else self.full(name, gradient)
+
+    def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter, or of what belongs to it, gathered from its shards (a collective)."""
+        gathered, sharding = full(tensor.detach()), self.stage.sharding(name)
+        if sharding is None or tensor.ndim == 0:
+            return gathered
+        return whole(gathered, sharding, self.place.tensor_group)
 
     def step(self, step: int, batch: Mapping[str, torch.Tensor], stop: bool = False) -> StepResult:
         """One update; `step` counts from 0. `stop` is summed over the ranks along with the loss."""
         part = self.gradients(step, batch)
-        owned = [p for name, p in self.stage.named().items() if self._owns(name)]
-        norm_part = squared_norm(owned, self.plan.data, self.context.device)
+        norm_part = squared_norm(self._owned_gradients(), self.context.device)
         scalars = torch.stack([part.float(), norm_part, torch.full_like(norm_part, float(stop))])
         dist.all_reduce(scalars)
         experiment = self.experiment
@@ -147,6 +154,13 @@ class Trainer:
         for name, group in self._ties.items():
             dist.all_reduce(local(_gradient(named[name])), group=group)
 
+    def _owned_gradients(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """This rank's gradients, each with the number of ranks that hold the same."""
+        for name, parameter in self.stage.named().items():
+            if parameter.grad is not None and self._owns(name):
+                replicas = 1 if is_sharded(parameter.grad) else self.plan.data
+                yield parameter.grad, replicas * (1 if self.stage.sharding(name) else self.plan.tensor)
+
     def _owns(self, name: str) -> bool:
         """A tied parameter counts once in the norm: on the first pipeline rank that holds it."""
         return name not in self._ties or holders(self.plan, self.graph, name)[0] == self.place.pipeline_rank
@@ -170,7 +184,7 @@ def holders(plan: Plan, graph: Graph, name: str) -> tuple[int, ...]:
 
 
 def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.ProcessGroup]:
-    """This rank's tied parameters -> the ranks of the same replica (and shard) that hold them too.
+    """This rank's tied parameters -> the ranks of the same replica and tensor-parallel rank that hold them too.
 
     Every rank creates every group, as `torch.distributed` demands, in the same order.
     """
@@ -181,8 +195,8 @@ def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.Proce
         found = holders(plan, graph, name)
         if len(found) < 2:
             continue
-        for data_rank in range(place.data):
-            members = tuple(ranks[pipeline_rank][data_rank] for pipeline_rank in found)
+        for replica in range(place.data * place.tensor):
+            members = tuple(ranks[pipeline_rank][replica] for pipeline_rank in found)
             if members not in groups:
                 groups[members] = dist.new_group(list(members))
             if place.rank in members:
@@ -191,4 +205,6 @@ def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.Proce
 
 
 def _rank_table(place: Place) -> list[list[int]]:
-    return [[stage * place.data + replica for replica in range(place.data)] for stage in range(place.pipeline)]
+    """Ranks by pipeline rank; within each in the order of the mesh."""
+    size = place.data * place.tensor
+    return [[pipeline_rank * size + inner for inner in range(size)] for pipeline_rank in range(place.pipeline)]

@@ -165,7 +165,7 @@ class _Worker:
         self.accelerator = Accelerator(
             cpu=not _on_gpu(),
             mixed_precision="bf16" if plan.precision == "bf16" else "no",
-            parallelism_config=parallelism(plan.pipeline, plan.data, plan.zero),
+            parallelism_config=parallelism(plan.pipeline, plan.data, plan.zero, plan.tensor),
             project_config=ProjectConfiguration(project_dir=str(run.path)),
             log_with="wandb" if self.tracking else None,
             step_scheduler_with_optimizer=False,
@@ -220,7 +220,7 @@ class _Worker:
         with self._timed("stage"):
             stage = build_stage(
                 self.plan,
-                self.place.pipeline_rank,
+                self.place,
                 model,
                 graph,
                 context,
