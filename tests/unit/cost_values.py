@@ -34,19 +34,24 @@ def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: in
         kind="layer",
         forward=(Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6), Kernel(STREAM, 0, 60e6, 6.0 * elements, 4)),
         backward=(
-            Kernel(GEMM, 2048.0 * elements, 60e6, 4.0 * elements, 12),
+            Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6),
+            Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6, weight_gradient=True),
             Kernel(STREAM, 0, 90e6, 18.0 * elements, 6),
         ),
         model_flops=1024.0 * elements,
         saved_bytes=35e6,
         workspace_bytes=9e6,
         weight_copy_bytes=2.0 * elements,
+        products_bytes=18e6,
     )
     embedding = KindCost("embedding", (Kernel(STREAM, 0, 10e6, 0),), (Kernel(STREAM, 0, 10e6, 4e8),), 0, 5e6, 4e6, 0)
     head = KindCost(
         kind="head",
         forward=(Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),),
-        backward=(Kernel(GEMM, 2048.0 * vocabulary, 140e6, 4.0 * vocabulary, 2),),
+        backward=(
+            Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),
+            Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary, weight_gradient=True),
+        ),
         model_flops=1024.0 * vocabulary,
         saved_bytes=70e6,
         workspace_bytes=90e6,

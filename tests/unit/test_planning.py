@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
-from workbench.planning import Plan, bubble_fraction, search, simulate, timeline
+from workbench.planning import Action, Plan, bubble_fraction, search, simulate, timeline
 from workbench.planning.partition import partition
-from workbench.planning.pricing import Degrees, Pricer
-from workbench.planning.schedules import SCHEDULES, build_schedule, most_in_flight, step_ms
+from workbench.planning.plan import INTERLEAVED, SCHEDULES
+from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
+from workbench.planning.requests import EVERYTHING, Runnable
+from workbench.planning.schedules import Schedule, StageCosts, build_schedule, holdings, most_held, rounds, step_ms
 from workbench.units import GIB
 
 H200 = Cluster.of("h200", gpus=4)
@@ -32,7 +35,16 @@ def plan_of(profile: Any = PROFILE, **changes: Any) -> Plan:
     return search(profile, **{"global_batch": 64, "seq_len": 512, "precision": "bf16", "cluster": H200, **changes})
 
 
+def pricer_of(profile: Any) -> Pricer:
+    return Pricer(DeviceCosts(profile, H200.device), H200)
+
+
 # Schedules
+
+shapes = st.tuples(st.sampled_from(SCHEDULES), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4)).map(
+    lambda drawn: (drawn[0], drawn[1], drawn[2] if drawn[0] in INTERLEAVED else 1, drawn[1] * drawn[3])
+)
+"""Name, ranks, chunks, micro-batches: as many as every schedule accepts."""
 
 
 @given(stages=pipelines, more=st.integers(0, 12))
@@ -40,16 +52,28 @@ def test_1f1b_holds_at_most_p_minus_s_microbatches(stages: int, more: int) -> No
     count = stages + more
     found = simulate(build_schedule("1f1b", stages, count), [1.0] * stages, [2.0] * stages)
     assert found.in_flight == tuple(stages - stage for stage in range(stages))
-    assert found.in_flight == tuple(most_in_flight("1f1b", stage, stages, count) for stage in range(stages))
+    assert [max(entry[0] for entry in rank) for rank in holdings("1f1b", stages, count, 1)] == list(found.in_flight)
 
 
 @given(stages=pipelines, count=st.integers(1, 12))
 def test_gpipe_holds_every_microbatch(stages: int, count: int) -> None:
     found = simulate(build_schedule("gpipe", stages, count), [1.0] * stages, [2.0] * stages)
-    assert set(found.in_flight) == {count} == {most_in_flight("gpipe", 0, stages, count)}
+    assert set(found.in_flight) == {count} == {rank[0][0] for rank in holdings("gpipe", stages, count, 1)}
 
 
-@given(name=st.sampled_from(sorted(SCHEDULES)), stages=pipelines, more=st.integers(0, 12), forward=milliseconds)
+@settings(deadline=None)
+@given(shape=shapes, rounds=st.integers(1, 6))
+def test_the_most_that_a_rank_holds_is_seen_in_the_first_micro_batches(
+    shape: tuple[str, int, int, int], rounds: int
+) -> None:
+    """`holdings` looks at few micro-batches; here at all."""
+    name, ranks, chunks, count = shape
+    held = holdings(name, ranks, rounds * count, chunks)
+    for lane, entries in zip(build_schedule(name, ranks, rounds * count, chunks), held, strict=True):
+        assert max(sum(counts) for *counts, _ in entries) == most_held(lane)
+
+
+@given(name=st.sampled_from(["1f1b", "gpipe"]), stages=pipelines, more=st.integers(0, 12), forward=milliseconds)
 def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(
     name: str, stages: int, more: int, forward: float
 ) -> None:
@@ -58,36 +82,104 @@ def test_the_bubble_of_equal_stages_is_p_minus_1_over_m_plus_p_minus_1(
     assert found.bubble_fraction == pytest.approx(bubble_fraction(stages, count), abs=1e-9)
 
 
-@given(name=st.sampled_from(sorted(SCHEDULES)), stages=pipelines, count=st.integers(1, 8), data=st.data())
-def test_nothing_runs_before_what_it_needs(name: str, stages: int, count: int, data: st.DataObject) -> None:
+@given(ranks=st.integers(1, 5), chunks=st.integers(1, 4), groups=st.integers(1, 4))
+def test_interleaving_divides_the_bubble_by_the_chunks(ranks: int, chunks: int, groups: int) -> None:
+    """(p - 1) / (v m) of the ideal time (Megatron-LM, arXiv:2104.04473, section 2.2.2)."""
+    count, stages = groups * ranks, ranks * chunks
+    found = simulate(build_schedule("interleaved", ranks, count, chunks), [1.0] * stages, [2.0] * stages)
+    assert found.step_ms == pytest.approx(3 * count * chunks + 3 * (ranks - 1))
+
+
+@given(ranks=st.integers(1, 5), groups=st.integers(1, 4))
+def test_a_zero_bubble_schedule_leaves_a_third_of_the_bubble(ranks: int, groups: int) -> None:
+    """ZB-H1 with equal F, I and W: (p - 1)(F + I - W) (arXiv:2401.10241, table 2)."""
+    count = groups * ranks
+    one, two = [1.0] * ranks, [2.0] * ranks
+    found = simulate(build_schedule("zero_bubble", ranks, count), one, two, 0.0, one)
+    assert found.step_ms == pytest.approx(3 * count + ranks - 1)
+    assert max(found.in_flight) == min(count, ranks)
+
+
+def orders_of_torch(name: str, ranks: int, count: int, chunks: int) -> Schedule:
+    """What torch's schedule class computes for every rank."""
+    from torch.distributed.pipelining import schedules as torchs
+
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    of = torchs.ScheduleInterleaved1F1B if name == "interleaved" else torchs.ScheduleInterleavedZeroBubble
+    made: Any = of.__new__(of)  # its constructor wants stages with weights and a process group
+    made.n_local_stages, made.pp_group_size, made._n_microbatches = chunks, ranks, count
+    made.number_of_rounds = max(1, count // ranks)
+    made.microbatches_per_round = count // made.number_of_rounds
+    lanes = (made._calculate_single_rank_operations(rank) for rank in range(ranks))
+    return tuple(
+        tuple(Action(kinds[a.computation_type.name], a.stage_index, a.microbatch_index) for a in lane if a is not None)
+        for lane in lanes
+    )
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_a_rank_runs_its_actions_in_torchs_order(name: str) -> None:
+    tried = 0
+    for ranks, chunks, count in itertools.product((1, 2, 3, 4, 6), (1, 2, 3), range(1, 20)):
+        if count % rounds(ranks, count) == 0:
+            assert build_schedule(name, ranks, count, chunks) == orders_of_torch(name, ranks, count, chunks)
+            tried += 1
+    assert tried > 100
+
+
+@given(shape=shapes, data=st.data())
+def test_nothing_runs_before_what_it_needs(shape: tuple[str, int, int, int], data: st.DataObject) -> None:
+    name, ranks, chunks, count = shape
+    stages = ranks * chunks
     forward = data.draw(st.lists(milliseconds, min_size=stages, max_size=stages))
     backward = data.draw(st.lists(milliseconds, min_size=stages, max_size=stages))
-    found = simulate(build_schedule(name, stages, count), forward, backward, 0.7)
-    times = {(a.kind, a.stage, a.micro_batch): a for lane in found.lanes for a in lane}
-    assert len(times) == 2 * stages * count
+    weight = [0.4 * ms for ms in backward]
+    found = simulate(build_schedule(name, ranks, count, chunks), forward, backward, 0.7, weight)
+    times = {("B" if a.kind == "I" else a.kind, a.stage, a.micro_batch): a for lane in found.lanes for a in lane}
+    assert len(times) == (3 if name == "zero_bubble" else 2) * stages * count
     for (kind, stage, i), action in times.items():
         if kind == "F" and stage:
             assert action.start_ms >= times["F", stage - 1, i].end_ms + 0.7 - 1e-9
         if kind == "B":
             before = times["F", stage, i] if stage == stages - 1 else times["B", stage + 1, i]
             assert action.start_ms >= before.end_ms + (0.0 if stage == stages - 1 else 0.7) - 1e-9
+        if kind == "W":
+            assert action.start_ms >= times["B", stage, i].end_ms - 1e-9
     for lane in found.lanes:
         assert all(first.end_ms <= second.start_ms + 1e-9 for first, second in pairwise(lane))
+    assert sum(found.busy_ms) == pytest.approx(count * (sum(forward) + sum(backward)))
 
 
 @settings(deadline=None, max_examples=60)
-@given(name=st.sampled_from(sorted(SCHEDULES)), stages=st.integers(1, 5), count=st.integers(1, 120), data=st.data())
+@given(shape=shapes, repeats=st.integers(1, 20), data=st.data())
 def test_a_long_step_is_extended_as_simulating_all_of_it_would(
-    name: str, stages: int, count: int, data: st.DataObject
+    shape: tuple[str, int, int, int], repeats: int, data: st.DataObject
 ) -> None:
+    name, ranks, chunks, count = shape
+    count, stages = count * repeats, ranks * chunks
     forward = data.draw(st.lists(milliseconds, min_size=stages, max_size=stages))
     backward = data.draw(st.lists(milliseconds, min_size=stages, max_size=stages))
     send = data.draw(st.lists(st.floats(0, 5), min_size=stages, max_size=stages))
-    whole = simulate(build_schedule(name, stages, count), forward, backward, send)
-    assert step_ms(name, count, forward, backward, send)[0] == pytest.approx(whole.step_ms)
-    length, bubble = step_ms(name, count, forward, backward, send, exact_actions=2 * stages * 40)
+    costs = StageCosts(forward, backward, [0.4 * ms for ms in backward], send)
+    whole = simulate(build_schedule(name, ranks, count, chunks), forward, backward, send, costs.weight_ms)
+    assert step_ms(name, ranks, count, costs, exact_actions=10**6)[0] == pytest.approx(whole.step_ms)
+    length, bubble = step_ms(name, ranks, count, costs, exact_actions=2 * stages * 40)
     assert length == pytest.approx(whole.step_ms, rel=0.02)
     assert bubble == pytest.approx(whole.bubble_fraction, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        (("1f1b", 4, 3, 1), r"at least as many micro-batches as pipeline ranks, and 3 are fewer than 4.*'gpipe'"),
+        (("1f1b", 4, 8, 2), r"1f1b has one stage a pipeline rank, and 2 were asked for.*'interleaved'"),
+        (("interleaved", 4, 9, 2), r"in 2 equal rounds, and 9 cannot be divided so.*multiple of 4 micro-batches"),
+        (("zerobubble", 4, 8, 1), r"There is no schedule 'zerobubble'. Did you mean 'zero_bubble'"),
+    ],
+)
+def test_a_schedule_that_torch_refuses_is_refused_here(shape: tuple[str, int, int, int], sentence: str) -> None:
+    with pytest.raises(PlanInfeasible, match=sentence):
+        build_schedule(*shape)
 
 
 # Partition
@@ -95,13 +187,13 @@ def test_a_long_step_is_extended_as_simulating_all_of_it_would(
 
 def brute_force(cost: Any, memory: Any, limit: float) -> tuple[float, float] | None:
     """The best (bottleneck, memory) over every cut."""
-    stages, blocks = memory.shape[0], cost.shape[0] - 1
+    stages, blocks = memory.shape[0], cost.shape[-1] - 1
     found = []
     for inner in combinations(range(1, blocks), stages - 1):
         spans = list(pairwise((0, *inner, blocks)))
         peaks = [memory[s, i, j] for s, (i, j) in enumerate(spans)]
         if max(peaks) <= limit:
-            found.append((max(cost[i, j] for i, j in spans), max(peaks)))
+            found.append((max(cost[s, i, j] for s, (i, j) in enumerate(spans)), max(peaks)))
     return min(found, default=None)
 
 
@@ -112,7 +204,7 @@ def test_the_partition_is_the_best_of_all_cuts(blocks: int, data: st.DataObject)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     each = rng.integers(1, 6, blocks + 1).astype(float)
     total = each.cumsum() - each[0]
-    cost = total[None] - total[:, None] + rng.integers(0, 3, (blocks + 1, blocks + 1))
+    cost = total[None] - total[:, None] + rng.integers(0, 3, (stages, blocks + 1, blocks + 1))
     memory = rng.integers(1, 20, (stages, blocks + 1, blocks + 1)).astype(float)
     limit = float(data.draw(st.integers(5, 25)))
     best = brute_force(cost, memory, limit)
@@ -123,33 +215,37 @@ def test_the_partition_is_the_best_of_all_cuts(blocks: int, data: st.DataObject)
         assert cuts[0] == 0
         assert cuts[-1] == blocks
         assert all(i < j for i, j in spans)
-        assert (max(cost[i, j] for i, j in spans), max(memory[s, i, j] for s, (i, j) in enumerate(spans))) == best
+        assert (
+            max(cost[s, i, j] for s, (i, j) in enumerate(spans)),
+            max(memory[s, i, j] for s, (i, j) in enumerate(spans)),
+        ) == best
 
 
 # Search
 
 
-def test_the_choice_is_the_fastest_of_everything_that_fits() -> None:
-    """Force each option in turn; none that fits may be faster than the free choice."""
-    chosen = plan_of()
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_choice_is_the_fastest_of_everything_that_fits(compiled: bool) -> None:
+    """Force each option in turn; none that fits may be faster than the free choice, nor than its own bound."""
+    profile = replace(layered_profile(layers=8), compiled=compiled)
+    chosen = plan_of(profile, global_batch=32, memory_limit_bytes=12 * GIB)
+    assert [row.verdict for row in chosen.candidates].count("chosen") == 1
     tried = 0
     for row in chosen.candidates:
+        fixed = {name: getattr(row, name) for name in FIXED}
         try:
-            forced = plan_of(
-                pipeline=row.pipeline,
-                data=row.data,
-                zero=row.zero,
-                micro_batch=row.micro_batch,
-                recompute=row.recompute,
-            )
+            forced = plan_of(profile, global_batch=32, memory_limit_bytes=12 * GIB, **fixed)
         except PlanInfeasible:
-            assert row.verdict.startswith("needs")
+            assert row.verdict.startswith(("needs", "at least"))
             continue
+        assert row.step_ms is not None, "said not to fit"
         assert forced.prediction.step_ms >= chosen.prediction.step_ms * (1 - 1e-9)
-        assert forced.prediction.step_ms >= (row.step_ms or 0) * (1 - 1e-9), "a bound exceeded the simulated step"
+        assert forced.prediction.step_ms >= row.step_ms * (1 - 1e-9), "a bound exceeded the simulated step"
         tried += 1
-    assert tried > 20
-    assert [row.verdict for row in chosen.candidates].count("chosen") == 1
+    assert tried > 100
+
+
+FIXED = ("pipeline", "data", "zero", "micro_batch", "schedule", "chunks", "offload_optimizer")
 
 
 @settings(deadline=None, max_examples=25)
@@ -177,17 +273,19 @@ def test_a_plan_stays_within_its_limit_and_survives_json(layers: int, elements: 
 
 
 def test_a_plan_stored_before_recompute_was_a_word_is_still_read() -> None:
-    plan = plan_of(recompute="full")
+    plan = plan_of(recompute="full", schedule="1f1b", offload_optimizer=False)
     old = json.loads(json.dumps(plan.to_json()))
     old["format"] = 1
     del old["offload_optimizer"]
     for stage in old["stages"]:
         stage["recompute"] = True
+        del stage["weight_ms"]
     for row in old["candidates"]:
         row["recompute"] = row["recompute"] == "full"
         for name in ("tensor", "schedule", "chunks", "offload_optimizer"):
             del row[name]
-    assert Plan.from_json(old) == plan
+    found = Plan.from_json(old)
+    assert found == replace(plan, stages=tuple(replace(stage, weight_ms=0.0) for stage in plan.stages))
     with pytest.raises(PlanMismatch, match=r"format 99.*Update workbench"):
         Plan.from_json({**old, "format": 99})
 
@@ -236,22 +334,107 @@ def test_earlier_stages_of_1f1b_are_charged_for_more_microbatches() -> None:
 
 
 def test_1f1b_has_at_least_as_many_microbatches_as_stages() -> None:
-    """torch's schedule refuses fewer."""
-    assert all(r.pipeline <= 64 // (r.data * r.micro_batch) for r in plan_of().candidates)
+    """torch's schedule refuses fewer; GPipe runs them."""
+    rows = [row for row in plan_of().candidates if row.schedule == "1f1b"]
+    assert rows
+    assert all(r.pipeline <= 64 // (r.data * r.micro_batch) for r in rows)
     assert any(r.pipeline > 64 // (r.data * r.micro_batch) for r in plan_of(schedule="gpipe").candidates)
 
 
 def test_a_tied_table_across_stages_costs_a_reduction() -> None:
-    pricer = Pricer(PROFILE, H200)
-    degrees = Degrees(2, 2, 0, "none", 4, 8)
+    pricer = pricer_of(PROFILE)
+    degrees = Degrees(2, 2, 1, 0, "1f1b", 1, False, 4, 8)
     last = len(PROFILE.blocks)
     assert pricer.tied_ms(degrees, (0, 7, last)) > 0
-    assert pricer.tied_ms(Degrees(1, 4, 0, "none", 4, 4), (0, last)) == 0
+    assert pricer.tied_ms(replace(degrees, pipeline=1, data=4), (0, last)) == 0
+    on_one_rank = replace(degrees, schedule="interleaved", chunks=2)
+    assert pricer.tied_ms(on_one_rank, (0, 4, 6, 7, last)) > 0
+    head_back_on_rank_0 = replace(
+        PROFILE, blocks=(*PROFILE.blocks[:7], replace(PROFILE.blocks[-1], name="head"), *PROFILE.blocks[7:-1])
+    )
+    assert pricer_of(head_back_on_rank_0).tied_ms(on_one_rank, (0, 4, 6, 9, last)) == 0
     separate = replace(
         PROFILE,
         blocks=(*PROFILE.blocks[:-1], replace(PROFILE.blocks[-1], parameters=("head.bias",))),
     )
-    assert Pricer(separate, H200).tied_ms(degrees, (0, 7, last)) == 0
+    assert pricer_of(separate).tied_ms(degrees, (0, 7, last)) == 0
+
+
+def test_what_runs_is_weighed_and_what_does_not_is_not() -> None:
+    eager = replace(PROFILE, compiled=False)
+    rows = plan_of(eager, runnable=replace(EVERYTHING, tensor=False)).candidates
+    assert {row.schedule for row in rows} == {"1f1b", "gpipe", "interleaved", "zero_bubble"}
+    assert {row.zero for row in rows} == {0, 1, 2, 3}
+    assert {row.offload_optimizer for row in rows} == {False, True}
+    assert all(row.zero == 0 for row in rows if row.schedule == "zero_bubble")
+    least = Runnable(("1f1b",), (0,), ("none",), tensor=False, offload_optimizer=False)
+    rows = plan_of(eager, runnable=least).candidates
+    assert {(row.schedule, row.zero, row.recompute, row.offload_optimizer) for row in rows} == {
+        ("1f1b", 0, "none", False)
+    }
+
+
+def test_an_interleaved_plan_is_faster_than_its_1f1b_and_holds_more() -> None:
+    plain = plan_of(pipeline=4, micro_batch=2, schedule="1f1b", recompute="none")
+    interleaved = plan_of(pipeline=4, micro_batch=2, schedule="interleaved", chunks=3, recompute="none")
+    assert interleaved.chunks == 3
+    assert len(interleaved.stages) == 12
+    assert interleaved.prediction.step_ms < plain.prediction.step_ms
+    assert interleaved.peak_bytes > plain.peak_bytes
+    assert interleaved.peak_bytes == max(sum(s.memory.total for s in interleaved.stages[rank::4]) for rank in range(4))
+    assert timeline(interleaved).bubble_fraction == pytest.approx(interleaved.prediction.bubble_fraction, abs=0.01)
+
+
+def test_earlier_stages_recompute_where_only_they_hold_too_much() -> None:
+    """Of 1F1B's stages the first holds most: just below what fits without, it alone need recompute."""
+    profile = layered_profile(layers=30, vocabulary=1_000_000)
+    fixed = {"pipeline": 4, "schedule": "1f1b", "micro_batch": 2, "offload_optimizer": False}
+    free = plan_of(profile, **fixed, recompute="none")
+    mixed = plan_of(profile, **fixed, memory_limit_bytes=int(0.93 * free.peak_bytes / (1 - 0.04)))
+    kinds = [stage.recompute for stage in mixed.stages]
+    assert kinds[0] != "none"
+    assert kinds[-1] == "none"
+    assert mixed.recompute == "mixed"
+    assert free.prediction.step_ms < mixed.prediction.step_ms
+    full = plan_of(profile, **fixed, recompute="full")
+    assert mixed.prediction.step_ms < full.prediction.step_ms
+
+
+def test_selective_checkpointing_lies_between_none_and_full() -> None:
+    fixed = {"pipeline": 1, "zero": 2, "micro_batch": 8, "offload_optimizer": False}
+    none, selective, full = (plan_of(**fixed, recompute=kind) for kind in ("none", "selective", "full"))
+    assert none.prediction.step_ms < selective.prediction.step_ms < full.prediction.step_ms
+    assert none.peak_bytes > selective.peak_bytes > full.peak_bytes
+
+
+def test_zero_1_shards_the_optimiser_and_nothing_else() -> None:
+    fixed = {"pipeline": 1, "micro_batch": 4, "recompute": "none", "offload_optimizer": False}
+    zero, one, two = (plan_of(**fixed, zero=stage) for stage in (0, 1, 2))
+    assert one.stages[0].memory.optimizer == pytest.approx(zero.stages[0].memory.optimizer / 4, abs=1)
+    assert one.stages[0].memory.gradients == zero.stages[0].memory.gradients
+    assert two.stages[0].memory.gradients == pytest.approx(one.stages[0].memory.gradients / 4, abs=1)
+    assert one.prediction.step_ms < two.prediction.step_ms, "four micro-batches, one reduction"
+
+
+def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() -> None:
+    fixed = {"pipeline": 4, "micro_batch": 4, "recompute": "none"}
+    here, offloaded = (plan_of(**fixed, offload_optimizer=offload) for offload in (False, True))
+    assert offloaded.offload_optimizer
+    assert offloaded.stages[1].memory.optimizer < here.stages[1].memory.optimizer
+    elements = max(stage.parameters for stage in here.stages)
+    transfer_ms = 8 * elements / H200.device.host_bandwidth * 1e3
+    assert offloaded.prediction.step_ms == pytest.approx(here.prediction.step_ms + transfer_ms, rel=0.01)
+
+
+def test_replicas_over_several_nodes_share_the_nodes_network_cards() -> None:
+    cluster = Cluster.of("h200", gpus=32)
+    assert cluster.group_link(8) == cluster.intra
+    assert cluster.group_link(4, stride=2) == cluster.intra
+    across = cluster.group_link(32)
+    assert across.bandwidth == min(cluster.intra.bandwidth, 8 * cluster.inter.bandwidth)
+    assert cluster.group_link(4, stride=8).bandwidth == cluster.inter.bandwidth
+    assert cluster.hop_link(0, 4, 4) == cluster.intra
+    assert cluster.hop_link(4, 8, 4) == cluster.inter
 
 
 # What is refused, and how
@@ -264,11 +447,14 @@ def test_a_tied_table_across_stages_costs_a_reduction() -> None:
         ({"pipeline": 2, "data": 1}, "pipeline=2 × data=1 uses 2 of 4 devices. Give data=2"),
         ({"data": 4, "global_batch": 6}, "cannot be divided over data=4 replicas.*multiple of 4, such as 8"),
         ({"micro_batch": 5}, "cannot be divided into micro-batches of 5.*Choose one of 1, 2, 4, 8, 16, 32, 64"),
-        ({"global_batch": 3, "pipeline": 4}, "No division of 4 devices suits a global batch of 3.*such as 4"),
-        ({"zero": 1}, "zero=1 is not a ZeRO stage that runs here. Choose 0"),
+        ({"global_batch": 3, "schedule": "1f1b"}, "No division of 4 devices suits a global batch of 3.*such as 4"),
+        ({"zero": 4}, r"zero=4 is not a ZeRO stage that runs here. Choose 0 \(replicate\) or 1"),
+        ({"tensor": 2}, "tensor=2 does not run here. Leave tensor out"),
+        ({"schedule": "zero_bubble"}, "blocks run uncompiled. Plan with Experiment.*compile=False"),
+        ({"schedule": "1f1b", "chunks": 2}, "chunks=2 needs an interleaved schedule, and 1f1b has one stage"),
         ({"recompute": True}, "recompute=True is not a kind of activation checkpointing.*Choose one of 'none'"),
         ({"schedule": "1fib"}, "There is no schedule '1fib'. Did you mean '1f1b'"),
-        ({"micro_batch": 0}, "micro_batch=0 must be at least 1"),
+        ({"micro_batch": 0}, "micro_batch=0 must be a whole number of at least 1"),
         ({"memory_limit_bytes": 64 << 20}, "does not fit 4 × H200.*each H200 offers.*64.0 MiB.*Raise the memory limit"),
     ],
 )
@@ -285,7 +471,7 @@ def test_more_stages_than_blocks_is_refused() -> None:
 def test_what_does_not_fit_names_what_the_user_forbade() -> None:
     huge = layered_profile(layers=60, elements=600_000_000)
     with pytest.raises(PlanInfeasible, match=r"Allow activation checkpointing, or.*more than 4 devices") as caught:
-        plan_of(huge, recompute="none")
+        plan_of(huge, recompute="none", offload_optimizer=False)
     assert caught.value.facts["needed_bytes"] > caught.value.facts["offered_bytes"]
 
 

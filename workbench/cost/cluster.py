@@ -57,6 +57,8 @@ class Device:
     reserved_bytes: int = 0
     """Outside the allocator: CUDA context, libraries' work areas, NCCL's channels."""
     efficiency: Efficiency = Efficiency()
+    host_bandwidth: float = 20e9
+    """Bytes per second to and from the host's memory, each way (PCIe 4.0 × 16 less overheads)."""
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s at `precision`; a device without bf16 units computes it at its fp32 rate."""
@@ -115,6 +117,22 @@ class Cluster:
     def link(self, span: int) -> Link:
         """The slowest link inside a group of devices whose ranks span `span` consecutive devices."""
         return self.intra if span <= self.gpus_per_node else self.inter
+
+    def group_link(self, size: int, stride: int = 1) -> Link:
+        """What a collective over `size` devices, `stride` ranks apart, reaches per device.
+
+        Over several nodes, the members in one node each bring their own network card (NCCL runs one ring through
+        each), up to what the node's own links carry.
+        """
+        if size * stride <= self.gpus_per_node:
+            return self.intra
+        cards = max(1, self.gpus_per_node // stride)
+        return Link(min(self.intra.bandwidth, cards * self.inter.bandwidth), self.inter.latency_s)
+
+    def hop_link(self, first: int, second: int, members: int) -> Link:
+        """What joins devices `first … first + members - 1` to as many from `second` on, one to one."""
+        together = (second + members - 1) // self.gpus_per_node == first // self.gpus_per_node
+        return self.intra if together else self.inter
 
     def describe(self) -> str:
         """`"4 × H200"`, `"256 × H200 in 32 nodes"`."""

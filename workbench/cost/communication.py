@@ -8,7 +8,14 @@ NVIDIA/nccl-tests (doc/PERFORMANCE.md). Steps are those of the tree that NCCL ta
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
 from workbench.cost.cluster import Link
+
+Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
 
 def point_to_point_s(num_bytes: float, link: Link) -> float:
@@ -16,17 +23,17 @@ def point_to_point_s(num_bytes: float, link: Link) -> float:
     return link.latency_s + num_bytes / link.bandwidth
 
 
-def all_gather_s(num_bytes: float, group: int, link: Link) -> float:
+def all_gather_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     """Every device ends with the whole `num_bytes`, each having held 1/group of it."""
     return _steps(group) * link.latency_s + num_bytes * (group - 1) / group / link.bandwidth
 
 
-def reduce_scatter_s(num_bytes: float, group: int, link: Link) -> float:
+def reduce_scatter_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     """Every device ends with 1/group of the sum of all devices' `num_bytes`."""
     return all_gather_s(num_bytes, group, link)
 
 
-def all_reduce_s(num_bytes: float, group: int, link: Link) -> float:
+def all_reduce_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     """A reduce-scatter and an all-gather."""
     return reduce_scatter_s(num_bytes, group, link) + all_gather_s(num_bytes, group, link)
 

@@ -6,21 +6,24 @@ Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. What resi
 ZeRO       parameters, fp32                       compute copies        gradients, fp32     AdamW, fp32 twice
 =========  =====================================  ====================  ==================  =================
 0          all                                    bf16, per in-flight   all                 all
+1          1/data                                 all, all step long    all                 1/data
 2          1/data                                 all, all step long    1/data              1/data
 3          1/data                                 two blocks at a time  1/data              1/data
 =========  =====================================  ====================  ==================  =================
 
 Compute copies: under bf16, autocast casts each fp32 weight once per micro-batch, and the backward needs the
 copy (seen on H200 for compiled blocks too). FSDP2 gathers them in bf16 to begin with; with
-`reshard_after_forward=False` (ZeRO 2) they stay through the step, otherwise (ZeRO 3) a block and the one
-gathered ahead of it. Gradients of sharded stages are reduced after every micro-batch's backward, so that only
-one block's are ever whole. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fsdp.fully_shard.)
+`reshard_after_forward=False` (ZeRO 1 and 2) they stay through the step, otherwise (ZeRO 3) a block and the one
+gathered ahead of it. ZeRO 1 keeps whole gradients until the last micro-batch; from ZeRO 2 on they are reduced after
+every micro-batch's backward, so that only one block's are ever whole. Optimiser state that is offloaded takes nothing
+on the device but the part that travels. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fsdp.fully_shard.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +36,8 @@ Array = npt.NDArray[np.float64]
 FP32 = 4
 ADAMW = 8
 """Two fp32 moments."""
+IN_TRANSIT_BYTES = 256 << 20
+"""Optimiser state on the device at once, where it lives on the host."""
 PREFETCHED_BLOCKS = 2
 """Blocks whole at once under ZeRO 3: the one that runs and the one gathered ahead."""
 
@@ -45,6 +50,8 @@ class Shares:
     data: int
     recompute: str
     num_microbatches: int
+    tensor: int = 1
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,17 @@ class StageMemory:
     elements: Array
     """Parameters resident, each tied one once per stage."""
 
+    @cached_property
+    def state(self) -> Array:
+        """What stays all step long."""
+        return np.asarray(self.parameters + self.gradients + self.optimizer + self.workspace)
+
     def activations(self, in_flight: int) -> Array:
+        """Of `in_flight` micro-batches, the newest of which runs."""
         return (in_flight - 1) * self.held + self.newest
 
     def peak(self, in_flight: int) -> Array:
-        return self.parameters + self.gradients + self.optimizer + self.activations(in_flight) + self.workspace
+        return self.state + self.activations(in_flight)
 
 
 class ParameterTable:
@@ -80,6 +93,8 @@ class ParameterTable:
                 uses.setdefault(name, []).append(index)
         self.shared = {name: blocks for name, blocks in uses.items() if len(blocks) > 1}
         """Parameters that several blocks use, with those blocks."""
+        self.sizes = dict(profile.parameters)
+        """Elements of each parameter on one device, before ZeRO."""
         trained = {name: 0 if name in profile.frozen else size for name, size in profile.parameters.items()}
         self.elements = _spans(uses, profile.parameters, len(profile.blocks))
         self.trained = _spans(uses, trained, len(profile.blocks))
@@ -105,25 +120,27 @@ def stage_memory(
     profile: Profile, table: ParameterTable, costs: BlockCosts, micro_batch: int, shares: Shares
 ) -> StageMemory:
     """Memory of every stage for one choice of micro-batch, sharding and recomputation."""
-    sharded = shares.zero >= 2 and shares.data > 1
+    sharded = shares.zero >= 1 and shares.data > 1
     divisor = shares.data if sharded else 1
+    whole_gradients = not sharded or shares.zero == 1
     compute_bytes = 2 if profile.precision == "bf16" else FP32
     copies = np.zeros_like(costs.weight_copy_bytes)
     if not sharded:
         copies = costs.weight_copy_bytes
     largest = _span_max(table.block_elements)
     parameters = FP32 * table.elements / divisor
-    if sharded and shares.zero == 2:
+    if sharded and shares.zero <= 2:
         parameters = parameters + compute_bytes * table.elements
     elif sharded:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
     held, newest = _activations(costs, copies, shares.recompute)
     # One block's gradients whole, and the fp32 buffer that is reduced.
     reduction = (compute_bytes + FP32) * largest if shares.data > 1 else compute_bytes * largest
+    moments = ADAMW * table.trained / divisor
     return StageMemory(
         parameters=parameters,
-        gradients=FP32 * table.trained / divisor,
-        optimizer=ADAMW * table.trained / divisor,
+        gradients=FP32 * table.trained / (1 if whole_gradients else divisor),
+        optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if shares.offload_optimizer else moments,
         held=held,
         newest=newest,
         workspace=reduction + _boundary(profile, micro_batch, shares.num_microbatches),
@@ -139,6 +156,9 @@ def _activations(costs: BlockCosts, copies: Array, recompute: str) -> tuple[Arra
     if recompute == "full":
         kept = costs.input_bytes
         peak = costs.saved_bytes + copies + costs.workspace_bytes
+    elif recompute == "selective":
+        kept = np.minimum(costs.input_bytes + costs.products_bytes, costs.saved_bytes + copies)
+        peak = costs.saved_bytes + copies + costs.workspace_bytes - (kept - costs.input_bytes)
     else:
         kept = costs.saved_bytes + copies
         peak = costs.workspace_bytes

@@ -52,6 +52,8 @@ class Ran:
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved: list[torch.Tensor] = field(default_factory=list)
+    own_results: list[torch.Tensor] = field(default_factory=list)
+    """Results besides `outputs`, which only the backward reads."""
     differentiable: list[bool] = field(default_factory=list)
     """Of `inputs`: does a gradient flow to it?"""
 
@@ -235,5 +237,6 @@ def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None
     ran.backward_flops = 2.5 * ran.forward_flops
     rows_lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=META)
     ran.saved = [query, key, value, out, rows_lse]
+    ran.own_results = [rows_lse]
     if mask is not None:
         ran.saved.append(torch.empty(mask.shape, dtype=query.dtype, device=META) if mask.dtype == torch.bool else mask)

@@ -6,7 +6,7 @@ cast and accumulated). `Profile.at` prices them for one micro-batch on one devic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +34,8 @@ class Kernel:
     fixed_bytes: float
     """Read and written whatever the micro-batch: weights."""
     launches: int = 1
+    weight_gradient: bool = False
+    """A backward product whose result only the optimiser needs."""
 
     def seconds(self, micro_batch: int, device: Device, precision: str, *, backward: bool, compiled: bool) -> float:
         """Roofline: the longer of arithmetic and memory traffic, plus a launch each."""
@@ -66,6 +68,8 @@ class KindCost:
     """Held besides, at the block's own peak in forward or backward."""
     weight_copy_bytes: float
     """bf16 copies of fp32 weights that autocast makes and the backward needs; per micro-batch in flight."""
+    products_bytes: float = 0.0
+    """Results of matrix products and attention: what selective activation checkpointing keeps besides the inputs."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +90,15 @@ class BlockCosts:
     forward_ms: Array
     """On the device; its host may take longer (`Efficiency.block_forward_s`)."""
     backward_ms: Array
+    weight_ms: Array
+    """Of `backward_ms`, gradients of weights: what a zero-bubble schedule leaves for later."""
+    replay_ms: Array
+    """What selective activation checkpointing computes again: all but matrix products and attention."""
     saved_bytes: Array
     workspace_bytes: Array
     weight_copy_bytes: Array
     input_bytes: Array
+    products_bytes: Array
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,10 @@ class Profile:
         """Model FLOPs of one sample's forward and backward, without recomputation (PaLM, arXiv:2204.02311, app. B)."""
         return 3 * sum(self.kinds[block.kind].model_flops for block in self.blocks)
 
+    def divides(self, tensor: int) -> bool:
+        """Can every block be divided over so many tensor-parallel ranks?"""
+        return tensor == 1
+
     @cached_property
     def _kind_of_block(self) -> npt.NDArray[np.intp]:
         return np.array([block.kind for block in self.blocks], dtype=np.intp)
@@ -126,16 +139,21 @@ class Profile:
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
         times = [_kind_ms(self, kind, micro_batch, device) for kind in self.kinds]
-        forward, backward = np.array(times).T
-        memory = np.array([(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes) for k in self.kinds]).T
+        forward, backward, weight, replay = np.array(times).T
+        memory = np.array(
+            [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.kinds]
+        ).T
         of = self._kind_of_block
         return BlockCosts(
             forward_ms=forward[of],
             backward_ms=backward[of],
+            weight_ms=weight[of],
+            replay_ms=replay[of],
             saved_bytes=memory[0][of] * micro_batch,
             workspace_bytes=memory[1][of] * micro_batch,
             weight_copy_bytes=memory[2][of],
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
+            products_bytes=memory[3][of] * micro_batch,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -151,14 +169,18 @@ class Profile:
         return Profile(**fields)
 
 
-def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device) -> tuple[float, float]:
-    def total(kernels: tuple[Kernel, ...], backward: bool) -> float:
-        return sum(
+def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
+    """Forward, backward, of that the weights' gradients, and the forward without products and attention."""
+
+    def total(kernels: Iterable[Kernel], backward: bool) -> float:
+        return 1e3 * sum(
             k.seconds(micro_batch, device, profile.precision, backward=backward, compiled=profile.compiled)
             for k in kernels
         )
 
-    return 1e3 * total(kind.forward, False), 1e3 * total(kind.backward, True)
+    weights = [kernel for kernel in kind.backward if kernel.weight_gradient]
+    replayed = [kernel for kernel in kind.forward if kernel.family == STREAM]
+    return total(kind.forward, False), total(kind.backward, True), total(weights, True), total(replayed, False)
 
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:

@@ -134,6 +134,7 @@ class _Walk:
             saved_bytes=held / self._samples,
             workspace_bytes=max(0, self._peak(len(self._steps)) - held) / self._samples,
             weight_copy_bytes=copies,
+            products_bytes=self._products_bytes() / self._samples,
         )
 
     # Running
@@ -250,6 +251,15 @@ class _Walk:
         ]
         return max(forward + backward)
 
+    def _products_bytes(self) -> int:
+        kept: dict[int, int] = {}
+        for _, ran in self._steps:
+            if ran.family in (GEMM, ATTENTION):
+                kept |= {identity(tensor): storage_bytes(tensor) for tensor in _tensors(ran.outputs)}
+            if ran.family == ATTENTION:
+                kept |= {identity(tensor): storage_bytes(tensor) for tensor in ran.own_results}
+        return sum(kept.values())
+
     # Time
 
     def _kernels(self) -> tuple[list[Kernel], list[Kernel]]:
@@ -274,7 +284,16 @@ class _Walk:
         if ran.backward_flops:
             launches = max(1, round(ran.backward_flops / ran.forward_flops)) if ran.family == GEMM else 1
             back = ran.backward_flops / self._samples
-            backward.append(Kernel(ran.family, back, batched * launches, fixed * launches, launches))
+            weights = 1 if ran.family == GEMM and any(self._is_trained(tensor) for tensor in ran.inputs) else 0
+            for count, of_weights in ((launches - weights, False), (weights, True)):
+                if count:
+                    share = count / launches
+                    backward.append(Kernel(ran.family, share * back, batched * count, fixed * count, count, of_weights))
+
+    def _is_trained(self, tensor: torch.Tensor) -> bool:
+        """A weight with a gradient, or autocast's copy of one."""
+        value = self._values[identity(tensor)]
+        return value.weight and value.gradient
 
     def _weight_casts(self, ran: Ran, forward: list[Kernel], backward: list[Kernel]) -> None:
         sources = [self._values[identity(source)] for source, _ in ran.casts]

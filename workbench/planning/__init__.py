@@ -6,16 +6,20 @@ Pure Python and NumPy: a laptop without torch or a GPU plans for 1,024 of them.
 """
 
 from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
-from workbench.planning.planner import search
+from workbench.planning.requests import EVERYTHING, RUNNABLE, Runnable
 from workbench.planning.schedules import Action, TimedAction, Timeline, bubble_fraction, simulate
+from workbench.planning.searching import search
 from workbench.planning.timelines import timeline
 
 __all__ = [
+    "EVERYTHING",
+    "RUNNABLE",
     "Action",
     "Candidate",
     "Memory",
     "Plan",
     "Prediction",
+    "Runnable",
     "Stage",
     "TimedAction",
     "Timeline",

@@ -1,7 +1,7 @@
 """Cutting a row of blocks into stages: optimal, by a dynamic program over NumPy arrays.
 
-`cost[i, j]` and `memory[s, i, j]` describe stage `s` made of blocks `i … j - 1`; entries with `j <= i` are
-ignored, so that no stage is empty.
+`cost[s, i, j]` (or `cost[i, j]`, alike for all) and `memory[s, i, j]` describe stage `s` made of blocks
+`i … j - 1`; entries with `j <= i` are ignored, so that no stage is empty.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ SLACK = 1e-9
 def partition(cost: Array, memory: Array, limit: float) -> tuple[int, ...] | None:
     """Cut points `(0, …, n)` that minimise the largest stage cost, then the largest stage memory.
 
-    Every stage must stay within `limit`. `cost` is (n + 1, n + 1), `memory` (stages, n + 1, n + 1).
+    Every stage must stay within `limit`. `cost` is (stages, n + 1, n + 1) or (n + 1, n + 1), `memory`
+    (stages, n + 1, n + 1).
     None when no cut fits. O(stages · n²), twice.
     """
-    allowed = np.triu(np.ones(cost.shape, dtype=bool), 1) & (memory <= limit)
+    allowed = np.triu(np.ones(cost.shape[-2:], dtype=bool), 1) & (memory <= limit)
     bottleneck, cuts = _min_max(np.where(allowed, cost, np.inf))
     if cuts is None:
         return None

@@ -60,6 +60,8 @@ class Stage:
     recompute: str
     """One of `RECOMPUTE`."""
     memory: Memory
+    weight_ms: float = 0.0
+    """Of `backward_ms`, the gradients of weights, which a zero-bubble schedule leaves for later."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Candidate:
     tensor: int
     zero: int
     recompute: str
-    """One of `RECOMPUTE` if all stages agree, else `mixed`."""
+    """One of `RECOMPUTE` if all stages agree, else `mixed`; `any` where no cut was chosen."""
     schedule: str
     chunks: int
     """Stages of one pipeline rank."""

@@ -1,78 +1,68 @@
-"""`search`: every combination of degrees, the best cut of each, and the fastest that fits.
+"""The search: every combination of degrees, the best cut of each, and the fastest that fits.
 
-Nothing is sampled. An option is simulated unless a lower bound of its step already exceeds the best step found.
+Nothing is sampled. An option is cut and simulated unless a lower bound of its step already exceeds the best step found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.cluster import Cluster
 from workbench.cost.memory import StageMemory
 from workbench.cost.profiles import Profile
-from workbench.errors import PlanInfeasible, PlanMismatch, checked_keywords
+from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.partition import partition
-from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
-from workbench.planning.pricing import Array, Degrees, Pricer, StageTimes
-from workbench.planning.requests import RUNNABLE, Request, check, divisors
-from workbench.planning.schedules import most_in_flight, step_ms
+from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage
+from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
+from workbench.planning.requests import Request, check, divisors
+from workbench.planning.schedules import StageCosts, holdings, rounds, step_ms
 from workbench.units import gib
 
+CHUNKS = (1, 2, 3, 4)
+"""Stages of one pipeline rank that are tried under an interleaved schedule, of two blocks or more on average."""
+MAX_ROWS = 400
+"""Options that a plan lists, nearest to the chosen one first."""
+CAP_STEPS = 5
+"""Halvings of what each of a rank's several stages may take, when together they take too much."""
 
-@checked_keywords
-def search(
-    profile: Profile,
-    *,
-    global_batch: int,
-    seq_len: int,
-    precision: str,
-    cluster: Cluster,
-    memory_limit_bytes: int | None = None,
-    pipeline: int | None = None,
-    data: int | None = None,
-    zero: int | None = None,
-    micro_batch: int | None = None,
-    recompute: str | None = None,
-    schedule: str | None = None,
-) -> Plan:
-    """The fastest plan that fits, with every option that was weighed in `Plan.candidates`.
 
-    Searched: pipeline × data degrees that use all devices, ZeRO 0, 2 and 3, activation checkpointing, and
-    micro-batches that divide each replica's share; each argument given fixes its own. Stages are cut so that
-    the slowest is as fast as can be within memory.
-
-    Raises `PlanInfeasible` when nothing fits or the degrees contradict the cluster or the batch, `PlanMismatch`
-    when the profile was made for another precision or kind of device.
-    """
-    _check_profile(profile, precision, cluster)
-    request = Request(
-        global_batch,
-        seq_len,
-        cluster,
-        memory_limit_bytes,
-        pipeline,
-        data,
-        zero,
-        micro_batch,
-        recompute,
-        schedule or "1f1b",
-    )
+def best_plan(profile: Profile, precision: str, request: Request) -> Plan:
+    """The fastest plan that fits a request; see `workbench.planning.search`."""
+    check_profile(profile, precision, request)
     check(request, profile)
-    return _Search(profile, request).plan()
+    return Search(profile, request).plan()
 
 
-def _check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
-    if (profile.precision, profile.device_kind) != (precision, cluster.device.kind):
+def check_profile(profile: Profile, precision: str, request: Request) -> None:
+    device = request.cluster.device
+    if (profile.precision, profile.device_kind) != (precision, device.kind):
         raise PlanMismatch(
             f"The profile of {profile.model} is for {profile.precision} on {profile.device_kind}, and the plan is for "
-            f"{precision} on {cluster.device.kind}. Make the profile again for {cluster.device.name}.",
+            f"{precision} on {device.kind}. Make the profile again for {device.name}.",
             profiled=profile.precision,
             planned=precision,
         )
+
+
+@lru_cache(maxsize=8)
+def _device_costs(profile: Profile, device: object) -> DeviceCosts:
+    """What a slider's every move shares."""
+    return DeviceCosts(profile, device)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Stages of one option."""
+
+    cuts: tuple[int, ...]
+    recompute: tuple[str, ...]
+    """Of each stage."""
+    peaks: tuple[float, ...]
+    """Bytes of one device of each pipeline rank."""
 
 
 @dataclass
@@ -80,114 +70,280 @@ class _Option:
     """One point of the search: its best cut, or why it has none."""
 
     degrees: Degrees
-    cuts: tuple[int, ...] | None
-    peak_bytes: float
-    """Of the cut; without one, the least that any cut needs."""
-    bound_ms: float = np.inf
+    bound_ms: float
     """No step of this option is shorter."""
+    least_bytes: float
+    """No cut of this option needs less on its fullest device."""
+    cut: _Cut | None = None
     step_ms: float | None = None
+    weighed: bool = False
 
 
-class _Search:
+@dataclass(frozen=True)
+class _Choices:
+    """Milliseconds, bytes and activation checkpointing of every stage `[s, i, j]`: the fastest kind that fits."""
+
+    cost: Array
+    memory: Array
+    kind: Array
+    """Index into the kinds allowed."""
+
+
+class Search:
     def __init__(self, profile: Profile, request: Request) -> None:
         self.profile = profile
         self.request = request
-        self.pricer = Pricer(profile, request.cluster)
+        self.pricer = Pricer(_device_costs(profile, request.cluster.device), request.cluster)
+        allowed = request.runnable.recompute if request.recompute is None else (request.recompute,)
+        self._weighed: dict[Degrees, _Option] = {}
+        self.kinds = tuple(kind for kind in RECOMPUTE if kind in allowed)
 
     def plan(self) -> Plan:
-        options = [self._cut(degrees) for degrees in self._degrees()]
+        options = sorted(map(self._option, self._degrees()), key=lambda option: option.bound_ms)
         if not options:
             raise self._indivisible()
-        fitting = sorted((o for o in options if o.cuts), key=lambda o: (o.bound_ms, o.peak_bytes))
-        if not fitting:
-            raise self._too_large(options)
         best: _Option | None = None
-        for option in fitting:
+        for option in options:
             if best is not None and best.step_ms is not None and option.bound_ms >= best.step_ms:
                 break
-            option.step_ms = self._predict(option).step_ms
+            if not self._is_dominated(option):
+                self._weigh(option, np.inf if best is None or best.step_ms is None else best.step_ms)
+            if option.step_ms is None:
+                continue
             if best is None or best.step_ms is None or option.step_ms < best.step_ms:
                 best = option
-        assert best is not None
+        if best is None:
+            raise self._too_large(options)
         return self._plan(best, options)
 
     # What there is to weigh
 
     def _degrees(self) -> Iterator[Degrees]:
         request = self.request
-        blocks = len(self.profile.blocks)
-        for pipeline in divisors(request.cluster.gpus):
-            data = request.cluster.gpus // pipeline
-            wanted = request.pipeline in (None, pipeline) and request.data in (None, data)
-            if not wanted or pipeline > blocks or request.global_batch % data:
-                continue
+        for pipeline, data, tensor in self._grids():
             share = request.global_batch // data
             for micro_batch in [request.micro_batch] if request.micro_batch else divisors(share):
                 num_microbatches, rest = divmod(share, micro_batch)
-                if rest or (request.schedule == "1f1b" and num_microbatches < pipeline):
+                if rest:
                     continue
-                for zero in self._zero_stages(data):
-                    for recompute in RUNNABLE.recompute if request.recompute is None else (request.recompute,):
-                        yield Degrees(pipeline, data, zero, recompute, micro_batch, num_microbatches)
+                for schedule, chunks in self._schedules(pipeline, num_microbatches):
+                    for zero in self._zero_stages(data, schedule):
+                        for offload in self._offloads():
+                            yield Degrees(
+                                pipeline,
+                                data,
+                                tensor,
+                                zero,
+                                schedule,
+                                chunks,
+                                offload,
+                                micro_batch,
+                                num_microbatches,
+                            )
 
-    def _zero_stages(self, data: int) -> tuple[int, ...]:
-        """On one replica there is nothing to shard, whatever was asked."""
+    def _grids(self) -> Iterator[tuple[int, int, int]]:
+        """Degrees that use all devices and leave each replica an equal share of the batch."""
+        request = self.request
+        gpus = request.cluster.gpus
+        for tensor in self._tensor_degrees():
+            for pipeline in divisors(gpus // tensor):
+                data = gpus // tensor // pipeline
+                wanted = request.pipeline in (None, pipeline) and request.data in (None, data)
+                if wanted and pipeline <= len(self.profile.blocks) and request.global_batch % data == 0:
+                    yield pipeline, data, tensor
+
+    def _tensor_degrees(self) -> list[int]:
+        """Within a node, where the model's blocks can be divided so; fixed by the user, anywhere."""
+        request = self.request
+        if request.tensor is not None:
+            return [request.tensor]
+        if not request.runnable.tensor:
+            return [1]
+        near = divisors(min(request.cluster.gpus, request.cluster.gpus_per_node))
+        return [d for d in near if request.cluster.gpus % d == 0 and self.profile.divides(d)]
+
+    def _schedules(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+        """Schedules that torch runs with so many micro-batches; GPipe only where asked for, or 1F1B cannot run.
+
+        A zero-bubble schedule's blocks run uncompiled: a compiled profile does not price them.
+        """
+        request = self.request
+        runnable = request.runnable.schedules
+        names = runnable if request.schedule is None else (request.schedule,)
+        if request.schedule is None:
+            plain = "gpipe" if num_microbatches < pipeline or "1f1b" not in runnable else "1f1b"
+            names = tuple(name for name in names if name == plain or (name in INTERLEAVED and pipeline > 1))
+        for name in names:
+            if name == "zero_bubble" and self.profile.compiled:
+                continue
+            if name not in INTERLEAVED:
+                if (name == "gpipe" or num_microbatches >= pipeline) and request.chunks in (None, 1):
+                    yield name, 1
+                continue
+            if num_microbatches % rounds(pipeline, num_microbatches):
+                continue
+            for chunks in CHUNKS if request.chunks is None else (request.chunks,):
+                is_1f1b = name == "interleaved" and chunks == 1 and request.chunks is None and pipeline > 1
+                most = len(self.profile.blocks) // (1 if request.chunks or chunks == 1 else 2)
+                if chunks * pipeline <= most and not is_1f1b:
+                    yield name, chunks
+
+    def _zero_stages(self, data: int, schedule: str) -> tuple[int, ...]:
+        """On one replica there is nothing to shard, whatever was asked. A zero-bubble schedule's split backward leaves
+        nothing that FSDP2 could reduce."""
         if data == 1:
             return (0,)
-        return RUNNABLE.zero_stages if self.request.zero is None else (self.request.zero,)
+        wanted = self.request.runnable.zero_stages if self.request.zero is None else (self.request.zero,)
+        return tuple(stage for stage in wanted if stage == 0) if schedule == "zero_bubble" else wanted
+
+    def _offloads(self) -> tuple[bool, ...]:
+        if self.request.offload_optimizer is not None:
+            return (self.request.offload_optimizer,)
+        has_a_host = self.request.cluster.device.kind != "cpu"
+        return (False, True) if self.request.runnable.offload_optimizer and has_a_host else (False,)
+
+    def _option(self, degrees: Degrees) -> _Option:
+        """With what can be said of it before it is cut."""
+        whole = self.pricer.whole(degrees, self.kinds[0])
+        ranks, count, busy = degrees.pipeline, degrees.num_microbatches, float(whole.busy)
+        length = count * busy / ranks
+        if degrees.schedule not in INTERLEAVED:
+            # Stage s cannot start before the first micro-batch has passed the stages above, nor end before its last
+            # one goes back up: busy_0 + … + busy_{s-1} + m · busy_s. The least that this can be for every s at once:
+            length = busy / (1 - (1 - 1 / count) ** ranks)
+        state = self.pricer.whole_state(degrees)
+        return _Option(degrees, length + float(whole.ending) / ranks, state / ranks)
+
+    def _is_dominated(self, option: _Option) -> bool:
+        """Moving the optimiser's state to the host gains nothing where everything fits as it is, nothing recomputed."""
+        if not option.degrees.offload_optimizer:
+            return False
+        twin = self._weighed.get(replace(option.degrees, offload_optimizer=False))
+        if twin is None or twin.cut is None or set(twin.cut.recompute) != {self.kinds[0]}:
+            return False
+        option.bound_ms = max(option.bound_ms, twin.bound_ms)
+        return True
 
     # Cutting
 
-    def _cut(self, degrees: Degrees) -> _Option:
-        times, memory = self.pricer.times(degrees), self.pricer.memory(degrees)
-        peaks = self._peaks(degrees, memory)
-        cost = times.busy + times.send[None, :]
-        cuts = partition(cost, peaks, self.request.offered_bytes)
+    def _weigh(self, option: _Option, best_ms: float) -> None:
+        """Cut an option, and simulate it unless its stages show that it cannot win."""
+        option.weighed = True
+        self._weighed[option.degrees] = option
+        if option.least_bytes > self.request.offered_bytes:
+            return
+        option.cut, option.least_bytes = self._cut(option.degrees)
+        if option.cut is not None:
+            option.bound_ms = max(option.bound_ms, self._bound(option.degrees, option.cut))
+            if option.bound_ms < best_ms:
+                option.step_ms = self._predict(option.degrees, option.cut).step_ms
+
+    def _cut(self, degrees: Degrees) -> tuple[_Cut | None, float]:
+        """The best cut within memory, and the bytes of its fullest device; or None, and the least that any needs."""
+        offered = float(self.request.offered_bytes)
+        held = self._held(degrees)
+        memories = [self.pricer.memory(degrees, kind) for kind in self.kinds]
+        peaks = [np.stack([memory.peak(count) for count in held]) for memory in memories]
+        send = self.pricer.send_ms(degrees)
+        times = [self.pricer.times(degrees, kind).busy + send[:, None, :] for kind in self.kinds]
+        cut = self._cut_within(degrees, times, peaks, memories, offered)
+        if cut is None or max(cut.peaks) <= offered:
+            if cut is None:
+                smallest = partition(np.zeros_like(times[-1]), np.minimum.reduce(peaks), np.inf)
+                assert smallest is not None
+                least = max(float(np.minimum.reduce(peaks)[s, i, j]) for s, (i, j) in enumerate(pairwise(smallest)))
+                return None, least
+            return cut, max(cut.peaks)
+        return self._tighter_cut(degrees, times, peaks, memories, cut)
+
+    def _tighter_cut(
+        self, degrees: Degrees, times: list[Array], peaks: list[Array], memories: list[StageMemory], first: _Cut
+    ) -> tuple[_Cut | None, float]:
+        """Where the stages of one rank together take too much: the largest cap on each stage with which they fit."""
+        offered = float(self.request.offered_bytes)
+        low, high = offered / degrees.chunks, offered
+        found, least = None, max(first.peaks)
+        for step in range(CAP_STEPS + 1):
+            cap = low if step == 0 else (low + high) / 2
+            cut = self._cut_within(degrees, times, peaks, memories, cap)
+            fits = cut is not None and max(cut.peaks) <= offered
+            least = least if cut is None else min(least, max(cut.peaks))
+            found = cut if fits else found
+            if fits or cut is None:
+                low = cap
+            else:
+                high = cap
+        return found, max(found.peaks) if found else least
+
+    def _cut_within(
+        self, degrees: Degrees, times: list[Array], peaks: list[Array], memories: list[StageMemory], cap: float
+    ) -> _Cut | None:
+        """The cut whose slowest stage is fastest, each stage within `cap` by the fastest kind of checkpointing."""
+        chosen = _fastest_that_fits(times, peaks, cap)
+        cuts = partition(chosen.cost, chosen.memory, cap)
         if cuts is None:
-            smallest = partition(np.zeros_like(cost), peaks, np.inf)
-            assert smallest is not None
-            return _Option(degrees, None, _largest(peaks, smallest))
-        return _Option(degrees, cuts, _largest(peaks, cuts), self._bound(degrees, times, cuts))
+            return None
+        kinds = [int(chosen.kind[s, i, j]) for s, (i, j) in enumerate(pairwise(cuts))]
+        ranks = range(degrees.pipeline)
+        fullest = tuple(sum(_shares(degrees, rank, cuts, kinds, memories)) for rank in ranks)
+        return _Cut(cuts, tuple(self.kinds[kind] for kind in kinds), fullest)
 
-    def _peaks(self, degrees: Degrees, memory: StageMemory) -> Array:
-        return np.stack([memory.peak(self._in_flight(degrees, stage)) for stage in range(degrees.pipeline)])
+    def _held(self, degrees: Degrees) -> list[int]:
+        """Micro-batches that each stage holds at its own fullest moment."""
+        return [
+            max(entry[stage // degrees.pipeline] for entry in _holdings(degrees)[stage % degrees.pipeline])
+            for stage in range(degrees.stages)
+        ]
 
-    def _in_flight(self, degrees: Degrees, stage: int) -> int:
-        return most_in_flight(self.request.schedule, stage, degrees.pipeline, degrees.num_microbatches)
+    def _bound(self, degrees: Degrees, cut: _Cut) -> float:
+        """The longest of these: all of a rank's own work, and, with one stage a rank, before it what the first
+        micro-batch takes down to it and the last one back up; then the step's end."""
+        times = self._stage_times(degrees, cut)
+        busy = np.array([times[kind].busy[i, j] for kind, (i, j) in _stages(cut)])
+        ends = np.array([times[kind].ending[i, j] for kind, (i, j) in _stages(cut)])
+        longest = degrees.num_microbatches * _of_ranks(busy, degrees)
+        if degrees.schedule not in INTERLEAVED:
+            sends = self._sends(degrees, cut)
+            longest = longest + np.concatenate([[0.0], np.cumsum(busy[:-1] + 2 * sends[:-1])])
+        return float(longest.max() + _of_ranks(ends, degrees).max())
 
-    def _bound(self, degrees: Degrees, times: StageTimes, cuts: tuple[int, ...]) -> float:
-        """The longest of these paths: down to a stage with the first micro-batch, all of that stage's own work, and
-        back up with the last; then the step's end."""
-        i, j = np.array(cuts[:-1]), np.array(cuts[1:])
-        busy = times.busy[i, j]
-        before = np.concatenate([[0.0], np.cumsum(busy[:-1] + 2 * times.send[list(cuts[1:-1])])])
-        longest = (before + degrees.num_microbatches * busy).max()
-        return float(longest + (times.step_wait + times.optimizer)[i, j].max())
+    def _stage_times(self, degrees: Degrees, cut: _Cut) -> dict[str, StageTimes]:
+        return {kind: self.pricer.times(degrees, kind) for kind in set(cut.recompute)}
+
+    def _sends(self, degrees: Degrees, cut: _Cut) -> Array:
+        """From each stage to the next; 0 after the last."""
+        send = self.pricer.send_ms(degrees)
+        return np.array([send[s, j] for s, j in enumerate(cut.cuts[1:])])
 
     # Predicting
 
-    def _predict(self, option: _Option) -> Prediction:
-        assert option.cuts is not None
-        degrees, cuts = option.degrees, option.cuts
-        times, m = self.pricer.times(degrees), option.degrees.num_microbatches
-        i, j = np.array(cuts[:-1]), np.array(cuts[1:])
-        forward = times.forward[i, j] + times.forward_wait[i, j]
-        backward = times.backward[i, j] + times.backward_wait[i, j]
-        length, bubble = step_ms(
-            self.request.schedule, m, forward.tolist(), backward.tolist(), [*times.send[list(cuts[1:-1])].tolist(), 0.0]
+    def _predict(self, degrees: Degrees, cut: _Cut) -> Prediction:
+        times, count = self._stage_times(degrees, cut), degrees.num_microbatches
+
+        def of_stages(name: str) -> Array:
+            return np.array([getattr(times[kind], name)[i, j] for kind, (i, j) in _stages(cut)])
+
+        forward, backward = of_stages("forward"), of_stages("backward")
+        waits = of_stages("forward_wait") + of_stages("backward_wait")
+        costs = StageCosts(
+            (forward + of_stages("forward_wait")).tolist(),
+            (backward + of_stages("backward_wait")).tolist(),
+            of_stages("weight").tolist(),
+            self._sends(degrees, cut).tolist(),
         )
-        ends = times.step_wait[i, j] + times.optimizer[i, j]
-        tied = self.pricer.tied_ms(degrees, cuts)
+        length, bubble = step_ms(degrees.schedule, degrees.pipeline, count, costs)
+        ends = _of_ranks(of_stages("ending"), degrees)
+        tied = self.pricer.tied_ms(degrees, cut.cuts)
         total = length + float(ends.max()) + tied
-        last, busiest = int(ends.argmax()), int((forward + backward).argmax())
-        compute = m * float(times.forward[i, j][busiest] + times.backward[i, j][busiest])
-        waits = m * float(times.forward_wait[i, j][busiest] + times.backward_wait[i, j][busiest])
+        last, busiest = int(ends.argmax()), int(_of_ranks(forward + backward + waits, degrees).argmax())
+        compute = count * float(_of_ranks(forward + backward, degrees)[busiest])
+        waiting = count * float(_of_ranks(waits, degrees)[busiest])
         return Prediction(
             step_ms=total,
             compute_ms=compute,
-            bubble_ms=length - compute - waits,
-            communication_ms=waits + float(times.step_wait[i, j][last]) + tied,
-            optimizer_ms=float(times.optimizer[i, j][last]),
+            bubble_ms=length - compute - waiting,
+            communication_ms=waiting + float(_of_ranks(of_stages("step_wait"), degrees)[last]) + tied,
+            optimizer_ms=float(_of_ranks(of_stages("optimizer"), degrees)[last]),
             bubble_fraction=bubble,
             tokens_per_s=self.request.global_batch * self.request.seq_len / (total / 1e3),
             mfu=self._mfu(total),
@@ -204,6 +360,7 @@ class _Search:
 
     def _plan(self, best: _Option, options: list[_Option]) -> Plan:
         request, degrees = self.request, best.degrees
+        assert best.cut is not None
         return Plan(
             model=self.profile.model,
             signature=self.profile.signature,
@@ -213,62 +370,75 @@ class _Search:
             precision=self.profile.precision,
             pipeline=degrees.pipeline,
             data=degrees.data,
-            tensor=1,
+            tensor=degrees.tensor,
             zero=degrees.zero,
-            schedule=request.schedule,
+            schedule=degrees.schedule,
             micro_batch=degrees.micro_batch,
             num_microbatches=degrees.num_microbatches,
             block_names=tuple(block.name for block in self.profile.blocks),
-            stages=self._stages(best),
+            stages=self._stages(degrees, best.cut),
             memory_limit_bytes=request.memory_limit_bytes,
             flops_per_step=round(self.profile.flops_per_sample * request.global_batch),
-            prediction=self._predict(best),
-            candidates=tuple(self._row(option, best) for option in options),
+            prediction=self._predict(degrees, best.cut),
+            candidates=self._rows(best, options),
+            offload_optimizer=degrees.offload_optimizer,
         )
 
-    def _stages(self, option: _Option) -> tuple[Stage, ...]:
-        assert option.cuts is not None
-        degrees, cuts = option.degrees, option.cuts
-        times, memory = self.pricer.times(degrees), self.pricer.memory(degrees)
+    def _stages(self, degrees: Degrees, cut: _Cut) -> tuple[Stage, ...]:
+        times = self._stage_times(degrees, cut)
+        memories = [self.pricer.memory(degrees, kind) for kind in self.kinds]
+        kinds = [self.kinds.index(kind) for kind in cut.recompute]
         crossing = self.profile.crossing_bytes
-        return tuple(
-            Stage(
-                index=s,
-                first_block=i,
-                end_block=j,
-                parameters=int(memory.elements[i, j]),
-                forward_ms=float(times.forward[i, j] + times.forward_wait[i, j]),
-                backward_ms=float(times.backward[i, j] + times.backward_wait[i, j]),
-                send_bytes=int(crossing[j] * degrees.micro_batch) if j < len(crossing) - 1 else 0,
-                recompute=degrees.recompute,
-                memory=_memory(memory, i, j, self._in_flight(degrees, s)),
+        found = []
+        for s, (kind, (i, j)) in enumerate(_stages(cut)):
+            memory = memories[kinds[s]]
+            at_peak = _shares(degrees, s % degrees.pipeline, cut.cuts, kinds, memories)[s // degrees.pipeline]
+            of = times[kind]
+            found.append(
+                Stage(
+                    index=s,
+                    first_block=i,
+                    end_block=j,
+                    parameters=int(memory.elements[i, j]),
+                    forward_ms=float(of.forward[i, j] + of.forward_wait[i, j]),
+                    backward_ms=float(of.backward[i, j] + of.backward_wait[i, j]),
+                    send_bytes=int(crossing[j] * degrees.micro_batch) if j < len(crossing) - 1 else 0,
+                    recompute=kind,
+                    memory=_memory(memory, i, j, at_peak),
+                    weight_ms=float(of.weight[i, j]),
+                )
             )
-            for s, (i, j) in enumerate(pairwise(cuts))
-        )
+        return tuple(found)
+
+    def _rows(self, best: _Option, options: list[_Option]) -> tuple[Candidate, ...]:
+        rows = [self._row(option, best) for option in options]
+        rows.sort(key=lambda row: (row.verdict != "chosen", row.step_ms if row.step_ms is not None else np.inf))
+        return tuple(rows[:MAX_ROWS])
 
     def _row(self, option: _Option, best: _Option) -> Candidate:
-        d = option.degrees
-        step = option.step_ms if option.step_ms is not None else option.bound_ms
+        degrees, cut = option.degrees, option.cut
+        words = set(cut.recompute) if cut else set(self.kinds)
+        fits = cut is not None or not option.weighed
         return Candidate(
-            d.pipeline,
-            d.data,
-            1,
-            d.zero,
-            d.recompute,
-            self.request.schedule,
-            1,
-            False,
-            d.micro_batch,
-            step if np.isfinite(step) else None,
-            int(option.peak_bytes),
-            self._verdict(option, best),
+            pipeline=degrees.pipeline,
+            data=degrees.data,
+            tensor=degrees.tensor,
+            zero=degrees.zero,
+            recompute=words.pop() if len(words) == 1 else ("mixed" if cut else "any"),
+            schedule=degrees.schedule,
+            chunks=degrees.chunks,
+            offload_optimizer=degrees.offload_optimizer,
+            micro_batch=degrees.micro_batch,
+            step_ms=(option.bound_ms if option.step_ms is None else option.step_ms) if fits else None,
+            peak_bytes=int(option.least_bytes) if option.weighed else None,
+            verdict=self._verdict(option, best),
         )
 
     def _verdict(self, option: _Option, best: _Option) -> str:
         if option is best:
             return "chosen"
-        if option.cuts is None:
-            return f"needs {gib(option.peak_bytes)}, and {self.request.offer()}"
+        if option.weighed and option.cut is None:
+            return f"needs {gib(option.least_bytes)}, and {self.request.offer()}"
         assert best.step_ms is not None
         step, least = (option.step_ms, "") if option.step_ms is not None else (option.bound_ms, "at least ")
         return f"{least}{step / best.step_ms - 1:.1%} slower"
@@ -277,16 +447,16 @@ class _Search:
 
     def _too_large(self, options: list[_Option]) -> PlanInfeasible:
         request = self.request
-        least = min(options, key=lambda o: o.peak_bytes)
+        least = min(options, key=lambda o: o.least_bytes)
         d = least.degrees
         shape = (
             f"pipeline={d.pipeline}, data={d.data}, zero={d.zero}, micro_batch={d.micro_batch}, "
-            f"recompute={d.recompute!r}"
+            f"recompute={self.kinds[-1]!r}"
         )
         return PlanInfeasible(
             f"{self.profile.model} does not fit {request.cluster.describe()}: the smallest of {len(options)} options "
-            f"({shape}) needs {gib(least.peak_bytes)} a device, and {request.offer()}. {self._way_out(least)}",
-            needed_bytes=int(least.peak_bytes),
+            f"({shape}) needs {gib(least.least_bytes)} a device, and {request.offer()}. {self._way_out(least)}",
+            needed_bytes=int(least.least_bytes),
             offered_bytes=request.offered_bytes,
             options=len(options),
         )
@@ -321,15 +491,54 @@ class _Search:
         )
 
 
-def _largest(peaks: Array, cuts: tuple[int, ...]) -> float:
-    return max(float(peaks[s, i, j]) for s, (i, j) in enumerate(pairwise(cuts)))
+def _holdings(degrees: Degrees) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    return holdings(degrees.schedule, degrees.pipeline, degrees.num_microbatches, degrees.chunks)
 
 
-def _memory(memory: StageMemory, i: int, j: int, in_flight: int) -> Memory:
+def _fastest_that_fits(times: list[Array], peaks: list[Array], cap: float) -> _Choices:
+    """Of the kinds of activation checkpointing, fastest first, the first that fits; where none does, the last."""
+    cost, memory = times[-1].copy(), peaks[-1].copy()
+    kind = np.full(cost.shape, len(times) - 1)
+    for index in reversed(range(len(times) - 1)):
+        better = (peaks[index] <= cap) & (times[index] <= cost)
+        cost, memory = np.where(better, times[index], cost), np.where(better, peaks[index], memory)
+        kind = np.where(better, index, kind)
+    return _Choices(cost, memory, kind)
+
+
+def _stages(cut: _Cut) -> list[tuple[str, tuple[int, int]]]:
+    """Kind of checkpointing and blocks of each stage."""
+    return list(zip(cut.recompute, pairwise(cut.cuts), strict=True))
+
+
+def _of_ranks(values: Array, degrees: Degrees) -> Array:
+    """Sums over the stages of each pipeline rank."""
+    return np.asarray(values.reshape(degrees.chunks, degrees.pipeline).sum(axis=0))
+
+
+def _shares(
+    degrees: Degrees, rank: int, cuts: tuple[int, ...], kinds: list[int], memories: list[StageMemory]
+) -> list[float]:
+    """Bytes of each of a rank's stages at the rank's fullest moment, by the schedule's own order of actions."""
+    stages = range(rank, degrees.stages, degrees.pipeline)
+    of = [(memories[kinds[s]], (cuts[s], cuts[s + 1])) for s in stages]
+    best: list[float] = []
+    for *counts, running in _holdings(degrees)[rank]:
+        parts = []
+        for chunk, ((memory, span), count) in enumerate(zip(of, counts, strict=True)):
+            extra = float(memory.newest[span] - memory.held[span]) if chunk == running else 0.0
+            parts.append(float(memory.state[span]) + count * float(memory.held[span]) + extra)
+        if sum(parts) > sum(best, 0.0):
+            best = parts
+    return best
+
+
+def _memory(memory: StageMemory, i: int, j: int, total: float) -> Memory:
+    """The kinds of memory that make up `total` bytes of a stage."""
     return Memory(
         parameters=int(memory.parameters[i, j]),
         gradients=int(memory.gradients[i, j]),
         optimizer=int(memory.optimizer[i, j]),
-        activations=int(memory.activations(in_flight)[i, j]),
+        activations=int(total - memory.state[i, j]),
         workspace=int(memory.workspace[i, j]),
     )

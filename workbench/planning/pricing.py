@@ -1,19 +1,21 @@
 """What every possible stage takes, per micro-batch and per step, for one choice of degrees.
 
-Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. Device mesh: pipeline outermost, data inside,
-so that replicas of a stage are neighbours and stages are `data` devices apart.
+Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. Device mesh: pipeline outermost, then data, tensor
+innermost, so that tensor-parallel ranks are neighbours and stages are `data * tensor` devices apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.cluster import Cluster, Link
+from workbench.cost.cluster import Cluster, Device, Link
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
-from workbench.cost.memory import FP32, ParameterTable, Shares, StageMemory, stage_memory
+from workbench.cost.memory import ADAMW, FP32, ParameterTable, Shares, StageMemory, stage_memory
 from workbench.cost.profiles import BlockCosts, Profile
 
 Array = npt.NDArray[np.float64]
@@ -29,14 +31,22 @@ clipping reads and writes it."""
 
 @dataclass(frozen=True)
 class Degrees:
-    """One point of the search."""
+    """One point of the search, but for the cut into stages and their activation checkpointing."""
 
     pipeline: int
     data: int
+    tensor: int
     zero: int
-    recompute: str
+    schedule: str
+    chunks: int
+    """Stages of one pipeline rank."""
+    offload_optimizer: bool
     micro_batch: int
     num_microbatches: int
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.chunks
 
 
 @dataclass(frozen=True)
@@ -46,110 +56,187 @@ class StageTimes:
     forward: Array
     backward: Array
     """One micro-batch's compute, recomputation included."""
+    weight: Array
+    """Of `backward`, the gradients of weights: what a zero-bubble schedule leaves for later."""
     forward_wait: Array
     backward_wait: Array
     """One micro-batch's exposed communication."""
     step_wait: Array
     """Exposed communication once a step: what the last backward does not hide."""
     optimizer: Array
-    send: Array
-    """One micro-batch over the boundary before block `i`, one way."""
 
-    @property
+    @cached_property
     def busy(self) -> Array:
-        return self.forward + self.backward + self.forward_wait + self.backward_wait
+        """One micro-batch in all."""
+        return np.asarray(self.forward + self.backward + self.forward_wait + self.backward_wait)
+
+    @cached_property
+    def ending(self) -> Array:
+        """Once a step, after the last backward."""
+        return np.asarray(self.step_wait + self.optimizer)
+
+
+class DeviceCosts:
+    """A profile priced on one kind of device, remembered per micro-batch and tensor-parallel degree."""
+
+    def __init__(self, profile: Profile, device: Device) -> None:
+        self.profile = profile
+        self.device = device
+        self._costs: dict[tuple[int, int], BlockCosts] = {}
+        self._tables: dict[int, ParameterTable] = {}
+
+    def at(self, micro_batch: int, tensor: int) -> BlockCosts:
+        if (micro_batch, tensor) not in self._costs:
+            self._costs[micro_batch, tensor] = self.profile.at(micro_batch, self.device)
+        return self._costs[micro_batch, tensor]
+
+    def table(self, tensor: int) -> ParameterTable:
+        if tensor not in self._tables:
+            self._tables[tensor] = ParameterTable(self.profile)
+        return self._tables[tensor]
 
 
 class Pricer:
-    """Prices stages of one model on one cluster; remembers what choices share."""
+    """Prices stages of one model on one cluster."""
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        self.profile = profile
+    def __init__(self, costs: DeviceCosts, cluster: Cluster) -> None:
+        assert costs.device == cluster.device
+        self.profile = costs.profile
         self.cluster = cluster
-        self.table = ParameterTable(profile)
-        self._costs: dict[int, BlockCosts] = {}
+        self._costs = costs
 
-    def costs(self, micro_batch: int) -> BlockCosts:
-        if micro_batch not in self._costs:
-            self._costs[micro_batch] = self.profile.at(micro_batch, self.cluster.device)
-        return self._costs[micro_batch]
+    def costs(self, degrees: Degrees) -> BlockCosts:
+        return self._costs.at(degrees.micro_batch, degrees.tensor)
 
-    def memory(self, degrees: Degrees) -> StageMemory:
-        shares = Shares(degrees.zero, degrees.data, degrees.recompute, degrees.num_microbatches)
-        costs = self.costs(degrees.micro_batch)
-        return stage_memory(self.profile, self.table, costs, degrees.micro_batch, shares)
+    def table(self, degrees: Degrees) -> ParameterTable:
+        return self._costs.table(degrees.tensor)
 
-    def times(self, degrees: Degrees) -> StageTimes:
-        costs = self.costs(degrees.micro_batch)
-        again = costs.forward_ms if degrees.recompute == "full" else 0.0
+    def memory(self, degrees: Degrees, recompute: str) -> StageMemory:
+        shares = Shares(
+            degrees.zero,
+            degrees.data,
+            recompute,
+            degrees.num_microbatches,
+            degrees.tensor,
+            degrees.offload_optimizer,
+        )
+        return stage_memory(self.profile, self.table(degrees), self.costs(degrees), degrees.micro_batch, shares)
+
+    def times(self, degrees: Degrees, recompute: str) -> StageTimes:
+        """Of every stage `[i, j]`."""
+        return self._times(degrees, recompute, spans, lambda matrix: matrix)
+
+    def whole(self, degrees: Degrees, recompute: str) -> StageTimes:
+        """Of all blocks as one stage, as scalars: what a bound needs."""
+        return self._times(degrees, recompute, np.sum, lambda matrix: matrix[0, -1])
+
+    def _times(
+        self, degrees: Degrees, recompute: str, over: Callable[[Array], Array], of: Callable[[Array], Array]
+    ) -> StageTimes:
+        costs = self.costs(degrees)
+        again = {
+            "none": np.zeros_like(costs.forward_ms),
+            "selective": costs.replay_ms,
+            "full": costs.forward_ms,
+        }[recompute]
         host_forward, host_backward = self._host_ms(degrees)
         # A GPU works while its host prepares the next block; a CPU is its own host.
         joined = np.add if self.cluster.device.kind == "cpu" else np.maximum
-        forward = spans(joined(costs.forward_ms, host_forward))
-        backward = spans(joined(costs.backward_ms + again, host_backward))
-        in_forward, in_backward, at_end = self._collectives(degrees)
+        forward = over(joined(costs.forward_ms, host_forward))
+        backward = over(joined(costs.backward_ms + again, host_backward))
+        in_forward, in_backward, at_end = self._collectives(degrees, over)
+        overlapped = degrees.schedule != "zero_bubble"
         return StageTimes(
             forward=forward,
             backward=backward,
+            weight=over(costs.weight_ms),
             forward_wait=_exposed(in_forward, forward),
             backward_wait=_exposed(in_backward, backward),
-            step_wait=_exposed(at_end, backward),
-            optimizer=self._optimizer(degrees),
-            send=self._send(degrees),
+            step_wait=_exposed(at_end, backward) if overlapped else at_end,
+            optimizer=self._optimizer(degrees, of(self.table(degrees).trained)),
         )
+
+    def whole_state(self, degrees: Degrees) -> float:
+        """Bytes of all blocks' parameters, gradients and optimiser state: no pipeline holds less in all."""
+        table = self.table(degrees)
+        sharded = degrees.zero >= 1 and degrees.data > 1
+        divisor = degrees.data if sharded else 1
+        gradients = divisor if degrees.zero >= 2 else 1
+        moments = 0.0 if degrees.offload_optimizer else ADAMW / divisor
+        trained = float(table.trained[0, -1])
+        return FP32 * float(table.elements[0, -1]) / divisor + (FP32 / gradients + moments) * trained
+
+    def send_ms(self, degrees: Degrees) -> Array:
+        """`[s, j]`: one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
+        crossing = np.array(self.profile.crossing_bytes) * degrees.micro_batch
+        replicas = degrees.data * degrees.tensor
+        rows = []
+        for stage in range(degrees.stages - 1):
+            here, there = stage % degrees.pipeline, (stage + 1) % degrees.pipeline
+            if here == there:
+                rows.append(np.zeros_like(crossing))
+                continue
+            link = boundary_link(self.cluster, replicas, here, there)
+            rows.append(np.array([1e3 * point_to_point_s(nbytes, link) if nbytes else 0.0 for nbytes in crossing]))
+        return np.array([*rows, np.zeros_like(crossing)])
+
+    def tied_ms(self, degrees: Degrees, cuts: tuple[int, ...]) -> float:
+        """All-reduces of gradients whose parameter lives on several pipeline ranks, one after the other."""
+        shard = degrees.data if degrees.zero >= 1 else 1
+        total = 0.0
+        for name, blocks in self.table(degrees).shared.items():
+            stages = np.searchsorted(cuts, blocks, side="right") - 1
+            holders = len(np.unique(stages % degrees.pipeline))
+            if holders > 1:
+                link = self.cluster.group_link(holders, degrees.data * degrees.tensor)
+                size = self.table(degrees).sizes[name]
+                total += all_reduce_s(FP32 * size / shard, holders, link)
+        return 1e3 * total
 
     def _host_ms(self, degrees: Degrees) -> tuple[float, float]:
         """The host's time for one block's forward and backward, with FSDP2's hooks where it shards."""
         tuned = self.cluster.device.efficiency
-        hooks = tuned.sharded_block_s if degrees.zero >= 2 and degrees.data > 1 else 0.0
+        hooks = tuned.sharded_block_s if degrees.zero >= 1 and degrees.data > 1 else 0.0
         gathered_again = hooks / 2 if degrees.zero == 3 else 0.0
         forward, backward = tuned.block_forward_s + hooks, tuned.block_backward_s + hooks + gathered_again
         return 1e3 * forward, 1e3 * backward
 
-    def tied_ms(self, degrees: Degrees, cuts: tuple[int, ...]) -> float:
-        """All-reduces of gradients whose parameter lives in several stages, one after the other."""
-        shard = degrees.data if degrees.zero >= 2 else 1
-        link = self._pipeline_link(degrees)
-        total = 0.0
-        for name, blocks in self.table.shared.items():
-            holders = np.unique(np.searchsorted(cuts, blocks, side="right"))
-            if len(holders) > 1:
-                total += all_reduce_s(FP32 * self.profile.parameters[name] / shard, len(holders), link)
-        return 1e3 * total
-
-    def _pipeline_link(self, degrees: Degrees) -> Link:
-        return self.cluster.link(degrees.pipeline * degrees.data)
-
-    def _send(self, degrees: Degrees) -> Array:
-        link = self._pipeline_link(degrees)
-        crossing = np.array(self.profile.crossing_bytes) * degrees.micro_batch
-        return np.array([1e3 * point_to_point_s(nbytes, link) if nbytes else 0.0 for nbytes in crossing])
-
-    def _optimizer(self, degrees: Degrees) -> Array:
+    def _optimizer(self, degrees: Degrees, trained: Array) -> Array:
         device = self.cluster.device
-        shard = degrees.data if degrees.zero >= 2 else 1
-        rate = device.memory_bandwidth * device.efficiency.bandwidth
-        return np.asarray(1e3 * self.table.trained * OPTIMIZER_BYTES / shard / rate)
+        shard = degrees.data if degrees.zero >= 1 else 1
+        elements = trained / shard
+        seconds = elements * OPTIMIZER_BYTES / (device.memory_bandwidth * device.efficiency.bandwidth)
+        if degrees.offload_optimizer:
+            # Both moments come in while the last pair goes out.
+            seconds = seconds + elements * ADAMW / device.host_bandwidth
+        return np.asarray(1e3 * seconds)
 
-    def _collectives(self, degrees: Degrees) -> tuple[Array, Array, Array]:
+    def _collectives(self, degrees: Degrees, over: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
         """Milliseconds of the data axis's collectives: in one forward, in one backward, at the step's end."""
-        data, link = degrees.data, self.cluster.link(degrees.data)
-        nothing = np.zeros_like(self.table.elements)
+        data = degrees.data
+        table = self.table(degrees)
+        sizes = table.block_elements
+        nothing = over(np.zeros_like(sizes))
         if data == 1:
             return nothing, nothing, nothing
+        link = self.cluster.group_link(data, degrees.tensor)
         compute_bytes = 2 if self.profile.precision == "bf16" else FP32
-        sizes = self.table.block_elements
-
-        def each(seconds: list[float]) -> Array:
-            return spans(1e3 * np.array(seconds))
-
-        gather = each([all_gather_s(compute_bytes * size, data, link) for size in sizes])
-        scatter = each([reduce_scatter_s(FP32 * size, data, link) for size in sizes])
         if degrees.zero == 0:
-            return nothing, nothing, each([all_reduce_s(FP32 * size, data, link) for size in sizes])
+            return nothing, nothing, over(1e3 * all_reduce_s(FP32 * sizes, data, link))
+        gather = over(1e3 * all_gather_s(compute_bytes * sizes, data, link))
+        scatter = over(1e3 * reduce_scatter_s(FP32 * sizes, data, link))
+        once = gather / degrees.num_microbatches
+        if degrees.zero == 1:
+            return once, nothing, scatter
         if degrees.zero == 2:
-            return gather / degrees.num_microbatches, scatter, nothing
+            return once, scatter, nothing
         return gather, gather + scatter, nothing
+
+
+def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Link:
+    """What joins two pipeline ranks, each of `replicas` devices."""
+    first, second = sorted((here, there))
+    return cluster.hop_link(first * replicas, second * replicas, replicas)
 
 
 def _exposed(communication: Array, compute: Array) -> Array:

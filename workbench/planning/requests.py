@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from workbench.cost.cluster import FRAGMENTATION, Cluster
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, suggestion
-from workbench.planning.plan import RECOMPUTE
-from workbench.planning.plan import SCHEDULES as SCHEDULE_NAMES
-from workbench.planning.schedules import SCHEDULES
+from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
 from workbench.units import gib
 
 
@@ -17,23 +15,24 @@ from workbench.units import gib
 class Runnable:
     """What a runtime runs; a plan that needs more is not offered."""
 
-    schedules: tuple[str, ...] = SCHEDULE_NAMES
+    schedules: tuple[str, ...] = SCHEDULES
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[str, ...] = RECOMPUTE
     tensor: bool = True
     offload_optimizer: bool = True
 
 
-RUNNABLE = Runnable(
-    schedules=("1f1b", "gpipe"),
-    zero_stages=(0, 2, 3),
-    recompute=("none", "full"),
-    tensor=False,
-    offload_optimizer=False,
-)
+RUNNABLE = Runnable(tensor=False)
 """What `workbench.execution` runs today: the one place that says so."""
 EVERYTHING = Runnable()
 """What can be priced, whether or not it runs yet."""
+
+ZERO_WORDS = {
+    0: "0 (replicate)",
+    1: "1 (shard the optimiser)",
+    2: "2 (shard gradients and optimiser)",
+    3: "3 (shard parameters too)",
+}
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,17 @@ class Request:
     global_batch: int
     seq_len: int
     cluster: Cluster
-    memory_limit_bytes: int | None
-    pipeline: int | None
-    data: int | None
-    zero: int | None
-    micro_batch: int | None
-    recompute: str | None
-    schedule: str
+    memory_limit_bytes: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    tensor: int | None = None
+    zero: int | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    offload_optimizer: bool | None = None
+    runnable: Runnable = RUNNABLE
 
     @property
     def offered_bytes(self) -> int:
@@ -68,23 +71,8 @@ class Request:
 def check(request: Request, profile: Profile) -> None:
     """Raise `PlanInfeasible` for what no search can satisfy: each in a sentence with the way out."""
     _check_numbers(request)
-    gpus = request.cluster.gpus
-    for name in ("pipeline", "data"):
-        degree = getattr(request, name)
-        if degree is not None and gpus % degree:
-            raise PlanInfeasible(
-                f"{name}={degree} does not divide {gpus} devices. Choose one of {_listed(divisors(gpus))}.",
-                **{name: degree, "devices": gpus},
-            )
-    if request.pipeline and request.data and request.pipeline * request.data != gpus:
-        raise PlanInfeasible(
-            f"pipeline={request.pipeline} × data={request.data} uses {request.pipeline * request.data} of {gpus} "
-            f"devices. Give data={gpus // request.pipeline}, or plan for a cluster of "
-            f"{request.pipeline * request.data}.",
-            pipeline=request.pipeline,
-            data=request.data,
-            devices=gpus,
-        )
+    _check_runnable(request, profile)
+    _check_degrees(request)
     if request.pipeline and request.pipeline > len(profile.blocks):
         raise PlanInfeasible(
             f"pipeline={request.pipeline} asks for more stages than the {len(profile.blocks)} blocks of "
@@ -95,27 +83,93 @@ def check(request: Request, profile: Profile) -> None:
     _check_batch(request)
 
 
+DEGREES = ("pipeline", "data", "tensor")
+
+
 def _check_numbers(request: Request) -> None:
-    for name in ("global_batch", "seq_len", "pipeline", "data", "micro_batch", "memory_limit_bytes"):
+    for name in ("global_batch", "seq_len", *DEGREES, "chunks", "micro_batch", "memory_limit_bytes"):
         value = getattr(request, name)
-        if value is not None and value < 1:
-            raise PlanInfeasible(f"{name}={value} must be at least 1.", **{name: value})
-    if request.recompute is not None and request.recompute not in RUNNABLE.recompute:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise PlanInfeasible(f"{name}={value!r} must be a whole number of at least 1.", **{name: value})
+
+
+def _check_runnable(request: Request, profile: Profile) -> None:
+    runnable = request.runnable
+    if request.recompute is not None and request.recompute not in runnable.recompute:
         raise PlanInfeasible(
             f"recompute={request.recompute!r} is not a kind of activation checkpointing that runs here. Choose one of "
-            f"{', '.join(map(repr, RUNNABLE.recompute))}.",
+            f"{', '.join(map(repr, runnable.recompute))}.",
             recompute=request.recompute,
         )
-    if request.zero is not None and request.zero not in RUNNABLE.zero_stages:
+    if request.zero is not None and (isinstance(request.zero, bool) or request.zero not in runnable.zero_stages):
         raise PlanInfeasible(
-            f"zero={request.zero} is not a ZeRO stage that runs here. Choose 0 (replicate), 2 (shard gradients and "
-            f"optimiser) or 3 (shard parameters too).",
+            f"zero={request.zero!r} is not a ZeRO stage that runs here. Choose "
+            f"{' or '.join(ZERO_WORDS[stage] for stage in runnable.zero_stages)}.",
             zero=request.zero,
         )
-    if request.schedule not in SCHEDULES:
+    if request.schedule is not None and request.schedule not in runnable.schedules:
         raise PlanInfeasible(
-            f"There is no schedule {request.schedule!r}. {suggestion(request.schedule, SCHEDULES)}",
+            f"There is no schedule {request.schedule!r}. {suggestion(str(request.schedule), runnable.schedules)}",
             schedule=request.schedule,
+        )
+    if request.schedule == "zero_bubble" and profile.compiled:
+        raise PlanInfeasible(
+            "A zero-bubble schedule splits each block's backward, which the compiler cannot, so that its blocks run "
+            "uncompiled. Plan with Experiment(…, compile=False), or choose schedule='interleaved'.",
+            schedule=request.schedule,
+        )
+    if request.schedule == "zero_bubble" and request.zero:
+        raise PlanInfeasible(
+            f"A zero-bubble schedule leaves weight gradients for later, which zero={request.zero} would reduce before. "
+            f"Choose zero=0, or schedule='interleaved'.",
+            schedule=request.schedule,
+            zero=request.zero,
+        )
+    if request.chunks is not None and request.chunks > 1 and not _interleaves(request):
+        raise PlanInfeasible(
+            f"chunks={request.chunks} needs an interleaved schedule, and "
+            f"{request.schedule or 'no schedule that runs here'} has one stage a pipeline rank. Leave chunks out.",
+            chunks=request.chunks,
+        )
+    if request.tensor is not None and request.tensor > 1 and not runnable.tensor:
+        raise PlanInfeasible(
+            f"tensor={request.tensor} does not run here. Leave tensor out, and give those devices to pipeline or data.",
+            tensor=request.tensor,
+        )
+    if request.offload_optimizer and not runnable.offload_optimizer:
+        raise PlanInfeasible(
+            "offload_optimizer=True does not run here. Leave it out; zero=2 or zero=3 divides the optimiser's state "
+            "over the replicas."
+        )
+
+
+def _interleaves(request: Request) -> bool:
+    names = request.runnable.schedules if request.schedule is None else (request.schedule,)
+    return any(name in INTERLEAVED for name in names)
+
+
+def _check_degrees(request: Request) -> None:
+    gpus = request.cluster.gpus
+    fixed = {name: getattr(request, name) for name in DEGREES if getattr(request, name) is not None}
+    for name, degree in fixed.items():
+        if gpus % degree:
+            raise PlanInfeasible(
+                f"{name}={degree} does not divide {gpus} devices. Choose one of {_listed(divisors(gpus))}.",
+                **{name: degree, "devices": gpus},
+            )
+    product = 1
+    for degree in fixed.values():
+        product *= degree
+    complete = len(fixed) == 3 or (not request.runnable.tensor and {"pipeline", "data"} <= set(fixed))
+    if gpus % product or (complete and product != gpus):
+        given = " × ".join(f"{name}={degree}" for name, degree in fixed.items())
+        last = "data" if "data" in fixed else next(iter(fixed))
+        others = product // fixed[last]
+        rest = f"{last}={gpus // others}" if gpus % others == 0 else "degrees whose product divides it"
+        raise PlanInfeasible(
+            f"{given} uses {product} of {gpus} devices. Give {rest}, or plan for a cluster of {product}.",
+            **fixed,
+            devices=gpus,
         )
 
 
@@ -142,7 +196,8 @@ def _check_batch(request: Request) -> None:
 
 def divisors(number: int) -> list[int]:
     """In ascending order."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _multiple(number: int, of: int) -> int:
