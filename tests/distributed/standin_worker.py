@@ -1,6 +1,6 @@
 """A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
 
-`STANDIN_…` variables: `STEP_S` seconds a step, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
+`STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
 `HANG_RANK` ignores every request to stop.
 """
 
@@ -55,10 +55,16 @@ def _train(run: RunDir, rank: int, world: int) -> None:
             speed = {"tokens_per_s": 800.0, "step_ms": 10.0, "seconds": 0.01 * step, "learning_rate": 1e-3}
             totals = {"tokens": 8 * step, "samples": step, "flops": 1e6 * step}
             append_event(run.events, "step", step=step, loss=7 / step, grad_norm=1.0, mfu=None, **speed, **totals)
+            if step % int(os.environ.get("STANDIN_CHECKPOINT_EVERY", sys.maxsize)) == 0:
+                _checkpoint(run, step)
     if rank == 0:
-        run.checkpoint(step).mkdir(parents=True, exist_ok=True)
-        append_event(run.events, "checkpoint", step=step, path=str(run.checkpoint(step)), seconds=0.0)
+        _checkpoint(run, step)
         append_event(run.events, "end", steps=step, seconds=0.01 * step)
+
+
+def _checkpoint(run: RunDir, step: int) -> None:
+    run.checkpoint(step).mkdir(parents=True, exist_ok=True)
+    append_event(run.events, "checkpoint", step=step, path=str(run.checkpoint(step)), seconds=0.0)
 
 
 def _agreed_to_stop(run: RunDir, asked: list[bool], rank: int, world: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, PlanInfeasible, PlanMismatch, RunExists
-from workbench.rundir import RunDir, append_event, process_record, write_json
+from workbench.rundir import RunDir, append_event, process_record, read_json, write_json
 from workbench.runs import processes, turns
 from workbench.runs.environment import environment
 from workbench.runs.run import Run, load_run, runs_root
@@ -201,7 +202,7 @@ def _claim(run: RunDir, continued: bool) -> None:
 
 def _clear_attempt(run: RunDir) -> None:
     """Put aside how the last attempt was described, who ran it and what failed; go on with the same events."""
-    if processes.run_alive(run):
+    if processes.run_alive(run) or processes.strays(run):
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
     number = sum(1 for _ in run.path.glob("attempts/*")) + 1
     aside = run.path / "attempts" / str(number)
@@ -228,6 +229,32 @@ def _describe(run: RunDir, experiment: Experiment, plan: Plan, facts: Mapping[st
 
 LAUNCHES = "WORKBENCH_LAUNCHES"
 """Names a file to which `launch` adds the path of each run: how `workbench execute` knows what a notebook launched."""
+
+
+REPLAY = "WORKBENCH_REPLAY"
+"""Names a JSON list of `{experiment, plan}`: what each launch of a notebook is to repeat, in order."""
+_SAME_PLAN = ("model", "global_batch", "seq_len", "precision")
+
+
+def replayed_plan(experiment: Experiment) -> Plan | None:
+    """The plan that `workbench reproduce` wants the next run to have, if this machine can run it."""
+    from workbench.planning.plan import Plan
+
+    file, launches = os.environ.get(REPLAY), os.environ.get(LAUNCHES)
+    if not file or not launches:
+        return None
+    recorded, done = read_json(Path(file)), len(Path(launches).read_text().splitlines())
+    if done >= len(recorded):
+        return None
+    asked, then = json.loads(json.dumps(experiment.to_json())), recorded[done]["experiment"]
+    if any(asked.get(field) != then.get(field) for field in _SAME_PLAN):
+        return None
+    plan = Plan.from_json({**recorded[done]["plan"], "candidates": []})
+    try:
+        _check_machine(plan)
+    except PlanInfeasible:
+        return None
+    return plan
 
 
 def _tell_notebook(run: RunDir) -> None:

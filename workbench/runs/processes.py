@@ -48,6 +48,20 @@ def run_alive(run: RunDir) -> bool:
     return process_alive(launcher_record(run).get("supervisor")) or bool(live_workers(run))
 
 
+def strays(run: RunDir) -> list[dict[str, Any]]:
+    """Processes that train this run and that no file knows: their launcher died before it could write them down.
+
+    Found by their command line, which names the run's directory; looks at every process of the machine.
+    """
+    directory, found = str(run.path), []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if words and words[-1] == directory and "-m" in words and "workbench.runs.recorder" not in words:
+            with contextlib.suppress(psutil.Error):
+                found.append(process_record(process.pid))
+    return found
+
+
 def descendants(pid: int) -> list[dict[str, Any]]:
     """The workers below Accelerate's launcher: its children, and whoever leads a session of its own.
 
