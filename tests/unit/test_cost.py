@@ -17,6 +17,7 @@ from workbench.capture import Block, Graph
 from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.memory import ParameterTable, Shares, StageMemory, stage_memory
+from workbench.cost.profiles import KindCost
 from workbench.errors import PlanInfeasible, UnknownParameter
 
 H200 = Cluster.of("h200", gpus=4)
@@ -189,6 +190,40 @@ def _really_saved(graph: Graph, block: Block, precision: str) -> int:
 
 def _zeros(spec: Any) -> torch.Tensor:
     return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+# Tensor parallelism
+
+
+def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() -> None:
+    """(14 + 24 / t) bytes a token and hidden unit, bf16 with an fp32 residual stream; Megatron's 10 + 24 / t with half
+    of that (arXiv:2205.05198, section 4)."""
+    hidden, samples, tokens = 256, 2, 128
+    model = bert(hidden_size=hidden, num_heads=8, max_positions=tokens)
+    whole = profile(graph_of(model, samples, tokens), H200.device, "bf16", compiled=True)
+    assert list(whole.divided) == [2, 4, 8]
+    for degree in whole.divided:
+        part = whole.on_tensor_axis(degree)
+        layer, divided = whole.kinds[1], part.kinds[1]
+        assert _flops(divided) == pytest.approx(_flops(layer) / degree)
+        per_unit = divided.saved_bytes / (hidden * tokens)
+        assert per_unit == pytest.approx(14 + 24 / degree, rel=0.01)
+        in_sum = tuple(size / (hidden * tokens) for size in divided.forward_reduced_bytes)
+        assert in_sum == (2, 2)
+        assert tuple(size / (hidden * tokens) for size in divided.backward_reduced_bytes) == (4, 4)
+        layers = [n for n in whole.parameters if ".layer.0." in n and n.endswith("weight") and "Norm" not in n]
+        assert all(part.parameters[n] * degree == whole.parameters[n] for n in layers)
+        assert part.flops_per_sample == whole.flops_per_sample, "MFU counts the model, not the rank"
+    assert Profile.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+
+
+def test_a_degree_that_does_not_divide_the_heads_is_not_offered() -> None:
+    found = profile(graph_of(bert(num_heads=4), 2, 32), H200.device, "bf16", compiled=True)
+    assert list(found.divided) == [2, 4]
+
+
+def _flops(kind: KindCost) -> float:
+    return sum(kernel.flops for kernel in (*kind.forward, *kind.backward))
 
 
 # Memory of a stage

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_values import layered_profile
+from cost_values import bert, graph_of, layered_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.cost import Cluster
+from workbench.cost import Cluster, profile
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import Action, Plan, bubble_fraction, search, simulate, timeline
 from workbench.planning.partition import partition
@@ -362,7 +362,7 @@ def test_a_tied_table_across_stages_costs_a_reduction() -> None:
 
 def test_what_runs_is_weighed_and_what_does_not_is_not() -> None:
     eager = replace(PROFILE, compiled=False)
-    rows = plan_of(eager, runnable=replace(EVERYTHING, tensor=False)).candidates
+    rows = plan_of(eager, runnable=EVERYTHING).candidates
     assert {row.schedule for row in rows} == {"1f1b", "gpipe", "interleaved", "zero_bubble"}
     assert {row.zero for row in rows} == {0, 1, 2, 3}
     assert {row.offload_optimizer for row in rows} == {False, True}
@@ -426,6 +426,36 @@ def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() 
     assert offloaded.prediction.step_ms == pytest.approx(here.prediction.step_ms + transfer_ms, rel=0.01)
 
 
+DIVIDED = profile(
+    graph_of(bert(hidden_size=1024, num_layers=6, num_heads=16, max_positions=512), 2, 512),
+    H200.device,
+    "bf16",
+    compiled=True,
+)
+
+
+def test_tensor_parallelism_divides_memory_and_compute_and_costs_its_all_reduces() -> None:
+    fixed = {"pipeline": 1, "micro_batch": 16, "zero": 0, "recompute": "none", "offload_optimizer": False}
+    plain, divided = (plan_of(DIVIDED, **fixed, tensor=degree) for degree in (1, 2))
+    assert (divided.tensor, divided.data, divided.world) == (2, 2, 4)
+    assert divided.peak_bytes < 0.75 * plain.peak_bytes
+    assert divided.stages[0].parameters == plain.stages[0].parameters == DIVIDED.parameter_count
+    per_micro_batch = divided.prediction.compute_ms / divided.num_microbatches
+    assert per_micro_batch < 0.75 * plain.prediction.compute_ms / plain.num_microbatches
+    hidden_BSD = 16 * 512 * 1024
+    volume = 6 * 2 * (2 + 4) * hidden_BSD  # two all-reduces of bf16 forward, and of fp32 backward, a layer
+    least = divided.num_microbatches * volume / H200.intra.bandwidth * 1e3
+    assert divided.prediction.communication_ms > least
+
+
+def test_tensor_parallelism_is_offered_where_the_model_can_be_divided_and_within_a_node() -> None:
+    assert {row.tensor for row in plan_of(DIVIDED).candidates} == {1, 2, 4}
+    sixteen = Cluster.of("h200", gpus=16, nodes=4)
+    assert {row.tensor for row in plan_of(DIVIDED, cluster=sixteen).candidates} == {1, 2, 4}
+    with pytest.raises(PlanInfeasible, match=r"tensor=16 does not divide most of .*Choose one of 1, 2, 4, 8"):
+        plan_of(DIVIDED, cluster=sixteen, tensor=16)
+
+
 def test_replicas_over_several_nodes_share_the_nodes_network_cards() -> None:
     cluster = Cluster.of("h200", gpus=32)
     assert cluster.group_link(8) == cluster.intra
@@ -449,7 +479,7 @@ def test_replicas_over_several_nodes_share_the_nodes_network_cards() -> None:
         ({"micro_batch": 5}, "cannot be divided into micro-batches of 5.*Choose one of 1, 2, 4, 8, 16, 32, 64"),
         ({"global_batch": 3, "schedule": "1f1b"}, "No division of 4 devices suits a global batch of 3.*such as 4"),
         ({"zero": 4}, r"zero=4 is not a ZeRO stage that runs here. Choose 0 \(replicate\) or 1"),
-        ({"tensor": 2}, "tensor=2 does not run here. Leave tensor out"),
+        ({"tensor": 2}, "tensor=2 does not divide most of layered: attention heads.*Choose 1"),
         ({"schedule": "zero_bubble"}, "blocks run uncompiled. Plan with Experiment.*compile=False"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks=2 needs an interleaved schedule, and 1f1b has one stage"),
         ({"recompute": True}, "recompute=True is not a kind of activation checkpointing.*Choose one of 'none'"),

@@ -18,7 +18,7 @@ from workbench.cost.cluster import Link
 Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 
 
-def point_to_point_s(num_bytes: float, link: Link) -> float:
+def point_to_point_s(num_bytes: Bytes, link: Link) -> Bytes:
     """One send and its receive."""
     return link.latency_s + num_bytes / link.bandwidth
 

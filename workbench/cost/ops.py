@@ -49,6 +49,10 @@ class Ran:
     casts: list[tuple[torch.Tensor, torch.Tensor]]
     """(source, cast copy) that autocast made for this operation."""
     family: str
+    node: str = ""
+    """Its name in the block's code."""
+    share: float = 1.0
+    """Of its work, what one device of a tensor-parallel axis does."""
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved: list[torch.Tensor] = field(default_factory=list)
@@ -99,7 +103,7 @@ def run(
         if identity(source) in gradients:
             gradients.add(identity(copy))
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    ran = Ran(None, tensors, made, "stream")
+    ran = Ran(None, tensors, made, "stream", node.name)
     ran.differentiable = [identity(t) in gradients and t.is_floating_point() for t in tensors]
     if name == FUSED_ATTENTION:
         _run_attention(ran, args, kwargs, settings)

@@ -7,7 +7,7 @@ cast and accumulated). `Profile.at` prices them for one micro-batch on one devic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,9 @@ class KindCost:
     """bf16 copies of fp32 weights that autocast makes and the backward needs; per micro-batch in flight."""
     products_bytes: float = 0.0
     """Results of matrix products and attention: what selective activation checkpointing keeps besides the inputs."""
+    forward_reduced_bytes: tuple[float, ...] = ()
+    """Of each all-reduce over the tensor-parallel axis in one forward."""
+    backward_reduced_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,16 @@ class BlockCost:
     parameters: tuple[str, ...]
     input_bytes: float
     """Values received for the first time, per sample: what checkpointing keeps."""
+
+
+@dataclass(frozen=True)
+class DividedCosts:
+    """The model on one device of a tensor-parallel axis."""
+
+    kinds: tuple[KindCost, ...]
+    """One for each of `Profile.kinds`."""
+    parameters: Mapping[str, int] = field(hash=False)
+    """Canonical name -> elements on the device."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,9 @@ class BlockCosts:
     weight_copy_bytes: Array
     input_bytes: Array
     products_bytes: Array
+    forward_reduced: tuple[tuple[float, ...], ...]
+    """Of each block, bytes of each all-reduce over the tensor-parallel axis."""
+    backward_reduced: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,8 @@ class Profile:
     frozen: frozenset[str]
     crossing_bytes: tuple[float, ...]
     """`crossing_bytes[c]` is sent forward, per sample, when a stage ends before block `c`."""
+    divided: Mapping[int, DividedCosts] = field(default_factory=dict, hash=False)
+    """By tensor-parallel degree, those that divide most of the model."""
 
     @property
     def parameter_count(self) -> int:
@@ -129,8 +147,15 @@ class Profile:
         return 3 * sum(self.kinds[block.kind].model_flops for block in self.blocks)
 
     def divides(self, tensor: int) -> bool:
-        """Can every block be divided over so many tensor-parallel ranks?"""
-        return tensor == 1
+        """Can the model be divided over so many tensor-parallel ranks?"""
+        return tensor == 1 or tensor in self.divided
+
+    def on_tensor_axis(self, degree: int) -> Profile:
+        """The profile of what one device of a tensor-parallel axis computes and holds."""
+        if degree == 1:
+            return self
+        found = self.divided[degree]
+        return replace(self, kinds=found.kinds, parameters=found.parameters, divided={})
 
     @cached_property
     def _kind_of_block(self) -> npt.NDArray[np.intp]:
@@ -154,10 +179,14 @@ class Profile:
             weight_copy_bytes=memory[2][of],
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=memory[3][of] * micro_batch,
+            forward_reduced=_reduced(self, "forward_reduced_bytes", micro_batch),
+            backward_reduced=_reduced(self, "backward_reduced_bytes", micro_batch),
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
+        fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
+        fields["divided"] = {str(degree): asdict(costs) for degree, costs in self.divided.items()}
+        return fields
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Profile:
@@ -166,7 +195,16 @@ class Profile:
         fields["blocks"] = tuple(BlockCost(**{**b, "parameters": tuple(b["parameters"])}) for b in fields["blocks"])
         fields["frozen"] = frozenset(fields["frozen"])
         fields["crossing_bytes"] = tuple(fields["crossing_bytes"])
+        fields["divided"] = {
+            int(degree): DividedCosts(tuple(map(_kind_from_json, costs["kinds"])), costs["parameters"])
+            for degree, costs in fields.get("divided", {}).items()
+        }
         return Profile(**fields)
+
+
+def _reduced(profile: Profile, name: str, micro_batch: int) -> tuple[tuple[float, ...], ...]:
+    of_kinds = [tuple(size * micro_batch for size in getattr(kind, name)) for kind in profile.kinds]
+    return tuple(of_kinds[block.kind] for block in profile.blocks)
 
 
 def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
@@ -185,4 +223,5 @@ def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device)
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:
     kernels = {name: tuple(Kernel(**kernel) for kernel in value[name]) for name in ("forward", "backward")}
-    return KindCost(**{**value, **kernels})
+    reduced = {name: tuple(value.get(name, ())) for name in ("forward_reduced_bytes", "backward_reduced_bytes")}
+    return KindCost(**{**value, **kernels, **reduced})

@@ -5,8 +5,8 @@ The only module of this room, with `ops`, that imports torch at its top.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,18 @@ from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._pytree import tree_flatten
 
 from workbench.capture.graph import Block, Graph
+from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
 from workbench.cost.cluster import Device
 from workbench.cost.ops import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
-from workbench.cost.profiles import ATTENTION, GEMM, STREAM, BlockCost, Kernel, KindCost, Profile
+from workbench.cost.profiles import ATTENTION, GEMM, STREAM, BlockCost, DividedCosts, Kernel, KindCost, Profile
 from workbench.tensors import TensorSpec
 
 ACCUMULATE_BYTES = 12
 """Per gradient element and micro-batch: read the new and the old, write the sum, fp32."""
+TENSOR_DEGREES = (2, 4, 8)
+"""Tensor-parallel degrees that are priced: within a node."""
+UNDIVIDED = 0.2
+"""Share of a model's arithmetic that may stay whole on every device: with more, the degree is not offered."""
 CAST_BYTES = 6
 """Per weight element: read fp32 and write bf16, or back."""
 
@@ -38,9 +43,10 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> 
     kinds: dict[tuple[object, ...], int] = {}
     costs: list[KindCost] = []
     results: list[tuple[torch.dtype, ...]] = []
+    walks: list[tuple[int, _Walk]] = []
     blocks = []
     seen: set[str] = set()
-    for block in graph.blocks:
+    for index, block in enumerate(graph.blocks):
         received = tuple(dtypes[name] for name in block.receives)
         key = (block.kind, received, tuple(name in graph.frozen for name in block.parameters))
         if key not in kinds:
@@ -48,6 +54,7 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> 
             # A selection by a mask is priced as if it kept everything.
             with symbolic_sizes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
                 walk = _Walk(graph, block, received, settings)
+            walks.append((index, walk))
             costs.append(walk.cost())
             results.append(walk.sent)
         dtypes |= dict(zip(block.sends, results[kinds[key]], strict=True))
@@ -66,7 +73,37 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> 
         parameters={name: spec.numel for name, spec in graph.parameters.items()},
         frozen=graph.frozen,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
+        divided=_divided(graph, walks, costs),
     )
+
+
+def _divided(graph: Graph, walks: Sequence[tuple[int, _Walk]], whole: Sequence[KindCost]) -> dict[int, DividedCosts]:
+    """What one device computes and holds for each degree that divides most of the model's arithmetic."""
+    found = {}
+    flops = _product_flops(graph, walks, whole)
+    for degree in TENSOR_DEGREES:
+        division = plan_tensor(graph, degree)
+        for index, walk in walks:
+            walk.divide(division.blocks[index], degree)
+        kinds = tuple(walk.cost() for _, walk in walks)
+        if _product_flops(graph, walks, kinds) <= flops * (1 / degree + UNDIVIDED):
+            sizes = {name: _part(spec, division.parameters.get(name)) for name, spec in graph.parameters.items()}
+            found[degree] = DividedCosts(kinds, sizes)
+    return found
+
+
+def _product_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[KindCost]) -> float:
+    """Forward FLOPs of one device for one sample."""
+    blocks = Counter(block.kind for block in graph.blocks)
+    each = (sum(kernel.flops for kernel in kind.forward) for kind in kinds)
+    return sum(flops * blocks[graph.blocks[index].kind] for (index, _), flops in zip(walks, each, strict=True))
+
+
+def _part(spec: TensorSpec, sharding: Sharding | None) -> int:
+    """Elements of a parameter on the device that holds most of it."""
+    if sharding is None:
+        return spec.numel
+    return spec.numel // spec.shape[sharding.dim] * sharding.size(0)
 
 
 def _per_sample(specs: Iterable[TensorSpec], graph: Graph) -> float:
@@ -84,10 +121,12 @@ class _Value:
     weight: bool = False
     gradient: bool = False
     first_saved: int | None = None
+    share: float = 1.0
+    """What one device of a tensor-parallel axis holds of it."""
 
     @property
-    def nbytes(self) -> int:
-        return storage_bytes(self.tensor)
+    def nbytes(self) -> float:
+        return storage_bytes(self.tensor) * self.share
 
 
 @dataclass
@@ -99,7 +138,7 @@ class _Group:
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
     steps: set[int] = field(default_factory=set)
     differentiable: bool = False
-    gathered: int = 0
+    gathered: float = 0.0
     """Elements of embedding tables that it reads rows of: their gradients are dense."""
 
 
@@ -117,7 +156,51 @@ class _Walk:
         self._weights: set[int] = set()
         self._steps: list[tuple[str, Ran]] = []
         self.sent: tuple[torch.dtype, ...] = ()
+        self._division, self._degree = Division(), 1
+        self._of_node: dict[str, list[torch.Tensor]] = {}
         self._run(graph, block, received)
+
+    def divide(self, division: Division, degree: int) -> None:
+        """From now on, `cost` is that of one device of a tensor-parallel axis."""
+        self._division, self._degree = division, degree
+        part = 1 / degree
+        for value in self._values.values():
+            value.share = 1.0
+        for position, (key, value) in enumerate(self._weights_in_order()):
+            if position in division.parameters:
+                self._values[key].share = value.share = part
+        for step, (_, ran) in enumerate(self._steps):
+            ran.share = part if ran.node in division.divided else 1.0
+            own = _tensors(ran.outputs) if ran.node in division.sharded else []
+            kept = [t for t in (*ran.saved, *ran.own_results) if ran.node in division.divided and self._born(t, step)]
+            for tensor in [*own, *kept]:
+                self._values[identity(tensor)].share = part
+            for source, copy in ran.casts:
+                self._values[identity(copy)].share = self._values[identity(source)].share
+
+    def _weights_in_order(self) -> list[tuple[int, _Value]]:
+        """Parameters as `Block.parameters` lists them, then buffers."""
+        return [(key, value) for key, value in self._values.items() if value.weight and value.born == -1]
+
+    def _born(self, tensor: torch.Tensor, step: int) -> bool:
+        """Is it an operation's own work (a mask, a log-sum-exp), not one of its inputs or results?"""
+        value = self._values.get(identity(tensor))
+        outputs = {identity(output) for output in _tensors(self._steps[step][1].outputs)}
+        return value is not None and value.born == step and identity(tensor) not in outputs
+
+    def _reduced_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Per sample, what each all-reduce of a forward and of a backward sums over the tensor-parallel axis."""
+        forward = []
+        for (_, ran), elements in self._in_forward():
+            sizes = [tensor.element_size() for tensor in _tensors(ran.outputs)]
+            forward.append(elements * sizes[0] / self._samples)
+        sources = dict.fromkeys(name for names in self._division.entering.values() for name in names)
+        entering = [self._of_node[name][0] for name in sources]
+        return tuple(forward), tuple(tensor.numel() * tensor.element_size() / self._samples for tensor in entering)
+
+    def _in_forward(self) -> Iterator[tuple[tuple[str, Ran], int]]:
+        reducing = [step for step in self._steps if step[1].node in self._division.reduced]
+        return zip(reducing, self._division.forward_elements, strict=True)
 
     def cost(self) -> KindCost:
         forward, backward = self._kernels()
@@ -135,6 +218,8 @@ class _Walk:
             workspace_bytes=max(0, self._peak(len(self._steps)) - held) / self._samples,
             weight_copy_bytes=copies,
             products_bytes=self._products_bytes() / self._samples,
+            forward_reduced_bytes=self._reduced_bytes()[0],
+            backward_reduced_bytes=self._reduced_bytes()[1],
         )
 
     # Running
@@ -152,6 +237,7 @@ class _Walk:
             elif node.op == "output":
                 sends = [env[leaf] for leaf in tree_flatten(node.args[0])[0]]
                 self._finish([send for send in sends if isinstance(send, torch.Tensor)])
+            self._of_node[node.name] = _tensors(env.get(node))
 
     def _arguments(self, graph: Graph, block: Block, received: tuple[torch.dtype, ...]) -> Iterable[torch.Tensor]:
         for name in block.parameters:
@@ -233,7 +319,7 @@ class _Walk:
 
     # Memory
 
-    def _peak(self, steps: int) -> int:
+    def _peak(self, steps: int) -> float:
         """Largest sum of what is held at any moment of the block's forward, or of its backward."""
         values = [value for value in self._values.values() if not value.weight]
         forward = [
@@ -251,13 +337,13 @@ class _Walk:
         ]
         return max(forward + backward)
 
-    def _products_bytes(self) -> int:
-        kept: dict[int, int] = {}
+    def _products_bytes(self) -> float:
+        kept: dict[int, float] = {}
         for _, ran in self._steps:
             if ran.family in (GEMM, ATTENTION):
-                kept |= {identity(tensor): storage_bytes(tensor) for tensor in _tensors(ran.outputs)}
+                kept |= {identity(t): self._values[identity(t)].nbytes for t in _tensors(ran.outputs)}
             if ran.family == ATTENTION:
-                kept |= {identity(tensor): storage_bytes(tensor) for tensor in ran.own_results}
+                kept |= {identity(t): storage_bytes(t) * ran.share for t in ran.own_results}
         return sum(kept.values())
 
     # Time
@@ -271,7 +357,7 @@ class _Walk:
             self._weight_casts(ran, forward, backward)
         for group in self._groups():
             self._stream_kernels(group, forward, backward)
-        trained = sum(v.tensor.numel() for k, v in self._values.items() if k in self._weights and v.gradient)
+        trained = sum(v.tensor.numel() * v.share for k, v in self._values.items() if k in self._weights and v.gradient)
         if trained:
             launches = sum(1 for k in self._weights if self._values[k].gradient)
             backward.append(Kernel(STREAM, 0, 0, ACCUMULATE_BYTES * trained, launches))
@@ -279,11 +365,11 @@ class _Walk:
 
     def _matrix_kernels(self, ran: Ran, forward: list[Kernel], backward: list[Kernel]) -> None:
         batched, fixed = self._traffic([*ran.inputs, *_tensors(ran.outputs)])
-        flops = ran.forward_flops / self._samples
+        flops = ran.share * ran.forward_flops / self._samples
         forward.append(Kernel(ran.family, flops, batched, fixed))
         if ran.backward_flops:
             launches = max(1, round(ran.backward_flops / ran.forward_flops)) if ran.family == GEMM else 1
-            back = ran.backward_flops / self._samples
+            back = ran.share * ran.backward_flops / self._samples
             weights = 1 if ran.family == GEMM and any(self._is_trained(tensor) for tensor in ran.inputs) else 0
             for count, of_weights in ((launches - weights, False), (weights, True)):
                 if count:
@@ -301,7 +387,7 @@ class _Walk:
         trained = [value for value in weights if value.gradient]
         for values, kernels in ((weights, forward), (trained, backward)):
             if values:
-                traffic = CAST_BYTES * sum(value.tensor.numel() for value in values)
+                traffic = CAST_BYTES * sum(value.tensor.numel() * value.share for value in values)
                 kernels.append(Kernel(STREAM, 0, 0, traffic, 1 if self._settings.compiled else len(values)))
 
     def _groups(self) -> list[_Group]:
@@ -320,7 +406,7 @@ class _Walk:
                 inputs = ran.inputs[1:] if gathers else ran.inputs
                 group = self._join(groups, made_by, depth, inputs, outputs, ran.saved, step, level)
                 group.differentiable |= bool(ran.backward_flops) or any(ran.differentiable)
-                group.gathered += ran.inputs[0].numel() if gathers else 0
+                group.gathered += ran.inputs[0].numel() * ran.share if gathers else 0
             elif ran.family != "view":
                 for tensor in outputs:
                     depth[identity(tensor)] = level + 1
@@ -380,7 +466,8 @@ class _Walk:
         """Bytes per sample of batched tensors, and bytes of the others; a broadcast counts once."""
         batched = fixed = 0.0
         for tensor in tensors:
-            nbytes = min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
+            share = self._values[identity(tensor)].share
+            nbytes = share * min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
             if self._values[identity(tensor)].batched:
                 batched += nbytes / self._samples
             else:

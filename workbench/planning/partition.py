@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ def partition(cost: Array, memory: Array, limit: float) -> tuple[int, ...] | Non
     (stages, n + 1, n + 1).
     None when no cut fits. O(stages · n²), twice.
     """
-    allowed = np.triu(np.ones(cost.shape[-2:], dtype=bool), 1) & (memory <= limit)
+    allowed = _not_empty(cost.shape[-1]) & (memory <= limit)
     bottleneck, cuts = _min_max(np.where(allowed, cost, np.inf))
     if cuts is None:
         return None
@@ -30,16 +32,22 @@ def partition(cost: Array, memory: Array, limit: float) -> tuple[int, ...] | Non
     return _min_max(np.where(good_enough, memory, np.inf))[1]
 
 
+@lru_cache(maxsize=16)
+def _not_empty(ends: int) -> npt.NDArray[np.bool_]:
+    return np.triu(np.ones((ends, ends), dtype=bool), 1)
+
+
 def _min_max(cost: Array) -> tuple[float, tuple[int, ...] | None]:
     """Cut points that minimise the largest `cost[s, i, j]`; `inf` forbids a stage."""
     stages, ends, _ = cost.shape
     best = np.full(ends, np.inf)
     best[0] = -np.inf
+    columns = np.arange(ends)
     origins = np.zeros((stages, ends), dtype=np.intp)
     for stage in range(stages):
         worst = np.maximum(best[:, None], cost[stage])
         origins[stage] = worst.argmin(axis=0)
-        best = np.take_along_axis(worst, origins[stage][None], axis=0)[0]
+        best = worst[origins[stage], columns]
     if not np.isfinite(best[-1]):
         return np.inf, None
     cuts = [ends - 1]

@@ -50,7 +50,7 @@ class Stage:
     first_block: int
     end_block: int
     parameters: int
-    """Elements resident, each tied parameter counted in every stage that holds it."""
+    """Elements of its blocks before any sharding, each tied parameter counted in every stage that holds it."""
     forward_ms: float
     """One micro-batch."""
     backward_ms: float

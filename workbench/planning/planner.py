@@ -26,7 +26,7 @@ CHUNKS = (1, 2, 3, 4)
 """Stages of one pipeline rank that are tried under an interleaved schedule, of two blocks or more on average."""
 MAX_ROWS = 400
 """Options that a plan lists, nearest to the chosen one first."""
-CAP_STEPS = 5
+CAP_STEPS = 3
 """Halvings of what each of a rank's several stages may take, when together they take too much."""
 
 
@@ -399,7 +399,7 @@ class Search:
                     index=s,
                     first_block=i,
                     end_block=j,
-                    parameters=int(memory.elements[i, j]),
+                    parameters=int(self.pricer.elements[i, j]),
                     forward_ms=float(of.forward[i, j] + of.forward_wait[i, j]),
                     backward_ms=float(of.backward[i, j] + of.backward_wait[i, j]),
                     send_bytes=int(crossing[j] * degrees.micro_batch) if j < len(crossing) - 1 else 0,

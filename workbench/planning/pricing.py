@@ -87,12 +87,12 @@ class DeviceCosts:
 
     def at(self, micro_batch: int, tensor: int) -> BlockCosts:
         if (micro_batch, tensor) not in self._costs:
-            self._costs[micro_batch, tensor] = self.profile.at(micro_batch, self.device)
+            self._costs[micro_batch, tensor] = self.profile.on_tensor_axis(tensor).at(micro_batch, self.device)
         return self._costs[micro_batch, tensor]
 
     def table(self, tensor: int) -> ParameterTable:
         if tensor not in self._tables:
-            self._tables[tensor] = ParameterTable(self.profile)
+            self._tables[tensor] = ParameterTable(self.profile.on_tensor_axis(tensor))
         return self._tables[tensor]
 
 
@@ -104,12 +104,19 @@ class Pricer:
         self.profile = costs.profile
         self.cluster = cluster
         self._costs = costs
+        self._kept_for: Degrees | None = None
+        self._kept: dict[str, StageTimes] = {}
 
     def costs(self, degrees: Degrees) -> BlockCosts:
         return self._costs.at(degrees.micro_batch, degrees.tensor)
 
     def table(self, degrees: Degrees) -> ParameterTable:
         return self._costs.table(degrees.tensor)
+
+    @property
+    def elements(self) -> Array:
+        """Parameters of every stage, before any sharding."""
+        return self._costs.table(1).elements
 
     def memory(self, degrees: Degrees, recompute: str) -> StageMemory:
         shares = Shares(
@@ -123,8 +130,12 @@ class Pricer:
         return stage_memory(self.profile, self.table(degrees), self.costs(degrees), degrees.micro_batch, shares)
 
     def times(self, degrees: Degrees, recompute: str) -> StageTimes:
-        """Of every stage `[i, j]`."""
-        return self._times(degrees, recompute, spans, lambda matrix: matrix)
+        """Of every stage `[i, j]`; kept until other degrees are asked for."""
+        if self._kept_for != degrees:
+            self._kept_for, self._kept = degrees, {}
+        if recompute not in self._kept:
+            self._kept[recompute] = self._times(degrees, recompute, spans, lambda matrix: matrix)
+        return self._kept[recompute]
 
     def whole(self, degrees: Degrees, recompute: str) -> StageTimes:
         """Of all blocks as one stage, as scalars: what a bound needs."""
@@ -145,13 +156,16 @@ class Pricer:
         forward = over(joined(costs.forward_ms, host_forward))
         backward = over(joined(costs.backward_ms + again, host_backward))
         in_forward, in_backward, at_end = self._collectives(degrees, over)
+        reduced_forward, reduced_backward = self._tensor_reductions(degrees)
+        if recompute != "none":
+            reduced_backward = reduced_backward + reduced_forward
         overlapped = degrees.schedule != "zero_bubble"
         return StageTimes(
             forward=forward,
             backward=backward,
             weight=over(costs.weight_ms),
-            forward_wait=_exposed(in_forward, forward),
-            backward_wait=_exposed(in_backward, backward),
+            forward_wait=_exposed(in_forward, forward) + over(reduced_forward),
+            backward_wait=_exposed(in_backward, backward) + over(reduced_backward),
             step_wait=_exposed(at_end, backward) if overlapped else at_end,
             optimizer=self._optimizer(degrees, of(self.table(degrees).trained)),
         )
@@ -170,15 +184,16 @@ class Pricer:
         """`[s, j]`: one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
         crossing = np.array(self.profile.crossing_bytes) * degrees.micro_batch
         replicas = degrees.data * degrees.tensor
+        nothing = np.zeros_like(crossing)
+        over: dict[Link, Array] = {}
         rows = []
         for stage in range(degrees.stages - 1):
             here, there = stage % degrees.pipeline, (stage + 1) % degrees.pipeline
-            if here == there:
-                rows.append(np.zeros_like(crossing))
-                continue
             link = boundary_link(self.cluster, replicas, here, there)
-            rows.append(np.array([1e3 * point_to_point_s(nbytes, link) if nbytes else 0.0 for nbytes in crossing]))
-        return np.array([*rows, np.zeros_like(crossing)])
+            if link not in over:
+                over[link] = np.where(crossing > 0, 1e3 * point_to_point_s(crossing, link), 0.0)
+            rows.append(nothing if here == there else over[link])
+        return np.array([*rows, nothing])
 
     def tied_ms(self, degrees: Degrees, cuts: tuple[int, ...]) -> float:
         """All-reduces of gradients whose parameter lives on several pipeline ranks, one after the other."""
@@ -192,6 +207,18 @@ class Pricer:
                 size = self.table(degrees).sizes[name]
                 total += all_reduce_s(FP32 * size / shard, holders, link)
         return 1e3 * total
+
+    def _tensor_reductions(self, degrees: Degrees) -> tuple[Array, Array]:
+        """Milliseconds of each block's all-reduces over the tensor-parallel axis: nothing runs beside them."""
+        costs, link = self.costs(degrees), self.cluster.group_link(degrees.tensor)
+
+        def each(sizes: tuple[tuple[float, ...], ...]) -> Array:
+            if degrees.tensor == 1:
+                return np.zeros(len(sizes))
+            times = {of: 1e3 * sum(all_reduce_s(size, degrees.tensor, link) for size in of) for of in set(sizes)}
+            return np.array([times[of] for of in sizes])
+
+        return each(costs.forward_reduced), each(costs.backward_reduced)
 
     def _host_ms(self, degrees: Degrees) -> tuple[float, float]:
         """The host's time for one block's forward and backward, with FSDP2's hooks where it shards."""

@@ -22,7 +22,7 @@ class Runnable:
     offload_optimizer: bool = True
 
 
-RUNNABLE = Runnable(tensor=False)
+RUNNABLE = Runnable()
 """What `workbench.execution` runs today: the one place that says so."""
 EVERYTHING = Runnable()
 """What can be priced, whether or not it runs yet."""
@@ -72,7 +72,7 @@ def check(request: Request, profile: Profile) -> None:
     """Raise `PlanInfeasible` for what no search can satisfy: each in a sentence with the way out."""
     _check_numbers(request)
     _check_runnable(request, profile)
-    _check_degrees(request)
+    _check_degrees(request, profile)
     if request.pipeline and request.pipeline > len(profile.blocks):
         raise PlanInfeasible(
             f"pipeline={request.pipeline} asks for more stages than the {len(profile.blocks)} blocks of "
@@ -136,6 +136,13 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             f"tensor={request.tensor} does not run here. Leave tensor out, and give those devices to pipeline or data.",
             tensor=request.tensor,
         )
+    if request.tensor is not None and not profile.divides(request.tensor):
+        degrees = [1, *profile.divided]
+        raise PlanInfeasible(
+            f"tensor={request.tensor} does not divide most of {profile.model}: attention heads and widths must be "
+            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + _listed(degrees)}.",
+            tensor=request.tensor,
+        )
     if request.offload_optimizer and not runnable.offload_optimizer:
         raise PlanInfeasible(
             "offload_optimizer=True does not run here. Leave it out; zero=2 or zero=3 divides the optimiser's state "
@@ -148,7 +155,7 @@ def _interleaves(request: Request) -> bool:
     return any(name in INTERLEAVED for name in names)
 
 
-def _check_degrees(request: Request) -> None:
+def _check_degrees(request: Request, profile: Profile) -> None:
     gpus = request.cluster.gpus
     fixed = {name: getattr(request, name) for name in DEGREES if getattr(request, name) is not None}
     for name, degree in fixed.items():
@@ -160,7 +167,8 @@ def _check_degrees(request: Request) -> None:
     product = 1
     for degree in fixed.values():
         product *= degree
-    complete = len(fixed) == 3 or (not request.runnable.tensor and {"pipeline", "data"} <= set(fixed))
+    tensor_fills = request.runnable.tensor and profile.divides(gpus // product)
+    complete = len(fixed) == 3 or ({"pipeline", "data"} <= set(fixed) and not tensor_fills)
     if gpus % product or (complete and product != gpus):
         given = " × ".join(f"{name}={degree}" for name, degree in fixed.items())
         last = "data" if "data" in fixed else next(iter(fixed))
