@@ -1,0 +1,221 @@
+"""Our planner's choice against hand-written PyTorch, interleaved on the same GPUs: tokens/s, peak memory, ratios.
+
+    torchrun --nproc_per_node 4 benchmarks/throughput.py --out throughput.json large scaled scaled-32gib 4.8b
+    torchrun --nproc_per_node 4 benchmarks/throughput.py --out tiny.json tiny        # on CPUs, to see that it runs
+
+Every contender of a row is built, warmed up, measured and freed in turn, and the whole round is repeated, so that a
+machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included. The ratio of a row
+is the median of ours over the median of the best peer. `--plan 1,4,2,64,selective` adds a forced plan of ours
+(pipeline, data, ZeRO, micro-batch, checkpointing). Results are written after every measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peers import Peer
+from training import random_batch, trainer_for
+
+import workbench as wb
+from workbench import api
+from workbench.units import GIB
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a model, a batch, and who competes."""
+
+    model: Callable[[], Any]
+    seq_len: int
+    global_batch: int
+    peers: tuple[tuple[str, int], ...]
+    """(kind, micro-batch), tuned by hand beforehand."""
+    ours: Mapping[str, Any]
+    """What `wb.plan` is told besides."""
+
+
+def _scaled() -> Any:
+    return wb.models.bert(hidden_size=1920, num_layers=54, num_heads=30)
+
+
+ROWS = {
+    "tiny": Row(
+        lambda: wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=512, max_positions=64),
+        32,
+        16,
+        (("ddp", 2), ("fsdp", 4), ("fsdp3+recompute", 4), ("pp4", 2), ("pp2dp2", 2)),
+        {},
+    ),
+    "large": Row(wb.models.bert_large, 512, 512, (("ddp", 32), ("fsdp", 64)), {}),
+    "scaled": Row(_scaled, 512, 256, (("fsdp", 32), ("ddp", 16)), {}),
+    "scaled-pp4": Row(_scaled, 512, 256, (("pp4", 8), ("pp4", 4)), {"pipeline": 4}),
+    "scaled-pp2dp2": Row(_scaled, 512, 256, (("pp2dp2", 8),), {"pipeline": 2}),
+    "scaled-32gib": Row(_scaled, 512, 256, (("fsdp3+recompute", 32), ("pp4", 2)), {"memory_limit_gib": 32}),
+    "4.8b": Row(
+        lambda: wb.models.bert(hidden_size=2560, num_layers=60, num_heads=40),
+        512,
+        256,
+        (("fsdp", 16), ("pp4", 4)),
+        {},
+    ),
+}
+
+
+class Ours:
+    """A plan of ours behind the same two names as a peer."""
+
+    def __init__(self, experiment: wb.Experiment, plan: wb.Plan, device: torch.device) -> None:
+        self.trainer = trainer_for(experiment, plan, device)
+        self.data, self.replica = plan.data, self.trainer.place.data_rank
+        self._step = 0
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        result = self.trainer.step(self._step, batch)
+        self._step += 1
+        return result.scalars[0]
+
+
+def main() -> None:
+    arguments = _arguments()
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    found: list[dict[str, Any]] = []
+    for name in arguments.rows:
+        contenders = _contenders(name, arguments.plan, device)
+        for _ in range(arguments.rounds):
+            for label, build in contenders.items():
+                found.append({"row": name, "contender": label, **_measured(name, build, arguments.steps, device)})
+                if dist.get_rank() == 0:
+                    print(json.dumps(found[-1]), flush=True)
+                    Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        print(report(found))
+    dist.destroy_process_group()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", default="throughput.json")
+    parser.add_argument("--plan", action="append", default=[])
+    parser.add_argument("rows", nargs="+", choices=ROWS)
+    return parser.parse_args()
+
+
+def _contenders(name: str, forced: list[str], device: torch.device) -> dict[str, Callable[[], Any]]:
+    row, experiment = ROWS[name], _experiment(name)
+    plans = {"ours": row.ours} | {f"ours {text}": _degrees(text) for text in forced}
+    cluster = replace(wb.Cluster.here(), gpus=dist.get_world_size(), gpus_per_node=dist.get_world_size())
+    found: dict[str, Callable[[], Any]] = {}
+    for label, wanted in plans.items():
+        plan = api.plan(experiment, cluster, **wanted)
+        found[f"{label}: {plan.describe()}"] = lambda plan=plan: Ours(experiment, plan, device)
+    for kind, micro_batch in row.peers:
+        found[f"{kind}, {micro_batch}"] = lambda kind=kind, size=micro_batch: Peer(
+            kind, experiment.model.build, size, device
+        )
+    return found
+
+
+def _degrees(text: str) -> dict[str, Any]:
+    pipeline, data, zero, micro_batch, *rest = text.split(",")
+    degrees = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
+    return degrees | {"recompute": rest[0] if rest else "none"}
+
+
+def _experiment(name: str) -> wb.Experiment:
+    row = ROWS[name]
+    model = row.model()
+    data = wb.data.corpus("demo", vocab_size=model.vocab_size)
+    return wb.Experiment(model=model, data=data, steps=1000, global_batch=row.global_batch, seq_len=row.seq_len)
+
+
+def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.device) -> dict[str, Any]:
+    """Median over `steps` after two to warm up; a contender that runs out of memory is a row that says so."""
+    experiment = _experiment(name)
+    _forget(device)
+    started = time.perf_counter()
+    try:
+        contender = build()
+        batch = random_batch(experiment, experiment.global_batch // contender.data, contender.replica, device)
+        times = []
+        for step in range(steps + 2):
+            _wait(device)
+            begun = time.perf_counter()
+            loss = contender.step(batch)
+            _wait(device)
+            times.append(time.perf_counter() - begun)
+            if step == 0:
+                first_s = time.perf_counter() - started
+    except torch.OutOfMemoryError as error:
+        return {"error": f"out of memory: {str(error).splitlines()[0]}"}
+    step_s = statistics.median(times[2:])
+    loss = loss.detach().float().clone()
+    dist.all_reduce(loss, op=dist.ReduceOp.MAX)
+    found = {"step_ms": step_s * 1e3, "tokens_per_s": experiment.tokens_per_step / step_s, "loss": loss.item()}
+    return found | {"start_to_first_step_s": first_s, "peak_gib": _peak(device) / GIB}
+
+
+def _forget(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    _wait(device)
+
+
+def _peak(device: torch.device) -> float:
+    if device.type != "cuda":
+        return 0.0
+    peak = torch.tensor(float(torch.cuda.max_memory_allocated()), device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return peak.item()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def report(found: list[dict[str, Any]]) -> str:
+    """One line a contender, then the ratio of each row."""
+    lines = []
+    for row in dict.fromkeys(entry["row"] for entry in found):
+        speeds: dict[str, float] = {}
+        for label in dict.fromkeys(entry["contender"] for entry in found if entry["row"] == row):
+            runs = [entry for entry in found if entry["row"] == row and entry["contender"] == label]
+            failed = next((entry["error"] for entry in runs if "error" in entry), None)
+            if failed:
+                lines.append(f"{row:14} {label}: {failed}")
+                continue
+            speeds[label] = statistics.median(entry["tokens_per_s"] for entry in runs)
+            memory = f", {runs[0]['peak_gib']:.1f} GiB" if runs[0]["peak_gib"] else ""
+            lines.append(f"{row:14} {label}: {speeds[label]:,.0f} tokens/s{memory}")
+        ours = max((speed for label, speed in speeds.items() if label.startswith("ours")), default=0.0)
+        chosen = next((speed for label, speed in speeds.items() if label.startswith("ours:")), 0.0)
+        best = max((speed for label, speed in speeds.items() if not label.startswith("ours")), default=float("nan"))
+        lines.append(
+            f"{row:14} planner's choice / best peer = {chosen / best:.3f}; our best / best peer = {ours / best:.3f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

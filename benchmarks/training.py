@@ -1,0 +1,55 @@
+"""Our `Trainer` on random tokens, without a run directory: what the benchmarks time."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import workbench as wb
+from workbench.execution.build import build_model, build_stage, capture_for
+from workbench.execution.context import StepContext
+from workbench.execution.mesh import Place
+from workbench.execution.trainer import Trainer
+from workbench.planning.plan import Plan
+
+
+def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> Trainer:
+    """This rank's trainer; the default process group must exist and be as large as the plan."""
+    context = StepContext(experiment.seed, device)
+    size = 4 * sum(stage.parameters for stage in plan.stages)
+    model = build_model(experiment.model.build, size, device, experiment.seed)
+    graph = capture_for(plan, model, experiment.data.batch_specs(experiment))
+    names = ("pp", "dp_shard" if plan.zero else "dp_replicate", "tp")
+    place = Place.on(init_device_mesh(device.type, (plan.pipeline, plan.data, plan.tensor), mesh_dim_names=names))
+    half = plan.precision == "bf16"
+    stages = build_stage(
+        plan,
+        place,
+        model,
+        graph,
+        context,
+        compile=device.type == "cuda" and experiment.compile is not False,
+        autocast=lambda: torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext(),
+    )
+    del model
+    trainer = Trainer(experiment, plan, graph, stages, context, place)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return trainer
+
+
+def random_batch(
+    experiment: wb.Experiment, samples: int, replica: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """`samples` random ones, the same on every rank of a replica; 15 % of the labels stand."""
+    generator = torch.Generator(device=device).manual_seed(replica)
+    found = {}
+    for name, spec in experiment.data.batch_specs(experiment).items():
+        high = experiment.model.vocab_size if name in ("input_ids", "labels") else 2
+        found[name] = torch.randint(0, high, (samples, *spec.shape), device=device, generator=generator)
+    masked = torch.rand(found["labels"].shape, device=device, generator=generator) > 0.15
+    found["labels"][masked] = -100
+    return found
