@@ -189,6 +189,14 @@ def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps
     return _launch(experiment, chosen, resume=handle)
 
 
+@checked_keywords
+def export(
+    run: Run | str | os.PathLike[str], to: str | os.PathLike[str], *, step: int | None = None
+) -> tuple[Path, ...]:
+    """Write a run's model as `safetensors` that `from_pretrained` loads; see `Run.export`."""
+    return load_run(run).export(to, step)
+
+
 def load_experiment(run: Run | str | os.PathLike[str], **changes: Any) -> Experiment:
     """The experiment of a run, with `changes`. A model or dataset of the user's own is never unpickled."""
     handle = load_run(run)

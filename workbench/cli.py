@@ -165,6 +165,19 @@ def resume(
 
 
 @app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
+    to: Annotated[Path, typer.Argument(help="The folder to write.")],
+    step: Annotated[int | None, typer.Option("--step", help="Of which checkpoint; the last by default.")] = None,
+) -> None:
+    """Write a run's model as safetensors that `from_pretrained` loads; prints the files."""
+    from workbench import api
+
+    for file in api.export(run, to, step=step):
+        typer.echo(file)
+
+
+@app.command()
 def runs(
     root: Annotated[
         Path | None, typer.Argument(help="Where the runs are; $WORKBENCH_RUNS or ./runs by default.")

@@ -60,6 +60,8 @@ class Experiment:
     log_every: int = 1
     checkpoint_every: int | None = None
     """Steps between checkpoints; `None` keeps only the one written at the end (or when stopped)."""
+    keep_checkpoints: int = 3
+    """Complete checkpoints that stay; older ones are deleted as new ones are written."""
     name: str | None = None
     tags: tuple[str, ...] = ()
     project: str = "workbench"
@@ -73,7 +75,8 @@ class Experiment:
         object.__setattr__(self, "tags", tuple(self.tags))
         if self.name is None:
             object.__setattr__(self, "name", self.model.name)
-        for field in ("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "warmup_steps", "seed"):
+        checkpoints = ("checkpoint_every", "keep_checkpoints")
+        for field in ("steps", "global_batch", "seq_len", "log_every", *checkpoints, "warmup_steps", "seed"):
             _require_number(field, getattr(self, field), Integral, "a whole number", least=_LEAST.get(field, 1))
         for field in ("learning_rate", "eps", "clip_norm", "weight_decay"):
             _require_number(field, getattr(self, field), Real, "a number", least=_LEAST.get(field))

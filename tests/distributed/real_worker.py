@@ -5,10 +5,12 @@ What trains is small, has dropout, and reads a dataset of its own; the run direc
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +44,19 @@ class Words:
         return {"input_ids": labels.masked_fill(hidden, 4), "labels": labels.masked_fill(~hidden, -100)}
 
 
-def experiment(**changes: Any) -> Experiment:
-    """A BERT of four layers with dropout 0.1."""
-    model = models.bert(
-        hidden_size=32, num_layers=4, num_heads=4, vocab_size=VOCAB, max_positions=SEQ, next_sentence=False
-    )
+def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
+    """A BERT of four layers."""
+    sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "vocab_size": VOCAB, "max_positions": SEQ}
+    model = models.bert(**sizes, dropout=dropout, next_sentence=False)
     fields = {"steps": 40, "global_batch": 8, "seq_len": SEQ, "learning_rate": 3e-3, "warmup_steps": 5}
     return Experiment(model=model, data=Words(), name="small", project="", **{**fields, **changes})
 
 
-def plan(asked: Experiment, **degrees: int) -> Plan:
-    """Planned for as many CPUs as the degrees make."""
+def plan(asked: Experiment, tensor: int = 1, **degrees: int) -> Plan:
+    """Planned for as many CPUs as the degrees make; `tensor` divides each of these again."""
     world = degrees.get("pipeline", 1) * degrees.get("data", 1)
-    return make_plan(asked, Cluster(DEVICE, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})
+    chosen = make_plan(asked, Cluster(DEVICE, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})
+    return dataclasses.replace(chosen, tensor=tensor)
 
 
 def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None) -> RunDir:
@@ -117,11 +119,16 @@ def trained(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = N
     return run
 
 
-def reach(run: RunDir, step: int, seconds: float = 60.0) -> None:
+def reach(run: RunDir, step: int) -> None:
     """Wait until the events tell of that step."""
+    eventually(lambda: last_step(run) >= step)
+
+
+def eventually(truth: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait for something that the ranks are about to do."""
     deadline = time.monotonic() + seconds
-    while last_step(run) < step:
-        assert time.monotonic() < deadline, [path.read_text() for path in run.logs.glob("*.log")]
+    while not truth():
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.001)
 
 

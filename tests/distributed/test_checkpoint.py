@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
-from workbench.execution import checkpoint
+from workbench.errors import CheckpointError
+from workbench.execution.checkpoint_files import COMPLETE, complete, damage, prune, read_facts
+from workbench.execution.export import export_checkpoint
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir
+from workbench.rundir import RunDir, read_events, read_json, write_json
+from workbench.runs import Run
 
 STEPS, EVERY = 40, 6
 KILLS = 12 if os.environ.get("WORKBENCH_TEST_ALL") else 2
 DIVISIONS = {"pipeline": {"pipeline": 2}, "data": {"data": 2, "zero": 0}, "sharded": {"data": 2, "zero": 3}}
 DEFAULT = ("pipeline",) if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(DIVISIONS)
-
-
-def complete(run: RunDir) -> list[Path]:
-    return sorted(path.parent for path in run.checkpoints.glob(f"*/{checkpoint.COMPLETE}"))
 
 
 def killed_and_resumed(path: Path, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:
@@ -36,7 +39,7 @@ def killed_and_resumed(path: Path, chosen: Plan, kills: int, seed: int) -> tuple
         ranks.kill(first=draw.randrange(chosen.world))
         killed_at.append(real_worker.last_step(run))
         assert killed_at[-1] < STEPS, "it had ended before it was killed"
-        saved = complete(run)
+        saved = complete(run.checkpoints)
         run = directory(path, asked, chosen, saved[-1] if saved else None)
     Ranks(run, chosen.world).wait()
     return run, killed_at
@@ -51,3 +54,207 @@ def test_a_run_killed_at_random_steps_has_the_loss_curve_of_an_unbroken_one_to_t
     assert len(unbroken) == STEPS
     run, killed_at = killed_and_resumed(tmp_path / "killed", chosen, KILLS, seed=len(division))
     assert curve(run) == unbroken, f"killed at {killed_at}"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """Twelve steps on one process, with a checkpoint every three."""
+    asked = experiment(steps=12, checkpoint_every=3)
+    return trained(tmp_path_factory.mktemp("unbroken"), asked, plan(asked))
+
+
+def test_the_last_checkpoints_stay_and_each_knows_its_files(unbroken: RunDir) -> None:
+    kept = complete(unbroken.checkpoints)
+    assert [path.name for path in kept] == ["step-00000006", "step-00000009", "step-00000012"]
+    for path in kept:
+        files = read_facts(path)["files"]
+        assert files.keys() == {file.name for file in path.iterdir()} - {COMPLETE}
+        assert damage(path, files) is None
+    written = [event for event in read_events(unbroken.events) if event["type"] == "checkpoint"]
+    assert [event["step"] for event in written] == [3, 6, 9, 12]
+
+
+LEGS: dict[str, list[dict[str, int]]] = {
+    "stages": [{"pipeline": 4}, {"pipeline": 2, "data": 2, "zero": 0}, {}, {"data": 2, "zero": 3}],
+    "tensors": [{"tensor": 2}, {}],
+    "tensors and shards": [{"data": 2, "zero": 3}, {"tensor": 2, "data": 2, "zero": 3}, {"pipeline": 2, "tensor": 2}],
+}
+if not os.environ.get("WORKBENCH_TEST_ALL"):
+    del LEGS["tensors and shards"]
+
+
+@pytest.mark.parametrize("legs", LEGS)
+def test_a_run_goes_on_under_one_plan_after_another(legs: str, unbroken: RunDir, tmp_path: Path) -> None:
+    """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped.
+
+    Dropout is off where tensors are divided: their parts draw their own masks.
+    """
+    dropout = 0.1 if legs == "stages" else 0.0
+    asked = experiment(steps=12, checkpoint_every=3, dropout=dropout)
+    whole = unbroken if dropout else trained(tmp_path / "whole", asked, plan(asked))
+    run, saved = RunDir(tmp_path / "run"), None
+    for number, degrees in enumerate(LEGS[legs]):
+        chosen = plan(asked, **degrees)
+        run = directory(run.path, asked, chosen, saved)
+        ranks = Ranks(run, chosen.world)
+        if number < len(LEGS[legs]) - 1:
+            saved = run.checkpoint(3 * number + 3)
+            real_worker.eventually(lambda path=saved: path in complete(path.parent))
+            ranks.kill(first=0)
+        else:
+            ranks.wait()
+    found, expected = curve(run), curve(whole)
+    assert found.keys() == expected.keys()
+    for step, (loss, norm, rate) in expected.items():
+        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), rate), step
+
+
+def copied(unbroken: RunDir, path: Path) -> RunDir:
+    shutil.copytree(unbroken.checkpoints, path / "checkpoints")
+    return directory(
+        path, experiment(steps=12, checkpoint_every=3), plan(experiment()), path / "checkpoints/step-00000012"
+    )
+
+
+def damaged(run: RunDir, how: str, step: int) -> None:
+    path = run.checkpoint(step)
+    [data] = path.glob("*.distcp")
+    if how == "truncated":
+        data.write_bytes(data.read_bytes()[:-100])
+    elif how == "flipped":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "missing":
+        (path / ".metadata").unlink()
+    else:
+        (path / COMPLETE).write_text("{")
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "torn"])
+def test_any_damage_to_a_checkpoint_is_found(how: str, unbroken: RunDir, tmp_path: Path) -> None:
+    run = copied(unbroken, tmp_path)
+    damaged(run, how, 12)
+    with pytest.raises(CheckpointError):
+        export_checkpoint(run.checkpoint(12), tmp_path / "model")
+    export_checkpoint(run.checkpoint(9), tmp_path / "model")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: RunDir, tmp_path: Path) -> None:
+    run = copied(unbroken, tmp_path)
+    damaged(run, "flipped", 12)
+    damaged(run, "truncated", 9)
+    Ranks(run, 1).wait()
+    events = read_events(run.events)
+    problems = [event for event in events if event["type"] == "checkpoint_problem"]
+    assert [event["step"] for event in problems] == [12, 9]
+    assert "does not hold what was written" in problems[0]["message"]
+    assert "bytes instead of" in problems[1]["message"]
+    [start] = [event for event in events if event["type"] == "start"]
+    assert start["resumed_from"] == str(run.checkpoint(6))
+    assert "passed over" in run.log(0).read_text()
+    assert curve(run) == {step: row for step, row in curve(unbroken).items() if step > 6}
+    assert [path.name for path in complete(run.checkpoints)][-1] == "step-00000012"
+    assert damage(run.checkpoint(12), read_facts(run.checkpoint(12))["files"]) is None
+
+
+def test_without_any_good_checkpoint_the_run_fails_and_says_why(unbroken: RunDir, tmp_path: Path) -> None:
+    run = copied(unbroken, tmp_path)
+    for step in (6, 9, 12):
+        damaged(run, "truncated", step)
+    ranks = Ranks(run, 1)
+    for process in ranks.processes:
+        process.join(60)
+    message = read_json(run.error(0))["message"]
+    assert "No checkpoint in" in message
+    assert "bytes instead of" in message
+
+
+def test_a_save_that_fails_is_reported_and_training_goes_on(unbroken: RunDir, tmp_path: Path) -> None:
+    asked = experiment(steps=12, checkpoint_every=3)
+    run = directory(tmp_path, asked, plan(asked))
+    run.checkpoint(3).write_text("in the way")
+    Ranks(run, 1).wait()
+    [problem] = [event for event in read_events(run.events) if event["type"] == "checkpoint_problem"]
+    assert problem["step"] == 3
+    assert "NotADirectoryError" in problem["message"]
+    assert curve(run) == curve(unbroken)
+    assert [event["step"] for event in read_events(run.events) if event["type"] == "checkpoint"] == [6, 9, 12]
+
+
+def test_a_last_save_that_fails_fails_the_run(tmp_path: Path) -> None:
+    asked = experiment(steps=3, warmup_steps=0)
+    run = directory(tmp_path, asked, plan(asked))
+    run.checkpoint(3).write_text("in the way")
+    ranks = Ranks(run, 1)
+    ranks.processes[0].join(60)
+    assert ranks.processes[0].exitcode == 1
+    assert "The checkpoint of step 3 could not be written" in read_json(run.error(0))["message"]
+
+
+def test_pruning_spares_what_a_later_attempt_may_need(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for step in (2, 4, 6, 8, 10):
+        run.checkpoint(step).mkdir(parents=True)
+        if step != 4:
+            write_json(run.checkpoint(step) / COMPLETE, {})
+    prune(run.checkpoints, keep=2, step=8)
+    left = sorted(int(path.name[5:]) for path in run.checkpoints.iterdir())
+    assert left == [6, 8, 10], "10 is of an attempt that went further; 4 was never finished"
+
+
+def test_an_export_loads_in_transformers_with_tied_weights_once(unbroken: RunDir, tmp_path: Path) -> None:
+    import transformers
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    files = export_checkpoint(unbroken.checkpoint(12), tmp_path / "model")
+    assert [file.name for file in files] == ["config.json", "model.safetensors"]
+    with safe_open(files[1], "pt") as stored:
+        exported = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    assert "cls.predictions.decoder.weight" not in exported
+    dcp_to_torch_save(unbroken.checkpoint(12), tmp_path / "by-torch.pt")
+    by_torch = torch.load(tmp_path / "by-torch.pt", weights_only=True)
+    model, report = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert type(model) is transformers.BertForMaskedLM
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    loaded = dict(model.named_parameters())
+    assert exported.keys() == loaded.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, by_torch[f"model.{name}"]), name
+        assert torch.equal(tensor, loaded[name]), name
+    with pytest.raises(CheckpointError, match="holds a model already"):
+        export_checkpoint(unbroken.checkpoint(12), tmp_path / "model")
+
+
+def test_a_run_exports_its_last_checkpoint_or_the_one_that_is_asked_for(unbroken: RunDir, tmp_path: Path) -> None:
+    run = Run(unbroken.path)
+    weights = []
+    for number, step in enumerate((None, 12, 9)):
+        files = run.export(tmp_path / str(number), step)
+        with safe_open(files[1], "pt") as stored:
+            weights.append(stored.get_tensor("cls.predictions.bias"))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7\. There are 6, 9, 12"):
+        run.export(tmp_path / "seven", step=7)
+
+
+def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Path) -> None:
+    run = copied(unbroken, tmp_path)
+    path = run.checkpoint(12)
+    (path / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "executed"))))
+    facts = read_facts(path)
+    write_json(path / COMPLETE, {**facts, "files": {}})
+    with pytest.raises(CheckpointError, match="does not belong there"):
+        export_checkpoint(path, tmp_path / "model")
+    assert not (tmp_path / "executed").exists()
+
+
+class Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (open, (self.path, "w"))

@@ -27,10 +27,13 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
 
+from workbench.capture import Graph
 from workbench.errors import PlanMismatch
-from workbench.execution import checkpoint
 from workbench.execution.build import build_model, build_stage, capture_for
+from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
+from workbench.execution.checkpoint_files import step_of
 from workbench.execution.context import StepContext
+from workbench.execution.export import describe_model
 from workbench.execution.mesh import Place, parallelism
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
@@ -182,12 +185,16 @@ class _Worker:
 
     def run(self) -> None:
         self._phase("start", time.perf_counter() - self._started)
-        trainer = self._build()
-        progress = checkpoint.Progress(0, 0.0)
+        trainer, extras = self._build()
+        keep = self.experiment.keep_checkpoints
+        self._checkpoints = Checkpoints(trainer, self.run_dir, keep, extras, self._report_checkpoint)
+        progress = Progress(0, 0.0)
         resumed_from = None
         if self.run_dir.resume.exists():
-            resumed_from = read_json(self.run_dir.resume)["checkpoint"]
-            progress = checkpoint.load(trainer, Path(resumed_from))
+            asked = Path(read_json(self.run_dir.resume)["checkpoint"])
+            with self._timed("resume"):
+                progress, used = self._checkpoints.load_newest(asked, self._report_rejected)
+            resumed_from = str(used)
         self._announce(trainer, resumed_from)
         if self.tracking and self.is_main:
             self.accelerator.init_trackers(**self.tracking, config=_flat_config(self.experiment, self.plan))
@@ -201,7 +208,7 @@ class _Worker:
         if self.is_main:
             append_event(self.run_dir.events, "end", steps=final.step, seconds=final.seconds)
 
-    def _build(self) -> Trainer:
+    def _build(self) -> tuple[Trainer, Extras]:
         context = StepContext(self.experiment.seed, self.device)
         specs = self.experiment.data.batch_specs(self.experiment)
         with self._timed("build"):
@@ -227,12 +234,22 @@ class _Worker:
                 compile=self.experiment.compile if self.experiment.compile is not None else _on_gpu(),
                 autocast=self.accelerator.autocast,
             )
+            extras = self._extras(model, graph)
             del model
             trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.place)
             if _on_gpu():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-        return trainer
+        return trainer, extras
+
+    def _extras(self, model: torch.nn.Module, graph: Graph) -> Extras:
+        """What the checkpoints of rank 0 say of the model beyond its stages."""
+        if not self.is_main:
+            return Extras()
+        held = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
+        facts = describe_model(model)
+        unused = {name: facts.tensors[name].detach().cpu() for name in facts.persistent if name not in held}
+        return Extras(facts.to_json(), unused)
 
     def _announce(self, trainer: Trainer, resumed_from: str | None) -> None:
         if not self.is_main:
@@ -273,7 +290,7 @@ class _Worker:
         )
         return iter(skip_first_batches(sharded, first_step))
 
-    def _train(self, trainer: Trainer, progress: checkpoint.Progress) -> checkpoint.Progress:
+    def _train(self, trainer: Trainer, progress: Progress) -> Progress:
         log = _StepLog(self, progress)
         pending: _Pending | None = None
         every = self.experiment.checkpoint_every
@@ -291,19 +308,24 @@ class _Worker:
             if due or stop or step == self.experiment.steps:
                 log.write(pending)
                 pending = None
-                self._checkpoint(trainer, checkpoint.Progress(step, log.seconds), log)
+                self._checkpoints.save(Progress(step, log.seconds))
+                log.resume()
             if stop or step == self.experiment.steps:
                 break
+        self._checkpoints.finish()
         self._memory_event()
-        return checkpoint.Progress(step, log.seconds)
+        return Progress(step, log.seconds)
 
-    def _checkpoint(self, trainer: Trainer, progress: checkpoint.Progress, log: _StepLog) -> None:
-        started = time.perf_counter()
-        path = checkpoint.save(trainer, self.run_dir, progress)
-        seconds = time.perf_counter() - started
-        log.resume()
-        if self.is_main:
-            append_event(self.run_dir.events, "checkpoint", step=progress.step, path=str(path), seconds=seconds)
+    def _report_checkpoint(self, saved: Saved) -> None:
+        facts: dict[str, Any] = {"step": saved.step, "path": str(saved.path)}
+        if saved.error is None:
+            append_event(self.run_dir.events, "checkpoint", **facts, seconds=saved.pause_s, write_s=saved.seconds)
+        else:
+            append_event(self.run_dir.events, "checkpoint_problem", **facts, message=saved.error)
+
+    def _report_rejected(self, path: Path, reason: str) -> None:
+        print(f"passed over: {reason}", flush=True)
+        append_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
 
     def _wants_stop(self) -> bool:
         return self._stop_requested or self.run_dir.stop_file.exists()
@@ -342,7 +364,7 @@ class _Worker:
 class _StepLog:
     """Turns steps that have ended into events and tracker rows; one step late, so that logging never waits."""
 
-    def __init__(self, worker: _Worker, progress: checkpoint.Progress) -> None:
+    def __init__(self, worker: _Worker, progress: Progress) -> None:
         self._worker = worker
         self.seconds = progress.seconds
         self._previous = _Mark.now(worker.device)

@@ -205,6 +205,17 @@ class Run:
     def _failure(self, status: Status) -> RunFailed:
         return run_failed(self._dir, status.message)
 
+    def export(self, to: str | os.PathLike[str], step: int | None = None) -> tuple[Path, ...]:
+        """Write the model as `safetensors` into the folder `to`, under its own names and tied weights once.
+
+        From the last checkpoint, or that of `step`. A `transformers` model gets its `config.json`, so that
+        `from_pretrained(to)` loads it. Nothing of the user's code is executed. Returns the files. Raises
+        `CheckpointError` for a checkpoint that is missing or damaged, and for a folder that holds a model.
+        """
+        from workbench.execution.export import export_step
+
+        return export_step(self._dir.checkpoints, Path(to), step)
+
     def events(self) -> list[dict[str, Any]]:
         """Every event so far; `workbench.rundir` lists their fields."""
         return read_events(self._dir.events)
