@@ -21,6 +21,7 @@ from workbench.runs import launch as _launch
 from workbench.runs import load_run as _load_run
 from workbench.runs import runs as _runs
 from workbench.runs.environment import data_fingerprint
+from workbench.runs.launcher import replayed_plan
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from workbench.capture import Graph
+    from workbench.notebooks import Reproduction, Shared
     from workbench.runs import Report
     from workbench.runs.summary import Summary
     from workbench.runs.tracking import Delivery
@@ -124,10 +126,21 @@ def launch(
     `wb.load_run(path)` finds it again.
     """
     experiment.data.check(experiment)
-    chosen = globals()["plan"](experiment) if plan is None else plan
+    chosen = _replayed(experiment) or (globals()["plan"](experiment) if plan is None else plan)
     check_signature(experiment, chosen)
     experiment.data.prepare(experiment, progress=progress)
     return _launch(experiment, chosen, directory=directory, facts={"data_fingerprint": data_fingerprint(experiment)})
+
+
+def _replayed(experiment: Experiment) -> Plan | None:
+    """While `workbench reproduce` executes a notebook, the recorded plan, where it still fits the model."""
+    recorded = replayed_plan(experiment)
+    try:
+        if recorded is not None:
+            check_signature(experiment, recorded)
+    except PlanMismatch:
+        return None
+    return recorded
 
 
 def clone(run: Run | str | os.PathLike[str], plan: Plan | None = None, **changes: Any) -> Run:
@@ -285,6 +298,38 @@ def summary(runs: Runs) -> Summary:
     from workbench.runs.summary import summary as summarise
 
     return summarise(_handles(runs))
+
+
+@checked_keywords
+def share(
+    notebook: str | os.PathLike[str], to: str | os.PathLike[str] = "shared", *, runs: Runs | None = None
+) -> Shared:
+    """Make of an executed notebook one HTML page that is interactive offline, and one notebook under 5 MB.
+
+    Both go into the folder `to`. The notebook shows pictures without a kernel and keeps what `wb.reproduce` needs of
+    its runs: those that `workbench execute` recorded, `runs`, or those whose names its outputs show.
+    """
+    from workbench.notebooks import share as share_notebook
+
+    return share_notebook(Path(notebook), Path(to), None if runs is None else _handles(runs))
+
+
+@checked_keywords
+def reproduce(
+    notebook: str | os.PathLike[str],
+    to: str | os.PathLike[str] = "reproduced",
+    *,
+    kernel: str | None = None,
+    at_commit: bool = False,
+) -> Reproduction:
+    """Execute a shared notebook again and say, curve against curve, whether it came out the same.
+
+    Its runs take the plans that were recorded, where this machine can run them. `at_commit` executes it in a work
+    tree of the recorded git commit. Raises `WorkbenchError` for a notebook without a record.
+    """
+    from workbench.notebooks import reproduce as reproduce_notebook
+
+    return reproduce_notebook(Path(notebook), Path(to), kernel=kernel, at_commit=at_commit)
 
 
 def doctor() -> Report:

@@ -1,4 +1,5 @@
-"""The verbs of the workbench in a shell: `workbench plan|run|resume|clone|runs|show|compare|stop|sync|doctor|execute`.
+"""The verbs of the workbench in a shell: `workbench plan|run|resume|clone|runs|show|compare|stop|sync|doctor`,
+`workbench new|execute|share|reproduce` for notebooks.
 
 Each verb calls the function of the same name in `workbench.api`, imported when it is needed.
 """
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError, suggestion
+from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
 
 if TYPE_CHECKING:
     from workbench.cost.cluster import Cluster
@@ -306,9 +307,62 @@ def execute(
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="Kernel to run it with; the notebook's own.")] = None,
 ) -> None:
-    """Execute a notebook with parameters, and export it as one self-contained HTML page; prints both paths."""
-    for path in execute_notebook(template_path(template), to, parameters_from(parameter or ()), kernel):
-        typer.echo(path)
+    """Execute a notebook with parameters, and export it as one self-contained HTML page; prints both paths.
+
+    Where its runs stand is printed meanwhile, to standard error.
+    """
+    from workbench import notebooks
+
+    parameters = parameters_from(parameter or ())
+    done = notebooks.execute(notebooks.template_path(template), to, parameters, kernel=kernel, report=_report)
+    typer.echo(f"{done.notebook}\n{done.page}")
+
+
+@app.command()
+def new(
+    template: Annotated[str, typer.Argument(help="The name of a template.")],
+    path: Annotated[Path | None, typer.Argument(help="File or folder to copy it to; the current folder.")] = None,
+) -> None:
+    """Start from a template: copy a notebook, and print where it is."""
+    from workbench import notebooks
+
+    typer.echo(notebooks.new(template, path))
+
+
+@app.command()
+def share(
+    notebook: Annotated[Path, typer.Argument(help="An executed notebook.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder for the two files.")] = Path("shared"),
+    run: Annotated[
+        list[str] | None, typer.Option("--run", help="A run that the notebook shows, if it does not say so itself.")
+    ] = None,
+) -> None:
+    """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows pictures without a kernel."""
+    from workbench import api
+
+    typer.echo(str(api.share(notebook, to, runs=list(run) if run else None)))
+
+
+@app.command()
+def reproduce(
+    notebook: Annotated[Path, typer.Argument(help="A notebook made by `workbench execute` or `workbench share`.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder for the notebook as executed again.")] = Path("reproduced"),
+    kernel: Annotated[str | None, typer.Option("--kernel", help="Kernel to run it with; the notebook's own.")] = None,
+    at_commit: Annotated[
+        bool, typer.Option("--at-commit", help="Run the code of the recorded git commit, checked out aside.")
+    ] = False,
+) -> None:
+    """Execute a notebook again and say, curve against curve, whether it came out the same; else exit code 1."""
+    from workbench import notebooks
+
+    found = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report)
+    typer.echo(repr(found))
+    if not found.same:
+        raise typer.Exit(1)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def experiment_from(
@@ -438,69 +492,6 @@ def parameters_from(pairs: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             parameters[name] = words.get(text, text)
     return parameters
-
-
-def template_path(template: str) -> Path:
-    """The notebook at that path, or the installed template of that name."""
-    given = Path(template)
-    if given.is_file():
-        return given
-    folders = [Path("templates"), Path(sys.prefix) / "share/jupyter/notebook_templates/workbench"]
-    known = {path.stem: path for folder in reversed(folders) for path in folder.glob("*.ipynb")}
-    if given.stem in known:
-        return known[given.stem]
-    hint = suggestion(given.stem, known) if known else "No templates are installed here; give the path of a notebook."
-    raise RunNotFound(f"There is no notebook {template!r}. {hint}", template=template)
-
-
-def execute_notebook(
-    notebook: Path, to: Path, parameters: Mapping[str, Any], kernel: str | None = None
-) -> tuple[Path, Path]:
-    """Execute into `to` and export; returns the paths of the executed notebook and of the page.
-
-    A failing cell still leaves both, up to the failure. Raises `UnknownParameter` for a parameter that the
-    notebook's `parameters` cell does not set, before anything runs.
-    """
-    import papermill
-
-    from workbench.figures.export import notebook_to_html, without_widgets
-
-    _check_parameters(notebook, parameters)
-    to.mkdir(parents=True, exist_ok=True)
-    executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
-    try:
-        papermill.execute_notebook(
-            str(notebook),
-            str(executed),
-            parameters=dict(parameters),
-            kernel_name=kernel,
-            progress_bar=sys.stderr.isatty(),
-        )
-    except papermill.PapermillExecutionError as error:
-        without_widgets(executed)
-        notebook_to_html(executed, page)
-        raise WorkbenchError(
-            f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} See {page}.",
-            cell=error.exec_count,
-            notebook=str(executed),
-        ) from None
-    without_widgets(executed)
-    notebook_to_html(executed, page)
-    return executed, page
-
-
-def _check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
-    import papermill
-
-    known = papermill.inspect_notebook(str(notebook))
-    for name in parameters:
-        if name not in known:
-            names = ", ".join(known) or "none"
-            hint = suggestion(name, known) if known else "It has no cell tagged parameters."
-            listed = "" if hint.startswith("Known names") or not known else f" It has: {names}."
-            raise UnknownParameter(
-                f"{notebook.name} has no parameter {name!r}. {hint}{listed}", parameter=name, known=tuple(known)
-            )
 
 
 if __name__ == "__main__":

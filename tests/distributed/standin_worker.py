@@ -1,6 +1,7 @@
 """A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
 
-`STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
+`STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end,
+`LIFT` is added to every loss, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
 `HANG_RANK` ignores every request to stop.
 """
 
@@ -46,7 +47,7 @@ def _train(run: RunDir, rank: int, world: int) -> None:
     print(f"rank {rank} of {world} built {built} with {os.environ.get('OMP_NUM_THREADS')} threads", flush=True)
     if rank == 0:
         append_event(run.events, "start", devices=world, world=world, tokens_per_step=8, resumed_from=first)
-    step = first
+    step, lift = first, float(os.environ.get("STANDIN_LIFT", "0"))
     while step < experiment["steps"] and not _agreed_to_stop(run, asked, rank, world):
         step += 1
         _misbehave(rank, step)
@@ -54,7 +55,9 @@ def _train(run: RunDir, rank: int, world: int) -> None:
         if rank == 0:
             speed = {"tokens_per_s": 800.0, "step_ms": 10.0, "seconds": 0.01 * step, "learning_rate": 1e-3}
             totals = {"tokens": 8 * step, "samples": step, "flops": 1e6 * step}
-            append_event(run.events, "step", step=step, loss=7 / step, grad_norm=1.0, mfu=None, **speed, **totals)
+            append_event(
+                run.events, "step", step=step, loss=7 / step + lift, grad_norm=1.0, mfu=None, **speed, **totals
+            )
             if step % int(os.environ.get("STANDIN_CHECKPOINT_EVERY", sys.maxsize)) == 0:
                 _checkpoint(run, step)
     if rank == 0:

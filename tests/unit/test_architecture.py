@@ -36,7 +36,7 @@ HOMES = {
     "tsdownsample": {"figures"},
     "nbconvert": {"figures"},
     "cloudpickle": {"runs"},
-    "papermill": {"cli"},
+    "papermill": {"notebooks"},
     "typer": {"cli"},
 }
 """Library -> the rooms that may import it, submodules included, wherever in a file the import stands.

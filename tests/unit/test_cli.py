@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from workbench import cli
+from workbench import cli, notebooks
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.rundir import RunDir, append_event, this_process, write_json
 
@@ -113,13 +113,13 @@ def test_a_notebook_is_executed_with_its_parameters_and_exported(notebook, tmp_p
 
 def test_a_misspelt_notebook_parameter_fails_with_the_known_ones(notebook, tmp_path):
     with pytest.raises(UnknownParameter, match=r"no parameter 'stepz'.*'steps'.*It has: steps, name"):
-        cli.execute_notebook(notebook, tmp_path / "out", {"stepz": 3})
+        notebooks.execute(notebook, tmp_path / "out", {"stepz": 3})
     assert not (tmp_path / "out").exists()
 
 
 def test_a_failing_cell_is_named_and_leaves_the_page_up_to_it(notebook, tmp_path):
     with pytest.raises(WorkbenchError, match="AssertionError: too many"):
-        cli.execute_notebook(notebook, tmp_path / "out", {"steps": 5000})
+        notebooks.execute(notebook, tmp_path / "out", {"steps": 5000})
     assert (tmp_path / "out" / "trial.html").exists()
 
 
@@ -127,9 +127,9 @@ def test_a_template_that_does_not_exist_is_answered_with_what_there_is(tmp_path,
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "bert_scaling.ipynb").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    assert cli.template_path("bert_scaling").name == "bert_scaling.ipynb"
+    assert notebooks.template_path("bert_scaling").name == "bert_scaling.ipynb"
     with pytest.raises(RunNotFound, match="Did you mean 'bert_scaling'"):
-        cli.template_path("bert_scalin")
+        notebooks.template_path("bert_scalin")
 
 
 def test_parameters_keep_their_types():

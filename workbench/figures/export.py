@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
@@ -101,7 +105,7 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     """
     from nbconvert import HTMLExporter
 
-    notebook = _read_notebook(Path(notebook_path))
+    notebook = read_notebook(Path(notebook_path))
     drawn = sum(_make_static(output) for cell in notebook.cells for output in cell.get("outputs", []))
     exporter = HTMLExporter()
     exporter.embed_images = True
@@ -124,18 +128,75 @@ def without_widgets(notebook_path: str | Path) -> None:
     import nbformat
 
     path = Path(notebook_path)
-    notebook = _read_notebook(path)
+    notebook = read_notebook(path)
     for cell in notebook.cells:
         if "outputs" in cell:
             cell["outputs"] = [o for o in cell["outputs"] if WIDGET_MIME not in o.get("data", {})]
     nbformat.write(notebook, path)
 
 
-def _read_notebook(path: Path) -> Any:
+def add_pictures(notebook: Any, width: int = theme.ASSUMED_WIDTH_PX) -> tuple[int, str]:
+    """Put beside each Plotly figure of a notebook what shows where no script runs: a PNG, or else a table.
+
+    Returns the number of figures, and why there are tables instead of pictures ("" if there are pictures).
+    """
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    bare = [o["data"] for o in outputs if PLOTLY_MIME in o.get("data", {}) and "image/png" not in o["data"]]
+    try:
+        for data, picture in zip(bare, _pngs([data[PLOTLY_MIME] for data in bare], width), strict=True):
+            data["image/png"] = picture
+    except DataError as error:
+        for data in bare:
+            data.setdefault("text/html", figure_table(data[PLOTLY_MIME]))
+        return len(bare), str(error)
+    return len(bare), ""
+
+
+def _pngs(figures: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Base64 of each figure's PNG, drawn by one browser. Raises `DataError` without one."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{index}.png" for index in range(len(figures))]
+        values = [
+            go.Figure({"data": f.get("data", []), "layout": f.get("layout", {})}, skip_invalid=True) for f in figures
+        ]
+        heights = [value.layout.height for value in values]
+        if files:
+            _draw(lambda: plotly.io.write_images(values, files, format="png", width=width, height=heights), folder)
+        return [base64.b64encode(file.read_bytes()).decode() for file in files]
+
+
+def figure_table(figure: Mapping[str, Any]) -> str:
+    """A figure's traces as an HTML table: points, and the first, last, least and greatest value of each."""
+    rows = [_trace_row(trace) for trace in figure.get("data", []) if trace.get("type", "scatter") in ("scatter", "bar")]
+    head = "".join(f"<th>{name}</th>" for name in ("trace", "points", "first", "last", "least", "greatest"))
+    title = figure.get("layout", {}).get("title", {})
+    caption = html.escape(re.sub(r"<[^>]*>", " ", str(title.get("text", "") if isinstance(title, Mapping) else title)))
+    return f"<table><caption>{caption}</caption><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _trace_row(trace: Mapping[str, Any]) -> str:
+    values = _numbers(trace.get("y"))
+    ends = [values[0], values[-1], min(values), max(values)] if values else []
+    cells = [html.escape(str(trace.get("name", ""))), f"{len(values):,}", *(f"{value:.5g}" for value in ends)]
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _numbers(column: Any) -> list[float]:
+    """A trace's column, also where plotly packed it as base64."""
+    if isinstance(column, Mapping) and "bdata" in column:
+        column = np.frombuffer(base64.b64decode(column["bdata"]), column["dtype"]).tolist()
+    numbers = [value for value in column or () if isinstance(value, int | float)]
+    return [value for value in numbers if math.isfinite(value)]
+
+
+def read_notebook(path: Path) -> Any:
+    """The notebook in a file, without the state of its widgets. Raises `DataError` if the file is no notebook."""
     import nbformat
 
     try:
         notebook = nbformat.read(path, as_version=4)
+    except FileNotFoundError:
+        raise DataError(f"There is no notebook {path}. Give the path of an .ipynb file.", path=str(path)) from None
     except (nbformat.reader.NotJSONError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise DataError(
             f"{path} is not a notebook ({error}). Give the path of an .ipynb file.", path=str(path)
@@ -177,13 +238,18 @@ def save_png(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WID
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    height = figure.layout.height
+    _draw(lambda: figure.write_image(target, format="png", width=width, height=height, scale=scale), str(target))
+    return target
+
+
+def _draw(draw: Callable[[], None], path: str) -> None:
     try:
-        figure.write_image(target, format="png", width=width, height=figure.layout.height, scale=scale)
+        draw()
     except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
         raise DataError(
             f"No picture could be drawn: {(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}. "
             "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
             "save_html needs neither.",
-            path=str(target),
+            path=path,
         ) from error
-    return target

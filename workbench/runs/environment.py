@@ -126,19 +126,26 @@ def nvidia_smi(query: str) -> list[list[str]]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit, whether the tree is dirty, and the size of the difference; None outside a repository."""
+    """Commit, whether the tree is dirty, what was changed and its SHA-256; None outside a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None
     status = _git(directory, "status", "--porcelain", "--untracked-files=no") or ""
     diff = _git(directory, "diff", "--stat", "HEAD") or ""
-    return {"commit": commit, "dirty": bool(status), "diff_stat": diff[:DIFF_LIMIT]}
+    changes = _git(directory, "diff", "HEAD") if status else None
+    digest = hashlib.sha256(changes.encode()).hexdigest() if changes else None
+    return {"commit": commit, "dirty": bool(status), "diff_stat": diff[:DIFF_LIMIT], "diff_sha256": digest}
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(
-            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False, timeout=20
+            ["git", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=20,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

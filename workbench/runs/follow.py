@@ -6,10 +6,36 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from workbench.rundir import FINAL_STATES
 from workbench.runs.run import Run
 from workbench.units import count, duration
 
 POLL_S = 0.2
+
+
+class Follower:
+    """Knows what it has said of each run, and says what is new."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._due = time.monotonic() + every_s
+        self._said: dict[str, tuple[str, str, int]] = {}
+
+    def lines(self, runs: Sequence[Run]) -> Iterator[str]:
+        """A line for each run that changed its state, or made steps since the last line, `every_s` ago."""
+        everything = time.monotonic() >= self._due
+        if everything:
+            self._due = time.monotonic() + self._every_s
+        for run in runs:
+            facts = run.summary()
+            now, before = (facts["state"], facts["message"], facts["step"]), self._said.get(facts["path"])
+            if before is None or now[:2] != before[:2] or (everything and now != before):
+                self._said[facts["path"]] = now
+                yield progress_line(facts)
+
+    def saw_the_end(self, runs: Sequence[Run]) -> bool:
+        """Whether the last thing said of each run is that it has ended."""
+        return all(self._said.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs)
 
 
 def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
@@ -17,19 +43,10 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
 
     Reads the runs' directories only, so that any number of followers cost the training nothing.
     """
-    last: dict[Run, tuple[str, str, int]] = {}
-    due = time.monotonic() + every_s
+    follower = Follower(every_s)
     while True:
-        everything = time.monotonic() >= due
-        if everything:
-            due = time.monotonic() + every_s
-        rows = [(run, run.summary()) for run in runs]
-        for run, facts in rows:
-            now, before = (facts["state"], facts["message"], facts["step"]), last.get(run)
-            if before is None or now[:2] != before[:2] or (everything and now != before):
-                last[run] = now
-                yield progress_line(facts)
-        if all(run.status.final and last[run][0] == run.status.state for run, _ in rows):
+        yield from follower.lines(runs)
+        if follower.saw_the_end(runs):
             return
         time.sleep(POLL_S)
 

@@ -1,0 +1,84 @@
+"""A notebook whose runs are real processes is shared, run again, and told apart from one that trains otherwise."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
+from workbench import notebooks
+from workbench.planning.plan import Plan
+from workbench.rundir import read_json, write_json
+from workbench.runs.launcher import LAUNCHES, REPLAY, replayed_plan
+
+CELL = f"""
+    import sys
+    sys.path.insert(0, {str(HERE)!r})
+    from test_launch import experiment, launch, plan_for
+    asked = experiment(steps)
+    run = launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60)
+    run
+"""
+
+
+@pytest.fixture(autouse=True)
+def node(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def written(path: Path) -> Path:
+    parameters = nbformat.v4.new_code_cell("steps = 40")
+    parameters.metadata["tags"] = ["parameters"]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    body = nbformat.v4.new_code_cell(textwrap.dedent(CELL))
+    nbformat.write(nbformat.v4.new_notebook(cells=[parameters, body], metadata={"kernelspec": kernel}), path)
+    return path
+
+
+def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(node, monkeypatch):
+    lines = []
+    done = notebooks.execute(written(node / "mine.ipynb"), node / "out", {"steps": 30}, report=lines.append)
+    (run,) = done.runs
+    assert run.directory.notebook.read_bytes() == done.notebook.read_bytes(), "W&B gets it from there"
+    assert any("finished  30 of 30" in line for line in lines) or any("running" in line for line in lines)
+    shared = notebooks.share(done.notebook, node / "shared")
+    assert shared.notebook.stat().st_size < 100_000
+    again = notebooks.reproduce(shared.notebook, node / "again")
+    assert again.same
+    assert [c.verdict.kind for c in again.comparisons] == ["bitwise"]
+    assert {d.subject for d in again.differences} <= {"git commit", "uncommitted changes"}, "of this very checkout"
+
+    monkeypatch.setenv("STANDIN_LIFT", "0.5")
+    command = [sys.executable, "-m", "workbench.cli", "reproduce", str(shared.notebook), "--to", str(node / "other")]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
+    assert answer.returncode == 1, answer.stderr
+    assert ": different (" in answer.stdout
+
+
+def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkeypatch):
+    asked = experiment(3)
+    recorded = Plan.from_json({**plan_for(asked, 1).to_json(), "micro_batch": 2})
+    entries = [{"experiment": asked.to_json(), "plan": recorded.to_json()}]
+    entries.append({"experiment": asked.to_json(), "plan": plan_for(asked, 4, kind="cuda").to_json()})
+    write_json(node / "replay.json", entries)
+    (node / "launches").touch()
+    assert replayed_plan(asked) is None
+    monkeypatch.setenv(REPLAY, str(node / "replay.json"))
+    monkeypatch.setenv(LAUNCHES, str(node / "launches"))
+    assert replayed_plan(asked) == recorded
+    assert replayed_plan(asked.replace(global_batch=32)) is None
+    (node / "launches").write_text("first\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert replayed_plan(asked) is None, "this machine has no GPU"
+    (node / "launches").write_text("first\nsecond\n")
+    assert replayed_plan(asked) is None
+    assert len(read_json(node / "replay.json")) == 2
