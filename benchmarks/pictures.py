@@ -1,0 +1,226 @@
+"""The drawn figures of the documentation, made anew into docs/pictures/.
+
+    python benchmarks/pictures.py [cost planning figures curves]
+
+All of them if none is named. Needs kaleido and a Chrome or Chromium, no GPU. The curves are those of the runs under
+notebooks/recorded; everything else is predicted. (The SVG files beside them are written by hand.)
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+import workbench as wb
+from workbench import api, models
+from workbench.capture import Graph, build_meta, capture
+from workbench.cost import Cluster, profile
+from workbench.cost.cluster import Device
+from workbench.cost.profiles import KindCost, Profile
+from workbench.figures import save_png, show_plan, theme
+from workbench.planning import search
+from workbench.planning.plan import Plan
+from workbench.planning.timelines import timeline
+from workbench.tensors import TensorSpec
+from workbench.units import GIB
+
+ROOT = Path(__file__).resolve().parents[1]
+SEQ_LEN, GLOBAL_BATCH = 512, 256
+RECORDED = ("bert-large-20261121-085005", "bert-scaled-20261121-085006")
+FAMILIES = {"gemm": "matrix products", "attention": "attention", "stream": "bound by memory"}
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or list(PICTURES)
+    for name in chosen:
+        path = save_png(PICTURES[name](), ROOT / "docs" / "pictures" / f"{name}.png", width=960, scale=1.5)
+        print(f"{path.relative_to(ROOT)}  {path.stat().st_size // 1000} kB", flush=True)
+
+
+@cache
+def scaled_bert() -> Graph:
+    model = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
+    fields = ("input_ids", "token_type_ids", "labels")
+    batch = {name: TensorSpec(name, (api.PROBE_BATCH, SEQ_LEN), "int64") for name in fields}
+    batch["next_sentence_label"] = TensorSpec("next_sentence_label", (api.PROBE_BATCH,), "int64")
+    return capture(build_meta(model.build), batch, name=model.name)
+
+
+@cache
+def costs() -> Profile:
+    return profile(scaled_bert(), h200(1).device, "bf16", compiled=True)
+
+
+def h200(gpus: int) -> Cluster:
+    return Cluster.of("h200", gpus=gpus)
+
+
+def planned(**asked: Any) -> Plan:
+    return search(costs(), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="bf16", cluster=h200(4), **asked)
+
+
+def pipeline() -> Plan:
+    """Not the fastest, but one to look at."""
+    return planned(pipeline=4, micro_batch=16, schedule="1f1b", recompute="none")
+
+
+def cost() -> go.Figure:
+    """Where a layer's time goes as its micro-batch grows, and what a pipeline's ranks hold as a step goes on."""
+    plan = pipeline()
+    figure = make_subplots(
+        cols=2,
+        horizontal_spacing=0.1,
+        subplot_titles=("time of one encoder layer", f"memory, {plan.num_microbatches} micro-batches under 1F1B"),
+    )
+    _add_layer_time(figure, plan.cluster.device)
+    _add_memory(figure, plan)
+    figure.update_annotations(font_size=13)
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=430,
+        barmode="stack",
+        title=theme.title(
+            f"{plan.model}, sequences of {SEQ_LEN} tokens, bf16 on {plan.cluster.device.name}: predicted",
+            "a block takes the longer of its kernels' time and its host's; its backward frees what its forward saved",
+        ),
+        margin={"t": 92, "b": 96},
+        legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "borderwidth": 0},
+        legend2={"orientation": "h", "x": 1, "xanchor": "right", "y": -0.2, "yanchor": "top", "borderwidth": 0},
+    )
+    return figure
+
+
+def _add_layer_time(figure: go.Figure, device: Device) -> None:
+    """Forward and backward per sample, by family of kernels; the host's own time as a line."""
+    sizes = [1, 2, 4, 8, 16, 32]
+    kind = costs().kinds[costs().blocks[1].kind]
+    for (family, words), color in zip(FAMILIES.items(), (theme.FORWARD, theme.BACKWARD, theme.WEIGHT), strict=True):
+        times = [_family_ms(kind, family, size, device) / size for size in sizes]
+        figure.add_bar(x=list(map(str, sizes)), y=times, name=words, marker_color=color, row=1, col=1)
+    host_ms = 1e3 * (device.efficiency.block_forward_s + device.efficiency.block_backward_s)
+    figure.add_scatter(
+        x=list(map(str, sizes)),
+        y=[host_ms / size for size in sizes],
+        name="host",
+        line={"color": theme.INK, "dash": "dot", "width": 2},
+        row=1,
+        col=1,
+    )
+    figure.update_xaxes(title="samples of a micro-batch", type="category", row=1, col=1)
+    figure.update_yaxes(title="ms a sample, forward and backward", rangemode="tozero", row=1, col=1)
+
+
+def _family_ms(kind: KindCost, family: str, micro_batch: int, device: Device) -> float:
+    return 1e3 * sum(
+        kernel.seconds(micro_batch, device, "bf16", backward=backward, compiled=True)
+        for backward, kernels in ((False, kind.forward), (True, kind.backward))
+        for kernel in kernels
+        if kernel.family == family
+    )
+
+
+def _add_memory(figure: go.Figure, plan: Plan) -> None:
+    """Each rank's state and the activations of the micro-batches in flight; moments within a block are left out."""
+    block = costs().at(plan.micro_batch, plan.cluster.device)
+    for index, (stage, lane) in enumerate(zip(plan.stages, timeline(plan).lanes, strict=True)):
+        blocks = slice(stage.first_block, stage.end_block)
+        held = float((block.saved_bytes + block.weight_copy_bytes)[blocks].sum())
+        state = stage.memory.total - stage.memory.activations
+        changes = [(action.end_ms, held if action.kind == "F" else -held) for action in lane]
+        totals = list(accumulate((change for _, change in changes), initial=float(state)))
+        figure.add_scatter(
+            x=[0.0, *(at for at, _ in changes)],
+            y=[total / GIB for total in totals],
+            line={"shape": "hv", "color": theme.series_color(index), "width": 2},
+            name=f"stage {stage.index}",
+            legend="legend2",
+            row=1,
+            col=2,
+        )
+    figure.update_xaxes(title="time (ms)", row=1, col=2)
+    figure.update_yaxes(title="GiB of a device", rangemode="tozero", row=1, col=2)
+
+
+def planning() -> go.Figure:
+    """Everything that the search weighed for scaled BERT on four H200: what it simulated, what a bound ruled out."""
+    plan = planned()
+    rows = [row for row in plan.candidates if row.step_ms is not None]
+    sizes = sorted({row.micro_batch for row in rows})
+    figure = go.Figure()
+    for index, stages in enumerate(sorted({row.pipeline for row in rows})):
+        color = theme.series_color(index)
+        of_degree = [row for row in rows if row.pipeline == stages]
+        for simulated in (False, True):
+            found = [row for row in of_degree if row.verdict.startswith("at least") != simulated]
+            figure.add_scatter(
+                x=[sizes.index(row.micro_batch) + 0.22 * (index - 1) for row in found],
+                y=[row.step_ms / 1e3 for row in found if row.step_ms],
+                mode="markers",
+                marker={
+                    "size": 10 if simulated else 7,
+                    "color": color if simulated else "white",
+                    "line": {"color": color, "width": 1.2},
+                },
+                name=f"PP {stages}, {'simulated' if simulated else 'lower bound'}",
+                showlegend=bool(found),
+            )
+    fastest, slowest = plan.prediction.step_ms / 1e3, max(row.step_ms for row in rows if row.step_ms) / 1e3
+    chosen = next(row for row in rows if row.verdict == "chosen")
+    figure.add_annotation(
+        x=sizes.index(chosen.micro_batch) + 0.22 * (sorted({row.pipeline for row in rows}).index(chosen.pipeline) - 1),
+        y=math.log10(fastest),
+        text=f"<b>chosen</b>: {plan.division()}",
+        ax=-30,
+        ay=34,
+        arrowcolor=theme.INK,
+        yshift=-6,
+    )
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=430,
+        title=theme.title(
+            f"{plan.model}, {GLOBAL_BATCH} × {SEQ_LEN} tokens a step on {plan.cluster.describe()}",
+            f"{len(plan.candidates)} options: pipeline × data, ZeRO, checkpointing, schedule, micro-batch, offload",
+        ),
+        xaxis={"title": "samples of a micro-batch", "tickvals": list(range(len(sizes))), "ticktext": sizes},
+        yaxis={
+            "type": "log",
+            "title": "step (s)",
+            "range": [math.log10(fastest) - 0.22, math.log10(slowest) + 0.08],
+            "tickvals": [1, 2, 5, 10, 20],
+        },
+    )
+    return figure
+
+
+def figures() -> go.Figure:
+    """The plan view of a pipeline."""
+    return show_plan(pipeline())
+
+
+def curves() -> go.Figure:
+    """The README's picture, from the runs that were recorded on four H200."""
+    runs = [api.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
+    figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920 on 4 × H200")
+    figure.layout.updatemenus = ()  # buttons of a picture do nothing
+    return figure.update_layout(margin={"t": 64})
+
+
+PICTURES: Mapping[str, Callable[[], go.Figure]] = {
+    "cost": cost,
+    "planning": planning,
+    "figures": figures,
+    "curves": curves,
+}
+
+
+if __name__ == "__main__":
+    main()
