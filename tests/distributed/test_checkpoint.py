@@ -15,6 +15,7 @@ from safetensors import safe_open
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from workbench.errors import CheckpointError
+from workbench.execution import export
 from workbench.execution.checkpoint_files import COMPLETE, complete, damage, prune, read_facts
 from workbench.execution.export import export_checkpoint
 from workbench.planning.plan import Plan
@@ -239,6 +240,20 @@ def test_a_run_exports_its_last_checkpoint_or_the_one_that_is_asked_for(unbroken
     assert not torch.equal(weights[0], weights[2])
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7\. There are 6, 9, 12"):
         run.export(tmp_path / "seven", step=7)
+
+
+def test_a_large_model_is_exported_as_several_files(
+    unbroken: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    export_checkpoint(unbroken.checkpoint(12), tmp_path / "one")
+    monkeypatch.setattr(export, "FILE_BYTES", 60_000)
+    files = export_checkpoint(unbroken.checkpoint(12), tmp_path / "several")
+    assert sum(file.suffix == ".safetensors" for file in files) > 2
+    one, several = (transformers.BertForMaskedLM.from_pretrained(tmp_path / name) for name in ("one", "several"))
+    for (name, expected), found in zip(one.named_parameters(), several.parameters(), strict=True):
+        assert torch.equal(found, expected), name
 
 
 def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Path) -> None:

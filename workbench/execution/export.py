@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -24,8 +25,8 @@ from workbench.errors import CheckpointError
 from workbench.execution.checkpoint_files import MODEL, Damaged, complete, damage, read_facts, step_of
 from workbench.rundir import read_json
 
-SHARD_SIZE = "5GB"
-"""Of one file; a larger model is written as several with an index, as the hub does."""
+FILE_BYTES = 5 * 10**9
+"""Of one file; a larger model is written as several with an index, which `from_pretrained` reads as well."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,6 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     Tied weights are written once. Returns the files. Raises `CheckpointError` for a checkpoint that is damaged or
     knows nothing of its model, and for a folder that holds a model already.
     """
-    from huggingface_hub import save_torch_state_dict
-
     facts = read_facts(checkpoint)
     problem = damage(checkpoint, facts.get("files", {}))
     if problem is not None:
@@ -106,10 +105,36 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
         raise CheckpointError(f"{to} holds a model already. Export into another folder.", path=str(to))
     model = read_json(checkpoint / MODEL)
     to.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(_tensors(checkpoint, model["persistent"]), to, max_shard_size=SHARD_SIZE)
+    _write(_tensors(checkpoint, model["persistent"]), to)
     if model["config"] is not None:
         (to / "config.json").write_text(json.dumps(model["config"], indent=2) + "\n")
     return tuple(sorted(path for path in to.iterdir() if path.suffix in (".safetensors", ".json")))
+
+
+def _write(tensors: Mapping[str, torch.Tensor], to: Path) -> None:
+    parts = list(_parts(tensors))
+    if len(parts) == 1:
+        save_file(parts[0], to / "model.safetensors", metadata={"format": "pt"})
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file(part, to / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (to / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """In order, each of at most `FILE_BYTES` (or one larger tensor)."""
+    part: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if part and sum(held.nbytes for held in part.values()) + tensor.nbytes > FILE_BYTES:
+            yield part
+            part = {}
+        part[name] = tensor
+    yield part
 
 
 def _tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
