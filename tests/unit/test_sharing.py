@@ -1,0 +1,223 @@
+"""Notebooks: started from a template, shared in one piece, run again and judged."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+
+from workbench import notebooks
+from workbench.errors import RunNotFound, WorkbenchError
+from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME
+from workbench.notebooks import _record, _reproduce, _share, _templates
+from workbench.notebooks._verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
+from workbench.rundir import RunDir, append_event, write_json
+from workbench.runs import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 400
+
+
+def losses(seed: int, drift: float = 0.0) -> np.ndarray:
+    """A falling curve under batch noise; `drift` lifts it towards the end."""
+    noise = np.random.default_rng(seed).normal(0.0, 0.05, STEPS)
+    return 4 + 3 * np.exp(-np.arange(STEPS) / 60) + noise + drift * np.linspace(0, 1, STEPS)
+
+
+def run_of(folder: Path, values: np.ndarray, name: str = "bert-1", **facts: Any) -> Run:
+    run = RunDir(folder / name)
+    write_json(run.experiment, {"name": "bert", "steps": len(values), "seed": 0})
+    write_json(run.environment, {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "gpus": [], **facts})
+    from figure_values import plan
+
+    write_json(run.plan, plan(2, 8, 4).to_json())
+    append_event(run.events, "status", state="finished", message="")
+    for step, loss in enumerate(values.tolist(), start=1):
+        append_event(run.events, "step", step=step, loss=loss)
+    return Run(run.path)
+
+
+def curve(folder: Path, values: np.ndarray, name: str = "bert-1") -> LossCurve:
+    return LossCurve.of(run_of(folder, values, name))
+
+
+def test_a_curve_goes_through_a_notebook_without_losing_a_bit(tmp_path):
+    values = losses(0)
+    values[7] = np.nan
+    original = curve(tmp_path, values)
+    back = LossCurve.from_json(json.loads(json.dumps(original.to_json())))
+    assert back.loss.tobytes() == values.tobytes()
+    assert verdict(original, back).kind == BITWISE
+
+
+def test_equal_runs_are_bitwise_and_one_changed_bit_is_seen(tmp_path):
+    recorded = curve(tmp_path, losses(0))
+    changed = losses(0)
+    changed[200] = np.nextafter(changed[200], np.inf)
+    again = verdict(recorded, curve(tmp_path, changed, "again"))
+    assert (again.kind, again.first_step) == (NOISE, 201)
+    assert verdict(recorded, curve(tmp_path, losses(0), "same")).kind == BITWISE
+
+
+def test_other_batches_of_the_same_training_are_within_noise_and_a_drift_is_not(tmp_path):
+    recorded = curve(tmp_path, losses(0))
+    others = [verdict(recorded, curve(tmp_path, losses(seed), f"s{seed}")).kind for seed in range(1, 41)]
+    assert others.count(NOISE) >= 38, "1 % of them may be called different"
+    drifted = verdict(recorded, curve(tmp_path, losses(1, drift=0.15), "drifted"))
+    assert drifted.kind == DIFFERENT
+    assert not drifted.same
+    assert "standard errors apart around step" in drifted.reason
+
+
+def test_fewer_steps_or_a_nan_where_there_was_none_are_different(tmp_path):
+    recorded = curve(tmp_path, losses(0))
+    assert "300 steps were logged instead of 400" in verdict(recorded, curve(tmp_path, losses(0)[:300], "short")).reason
+    diverged = losses(1)
+    diverged[300:] = np.nan
+    assert verdict(recorded, curve(tmp_path, diverged, "nan")).kind == DIFFERENT
+
+
+def notebook_with(*outputs: dict[str, Any], text: str = "Run(bert-1: finished)") -> Any:
+    cell = nbformat.v4.new_code_cell("runs")
+    cell.outputs = [nbformat.v4.new_output("display_data", data=data) for data in outputs]
+    cell.outputs.append(nbformat.v4.new_output("stream", name="stdout", text=text))
+    return nbformat.v4.new_notebook(cells=[cell])
+
+
+def figure(points: int = 50) -> dict[str, Any]:
+    y = np.linspace(7, 5, points).round(4).tolist()
+    return {"data": [{"type": "scatter", "name": "<b>a</b>", "y": y}], "layout": {"title": {"text": "Loss"}}}
+
+
+@pytest.fixture
+def no_browser(tmp_path, monkeypatch):
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MY_API_KEY", "very-secret-value")
+    values = losses(0)
+    run_of(tmp_path / "runs", values, data_fingerprint="abc", command=["x"], directory="/home/me")
+    run_of(tmp_path / "runs", values, "bert-10")
+    original = tmp_path / "<i>mine.ipynb"
+    text = "Run(bert-1: finished) with very-secret-value <script>alert(1)</script>"
+    widget = {WIDGET_MIME: {"model_id": "0"}, "text/plain": "FigureWidget({})"}
+    nbformat.write(notebook_with({PLOTLY_MIME: figure()}, widget, text=text), original)
+    shared = notebooks.share(original, tmp_path / "to")
+    value = nbformat.read(shared.notebook, as_version=4)
+    drawn, stream = value.cells[0].outputs
+    assert drawn["data"]["image/png"].startswith("iVBOR"), shared.notes
+    assert PLOTLY_MIME in drawn["data"]
+    assert "very-secret-value" not in shared.notebook.read_text() + shared.page.read_text()
+    assert stream["text"].startswith("Run(bert-1: finished) with ***")
+    (recorded,) = _record.read_record(value, "mine").runs
+    assert (recorded.name, recorded.data_fingerprint) == ("bert-1", "abc")
+    assert recorded.curve.loss.tolist() == values.tolist()
+    assert "/home/me" not in shared.notebook.read_text()
+    page = shared.page.read_text()
+    assert "<title>&lt;i&gt;mine</title>" in page
+    assert "<script>alert(1)" not in page
+    assert not shared.notes
+    assert original.read_text().count("image/png") == 0, "the original stays as it was"
+
+
+@pytest.mark.usefixtures("no_browser")
+def test_without_a_browser_a_shared_notebook_has_tables_and_says_so(tmp_path):
+    path = tmp_path / "mine.ipynb"
+    nbformat.write(notebook_with({PLOTLY_MIME: figure()}), path)
+    shared = notebooks.share(path, tmp_path / "to", runs=[])
+    table = nbformat.read(shared.notebook, as_version=4).cells[0].outputs[0]["data"]["text/html"]
+    assert re.findall(r"<td>(.*?)</td>", table) == ["&lt;b&gt;a&lt;/b&gt;", "50", "7", "5", "5", "7"]
+    assert any("tables beside them" in note for note in shared.notes)
+    assert any("cannot be reproduced" in note for note in shared.notes)
+
+
+@pytest.mark.usefixtures("no_browser")
+def test_a_shared_notebook_stays_under_five_megabytes(tmp_path):
+    path = tmp_path / "large.ipynb"
+    nbformat.write(notebook_with({PLOTLY_MIME: figure(600_000)}, {PLOTLY_MIME: figure(100)}), path)
+    assert path.stat().st_size > _share.LARGEST_BYTES
+    shared = notebooks.share(path, tmp_path / "to", runs=[])
+    assert shared.notebook.stat().st_size < _share.LARGEST_BYTES
+    first, second, _ = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
+    assert PLOTLY_MIME not in first["data"]
+    assert "text/html" in first["data"]
+    assert PLOTLY_MIME in second["data"]
+    assert any("Left out an interactive figure" in note for note in shared.notes)
+
+
+def test_sharing_never_overwrites_the_notebook_itself(tmp_path):
+    path = tmp_path / "mine.ipynb"
+    nbformat.write(notebook_with(), path)
+    with pytest.raises(WorkbenchError, match="would be overwritten"):
+        notebooks.share(path, tmp_path)
+
+
+def test_a_notebook_without_a_record_cannot_be_reproduced(tmp_path):
+    path = tmp_path / "mine.ipynb"
+    nbformat.write(notebook_with(), path)
+    with pytest.raises(WorkbenchError, match="holds no record of a run"):
+        notebooks.reproduce(path, tmp_path / "again")
+
+
+def test_what_differs_is_named(tmp_path):
+    git = {"commit": "a" * 40, "dirty": False}
+    first = run_of(tmp_path, losses(0), "first", git=git, data_fingerprint="1" * 64, cpu="A", cores=2)
+    packages = {"torch": "2.11.0", "wandb": "0.31.0"}
+    facts = {
+        "git": {"commit": "b" * 40, "dirty": True, "diff_sha256": "3" * 64},
+        "data_fingerprint": "2" * 64,
+        "cpu": "A",
+        "cores": 8,
+    }
+    second = run_of(tmp_path, losses(0), "second", packages=packages, **facts)
+    write_json(second.directory.experiment, {"name": "bert", "steps": STEPS, "seed": 1})
+    plan = second.plan.to_json()
+    write_json(second.directory.plan, {**plan, "micro_batch": 2 * plan["micro_batch"]})
+    record = _record.Record.of([first])
+    found = {d.subject: (d.recorded, d.here) for d in _reproduce.differences(record, [second])}
+    assert found == {
+        "git commit": ("a" * 10, "b" * 10),
+        "uncommitted changes": ("none", "some (3333333333)"),
+        "torch": ("2.13.0", "2.11.0"),
+        "wandb": ("not installed", "0.31.0"),
+        "cores": ("2", "8"),
+        "first: seed": ("0", "1"),
+        "first: data": ("1" * 10, "2" * 10),
+        "first: plan": (f"micro_batch {plan['micro_batch']}", f"micro_batch {2 * plan['micro_batch']}"),
+    }
+    assert _reproduce.differences(record, [first]) == []
+
+
+def test_a_template_is_copied_and_nothing_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = notebooks.new("bert_scaling")
+    assert made == tmp_path / "bert_scaling.ipynb"
+    assert made.read_bytes() == (ROOT / "templates" / "bert_scaling.ipynb").read_bytes()
+    with pytest.raises(WorkbenchError, match="is there already"):
+        notebooks.new("bert_scaling")
+    assert notebooks.new("bert_scaling", "deep/mine").name == "mine.ipynb"
+    with pytest.raises(RunNotFound, match="Did you mean 'bert_scaling'"):
+        notebooks.new("bert_scalin")
+
+
+def test_templates_are_found_where_an_installed_wheel_puts_them(tmp_path, monkeypatch):
+    folder = tmp_path / "share" / "jupyter" / _templates.FOLDER
+    folder.mkdir(parents=True)
+    (folder / "mine.ipynb").write_text("{}")
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+    monkeypatch.chdir(tmp_path)
+    assert notebooks.template_path("mine") == folder / "mine.ipynb"
+
+
+def test_the_wheel_puts_the_templates_where_jupyter_looks():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert settings["shared-data"] == {"templates": f"share/jupyter/{_templates.FOLDER}"}
