@@ -278,10 +278,10 @@ def compare(
 
 
 def live(runs: Runs, x: str = "tokens") -> Live:
-    """A dashboard whose curves grow in place, with state, speed and a stop button for each run."""
+    """A dashboard whose curves grow in place, with state, speed and a button that stops or resumes each run."""
     from workbench.widgets import live as live_widget
 
-    return live_widget(_handles(runs), x=x)
+    return live_widget(_handles(runs), x=x, resume=resume)
 
 
 def show(run: Run | str | os.PathLike[str]) -> go.Figure:

@@ -91,7 +91,7 @@ def test_a_dashboard_reattaches_after_a_kernel_restart_and_keeps_the_users_zoom(
     lab_page: Any, server: lab.Server, start: Any, picture: Any
 ) -> None:
     page = lab_page
-    directory = start("survivor", 5000)
+    directory = start("survivor", 5000, seconds_per_step=0.06)
     lab.write_notebook(server.root / "restart.ipynb", [LIVE_CELL.format(paths=[directory])])
     lab.open_notebook(page, server, "restart.ipynb")
     lab.run_all(page)

@@ -10,7 +10,8 @@ from figure_values import curve
 
 from workbench.errors import UnknownParameter
 from workbench.figures import Curve, loss_curves, throughput
-from workbench.figures._series import MAX_POINTS, X_AXES, decimated, gap_starts, smoothed
+from workbench.figures._panels import panel_names, panels
+from workbench.figures._series import MAX_POINTS, X_AXES, Mark, decimated, diverged_at, focused, gap_starts, smoothed
 
 
 def parts(figure: Any, part: str) -> list[Any]:
@@ -214,3 +215,62 @@ def test_throughput_shows_speed_above_step_time_and_names_each_run_once() -> Non
     assert [figure.layout.yaxis.title.text, figure.layout.yaxis2.title.text] == ["Tokens/s", "Step time (ms)"]
     assert [trace.name for trace in figure.data if trace.showlegend] == ["a", "b"]
     assert "81.9 k tokens/s, MFU 40.0%" in figure.layout.title.subtitle.text
+
+
+def test_a_zoomed_curve_keeps_every_spike_of_what_is_visible_and_an_outline_of_the_rest() -> None:
+    x = np.arange(1_000_000, dtype=np.float64)
+    values = np.random.default_rng(0).normal(size=len(x))
+    values[500_300], values[501_200] = 40.0, -40.0
+    kept = focused(x, values, (500_000.0, 502_000.0), 1200)
+    inside = kept[(kept >= 500_000) & (kept <= 502_000)]
+    assert {500_300, 501_200} <= set(inside.tolist())
+    assert len(inside) > 900
+    assert {0, 999_999} <= set(kept.tolist())
+    assert (np.diff(kept) > 0).all()
+
+
+def test_what_is_visible_of_a_short_stretch_is_drawn_whole() -> None:
+    x = np.arange(100_000, dtype=np.float64)
+    kept = focused(x, np.sin(x), (10_000.0, 10_100.0), 1000)
+    assert set(range(10_000, 10_101)) <= set(kept.tolist())
+
+
+def test_checkpoints_and_resumptions_stand_on_the_curve_at_their_step() -> None:
+    events = (Mark("checkpoint", 500, "checkpoint at step 500"), Mark("resume", 1000, "resumed <here>"))
+    figure = loss_curves([Curve("a", curve("a").columns, marks=events)], x="step")
+    [marks], [line] = parts(figure, "mark"), parts(figure, "line")
+    assert list(marks.x) == [500, 1000]
+    assert list(marks.customdata) == ["checkpoint at step 500", "resumed &lt;here&gt;"]
+    assert marks.y[0] == pytest.approx(np.interp(500, line.x, line.y), abs=0.05)
+    assert "checkpoint" in figure.layout.title.subtitle.text
+
+
+def test_a_loss_that_turns_and_climbs_is_marked_at_its_lowest() -> None:
+    step = np.arange(1, 2001)
+    loss = np.where(step < 1200, 4 + 6 * np.exp(-step / 200), 4 + (step - 1200) / 100.0)
+    loss = loss + np.random.default_rng(0).normal(0, 0.1, len(step))
+    figure = loss_curves([Curve("diverges", {"step": step, "loss": loss})], x="step")
+    [mark] = parts(figure, "mark")
+    assert 700 <= mark.x[0] <= 1210
+
+
+def test_noise_a_plateau_and_a_single_spike_are_no_divergence() -> None:
+    for seed in range(20):
+        columns = dict(curve(seed=seed).columns)
+        columns["loss"][1500] = 9.0
+        line = smoothed(columns["tokens"].astype(float), columns["loss"], 0.01 * columns["tokens"][-1])
+        assert diverged_at(columns["loss"], line) is None
+
+
+def test_panels_show_what_was_recorded_in_the_runs_colours() -> None:
+    runs = [curve("a"), curve("b", seed=1)]
+    peaks = [{0: {"peak_bytes": 2**30, "limit_bytes": 4 * 2**30}, 1: {"peak_bytes": 2**31}}, {}]
+    assert panel_names(runs, peaks) == ["tokens_per_s", "mfu", "memory"]
+    figure = panels(runs, peaks)
+    lines = [trace for trace in figure.data if trace.meta == "line"]
+    assert [line.line.color for line in lines[:2]] == [line.line.color for line in lines[2:]]
+    assert lines[2].y[0] == pytest.approx(40.0)
+    [bars, _] = [trace for trace in figure.data if trace.meta == "memory"]
+    assert list(bars.y) == [1.0, 2.0]
+    [limit] = [trace for trace in figure.data if trace.meta == "limit"]
+    assert [height for height in limit.y if height is not None] == [4.0, 4.0]

@@ -139,11 +139,85 @@ def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
 def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
     train(directory, 1, 30)
     dashboard = live(Run(directory.path), refresh_s=0.05)
-    x, smoothing, log = dashboard.children[1].children
+    x, smoothing, _, log = dashboard.children[1].children
     x.value, smoothing.value, log.value = "step", 0.0, True
     eventually(lambda: dashboard.figure.layout.yaxis.type == "log" and points(dashboard, "raw") == [0])
     assert dashboard.figure.layout.xaxis.title.text == "Step"
     assert list(dashboard.figure.data[1].x) == list(range(1, 31))
+    dashboard.close()
+
+
+def checkpoint(run: RunDir, step: int) -> None:
+    path = run.checkpoint(step)
+    path.mkdir(parents=True)
+    append_event(run.events, "checkpoint", step=step, path=str(path), seconds=0.1)
+
+
+def button_of(dashboard: Any, row: int = 0) -> Any:
+    return dashboard.children[row].children[-1]
+
+
+def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_button_and_followed_again(directory: RunDir) -> None:
+    train(directory, 1, 40)
+    checkpoint(directory, 30)
+    end(directory, "stopped", "Stopped at step 40 of 100.")
+    resumed = []
+
+    def resume(run: Run) -> None:
+        resumed.append(run.path)
+        append_event(directory.events, "status", state="running", message="")
+        append_event(directory.events, "start", devices=["cpu"], world=1, resumed_from=str(directory.checkpoint(30)))
+
+    dashboard = live(Run(directory.path), refresh_s=0.05, resume=resume)
+    eventually(lambda: not dashboard.following)
+    assert button_of(dashboard).description == "Resume"
+    button_of(dashboard).click()
+    eventually(lambda: dashboard.following and points(dashboard, "line") == [30])
+    assert resumed == [directory.path]
+    train(directory, 31, 50)
+    eventually(lambda: points(dashboard, "line") == [50])
+    [mark] = [trace for trace in dashboard.figure.data if trace.meta == "mark"]
+    assert list(mark.customdata) == ["checkpoint at step 30", "resumed at step 30"]
+    assert button_of(dashboard).description == "Stop"
+    dashboard.close()
+
+
+def test_a_refused_resumption_says_why_in_the_row(directory: RunDir) -> None:
+    train(directory, 1, 40)
+    checkpoint(directory, 30)
+    end(directory, "stopped")
+
+    def refuse(_: Run) -> None:
+        raise ValueError("it <trains> elsewhere")
+
+    dashboard = live(Run(directory.path), refresh_s=0.05, resume=refuse)
+    eventually(lambda: not dashboard.following)
+    button_of(dashboard).click()
+    eventually(lambda: button_of(dashboard).description == "Not resumed")
+    assert "it &lt;trains&gt; elsewhere" in "".join(
+        child.value
+        for child in dashboard.children[0].children[:-1]
+        if hasattr(child, "value") and isinstance(child.value, str)
+    )
+
+
+def test_a_run_without_a_checkpoint_offers_no_resumption(directory: RunDir) -> None:
+    train(directory, 1, 10)
+    end(directory, "failed", "rank 0")
+    dashboard = live(Run(directory.path), refresh_s=0.05, resume=lambda _: None)
+    eventually(lambda: not dashboard.following)
+    assert button_of(dashboard).description == "Failed"
+
+
+def test_memory_of_every_rank_stands_in_its_panel_against_the_limit(directory: RunDir) -> None:
+    train(directory, 1, 10)
+    for rank in range(2):
+        event = {"peak_bytes": (rank + 1) * 2**30, "limit_bytes": 2**33, "stage": rank, "device": f"cuda:{rank}"}
+        append_event(directory.events, "memory", rank=rank, **event)
+    dashboard = live(Run(directory.path), refresh_s=0.05)
+    [panels] = dashboard.children[4].children
+    [bars] = [trace for trace in panels.data if trace.meta == "memory"]
+    assert list(bars.y) == [1.0, 2.0]
     dashboard.close()
 
 

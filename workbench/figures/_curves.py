@@ -24,6 +24,14 @@ Y_LABELS = {
     "mfu": "MFU",
 }
 
+MARKS: Mapping[str, tuple[str, int, str | None]] = {
+    "checkpoint": ("circle", 6, None),
+    "resume": ("triangle-right", 11, None),
+    "divergence": ("triangle-up", 12, "white"),
+}
+"""Symbol, size and outline (None: the run's colour) of each kind of event."""
+MARK_WORDS = {"checkpoint": "○ checkpoint", "resume": "▷ resumed", "divergence": "▲ diverges"}
+
 
 def loss_curves(
     curves: Sequence[CurveLike],
@@ -50,6 +58,8 @@ def loss_curves(
     figure = go.Figure(traces_of(drawn, x, y, smooth=smoothing > 0))
     _lay_out(figure, axes, x, y, log_y, title, many=len(drawn) > 8)
     figure.update_layout(updatemenus=_menus(figure, drawn, axes, x, y, log_y))
+    if key := mark_key(drawn):
+        figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 104})
     if not any(len(curve.raw) for curve in drawn):
         _say_nothing_yet(figure)
     return figure
@@ -84,12 +94,13 @@ def traces_of(drawn: Sequence[DrawnCurve], x: str, y: str, smooth: bool, complet
 
 
 def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str | None) -> list[go.Scatter]:
-    """Raw, smoothed, NaN crosses and end label of one run, in the order of `PARTS`; one legend entry for all."""
+    """One trace for each of `PARTS`, in that order; one legend entry for all."""
     line = curve.line if smooth else curve.raw
     parts = {
         "raw": _raw_trace(curve, smooth),
         "line": _line_trace(curve, line, y, smooth),
         "nan": _gap_trace(curve, y),
+        "mark": _mark_trace(curve, line),
         "end": _end_trace(curve, line, label_position),
     }
     for part, trace in parts.items():
@@ -144,6 +155,41 @@ def _gap_trace(curve: DrawnCurve, y: str) -> go.Scatter:
     )
 
 
+def _mark_trace(curve: DrawnCurve, line: Array) -> go.Scatter:
+    looks = [MARKS[mark.kind] for mark in curve.marks]
+    return go.Scatter(
+        y=_height_at(line, curve.mark_index),
+        mode="markers",
+        marker={
+            "symbol": [symbol for symbol, _, _ in looks],
+            "size": [size for _, size, _ in looks],
+            "color": [theme.ALERT if mark.kind == "divergence" else "white" for mark in curve.marks],
+            "line": {
+                "color": theme.ALERT if not looks else [color or curve.color for _, _, color in looks],
+                "width": 1.5,
+            },
+        },
+        customdata=[theme.text(mark.text) for mark in curve.marks],
+        hovertemplate="%{customdata}",
+    )
+
+
+def _height_at(values: Array, at: NDArray[np.int64]) -> Array:
+    """Values at the indices; where one is not finite, the last finite one before it."""
+    heights = np.asarray(values[at]) if len(values) else np.empty(0)
+    return (
+        heights if np.isfinite(heights).all() else np.where(np.isfinite(heights), heights, _height_before(values, at))
+    )
+
+
+def mark_key(drawn: Sequence[DrawnCurve]) -> str | None:
+    """What the symbols on the curves mean, as far as there are any."""
+    kinds = {mark.kind for curve in drawn for mark in curve.marks}
+    words = [words for kind, words in MARK_WORDS.items() if kind in kinds]
+    words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in drawn) else []
+    return " · ".join(words) or None
+
+
 def _height_before(values: Array, at: NDArray[np.int64]) -> Array:
     """The last finite value before each index, or the first one after where there is none."""
     finite = np.flatnonzero(np.isfinite(values))
@@ -176,8 +222,9 @@ def _label_positions(drawn: Sequence[DrawnCurve], x: str) -> list[str | None]:
     }
     if len(ends) > 8:
         return [None] * len(drawn)
-    span_x = max((float(np.nanmax(curve.x[x], initial=0.0)) for curve in drawn), default=0.0) or 1.0
-    finite = np.concatenate([curve.raw[np.isfinite(curve.raw)] for curve in drawn] or [np.empty(0)])
+    span_x = max((end_x for end_x, _ in ends.values()), default=0.0) or 1.0
+    shown = np.concatenate([curve.raw[curve.raw_index] for curve in drawn] or [np.empty(0)])
+    finite = shown[np.isfinite(shown)]
     span_y = float(np.ptp(finite)) if len(finite) else 0.0
     positions: list[str | None] = ["middle right"] * len(drawn)
     for index, (_, end_y) in ends.items():
@@ -202,7 +249,8 @@ def _heights_beside(
         if other != index and abs(other_x - end_x) < room:
             beside.append((other, other_y))
         elif other != index and other_x > end_x:
-            known = np.isfinite(drawn[other].line)
+            at = drawn[other].line_index
+            known = at[np.isfinite(drawn[other].line[at])]
             passing = np.interp(end_x + room / 2, drawn[other].x[x][known], drawn[other].line[known])
             beside.append((other, float(passing)))
     return beside

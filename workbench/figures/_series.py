@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +23,12 @@ POINT_BUDGET = 40_000
 SMOOTHING = 0.01
 
 
-PARTS = ("raw", "line", "nan", "end")
-"""What a run's curve is drawn of, from back to front: values, their average, where they break off, the last."""
+PARTS = ("raw", "line", "nan", "mark", "end")
+"""What a run's curve is drawn of, from back to front: values, their average, where they break off, events, the last."""
+
+MAX_MARKS = 100
+CONTEXT_POINTS = 200
+"""Of a trace that is zoomed into: points kept outside, so that zooming out shows the whole at once."""
 
 
 class Columns(Protocol):
@@ -43,6 +48,15 @@ class CurveLike(Protocol):
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Something that happened to a run at a step: `kind` is `checkpoint`, `resume` or `divergence`."""
+
+    kind: str
+    step: float
+    text: str
+
+
+@dataclass(frozen=True)
 class Curve:
     """What one run recorded: equally long columns, one value a logged step.
 
@@ -54,6 +68,7 @@ class Curve:
     name: str
     columns: Columns = field(repr=False)
     color: str | None = None
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,39 @@ def decimated(y: Array, max_points: int = MAX_POINTS) -> NDArray[np.int64]:
     return np.unique(np.concatenate([finite, gaps]))
 
 
+def focused(x: Array, y: Array, window: tuple[float, float] | None, max_points: int) -> NDArray[np.int64]:
+    """Indices as `decimated` keeps them, chosen anew among the points within `window` of the rising `x`.
+
+    Outside the window `CONTEXT_POINTS` stay, so that zooming out shows the whole until it is drawn anew.
+    """
+    if window is None or len(y) <= max_points:
+        return decimated(y, max_points)
+    first = max(0, int(np.searchsorted(x, window[0])) - 1)
+    end = min(len(y), int(np.searchsorted(x, window[1], side="right")) + 1)
+    inside = first + decimated(y[first:end], max_points - CONTEXT_POINTS)
+    outside = decimated(y, CONTEXT_POINTS)
+    return np.concatenate([outside[outside < first], inside, outside[outside >= end]])
+
+
+def diverged_at(raw: Array, line: Array) -> int | None:
+    """Index where a loss turned for good: its lowest smoothed value before the average rose far above it.
+
+    Far is a quarter of all that the average had fallen by, and six times the spread of the values around it
+    (1.4826 times the median absolute deviation, Rousseeuw and Croux 1993).
+    """
+    known = np.flatnonzero(np.isfinite(line) & np.isfinite(raw))
+    if len(known) < 20:
+        return None
+    values, residual = line[known], raw[known] - line[known]
+    lowest = np.minimum.accumulate(values)
+    spread = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
+    fallen = np.maximum.accumulate(values) - lowest
+    far = np.flatnonzero(values - lowest > np.maximum(0.25 * fallen, 6.0 * spread + 1e-3 * np.abs(lowest)))
+    if not len(far):
+        return None
+    return int(known[np.argmin(values[: far[0] + 1])])
+
+
 def gap_starts(y: Array) -> NDArray[np.int64]:
     """Index of the first NaN (or infinity) of every run of them."""
     bad = ~np.isfinite(y)
@@ -188,13 +236,13 @@ def smoothing_axis(curves: Sequence[CurveLike]) -> str:
 def smoothing_width(curves: Sequence[CurveLike], smoothing: float) -> float:
     """`smoothing` as a share of the longest curve, in the units of `smoothing_axis`; the same for every curve."""
     name = smoothing_axis(curves)
-    longest = max((np.nanmax(column(curve, name), initial=0.0) for curve in curves), default=0.0)
+    longest = max((_largest(column(curve, name)) for curve in curves), default=0.0)
     return float(smoothing * longest)
 
 
 @dataclass(frozen=True)
 class DrawnCurve:
-    """One run reduced to what is drawn; `x` holds each axis in its own unit, at the kept points."""
+    """One run prepared for drawing: whole arrays, and which points are shown; `x` holds each axis in its own unit."""
 
     name: str
     key: str
@@ -207,55 +255,103 @@ class DrawnCurve:
     dash: str
     gaps: NDArray[np.int64]
     x: Mapping[str, Array]
-    hover: Array
-    """Columns raw value, step, tokens at `line_index`."""
+    step: Array
+    tokens: Array
+    marks: tuple[Mark, ...]
 
     @property
+    def hover(self) -> Array:
+        """Columns raw value, step, tokens at `line_index`."""
+        return np.column_stack([values[self.line_index] for values in (self.raw, self.step, self.tokens)])
+
+    @cached_property
     def last(self) -> int | None:
         """Index of the last finite value."""
         finite = np.flatnonzero(np.isfinite(self.raw))
         return int(finite[-1]) if len(finite) else None
 
+    @cached_property
+    def mark_index(self) -> NDArray[np.int64]:
+        """Index of the last point at or before each mark's step."""
+        steps = np.array([mark.step for mark in self.marks], dtype=np.float64)
+        return np.clip(np.searchsorted(self.step, steps, side="right") - 1, 0, None).astype(np.int64)
+
     def points(self, part: str) -> NDArray[np.int64]:
         """Indices of the points that one of `PARTS` shows."""
         if part == "end":
             return np.array([] if self.last is None else [self.last], dtype=np.int64)
+        if part == "mark":
+            return self.mark_index
         return {"raw": self.raw_index, "line": self.line_index, "nan": self.gaps}[part]
+
+    def focused(self, axis: str, window: tuple[float, float] | None, budget: int) -> DrawnCurve:
+        """The same curve with its points chosen for what is visible of it."""
+        x = self.x[axis]
+        return replace(
+            self,
+            raw_index=focused(x, self.raw, window, budget),
+            line_index=focused(x, self.line, window, max(budget // 2, 2 * CONTEXT_POINTS)),
+        )
+
+
+def points_each(num_curves: int) -> int:
+    """Points of a trace where so many curves share a figure."""
+    return int(min(MAX_POINTS, max(2 * CONTEXT_POINTS, POINT_BUDGET / 2 / max(1, num_curves))))
 
 
 def draw(curves: Sequence[CurveLike], y: str, smoothing: float, scales: Mapping[str, float]) -> list[DrawnCurve]:
     """Smooth, then decimate; the same points serve every x axis, all of them being monotonic in the step."""
     width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
-    budget = int(min(MAX_POINTS, max(200, POINT_BUDGET / max(1, len(curves)))))
-    return [_drawn(curve, index, y, width, along, scales, budget) for index, curve in enumerate(curves)]
+    budget = points_each(len(curves))
+    return [drawn(curve, index, y, width, along, scales, budget) for index, curve in enumerate(curves)]
 
 
-def _drawn(
+def drawn(
     curve: CurveLike, index: int, y: str, width: float, along: str, scales: Mapping[str, float], budget: int
 ) -> DrawnCurve:
+    """One curve of a figure, the `index`-th, smoothed over `width` of the column `along`."""
     raw = column(curve, y)
     position = column(curve, along)
     line = smoothed(position, raw, width) if len(position) == len(raw) else raw
-    line_index = decimated(line, budget if width <= 0 else budget // 2)
-    hover = np.column_stack([_or_nan(curve, name, len(raw))[line_index] for name in (y, "step", "tokens")])
     return DrawnCurve(
         name=curve.name,
         key=str(index),
         color=color_of(curve, index),
         dash="solid" if index < len(theme.PALETTE) else "dash",
         raw_index=decimated(raw, budget),
-        line_index=line_index,
+        line_index=decimated(line, budget if width <= 0 else max(budget // 2, 2 * CONTEXT_POINTS)),
         raw=raw,
         line=line,
         gaps=gap_starts(raw)[:100],
         x={axis: _or_nan(curve, X_AXES[axis].column, len(raw)) / scale for axis, scale in scales.items()},
-        hover=hover,
+        step=_or_nan(curve, "step", len(raw)),
+        tokens=_or_nan(curve, "tokens", len(raw)),
+        marks=marks_of(curve, raw, line) if y == "loss" and len(raw) else (),
     )
+
+
+def marks_of(curve: CurveLike, raw: Array, line: Array) -> tuple[Mark, ...]:
+    """What was recorded of a run, at most `MAX_MARKS`, and the divergence that its loss shows."""
+    recorded = tuple(getattr(curve, "marks", ()))
+    every = -(-len(recorded) // MAX_MARKS) or 1
+    marks = recorded[::-1][::every][::-1]
+    turned = diverged_at(raw, line)
+    if turned is None:
+        return marks
+    step = float(_or_nan(curve, "step", len(raw))[turned])
+    return (*marks, Mark("divergence", step, f"diverges after step {step:,.0f}"))
 
 
 def _or_nan(curve: CurveLike, name: str, length: int) -> Array:
     values = column(curve, name)
     return values if len(values) == length else np.full(length, np.nan)
+
+
+def _largest(values: Array) -> float:
+    """Of a column that rises with the step, so that its last value is enough where there is one."""
+    if len(values) and np.isfinite(values[-1]):
+        return float(values[-1])
+    return float(np.nanmax(values, initial=0.0))
 
 
 def axes_of(curves: Sequence[CurveLike]) -> dict[str, tuple[float, str]]:
@@ -264,6 +360,6 @@ def axes_of(curves: Sequence[CurveLike]) -> dict[str, tuple[float, str]]:
     axes = {}
     for name, axis in X_AXES.items():
         columns = [column(curve, axis.column) for curve in begun]
-        if all(np.isfinite(values).any() for values in columns):
-            axes[name] = axis.unit(max((float(np.nanmax(values)) for values in columns), default=0.0))
+        if all(len(values) and (np.isfinite(values[-1]) or np.isfinite(values).any()) for values in columns):
+            axes[name] = axis.unit(max(map(_largest, columns), default=0.0))
     return axes

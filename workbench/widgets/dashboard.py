@@ -1,6 +1,6 @@
-"""The live dashboard: curves that grow in place, one row of facts and a stop button for every run.
+"""The live dashboard: curves that grow in place, and for every run its facts, its progress and a button.
 
-One daemon thread reads the runs' directories and is the only writer of the figure; the controls only
+One daemon thread reads the runs' directories and is the only writer of the figures; the controls only
 leave a wish and wake it. It ends when every run has, or when the dashboard is closed. A dashboard holds
 nothing that matters: after a kernel restart, call `live` again.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,21 +20,19 @@ from IPython.display import display
 
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
-from workbench.figures._curves import hover_title, loss_curves, traces_of
-from workbench.figures._series import SMOOTHING, X_AXES, Curve, axes_of, draw
+from workbench.figures._curves import loss_curves
+from workbench.figures._series import SMOOTHING, X_AXES, axes_of
 from workbench.figures.export import mimebundle
+from workbench.widgets.drawing import LossFigure, PanelsFigure
+from workbench.widgets.rows import Resume, RunRow, failures_html, heard_while_busy, rows_html
 from workbench.widgets.watch import Snapshot, Watch
 
-REFRESH_S = 0.5
-
-STATE_COLORS = {
-    "queued": "#6B7280",
-    "starting": "#9A6B00",
-    "running": "#0072B2",
-    "finished": "#00785A",
-    "stopped": "#5B6472",
-    "failed": theme.ALERT,
-}
+REFRESH_S = 0.1
+"""Between two looks at the runs' directories."""
+REST = 3.0
+"""After drawing for so long, rest at least this many times longer: the kernel has other work."""
+OFFER_S = 1800.0
+"""For so long after the last run has ended, a button offers to resume it. A saved notebook cannot show a button."""
 
 
 class RunLike(Protocol):
@@ -46,49 +45,40 @@ class RunLike(Protocol):
 class Live(widgets.VBox):
     """What `live` returns: a widget. `close()` ends it; the runs go on."""
 
-    def __init__(self, runs: Sequence[RunLike], x: str, smoothing: float, refresh_s: float) -> None:
+    def __init__(
+        self, runs: Sequence[RunLike], x: str, smoothing: float, refresh_s: float, resume: Resume | None = None
+    ) -> None:
         self._watches = [Watch(Path(run.path)) for run in runs]
         self._snapshots: list[Snapshot] = [watch.read() for watch in self._watches]
-        self._refresh_s = refresh_s
+        self._refresh_s, self._resume = refresh_s, resume
         self._wake, self._closed, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._handles: list[Any] = []
+        self._handles: list[tuple[Any, Any]] = []
+        self._offer_ends: threading.Timer | None = None
         self._drawn_as: tuple[Any, ...] | None = None
-        self._heading = ""
-        self._rows = [RunRow(watch) for watch in self._watches]
-        self._x = widgets.Dropdown(
-            options=[(axis.label, name) for name, axis in X_AXES.items()], value=x, description="x axis"
-        )
-        self._smoothing = widgets.FloatSlider(
-            value=smoothing,
-            min=0.0,
-            max=0.1,
-            step=0.005,
-            description="smoothing",
-            readout_format=".1%",
-            continuous_update=False,
-        )
-        self._log = widgets.ToggleButton(value=False, description="log loss", layout={"width": "90px"})
-        for control in (self._x, self._smoothing, self._log):
-            control.observe(lambda _: self._wake.set(), names="value")
-        heard_while_busy(self._x, self._smoothing, self._log)
-        self._figure = go.FigureWidget(_first_figure(self._snapshots, x, smoothing))
-        self._figure._config = {"responsive": True, "displaylogo": False}  # plotly's own way to set a widget's config
-        self._note = widgets.HTML()
+        self._rows = [
+            RunRow(watch, theme.series_color(index), resume, self._go_on) for index, watch in enumerate(self._watches)
+        ]
+        self._controls = Controls(x, smoothing, self._wake.set)
+        self._loss = LossFigure(self._snapshots, x, smoothing, self._wake.set)
+        self._panels = PanelsFigure()
+        self._key, self._note = widgets.HTML(), widgets.HTML()
         super().__init__(
             children=(
                 *(row.box for row in self._rows),
-                widgets.HBox((self._x, self._smoothing, self._log)),
-                self._figure,
+                self._controls.box,
+                self._loss.widget,
+                self._key,
+                self._panels.box,
                 self._note,
             ),
         )
         self._refresh()
-        self._thread = threading.Thread(target=self._follow, name="workbench-live", daemon=True)
-        self._thread.start()
+        self._follow_in_thread()
 
     @property
     def figure(self) -> go.FigureWidget:
-        return self._figure
+        """The loss curves."""
+        return self._loss.widget
 
     @property
     def following(self) -> bool:
@@ -99,21 +89,30 @@ class Live(widgets.VBox):
         """Stop following and take the dashboard off the page; the runs go on."""
         self._closed.set()
         self._wake.set()
+        if self._offer_ends is not None:
+            self._offer_ends.cancel()
         super().close()
+
+    def _follow_in_thread(self) -> None:
+        self._thread = threading.Thread(target=self._follow, name="workbench-live", daemon=True)
+        self._thread.start()
 
     def _follow(self) -> None:
         """The thread's whole life. It must not print: output of a thread lands in whichever cell runs."""
+        rest_s = self._refresh_s
         try:
             while not self._closed.is_set():
-                self._wake.wait(self._refresh_s)
+                self._wake.wait(rest_s)
                 self._wake.clear()
                 if self._closed.is_set():
                     return
+                started = time.monotonic()
                 self._snapshots = [
-                    last if last.status.final else watch.read()
+                    last if last.status.final and not watch.grew else watch.read()
                     for watch, last in zip(self._watches, self._snapshots, strict=True)
                 ]
                 self._refresh()
+                rest_s = max(self._refresh_s, REST * (time.monotonic() - started))
                 if all(snapshot.status.final for snapshot in self._snapshots):
                     self._ended.set()
                     self._leave_plain_figure()
@@ -127,117 +126,140 @@ class Live(widgets.VBox):
     def _refresh(self) -> None:
         for row, snapshot in zip(self._rows, self._snapshots, strict=True):
             row.show(snapshot)
-        self._note.value = _failures(self._snapshots)
-        wish = (self._x.value, self._smoothing.value, self._log.value)
-        state = (wish, *(len(snapshot.history) for snapshot in self._snapshots))
+        self._note.value = failures_html(self._snapshots)
+        wish = self._controls.wish
+        x, smoothing, log_x, log_y = wish
+        final = all(snapshot.status.final for snapshot in self._snapshots)
+        points = tuple((len(snapshot.history), snapshot.step, snapshot.marks) for snapshot in self._snapshots)
+        state = (wish, self._loss.window, points)
         if state != self._drawn_as:
-            self._draw(*wish)
-            self._drawn_as = state
-
-    def _draw(self, x: str, smoothing: float, log: bool) -> None:
-        curves = [snapshot.curve for snapshot in self._snapshots]
-        axes = axes_of(curves)
-        x = x if x in axes else "step"
-        scale, heading = axes[x]
-        fresh = _traces(curves, x, scale, smoothing)
-        with self._figure.batch_update():
-            for trace, source in zip(self._figure.data, fresh, strict=True):
-                _refill(trace, source)
-            if heading != self._heading:
-                self._figure.layout.xaxis.update(
-                    title={"text": heading}, unifiedhovertitle={"text": hover_title(heading)}, autorange=True
-                )
-            if (self._figure.layout.yaxis.type == "log") != log:
-                self._figure.layout.yaxis.update(type="log" if log else "linear", autorange=True)
-        self._heading = heading
+            self._loss.draw(self._snapshots, x, smoothing, log_x, log_y)
+            self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{self._loss.key or ""}</small>'
+        asked = self._drawn_as is None or state[:2] != self._drawn_as[:2]
+        self._panels.draw(self._snapshots, x, smoothing, log_x, self._loss.window, now=asked or final)
+        self._drawn_as = (wish, self._loss.window, points)
 
     def _ipython_display_(self) -> None:
-        self._handles.append(display(self._bundle(), raw=True, display_id=True))
+        shown = display(self._bundle(), raw=True, display_id=True)
+        nothing = {"text/html": "", "text/plain": ""}
+        offer = display(nothing, raw=True, display_id=True) if self._resume is not None else None
+        self._handles.append((shown, offer))
         if self._ended.is_set():  # the runs were over before the dashboard was shown
             self._leave_plain_figure()
 
     def _bundle(self) -> dict[str, Any]:
         """The widget, and beside it what shows where no kernel runs: a saved notebook, papermill, GitHub."""
-        return {**self._repr_mimebundle_(), "text/html": _static_html(self._snapshots)}
+        return {**self._repr_mimebundle_(), "text/html": rows_html(self._snapshots)}
 
     def _leave_plain_figure(self) -> None:
-        """Put a plain figure in the widget's place: a saved notebook then shows the curves without a kernel."""
-        figure = final_figure(self._snapshots, self._x.value, self._smoothing.value, self._log.value)
-        bundle = {**mimebundle(figure), "text/html": _static_html(self._snapshots)}
-        for handle in self._handles:
-            handle.update(bundle, raw=True)
+        """Put a plain figure in the widget's place: a saved notebook then shows the curves without a kernel.
+
+        Below it stand the runs that can be resumed, for a while.
+        """
+        x, smoothing, _, log_y = self._controls.wish
+        figure = final_figure(self._snapshots, x, smoothing, log_y)
+        bundle = {**mimebundle(figure), "text/html": rows_html(self._snapshots)}
+        rows = [row for row in self._rows if row.offers_resume]
+        offer = self._offer_bundle(rows) if rows else None
+        for shown, below in self._handles:
+            shown.update(bundle, raw=True)
+            if offer is not None:
+                below.update(offer, raw=True)
+        if offer is not None and self._handles:
+            self._offer_ends = threading.Timer(OFFER_S, self._withdraw_offer)
+            self._offer_ends.daemon = True
+            self._offer_ends.start()
+
+    def _offer_bundle(self, rows: Sequence[RunRow]) -> dict[str, Any]:
+        box = widgets.VBox([row.box for row in rows])
+        return {**box._repr_mimebundle_(), "text/html": self._resume_words(rows)}
+
+    def _withdraw_offer(self) -> None:
+        words = self._resume_words([row for row in self._rows if row.offers_resume])
+        for _, below in self._handles:
+            below.update({"text/html": words, "text/plain": ""}, raw=True)
+
+    @staticmethod
+    def _resume_words(rows: Sequence[RunRow]) -> str:
+        calls = "".join(f"<div><code>wb.resume({html.escape(repr(row.name))})</code></div>" for row in rows)
+        return f"{calls}continues from the last checkpoint." if rows else ""
+
+    def _go_on(self) -> None:
+        """A run was resumed: show the dashboard again, if it had given way."""
+        if self.following:
+            self._wake.set()
+            return
+        if self._offer_ends is not None:
+            self._offer_ends.cancel()
+        self._ended.clear()
+        self._snapshots = [watch.read() for watch in self._watches]
+        for shown, below in self._handles:
+            below.update({"text/html": "", "text/plain": ""}, raw=True)
+            shown.update(self._bundle(), raw=True)
+        self._follow_in_thread()
 
 
-class RunRow:
-    """Badge, name, progress bar, facts and stop button of one run."""
+class Controls:
+    """X axis, smoothing and logarithmic axes; `changed` is called when the user turns to another."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._badge = widgets.HTML(layout={"width": "76px"})
-        self._name = widgets.HTML(layout={"width": "180px"})
-        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout={"width": "130px"})
-        self._facts = widgets.HTML(layout={"flex": "1 1 0", "margin": "0 0 0 10px"})
-        self._stop = widgets.Button(
-            description="Stop", icon="stop", tooltip="Write a checkpoint and end this run", layout={"width": "100px"}
+    def __init__(self, x: str, smoothing: float, changed: Any) -> None:
+        self._x = widgets.Dropdown(
+            options=[(axis.label, name) for name, axis in X_AXES.items()],
+            value=x,
+            description="x axis",
+            layout={"width": "220px"},
         )
-        self._stop.on_click(self._ask_to_stop)
-        heard_while_busy(self._stop)
-        self.box = widgets.HBox(
-            (self._badge, self._name, self._bar, self._facts, self._stop), layout={"align_items": "center"}
+        self._smoothing = widgets.FloatSlider(
+            value=smoothing,
+            min=0.0,
+            max=0.1,
+            step=0.005,
+            description="smoothing",
+            readout_format=".1%",
+            continuous_update=False,
         )
+        self._log_x = widgets.ToggleButton(value=False, description="log x", layout={"width": "80px"})
+        self._log_y = widgets.ToggleButton(value=False, description="log loss", layout={"width": "80px"})
+        controls = (self._x, self._smoothing, self._log_x, self._log_y)
+        for control in controls:
+            control.observe(lambda _: changed(), names="value")
+        heard_while_busy(*controls)
+        self.box = widgets.HBox(controls)
 
-    def _ask_to_stop(self, _: Any) -> None:
-        self._stop.disabled = True
-        self._stop.description = "Stopping …"
-        self._watch.stop()
-
-    def show(self, snapshot: Snapshot) -> None:
-        state = snapshot.status.state
-        self._badge.value = badge(state)
-        self._name.value = f'<b title="{html.escape(snapshot.name)}">{html.escape(snapshot.name)}</b>'
-        self._bar.value = snapshot.progress
-        self._bar.style.bar_color = STATE_COLORS[state]
-        message = f" · {snapshot.status.message}" if snapshot.status.message and state != "failed" else ""
-        self._facts.value = f'<span style="font-size:12px">{html.escape(snapshot.facts + message)}</span>'
-        if snapshot.status.final:
-            self._stop.disabled = True
-            self._stop.description = state.capitalize()
-
-
-def heard_while_busy(*controls: widgets.Widget) -> None:
-    """Let controls be used while a cell runs; their callbacks then run in another thread than the cell's.
-
-    JupyterLab addresses a widget's messages to a subshell of the kernel for that very reason, and ipykernel
-    7.1 to 7.3 deliver them there. 7.4 delivers them to the loop that last published for the widget: the main
-    one, which is busy. Where it does so, the address that JupyterLab wrote is restored.
-    """
-    for control in controls:
-        if hasattr(control.comm, "_reply_subshell_for"):
-            control.comm._reply_subshell_for = lambda _data, address: address
+    @property
+    def wish(self) -> tuple[str, float, bool, bool]:
+        """(x axis, smoothing, logarithmic x, logarithmic loss)."""
+        return self._x.value, self._smoothing.value, self._log_x.value, self._log_y.value
 
 
 def live(
-    runs: RunLike | Iterable[RunLike], x: str = "tokens", smoothing: float = SMOOTHING, refresh_s: float = REFRESH_S
+    runs: RunLike | Iterable[RunLike],
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+    refresh_s: float = REFRESH_S,
+    resume: Resume | None = None,
 ) -> Live:
     """A dashboard that follows the runs while they train, whichever kernel launched them.
 
     `x` is the first x axis shown: `step`, `tokens`, `time`, `flops` or `gpu_hours`; `refresh_s` the seconds
-    between updates. Show the result as the last line of a cell. When all runs have ended the widget gives
-    way to a plain figure, which a saved notebook keeps.
+    between looks at the runs. `resume` is what a button calls to continue a run that ended early; without it
+    there is no such button. Show the result as the last line of a cell. When all runs have ended the widget
+    gives way to a plain figure, which a saved notebook keeps.
 
     Raises `UnknownParameter` for an x axis that does not exist.
     """
     if x not in X_AXES:
         raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}", parameter="x", value=x)
     chosen = list(runs) if isinstance(runs, Iterable) else [runs]
-    return Live(chosen, x, smoothing, refresh_s)
+    return Live(chosen, x, smoothing, refresh_s, resume)
 
 
 def final_figure(snapshots: Sequence[Snapshot], x: str, smoothing: float, log: bool) -> go.Figure:
     """The curves as `compare` draws them, with how each run ended under the title."""
     curves = [snapshot.curve for snapshot in snapshots]
     figure = loss_curves(curves, x=x if x in axes_of(curves) else "step", smoothing=smoothing, log_y=log)
-    lines = [theme.text(_ending(snapshot)) for snapshot in snapshots]
+    key = figure.layout.title.subtitle.text
+    lines = [theme.text(_ending(snapshot)) for snapshot in snapshots] + ([key] if key else [])
     figure.update_layout(title={"subtitle": {"text": "<br>".join(lines)}}, margin={"t": 100 + 18 * len(lines)})
     figure.update_layout(height=480 + 18 * len(lines))
     return figure
@@ -247,54 +269,3 @@ def _ending(snapshot: Snapshot) -> str:
     """`"scaled: stopped, step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · Stopped at step 812."`"""
     why = str(snapshot.failure).splitlines()[0] if snapshot.failure else snapshot.status.message
     return f"{snapshot.name}: {snapshot.status.state}, {snapshot.facts}" + (f" · {why}" if why else "")
-
-
-def badge(state: str) -> str:
-    return (
-        f'<span style="background:{STATE_COLORS[state]};color:white;border-radius:8px;padding:1px 8px;'
-        f'font-size:11px;font-weight:600">{html.escape(state)}</span>'
-    )
-
-
-def _first_figure(snapshots: Sequence[Snapshot], x: str, smoothing: float) -> go.Figure:
-    """Every part that each run's curve can have, also those without a point yet: updates never add a trace."""
-    curves = [snapshot.curve for snapshot in snapshots]
-    axes = axes_of(curves)
-    x = x if x in axes else "step"
-    figure = loss_curves(curves, x=x)
-    figure.update_layout(title={"text": None}, margin={"t": 16}, height=420, autosize=True)
-    figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
-    figure.add_traces(_traces(curves, x, axes[x][0], smoothing))
-    return figure
-
-
-def _traces(curves: Sequence[Curve], x: str, scale: float, smoothing: float) -> list[go.Scatter]:
-    return traces_of(draw(curves, "loss", smoothing, {x: scale}), x, "loss", smooth=smoothing > 0, complete=True)
-
-
-def _refill(trace: go.Scatter, source: go.Scatter) -> None:
-    """Take over what changes as a run goes on; what stays is not sent again."""
-    trace.x, trace.y = source.x, source.y
-    if source.meta == "line":
-        trace.customdata, trace.mode, trace.hovertemplate = source.customdata, source.mode, source.hovertemplate
-    if source.meta == "end":
-        trace.text, trace.mode, trace.textposition = source.text, source.mode, source.textposition
-
-
-def _failures(snapshots: Sequence[Snapshot]) -> str:
-    found = [snapshot.failure_html for snapshot in snapshots if snapshot.failure is not None]
-    if not found:
-        return ""
-    lines = "".join(f"<div>{text}</div>" for text in found)
-    return f'<div style="border-left:3px solid {theme.ALERT};padding:4px 10px">{lines}</div>'
-
-
-def _static_html(snapshots: Sequence[Snapshot]) -> str:
-    """The same rows without a widget, as they stood when this was written."""
-    rows = "".join(
-        f"<tr><td style='text-align:left'>{badge(s.status.state)}</td>"
-        f"<td style='text-align:left'><b>{html.escape(s.name)}</b></td>"
-        f"<td style='text-align:left'>{html.escape(s.facts)}</td></tr>"
-        for s in snapshots
-    )
-    return f"<table>{rows}</table>{_failures(snapshots)}"

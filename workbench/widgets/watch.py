@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from workbench.errors import RunFailed
-from workbench.figures._series import Curve
+from workbench.figures._series import Curve, Mark
 from workbench.rundir import RunDir, read_json
 from workbench.runs.history import History, HistoryTail
 from workbench.runs.run import Run, Status
@@ -19,6 +21,8 @@ from workbench.units import count, duration
 
 RECENT_STEPS = 20
 """Speed and ETA are taken over this many logged steps."""
+STATUS_S = 0.5
+"""Between two looks at which processes live; events are read at every tick."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,12 @@ class Snapshot:
     phase: str
     """What rank 0 last finished before its first step (`capture`, `build`, …), or empty."""
     failure: RunFailed | None
+    marks: tuple[Mark, ...] = ()
+    """Checkpoints and resumptions."""
+    memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The latest `memory` event of each rank."""
+    resumable: bool = False
+    """Whether it ended early and left a checkpoint."""
 
     @property
     def step(self) -> int:
@@ -71,7 +81,7 @@ class Snapshot:
 
     @property
     def curve(self) -> Curve:
-        return Curve(self.name, self.history)
+        return Curve(self.name, self.history, marks=self.marks)
 
     @property
     def failure_html(self) -> str:
@@ -99,9 +109,15 @@ class Watch:
 
     def __init__(self, path: Path) -> None:
         self._run = Run(path)
-        self._tail = HistoryTail(RunDir(path).events)
-        self._steps = self._read_steps(RunDir(path))
+        self._dir = RunDir(path)
+        self._tail = HistoryTail(self._dir.events)
+        self._steps = self._read_steps(self._dir)
         self._phase = ""
+        self._size = 0
+        self._marks: tuple[Mark, ...] = ()
+        self._memory: dict[int, dict[str, Any]] = {}
+        self._status = self._run.status
+        self._status_at = time.monotonic()
 
     @staticmethod
     def _read_steps(directory: RunDir) -> int | None:
@@ -111,19 +127,81 @@ class Watch:
             return None
 
     @property
+    def run(self) -> Run:
+        return self._run
+
+    @property
     def name(self) -> str:
         return self._run.name
 
     def read(self) -> Snapshot:
         """What has happened by now; the state is read before the steps, so that a final state has them all."""
-        status = self._run.status
+        if time.monotonic() - self._status_at >= STATUS_S:
+            self._look()
         history = self._tail.read()
         for event in self._tail.events:
-            if event["type"] == "phase":
-                self._phase = str(event["name"])
+            self._note(event)
+        if any(event["type"] in ("status", "start") for event in self._tail.events):
+            self._look()
+            if self._status.final:
+                history = self._tail.read()
+        status = self._status
         failure = self._run.error() if status.state == "failed" else None
-        return Snapshot(self.name, status, self._steps, history, self._phase, failure)
+        return Snapshot(
+            self.name,
+            status,
+            self._steps,
+            history,
+            self._phase,
+            failure,
+            self._marks,
+            dict(self._memory),
+            status.final and self._can_resume(history),
+        )
+
+    @property
+    def grew(self) -> bool:
+        """Whether anything was recorded since the last call of this property that said so."""
+        try:
+            size = self._dir.events.stat().st_size
+        except OSError:
+            return False
+        grown, self._size = size != self._size, size
+        return grown
+
+    def _look(self) -> None:
+        self._status, self._status_at = self._run.status, time.monotonic()
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        if event["type"] == "phase":
+            self._phase = str(event["name"])
+        elif event["type"] == "checkpoint":
+            step = int(event["step"])
+            self._marks = (*self._marks, Mark("checkpoint", step, f"checkpoint at step {step:,}"))
+        elif event["type"] == "memory":
+            self._memory[int(event["rank"])] = dict(event)
+        elif event["type"] == "start":
+            self._restarted(event.get("resumed_from"))
+
+    def _restarted(self, resumed_from: Any) -> None:
+        """A resumed run repeats what came after its checkpoint, maybe with other steps to go; a fresh start all."""
+        self._steps = self._read_steps(self._dir)
+        step = resumed_step(resumed_from)
+        kept = tuple(mark for mark in self._marks if mark.step <= step)
+        self._marks = (*kept, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
+        self._memory.clear()
+
+    def _can_resume(self, history: History) -> bool:
+        step = int(history.step[-1]) if len(history) else 0
+        unfinished = self._steps is not None and step < self._steps
+        kept = (int(mark.step) for mark in reversed(self._marks) if mark.kind == "checkpoint")
+        return unfinished and any(self._dir.checkpoint(step).is_dir() for step in kept)
 
     def stop(self) -> None:
         """Ask the run to checkpoint and leave."""
         self._run.stop()
+
+
+def resumed_step(value: Any) -> int:
+    """The step of `start`'s `resumed_from`: a checkpoint's path (`…/step-00000400`), a step, or None."""
+    return int(value.rpartition("step-")[2]) if isinstance(value, str) else int(value or 0)

@@ -1,0 +1,193 @@
+"""The two figures of a dashboard, kept up to date: what has not changed is neither computed nor sent again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+
+from workbench.figures._curves import hover_title, loss_curves, mark_key, traces_of
+from workbench.figures._panels import memory_traces, panel_names, panels, rate_traces
+from workbench.figures._series import PARTS, DrawnCurve, axes_of, drawn, points_each, smoothing_axis, smoothing_width
+from workbench.widgets.rows import heard_while_busy
+from workbench.widgets.watch import Snapshot
+
+PANELS_S = 1.0
+"""Between two drawings of the panels: rates and memory change slowly."""
+WIDTH_STEP = 1.02
+"""A run's smoothed line is computed anew when the width that all runs share has grown by so much."""
+
+Window = tuple[float, float] | None
+
+
+class LossFigure:
+    """Loss of all runs; `draw` brings it up to date, `on_zoom` tells when the user looks at another part."""
+
+    def __init__(self, snapshots: Sequence[Snapshot], x: str, smoothing: float, on_zoom: Callable[[], None]) -> None:
+        self._kept: dict[int, tuple[Any, DrawnCurve]] = {}
+        self._shown: list[Any] = [None] * len(snapshots)
+        curves = [snapshot.curve for snapshot in snapshots]
+        axes = axes_of(curves)
+        x = x if x in axes else "step"
+        figure = loss_curves(curves, x=x)
+        figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 16}, height=420, autosize=True)
+        figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
+        smooth = smoothing > 0
+        figure.add_traces(
+            traces_of(self._drawn(snapshots, x, axes[x][0], smoothing), x, "loss", smooth=smooth, complete=True)
+        )
+        self.widget = go.FigureWidget(figure)
+        self.widget._config = {"responsive": True, "displaylogo": False}  # plotly's own way to set a widget's config
+        self._on_zoom = on_zoom
+        self._range: Window = None
+        self._whole = True
+        self.widget.layout.on_change(self._zoomed, "xaxis.range", "xaxis.autorange")
+        heard_while_busy(self.widget)
+        self._heading = axes[x][1]
+
+    def _zoomed(self, _: Any, visible: Any, autorange: Any) -> None:
+        """A drag reports a range and leaves `autorange` as it was; a double click reports `autorange` alone."""
+        moved = visible is not None and tuple(visible) != self._range
+        if moved:
+            low, high = sorted(map(float, visible))
+            self._range, self._whole = (low, high), False
+        elif autorange:
+            self._whole = True
+        self._on_zoom()
+
+    @property
+    def window(self) -> Window:
+        """The part of the x axis that the user zoomed into, in the axis' unit; None for the whole."""
+        if self._whole or self._range is None:
+            return None
+        low, high = self._range
+        return (10**low, 10**high) if self.widget.layout.xaxis.type == "log" else (low, high)
+
+    def draw(self, snapshots: Sequence[Snapshot], x: str, smoothing: float, log_x: bool, log_y: bool) -> None:
+        """Bring every run up to date, with points chosen for what is visible."""
+        axes = axes_of([snapshot.curve for snapshot in snapshots])
+        x = x if x in axes else "step"
+        scale, heading = axes[x]
+        moved = heading != self._heading or (self.widget.layout.xaxis.type == "log") != log_x
+        window = None if moved else self.window
+        budget = points_each(len(snapshots))
+        whole = self._drawn(snapshots, x, scale, smoothing)
+        visible = [curve.focused(x, window, budget) if window else curve for curve in whole]
+        fresh = traces_of(visible, x, "loss", smooth=smoothing > 0, complete=True)
+        with self.widget.batch_update():
+            for index, curve in enumerate(whole):
+                state = (id(curve), window, smoothing > 0)
+                first = index * len(PARTS)
+                pairs = list(zip(self.widget.data[first : first + len(PARTS)], fresh[first:], strict=False))
+                for trace, source in pairs if state != self._shown[index] else pairs[-1:]:
+                    _refill(trace, source)
+                self._shown[index] = state
+            if moved:
+                self.widget.layout.xaxis.update(
+                    title={"text": heading},
+                    unifiedhovertitle={"text": hover_title(heading)},
+                    type="log" if log_x else "linear",
+                    autorange=True,
+                )
+            if (self.widget.layout.yaxis.type == "log") != log_y:
+                self.widget.layout.yaxis.update(type="log" if log_y else "linear", autorange=True)
+        self._heading = heading
+
+    @property
+    def key(self) -> str | None:
+        """What the symbols on the curves mean."""
+        return mark_key([curve for _, curve in self._kept.values()])
+
+    def _drawn(self, snapshots: Sequence[Snapshot], x: str, scale: float, smoothing: float) -> list[DrawnCurve]:
+        """Each run smoothed and thinned, from the last drawing where nothing changed."""
+        curves = [snapshot.curve for snapshot in snapshots]
+        width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
+        if width > 0:
+            width = WIDTH_STEP ** math.ceil(math.log(width, WIDTH_STEP))
+        budget = points_each(len(curves))
+        for index, (snapshot, curve) in enumerate(zip(snapshots, curves, strict=True)):
+            state = (len(snapshot.history), snapshot.step, snapshot.marks, x, scale, width, along)
+            if index not in self._kept or self._kept[index][0] != state:
+                self._kept[index] = (state, drawn(curve, index, "loss", width, along, {x: scale}, budget))
+        return [self._kept[index][1] for index in range(len(curves))]
+
+
+def _refill(trace: go.Scatter, source: go.Scatter) -> None:
+    """Take over what changes as a run goes on; what stays is not sent again."""
+    trace.x, trace.y = source.x, source.y
+    if source.meta == "line":
+        trace.customdata, trace.mode, trace.hovertemplate = source.customdata, source.mode, source.hovertemplate
+    elif source.meta == "mark":
+        trace.customdata, trace.marker = source.customdata, source.marker
+    elif source.meta == "end":
+        trace.text, trace.mode, trace.textposition = source.text, source.mode, source.textposition
+
+
+class PanelsFigure:
+    """Speed, gradient norm, learning rate and memory of all runs; made anew when a run brings another panel."""
+
+    def __init__(self) -> None:
+        self.box = widgets.VBox()
+        self._names: list[str] = []
+        self._state: Any = None
+        self._drawn_at = -PANELS_S
+        self._widget: go.FigureWidget | None = None
+
+    def draw(
+        self, snapshots: Sequence[Snapshot], x: str, smoothing: float, log_x: bool, window: Window, now: bool
+    ) -> None:
+        """Bring every panel up to date if it is time to, or at once with `now`."""
+        state = (x, smoothing, log_x, window, *((len(s.history), len(s.memory)) for s in snapshots))
+        if state == self._state or not (now or time.monotonic() - self._drawn_at >= PANELS_S):
+            return
+        self._state, self._drawn_at = state, time.monotonic()
+        curves, peaks = [s.curve for s in snapshots], [s.memory for s in snapshots]
+        names = panel_names(curves, peaks)
+        axes = axes_of(curves)
+        x = x if x in axes else "step"
+        scale, heading = axes[x]
+        if names != self._names or self._widget is None:
+            self._rebuild(names, panels(curves, peaks, x, smoothing, names, window))
+        if self._widget is None:
+            return
+        fresh: list[Any] = []
+        for name in names:
+            fresh += (
+                memory_traces(curves, peaks)
+                if name == "memory"
+                else rate_traces(curves, name, x, scale, smoothing, window)
+            )
+        with self._widget.batch_update():
+            for trace, source in zip(self._widget.data, fresh, strict=True):
+                trace.x, trace.y = source.x, source.y
+                if source.meta == "memory":
+                    trace.customdata = source.customdata
+            for position, name in enumerate(names):
+                if name != "memory":
+                    axis = self._widget.layout[f"xaxis{position + 1 if position else ''}"]
+                    _set_window(axis, heading, log_x, window)
+
+    def _rebuild(self, names: list[str], figure: go.Figure) -> None:
+        self._names = names
+        old, self._widget = self._widget, go.FigureWidget(figure) if names else None
+        if self._widget is not None:
+            self._widget._config = {"responsive": True, "displayModeBar": False}
+            heard_while_busy(self._widget)
+        self.box.children = (self._widget,) if self._widget is not None else ()
+        if old is not None:
+            old.close()
+
+
+def _set_window(axis: Any, heading: str, log_x: bool, window: Window) -> None:
+    if axis.title.text:
+        axis.title.text = heading
+    axis.type = "log" if log_x else "linear"
+    if window is None:
+        axis.autorange = True
+    else:
+        low, high = window
+        axis.range = [math.log10(max(low, 1e-12)), math.log10(max(high, 1e-12))] if log_x else [low, high]
