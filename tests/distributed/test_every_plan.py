@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -17,19 +18,29 @@ from torch import fx, nn
 
 from tests.distributed import zoo
 from tests.distributed.harness import forced_plan, launch, place
+from tests.distributed.test_training import Outcome, batch_of, experiment_of, plain, worst
 from workbench.capture import Graph, capture, spec_of
+from workbench.capture.tensor_parallel import plan_tensor
 from workbench.execution.build import build_stage
 from workbench.execution.context import StepContext
 from workbench.execution.optim import OffloadedAdamW
-from workbench.execution.shard import full
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
+from workbench.execution.tensor_parallel import replicated_dropout
 from workbench.execution.trainer import Trainer
-from workbench.experiment import Experiment
 
 TOLERANCE = 1e-5
 MICRO_BATCH = 2
 EVERYTHING = bool(os.environ.get("WORKBENCH_TEST_ALL"))
 slow = pytest.mark.skipif(not EVERYTHING, reason="WORKBENCH_TEST_ALL runs it")
+
+
+def gpt2_of_a_prime_vocabulary() -> nn.Module:
+    model = zoo.gpt2()
+    model.resize_token_embeddings(97, mean_resizing=False)
+    return model
+
+
+MODELS = {**zoo.MODELS, "gpt2-odd": gpt2_of_a_prime_vocabulary}
 
 
 @dataclass(frozen=True)
@@ -74,13 +85,13 @@ def assert_equal_to_plain_pytorch(name: str, *cases: Case) -> None:
 
 def _measured(_rank: int, name: str, cases: tuple[Case, ...]) -> dict[Case, Difference]:
     torch.manual_seed(0)
-    model = zoo.MODELS[name]().train()
+    model = MODELS[name]().train()
     specs = {key: spec_of(key, value) for key, value in zoo.batch(name, MICRO_BATCH).items()}
     graph = capture(model, specs, name=name)
     return {case: _difference(name, copy.deepcopy(model), graph, case) for case in cases}
 
 
-def trainer_of(name: str, model: nn.Module, graph: Graph, case: Case) -> Trainer:
+def trainer_of(model: nn.Module, graph: Graph, case: Case) -> Trainer:
     plan = forced_plan(
         graph,
         pipeline=case.pipeline,
@@ -97,14 +108,13 @@ def trainer_of(name: str, model: nn.Module, graph: Graph, case: Case) -> Trainer
     here = place(case.pipeline, case.data, case.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
     stage = build_stage(plan, here, model, graph, context)
-    experiment = Experiment(model=zoo.MODELS[name], data=lambda: None, steps=1, global_batch=plan.global_batch)
-    return Trainer(experiment, plan, graph, stage, context, here)
+    return Trainer(experiment_of("bert"), plan, graph, stage, context, here)
 
 
 def _difference(name: str, model: nn.Module, graph: Graph, case: Case) -> Difference:
     batch = zoo.batch(name, MICRO_BATCH * case.num_microbatches * case.data)
     expected_loss, expected = _plainly(name, copy.deepcopy(model), batch)
-    trainer = trainer_of(name, model, graph, case)
+    trainer = trainer_of(model, graph, case)
     part = trainer.gradients(0, part_of(trainer, batch))
     torch.distributed.all_reduce(part)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
@@ -181,32 +191,111 @@ def test_zero_bubble_backwards_leave_weight_gradients_for_later() -> None:
     assert torch.allclose(found[1], bias.grad, rtol=1e-6)
 
 
-def _updates(_rank: int, cases: tuple[Case, ...]) -> dict[Case, dict[str, torch.Tensor]]:
-    """The parameters after three steps."""
+def test_tensor_parallel_bert_equals_plain_pytorch() -> None:
+    assert_equal_to_plain_pytorch("bert", Case(tensor=2), Case(tensor=2, recompute="selective"))
+
+
+def test_tensor_times_pipeline_and_data_equal_plain_pytorch() -> None:
+    """GPT-2's fused query, key and value; tied embedding and head; a vocabulary that no degree divides."""
+    cases = Case(pipeline=2, tensor=2), Case(data=2, tensor=2, zero=2), Case(tensor=4)
+    assert_equal_to_plain_pytorch("gpt2-odd", *cases if EVERYTHING else cases[:1])
+
+
+def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
+    """Three steps of BERT under each case."""
     found = {}
     for case in cases:
         torch.manual_seed(0)
-        model = zoo.MODELS["bert"]().train()
+        model = MODELS["bert"]().train()
         specs = {key: spec_of(key, value) for key, value in zoo.batch("bert", MICRO_BATCH).items()}
-        trainer = trainer_of("bert", model, capture(model, specs, name="bert"), case)
-        for step in range(3):
-            batch = zoo.batch("bert", MICRO_BATCH * case.num_microbatches * case.data, seed=step)
-            trainer.step(step, part_of(trainer, batch))
+        trainer = trainer_of(model, capture(model, specs, name="bert"), case)
+        scalars = [trainer.step(step, part_of(trainer, batch_of("bert", step))).scalars.tolist() for step in range(3)]
         assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else torch.optim.AdamW)
-        found[case] = {name: full(p.detach()).clone() for name, p in trainer.stage.named().items()}
+        mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stage.named().items()}
+        parts: list[Any] = [None] * case.world
+        torch.distributed.all_gather_object(parts, mine)
+        parameters = {name: value for part in parts for name, value in part.items()}
+        found[case] = Outcome([s[0] for s in scalars], [s[1] ** 0.5 for s in scalars], parameters, {}, {}, {})
     return found
 
 
-def test_moments_in_the_hosts_memory_change_no_update() -> None:
-    zeros = (0, 1, 3) if EVERYTHING else (3,)
-    for zero in zeros:
-        cases = tuple(Case(data=2, zero=zero, offload_optimizer=offload) for offload in (False, True))
-        here, there = launch(_updates, 2, cases).values()
-        assert all(torch.equal(here[name], there[name]) for name in here)
+def assert_trains_as_plain_adamw(*cases: Case) -> None:
+    expected = plain("bert", 3)
+    [world] = {case.world for case in cases}
+    for case, found in launch(_trained, world, cases).items():
+        assert found.losses == pytest.approx(expected.losses, rel=1e-5), case
+        assert found.norms == pytest.approx(expected.norms, rel=1e-5), case
+        assert worst(found.parameters, expected.parameters) < 1e-5, case
 
 
-def test_tensor_parallel_bert_equals_plain_pytorch() -> None:
-    assert_equal_to_plain_pytorch("bert", Case(tensor=2))
+def test_updates_under_every_kind_of_division_are_plain_adamws() -> None:
+    """Losses, clipped norms (each parameter once) and weights."""
+    assert_trains_as_plain_adamw(
+        Case(tensor=2),
+        Case(pipeline=2, chunks=2, schedule="interleaved"),
+        Case(data=2, zero=1, num_microbatches=2),
+        Case(data=2, zero=3, num_microbatches=2, offload_optimizer=True),
+    )
+
+
+@slow
+def test_updates_under_combined_divisions_are_plain_adamws() -> None:
+    assert_trains_as_plain_adamw(
+        Case(pipeline=2, tensor=2, offload_optimizer=True),
+        Case(pipeline=2, tensor=2, chunks=2, schedule="interleaved"),
+        Case(pipeline=2, tensor=2, schedule="zero_bubble"),
+        *(Case(data=2, tensor=2, zero=zero, num_microbatches=2) for zero in (0, 1, 2, 3)),
+        Case(pipeline=2, data=2, chunks=2, schedule="zero_bubble", num_microbatches=2),
+    )
+
+
+def _dropped_out(_rank: int) -> dict[str, Any]:
+    """One backward of BERT with dropout, without and with recomputation, on two tensor-parallel devices."""
+    torch.manual_seed(0)
+    model = zoo.bert_pretraining(0.1).train()
+    batch = zoo.batch("bert", 2 * MICRO_BATCH)
+    graph = capture(model, {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch.items()}, name="bert")
+    losses, gradients, largest = [], [], 0.0
+    for recompute in ("none", "full", "selective"):
+        case = Case(tensor=2, recompute=recompute, num_microbatches=2)
+        trainer = trainer_of(copy.deepcopy(model), graph, case)
+        losses.append(trainer.gradients(0, batch).item())
+        gradients.append({name: trainer.full_gradient(name) for name in trainer.stage.named()})
+        for name, parameter in trainer.stage.named().items():
+            if trainer.stage.sharding(name) is None:
+                both = [torch.empty_like(parameter) for _ in range(2)]
+                torch.distributed.all_gather(both, parameter.grad.contiguous())
+                largest = max(largest, (both[0] - both[1]).abs().max().item())
+    seeds: list[Any] = [None, None]
+    torch.distributed.all_gather_object(seeds, trainer.context.own_seed(1))
+    random = {block.name for block, how in zip(graph.blocks, plan_tensor(graph, 2).blocks, strict=True) if how.random}
+    return {"losses": losses, "gradients": gradients, "between": largest, "seeds": seeds, "random": random}
+
+
+def test_dropout_under_tensor_parallelism_differs_in_divided_regions_and_nowhere_else() -> None:
+    found = launch(_dropped_out, 2)
+    assert found["seeds"][0] != found["seeds"][1]
+    assert found["random"] == {f"bert.encoder.layer.{layer}" for layer in range(4)}, "attention draws on each device"
+    assert found["between"] == 0, "a weight that both devices hold received different gradients"
+    assert found["losses"][1:] == pytest.approx([found["losses"][0]] * 2, rel=1e-6)
+    for other in found["gradients"][1:]:
+        assert worst(other, found["gradients"][0]) < 1e-5, "recomputation drew other masks"
+
+
+def test_replicated_dropout_keeps_its_share_and_depends_on_seed_and_salt() -> None:
+    ones = torch.ones(200, 500)
+    drawn = {
+        (seed, salt): replicated_dropout(ones, 0.1, torch.tensor(seed), salt)
+        for seed in (1, 2, 2**32 - 1)
+        for salt in (1, 2)
+    }
+    for value in drawn.values():
+        assert value.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
+        assert (value == 0).float().mean().item() == pytest.approx(0.1, abs=0.005)
+        assert (value == 0).float().mean(0).std().item() == pytest.approx((0.09 / 200) ** 0.5, rel=0.1)
+    assert torch.equal(drawn[1, 1], replicated_dropout(ones, 0.1, torch.tensor(1), 1))
+    both = [((first == 0) & (second == 0)).float().mean() for first, second in combinations(drawn.values(), 2)]
+    assert all(share.item() == pytest.approx(0.01, abs=0.002) for share in both), "masks are independent"
 
 
 @slow

@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 
 from workbench.capture import Graph, capture
-from workbench.capture.dataflow import writes_arguments
-from workbench.capture.tensor_parallel import TensorDivision, plan_tensor
+from workbench.capture.division import TensorDivision
+from workbench.capture.tensor_parallel import plan_tensor
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
-from workbench.execution.recompute import checkpointed_when_compiled
+from workbench.execution.recompute import checkpointed_when_compiled, mode_for
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.stage import HeldStages, Runner, StageModule
 from workbench.execution.tensor_parallel import divide, part
@@ -69,17 +69,15 @@ def runners(
         return dict(codes)
     torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
     return {
-        kind: torch.compile(
-            code if recompute == "none" or writes_arguments(code) else _with_checkpoint_inside(code, recompute),
-            dynamic=False,
-            fullgraph=True,
-        )
+        kind: torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
         for kind, code in codes.items()
     }
 
 
 def _with_checkpoint_inside(code: fx.GraphModule, recompute: str) -> fx.GraphModule:
     """`code` under activation checkpointing, as a graph module of its own: the compiler keeps one cache for each."""
+    if recompute == "none":
+        return code
     graph = fx.Graph()
     inputs = [graph.placeholder(str(node.target)) for node in code.graph.nodes if node.op == "placeholder"]
     inner = graph.get_attr("block")

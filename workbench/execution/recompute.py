@@ -11,7 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from workbench.capture.dataflow import mutates, writes_arguments
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset(
@@ -30,6 +33,18 @@ _ATTENTION: dict[Any, int] = {
     aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 """Attention kernels, with the position of their dropout rate."""
+
+
+def mode_for(code: fx.GraphModule, asked: str) -> str:
+    """How a block may be recomputed.
+
+    One that advances buffers (BatchNorm's statistics) never is: they would advance twice. One that works in place is
+    recomputed as a whole: it might write to a result that selective checkpointing keeps.
+    """
+    if writes_arguments(code):
+        return "none"
+    in_place = any(mutates(node) for node in code.graph.nodes)
+    return "full" if asked == "selective" and in_place else asked
 
 
 def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:

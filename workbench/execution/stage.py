@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from workbench.capture import Block, Graph
-from workbench.capture.dataflow import is_random, writes_arguments
-from workbench.capture.tensor_parallel import Division, Sharding, TensorDivision
+from workbench.capture.dataflow import is_random
+from workbench.capture.division import Division, Sharding, TensorDivision
 from workbench.execution.context import StepContext
-from workbench.execution.recompute import checkpointed
+from workbench.execution.recompute import checkpointed, mode_for
 from workbench.tensors import TensorSpec
 
 Values = tuple[torch.Tensor, ...]
@@ -31,8 +31,6 @@ class BlockModule(nn.Module):
 
     Where the divided part of a block draws random numbers, its devices seed their generators differently, and `run` is
     given the common seed last: for what they must draw alike.
-
-    A block that advances buffers (BatchNorm's statistics) is never recomputed: they would advance twice.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class BlockModule(nn.Module):
     ) -> None:
         super().__init__()
         self.block = block
-        self.recompute = "none" if writes_arguments(block.code) else recompute
+        self.recompute = mode_for(block.code, recompute)
         self._run = run
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)

@@ -14,14 +14,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn import functional
 
-from workbench.capture.tensor_parallel import (
-    DROPOUT,
-    EMBEDDING,
-    Division,
-    Product,
-    Sharding,
-    product_of,
-)
+from workbench.capture.division import DROPOUT, EMBEDDING, Division, Product, Sharding, product_of
 
 aten = torch.ops.aten
 _RESHAPES = frozenset(
@@ -175,7 +168,8 @@ def replicated_dropout(value: torch.Tensor, rate: float, seed: torch.Tensor, sal
 
     The hash is `lowbias32` (Wellons, 2018): two rounds of multiply and shift, each bit of the result unbiased.
     """
-    bits = torch.arange(value.numel(), device=value.device).view(value.shape) ^ _scrambled(seed + salt)
+    key = _scrambled(seed + salt * 0x9E3779B1)
+    bits = torch.arange(value.numel(), device=value.device).view(value.shape) ^ key
     return value * (_scrambled(bits) >= int(rate * (1 << 32))).to(value.dtype) / (1 - rate)
 
 

@@ -1,0 +1,557 @@
+"""What each operation does with a divided dim: the rules that carry it from columns to rows.
+
+A rule returns the layout of its operation's result, the layouts of several results, or None where the division ends;
+it raises `DeadEnd` where the dim cannot be followed. An operation without a rule is a dead end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from workbench.capture.dataflow import is_random
+from workbench.capture.division import (
+    DROPOUT,
+    Division,
+    Product,
+    Sharding,
+    holds_whole_numbers,
+    product_of,
+    shape_of,
+    width_of,
+)
+from workbench.capture.graph import Block
+
+
+class DeadEnd(Exception):
+    """The columns whose results cannot be followed further; `segments`, if dividing them so may help."""
+
+    def __init__(self, columns: Iterable[fx.Node], segments: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.columns, self.segments = tuple(columns), segments
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A divided result, with the columns that it comes from."""
+
+    sharding: Sharding
+    columns: frozenset[fx.Node]
+
+    @property
+    def dim(self) -> int:
+        return self.sharding.dim
+
+    def at(self, dim: int, segments: Sequence[int] | None = None) -> Layout:
+        chosen = self.sharding.segments if segments is None else tuple(segments)
+        return Layout(Sharding(dim, chosen, self.sharding.degree), self.columns)
+
+    def dead_end(self, segments: Iterable[int] | None = None) -> DeadEnd:
+        return DeadEnd(self.columns, None if segments is None else tuple(segments))
+
+
+class Propagation:
+    """One pass over a block's operations for one choice of columns."""
+
+    def __init__(
+        self,
+        block: Block,
+        degree: int,
+        parameters: Mapping[fx.Node, int],
+        columns: Mapping[fx.Node, tuple[int, ...] | None],
+    ) -> None:
+        self._block, self._degree = block, degree
+        self._positions, self._columns = parameters, columns
+        self._layouts: dict[fx.Node, Layout] = {}
+        self._parts: dict[fx.Node, tuple[Layout, ...]] = {}
+        self._weights: dict[fx.Node, tuple[Sharding, set[fx.Node], frozenset[fx.Node]]] = {}
+        self._entering: dict[fx.Node, dict[fx.Node, None]] = {}
+        self._sliced: dict[tuple[fx.Node, fx.Node], Sharding] = {}
+        self._reduced: dict[fx.Node, int] = {}
+        self._trained = _trained(block)
+
+    def run(self) -> Division:
+        for node in self._block.code.graph.nodes:
+            self._visit(node)
+        self._check_weights()
+        self._check_random()
+        return Division(
+            sharded={node.name: layout.sharding for node, layout in self._layouts.items()},
+            parameters={self._positions[node]: sharding for node, (sharding, _, _) in self._weights.items()},
+            entering={node.name: tuple(n.name for n in found) for node, found in self._entering.items()},
+            sliced={(node.name, source.name): sharding for (node, source), sharding in self._sliced.items()},
+            reduced=frozenset(node.name for node in self._reduced),
+            forward_elements=tuple(self._reduced.values()),
+            backward_elements=tuple(
+                math.prod(shape_of(node)) for node in {n: None for found in self._entering.values() for n in found}
+            ),
+            random=any(is_random(node) for node in self._layouts),
+        )
+
+    def _visit(self, node: fx.Node) -> None:
+        divided = [source for source in node.all_input_nodes if source in self._layouts or source in self._parts]
+        if not divided:
+            if node in self._columns:
+                self._column(node)
+            return
+        first = self._layouts.get(divided[0]) or self._parts[divided[0]][0]
+        if node.op == "output":
+            raise first.dead_end()
+        rule = _RULES.get(_name(node))
+        if rule is None or (_name(node).endswith("_") and node.args[0] not in self._layouts):
+            raise self._dead_end(divided)
+        found = rule(self, node)
+        if isinstance(found, Layout):
+            self._layouts[node] = found
+        elif found is not None:
+            self._parts[node] = found
+
+    def _dead_end(self, nodes: Iterable[fx.Node]) -> DeadEnd:
+        found: set[fx.Node] = set()
+        for node in nodes:
+            layouts = (self._layouts[node],) if node in self._layouts else self._parts.get(node, ())
+            found.update(*(layout.columns for layout in layouts))
+        return DeadEnd(found)
+
+    # Where a dim is divided, and where it ends
+
+    def _column(self, node: fx.Node) -> None:
+        product = product_of(node)
+        if product is None:
+            table: Any = node.args[0]
+            rows = Sharding(0, (shape_of(table)[0],), self._degree)
+            if not rows.size(self._degree - 1):
+                raise DeadEnd({node})
+            self._weight(table, rows, node, frozenset({node}))
+            self._reduced[node] = math.prod(shape_of(node))
+            return
+        rank, width = len(shape_of(node)), width_of(node)
+        layout = Layout(Sharding(rank - 1, self._columns[node] or (width,), self._degree), frozenset({node}))
+        if not layout.sharding.size(self._degree - 1):
+            raise layout.dead_end()
+        self._weight(product.weight, self._on(product.out_dim, layout), node, layout.columns)
+        if product.bias is not None:
+            self._weight(product.bias, self._on(0, layout), node, layout.columns)
+        self.enter(node, product.value)
+        self._layouts[node] = layout
+
+    def row(self, node: fx.Node, product: Product, layout: Layout) -> None:
+        """A product that contracts the divided dim."""
+        if product.weight not in self._positions:
+            raise layout.dead_end()
+        self._weight(product.weight, self._on(1 - product.out_dim, layout), node, layout.columns)
+        self._reduced[node] = math.prod(shape_of(node))
+
+    def cross_entropy(self, node: fx.Node) -> None:
+        """Of every label are reduced: the largest logit, the sum of exponentials and the label's own logit."""
+        self._reduced[node] = 3 * math.prod(shape_of(node.args[1]))
+
+    def _on(self, dim: int, layout: Layout) -> Sharding:
+        return Sharding(dim, layout.sharding.segments, self._degree)
+
+    def _weight(self, weight: fx.Node, sharding: Sharding, user: fx.Node, columns: frozenset[fx.Node]) -> None:
+        known = self._weights.get(weight)
+        if known is not None and known[0] != sharding:
+            raise DeadEnd(columns | known[2])
+        users = known[1] if known is not None else set()
+        users.add(user)
+        self._weights[weight] = (sharding, users, columns | (known[2] if known is not None else frozenset()))
+
+    def _check_weights(self) -> None:
+        for weight, (_, users, columns) in self._weights.items():
+            if set(weight.users) != users:
+                raise DeadEnd(columns)
+
+    def _check_random(self) -> None:
+        """Outside of a divided region every device must draw the same: only dropout can be made to."""
+        divided = [node for node in self._layouts if is_random(node)]
+        whole = [n for n in self._block.code.graph.nodes if is_random(n) and n not in self._layouts]
+        if divided and any(node.target is not DROPOUT for node in whole):
+            raise self._dead_end(divided)
+
+    # What rules ask and say
+
+    def layout(self, node: Any) -> Layout | None:
+        return self._layouts.get(node) if isinstance(node, fx.Node) else None
+
+    def parts(self, node: Any) -> tuple[Layout, ...]:
+        return self._parts[node]
+
+    def columns_of(self, nodes: Iterable[Any]) -> frozenset[fx.Node]:
+        return frozenset().union(*(found.columns for node in nodes if (found := self.layout(node)) is not None))
+
+    def enter(self, node: fx.Node, source: fx.Node) -> None:
+        """`node` reads a whole value: what comes back is this device's part of its gradient."""
+        if source in self._trained:
+            self._entering.setdefault(node, {})[source] = None
+
+    def slice(self, node: fx.Node, source: fx.Node, dim: int, layout: Layout) -> None:
+        """`node` reads this device's part of a whole value."""
+        self.enter(node, source)
+        self._sliced[node, source] = self._on(dim, layout)
+
+    def meet(self, node: fx.Node, source: Any, layout: Layout, dim: int) -> None:
+        """An operand of a divided operation must be divided alike at `dim` of its own, or is whole.
+
+        Of a whole one the operation reads a part, or all of it where it is broadcast.
+        """
+        if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+            return
+        found = self.layout(source)
+        if found is not None:
+            if found.dim != dim or found.sharding.segments != layout.sharding.segments:
+                raise DeadEnd(found.columns | layout.columns)
+        elif dim < 0 or shape_of(source)[dim] == 1:
+            self.enter(node, source)
+        elif shape_of(source)[dim] == sum(layout.sharding.segments):
+            self.slice(node, source, dim, layout)
+        else:
+            raise layout.dead_end()
+
+
+def _trained(block: Block) -> set[fx.Node]:
+    """Nodes that a gradient may flow to: those that descend from parameters and received values."""
+    found: set[fx.Node] = set()
+    placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
+    first = len(block.parameters) + len(block.buffers)
+    found.update(placeholders[: len(block.parameters)], placeholders[first : first + len(block.receives)])
+    for node in block.code.graph.nodes:
+        value = node.meta.get("val")
+        whole_number = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        if any(source in found for source in node.all_input_nodes) and not whole_number:
+            found.add(node)
+    return {node for node in found if not holds_whole_numbers(node)}
+
+
+def _name(node: fx.Node) -> str:
+    """`aten.add.Tensor` -> `add`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        namespace, _, name = node.target._schema.name.partition("::")
+        return name if namespace == "aten" else f"{namespace}::{name}"
+    return str(getattr(node.target, "__name__", node.target))
+
+
+_Result = Layout | tuple[Layout, ...] | None
+_Rule = Callable[[Propagation, fx.Node], _Result]
+_RULES: dict[str, _Rule] = {}
+
+
+def _rule(*names: str) -> Callable[[_Rule], _Rule]:
+    def register(function: _Rule) -> _Rule:
+        _RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@_rule(
+    *("add", "sub", "rsub", "mul", "div", "pow", "maximum", "minimum", "where", "masked_fill", "addcmul", "lerp"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_not", "atan2"),
+    *("gelu", "relu", "silu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "softplus", "mish", "hardswish"),
+    *("hardsigmoid", "celu", "selu", "relu6", "logsigmoid", "log_sigmoid", "softsign", "threshold"),
+    *("neg", "abs", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "erf", "square"),
+    *("sign", "clamp", "clamp_min", "clamp_max", "dropout", "to", "_to_copy", "type_as", "contiguous", "clone"),
+    *("detach", "alias", "zeros_like", "ones_like", "full_like"),
+)
+def _elementwise(p: Propagation, node: fx.Node) -> _Result:
+    """Operands are aligned at their last dims; a whole one is read in part."""
+    rank = len(shape_of(node))
+    aligned = [
+        found.at(found.dim + rank - len(shape_of(source)))
+        for source in node.all_input_nodes
+        if (found := p.layout(source)) is not None
+    ]
+    result = aligned[0]
+    if shape_of(node)[result.dim] != sum(result.sharding.segments):
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    for source in node.all_input_nodes:
+        p.meet(node, source, result, result.dim - rank + len(shape_of(source)))
+    return Layout(result.sharding, p.columns_of(node.all_input_nodes))
+
+
+@_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten")
+def _view(p: Propagation, node: fx.Node) -> _Result:
+    """Where the divided dim goes when dims are split and merged; of a split dim, the outermost part is divided."""
+    source: Any = node.args[0]
+    layout = p.layout(source)
+    assert layout is not None
+    before, after, dim, segments = shape_of(source), shape_of(node), layout.dim, layout.sharding.segments
+    if not all(isinstance(size, int) for size in (*before, *after)):
+        raise layout.dead_end()
+    outer, through = math.prod(before[:dim]), math.prod(before[: dim + 1])
+    ends = [math.prod(after[: o + 1]) for o in range(len(after))]
+    at = next((o for o, end in enumerate(ends) if end > outer), None)
+    if at is None:
+        raise layout.dead_end()
+    start = ends[at] // after[at]
+    if outer % start:
+        raise layout.dead_end()
+    lead = outer // start
+    if ends[at] % through == 0:  # kept, or merged with what lies around it
+        inner = ends[at] // through
+        return layout.at(at, [segment * inner for segment in segments] * lead)
+    if lead > 1 or through % ends[at]:
+        raise layout.dead_end()
+    return _split_dim(layout, after, at)
+
+
+def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
+    """Dim `at` of the result is the outermost part of the divided dim."""
+    segments, degree, size = layout.sharding.segments, layout.sharding.degree, after[at]
+    if len(set(segments)) > 1:
+        raise layout.dead_end()
+    count = len(segments)
+    if size % count == 0 and (size // count) % degree == 0:
+        return layout.at(at, [size // count] * count)
+    if size == count:  # the segments become a dim of their own; what follows is divided
+        following = next((o for o in range(at + 1, len(after)) if after[o] > 1), None)
+        if following is not None and after[following] % degree == 0 and segments[0] % after[following] == 0:
+            return layout.at(following, [after[following]])
+        raise layout.dead_end()
+    whole = sum(segments)
+    raise layout.dead_end([whole // size] * size if count == 1 and size < whole else None)
+
+
+@_rule("expand")
+def _expand(p: Propagation, node: fx.Node) -> _Result:
+    source: Any = node.args[0]
+    layout = p.layout(source)
+    assert layout is not None
+    return layout.at(layout.dim + len(shape_of(node)) - len(shape_of(source)))
+
+
+@_rule("transpose", "permute", "t", "mT", "swapaxes")
+def _permute(p: Propagation, node: fx.Node) -> _Result:
+    source: Any = node.args[0]
+    layout = p.layout(source)
+    assert layout is not None
+    rank = len(shape_of(source))
+    if _name(node) == "permute":
+        dims: Any = node.args[1]
+        return layout.at([dim % rank for dim in dims].index(layout.dim))
+    pair: Any = node.args[1:3] if len(node.args) > 2 else (-1, -2)
+    first, second = (dim % rank for dim in pair)
+    return layout.at({first: second, second: first}.get(layout.dim, layout.dim))
+
+
+@_rule("unsqueeze")
+def _unsqueeze(p: Propagation, node: fx.Node) -> _Result:
+    layout, position = p.layout(node.args[0]), node.args[1]
+    assert layout is not None
+    assert isinstance(position, int)
+    return layout.at(layout.dim + (position % len(shape_of(node)) <= layout.dim))
+
+
+@_rule("squeeze")
+def _squeeze(p: Propagation, node: fx.Node) -> _Result:
+    source: Any = node.args[0]
+    layout = p.layout(source)
+    assert layout is not None
+    if len(node.args) < 2:
+        raise layout.dead_end()
+    given: Any = node.args[1]
+    shape = shape_of(source)
+    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
+    return layout.at(layout.dim - sum(1 for dim in dims if dim < layout.dim and shape[dim] == 1))
+
+
+def _other_dim(layout: Layout, node: fx.Node, position: int, default: int = 0) -> int:
+    """The dim that an operation works along, which must not be the divided one."""
+    given: Any = node.args[position] if len(node.args) > position else default
+    dim: int = given % len(shape_of(node.args[0]))
+    if dim == layout.dim:
+        raise layout.dead_end()
+    return dim
+
+
+@_rule("slice")
+def _slice(p: Propagation, node: fx.Node) -> _Result:
+    layout = p.layout(node.args[0])
+    assert layout is not None
+    if shape_of(node) != shape_of(node.args[0]):
+        _other_dim(layout, node, 1)
+    return layout
+
+
+@_rule("select")
+def _select(p: Propagation, node: fx.Node) -> _Result:
+    layout = p.layout(node.args[0])
+    assert layout is not None
+    return layout.at(layout.dim - (_other_dim(layout, node, 1) < layout.dim))
+
+
+@_rule("unbind")
+def _unbind(p: Propagation, node: fx.Node) -> _Result:
+    layout = p.layout(node.args[0])
+    assert layout is not None
+    dim = _other_dim(layout, node, 1)
+    return (layout.at(layout.dim - (dim < layout.dim)),) * shape_of(node.args[0])[dim]
+
+
+@_rule("split", "split_with_sizes", "chunk")
+def _split(p: Propagation, node: fx.Node) -> _Result:
+    """Along the divided dim, between segments: the parts of a fused product."""
+    layout = p.layout(node.args[0])
+    assert layout is not None
+    given: Any = node.args[2] if len(node.args) > 2 else 0
+    dim: int = given % len(shape_of(node.args[0]))
+    sizes = [int(value.shape[dim]) for value in node.meta["val"]]
+    if dim != layout.dim:
+        return (layout,) * len(sizes)
+    remaining, parts = list(layout.sharding.segments), []
+    for size in sizes:
+        taken: list[int] = []
+        while remaining and sum(taken) < size:
+            taken.append(remaining.pop(0))
+        if sum(taken) != size:
+            raise layout.dead_end(sizes if len(layout.sharding.segments) == 1 else None)
+        parts.append(layout.at(dim, taken))
+    return tuple(parts)
+
+
+@_rule("getitem")
+def _getitem(p: Propagation, node: fx.Node) -> _Result:
+    index: Any = node.args[1]
+    layout: Layout = p.parts(node.args[0])[index]
+    return layout
+
+
+@_rule("cat", "stack")
+def _cat(p: Propagation, node: fx.Node) -> _Result:
+    tensors: Any = node.args[0]
+    layout = next(found for tensor in tensors if (found := p.layout(tensor)) is not None)
+    given: Any = node.args[1] if len(node.args) > 1 else 0
+    dim: int = given % len(shape_of(node))
+    stacked = _name(node) == "stack"
+    if dim == layout.dim and not stacked:
+        raise DeadEnd(p.columns_of(tensors))
+    for tensor in tensors:
+        p.meet(node, tensor, layout, layout.dim)
+    return Layout(layout.at(layout.dim + (stacked and dim <= layout.dim)).sharding, p.columns_of(tensors))
+
+
+@_rule("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
+def _along_one_dim(p: Propagation, node: fx.Node) -> _Result:
+    layout = p.layout(node.args[0])
+    assert layout is not None
+    _other_dim(layout, node, 1)
+    return layout
+
+
+@_rule("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "logsumexp", "all", "any")
+def _reduction(p: Propagation, node: fx.Node) -> _Result:
+    """Over dims other than the divided one."""
+    source: Any = node.args[0]
+    layout = p.layout(source)
+    assert layout is not None
+    position = 2 if _name(node) == "linalg_vector_norm" else 1
+    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    if given is None or isinstance(given, bool):
+        raise layout.dead_end()
+    dims = {dim % len(shape_of(source)) for dim in ([given] if isinstance(given, int) else given)}
+    if layout.dim in dims or not dims:
+        raise layout.dead_end()
+    gone = 0 if len(shape_of(node)) == len(shape_of(source)) else sum(1 for dim in dims if dim < layout.dim)
+    return layout.at(layout.dim - gone)
+
+
+@_rule("layer_norm", "rms_norm")
+def _norm(p: Propagation, node: fx.Node) -> _Result:
+    """Over trailing dims that are whole (a norm of each head)."""
+    source: Any = node.args[0]
+    layout, over = p.layout(source), node.args[1]
+    assert isinstance(over, (list, tuple))
+    if layout is None or layout.dim >= len(shape_of(source)) - len(over):
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    for weight in node.all_input_nodes[1:]:
+        if p.layout(weight) is not None:
+            raise DeadEnd(p.columns_of(node.all_input_nodes))
+        p.enter(node, weight)
+    return layout
+
+
+@_rule("linear", "addmm", "mm", "matmul", "bmm")
+def _matmul(p: Propagation, node: fx.Node) -> _Result:
+    product = product_of(node)
+    if product is not None and p.layout(product.weight) is None:
+        return _product(p, node, product)
+    if product is not None or len(node.args) != 2:
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    return _batched_product(p, node)
+
+
+def _product(p: Propagation, node: fx.Node, product: Product) -> _Result:
+    layout = p.layout(product.value)
+    if layout is None or (product.bias is not None and p.layout(product.bias) is not None):
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    if layout.dim == len(shape_of(product.value)) - 1:
+        p.row(node, product, layout)
+        return None
+    p.enter(node, product.weight)  # the same weight for every head: each device has the gradient of its own heads
+    if product.bias is not None:
+        p.enter(node, product.bias)
+    return layout
+
+
+def _batched_product(p: Propagation, node: fx.Node) -> _Result:
+    """Of the scores and values of attention that is written out: heads are a dim of the batch."""
+    left: Any
+    right: Any
+    left, right = node.args
+    rank = len(shape_of(node))
+    if len(shape_of(left)) < 2 or len(shape_of(right)) < 2:
+        raise DeadEnd(p.columns_of((left, right)))
+    for source, other, own in ((left, right, 2), (right, left, 1)):
+        layout = p.layout(source)
+        if layout is None:
+            continue
+        from_end = len(shape_of(source)) - layout.dim
+        result = layout.at(rank - from_end)
+        if from_end > 2:
+            p.meet(node, other, layout, len(shape_of(other)) - from_end)
+            return Layout(result.sharding, p.columns_of((left, right)))
+        if from_end == own and p.layout(other) is None:  # rows of the left, columns of the right
+            p.enter(node, other)
+            return result
+        raise DeadEnd(p.columns_of((left, right)))
+    raise AssertionError("one operand is divided")
+
+
+@_rule("scaled_dot_product_attention")
+def _attention(p: Propagation, node: fx.Node) -> _Result:
+    """Whole heads; a bias or mask of each head is read in part, and a key shared by all heads (multi-query) whole."""
+    query, *others = node.args[:3]
+    layout = p.layout(query)
+    columns = p.columns_of(node.all_input_nodes)
+    rank = len(shape_of(query))
+    if layout is None or layout.dim != rank - 3 or not layout.sharding.even:
+        raise DeadEnd(columns)
+    for other in others:
+        found = p.layout(other)
+        if found is not None and (found.dim != layout.dim or not found.sharding.even):
+            raise DeadEnd(columns)
+        if found is None:
+            p.meet(node, other, layout, layout.dim)
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if isinstance(mask, fx.Node):
+        p.meet(node, mask, layout, layout.dim - rank + len(shape_of(mask)))
+    return Layout(layout.sharding, columns)
+
+
+@_rule("cross_entropy_loss")
+def _cross_entropy(p: Propagation, node: fx.Node) -> _Result:
+    arguments = dict(zip(("logits", "target", "weight", "reduction", "ignore", "smoothing"), node.args, strict=False))
+    layout = p.layout(arguments["logits"])
+    if layout is None or node.kwargs or arguments.get("weight") is not None or arguments.get("smoothing"):
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    target: Any = arguments["target"]
+    over_classes = layout.dim == 1 and len(shape_of(arguments["logits"])) == 2 and len(layout.sharding.segments) == 1
+    if not over_classes or not holds_whole_numbers(target):
+        raise layout.dead_end()
+    p.cross_entropy(node)
+    return None
