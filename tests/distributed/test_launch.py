@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 def plan_for(experiment: Experiment, world: int = 2, kind: str = "cpu") -> Plan:
     device = Device("CPU", kind, 2**33, {"fp32": 1e11}, 1e10)
     memory = Memory(1, 1, 1, 1, 1)
-    stages = tuple(Stage(i, i, i + 1, 100, 1.0, 2.0, 64, False, memory) for i in range(world))
+    stages = tuple(Stage(i, i, i + 1, 100, 1.0, 2.0, 64, "none", memory) for i in range(world))
     link = Link(1e9, 1e-5)
     return Plan(
         model=str(experiment.name),

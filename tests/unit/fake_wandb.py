@@ -28,6 +28,7 @@ class FakeWandb:
         self.artifacts = {}
         self.files = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self._server.handle_error = lambda *_: None  # a client that leaves is no error
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"

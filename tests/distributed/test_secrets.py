@@ -1,0 +1,118 @@
+"""No key of the user's is in any file: not of a run, its logs and W&B files, nor of a notebook or page made of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+
+import nbformat
+import pytest
+
+from tests.distributed.test_launch import HERE, ROOT, eventually
+from workbench import notebooks
+from workbench.runs import tracking
+
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+from fake_wandb import FakeWandb
+
+SECRETS = {
+    "WANDB_API_KEY": "f00dfeed" * 5,
+    "HF_TOKEN": "hf_NobodyMayEverReadThis",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLE",
+    "DATABASE_PASSWORD": "correct horse battery staple",
+}
+
+CELL = f"""
+    import os, sys
+    sys.path.insert(0, {str(HERE)!r})
+    from test_launch import experiment, launch, plan_for
+    asked = experiment(5).replace(name="<img src=x onerror=alert(1)>")
+    run = launch(asked, plan_for(asked), worker="standin_worker").wait(60)
+    os.environ["STANDIN_FAIL_RANK"] = "1"
+    failed = launch(asked, plan_for(asked), worker="standin_worker")
+    try:
+        failed.wait(60)
+    except Exception as error:
+        print(error)
+    run
+"""
+
+
+@pytest.fixture
+def server():
+    fake = FakeWandb()
+    yield fake
+    fake.close()
+
+
+def test_no_key_is_in_any_file_and_names_are_escaped_in_every_page(tmp_path, monkeypatch, server):
+    for name in ("WANDB_MODE", "WANDB_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**SECRETS, "WANDB_BASE_URL": server.url, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name, folder in (("HOME", "."), ("WORKBENCH_HOME", "cache"), ("WORKBENCH_RUNS", "runs"), ("TMPDIR", "tmp")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(CELL))]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), tmp_path / "mine.ipynb")
+    done = notebooks.execute(tmp_path / "mine.ipynb", tmp_path / "out")
+    shared = notebooks.share(done.notebook, tmp_path / "shared")
+    finished, failed = done.runs
+    for run in done.runs:
+        eventually(lambda run=run: not tracking.recording(run.directory), 90)
+    told = [tracking.delivery(run.directory) for run in done.runs]
+    assert [one.state for one in told] == ["synced", "synced"], told
+    assert (finished.status.state, failed.status.state) == ("finished", "failed")
+
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 40
+    for path in written:
+        content = path.read_bytes()
+        for name, value in SECRETS.items():
+            assert value.encode() not in content, f"{name} is in {path}"
+    uploaded = json.dumps(server.buckets) + json.dumps(server.histories) + str(server.files)
+    assert not [name for name, value in SECRETS.items() if value in uploaded]
+
+    pages = [done.page, shared.page, finished.directory.plan_page]
+    assert all("<img src=x" not in page.read_text() for page in pages)
+    assert "<img src=x" not in finished._repr_html_()
+
+
+def test_the_lab_that_make_starts_answers_this_machine_alone_and_asks_for_a_token(tmp_path):
+    (line,) = re.findall(r"^\t\$\(BIN\)/jupyter lab (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    environment = {**os.environ, "JUPYTER_RUNTIME_DIR": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}
+    environment |= {"HOME": str(tmp_path), "JUPYTER_TOKEN": ""}
+    allowed = ["--allow-root"] if os.geteuid() == 0 else []
+    command = [sys.executable, "-m", "jupyterlab", *line.split(), *allowed, "--no-browser", "--port=0"]
+    lab = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        (known,) = eventually(lambda: list(tmp_path.glob("jpserver-*.json")), 60)
+        server = eventually(lambda: json.loads(known.read_text() or "{}"))
+        assert server["hostname"] == "127.0.0.1"
+        assert len(server["token"]) >= 32
+        url = f"{server['url']}api/contents"
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            _get(url)
+        assert _get(f"{url}?token={server['token']}") == 200
+    finally:
+        lab.terminate()
+        lab.wait(30)
+
+
+def _get(url: str) -> int:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return int(urllib.request.urlopen(url, timeout=30).status)
+        except urllib.error.HTTPError:
+            raise
+        except OSError:  # not listening yet
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
