@@ -2,7 +2,7 @@
 
 `STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end,
 `LIFT` is added to every loss, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
-`HANG_RANK` ignores every request to stop.
+`HANG_RANK` stays in step 2 and ignores every request to stop.
 """
 
 import os
@@ -48,7 +48,7 @@ def _train(run: RunDir, rank: int, world: int) -> None:
     if rank == 0:
         append_event(run.events, "start", devices=world, world=world, tokens_per_step=8, resumed_from=first)
     step, lift = first, float(os.environ.get("STANDIN_LIFT", "0"))
-    while step < experiment["steps"] and not _agreed_to_stop(run, asked, rank, world):
+    while step < experiment["steps"] and not _agreed_to_stop(run, asked, world):
         step += 1
         _misbehave(rank, step)
         time.sleep(float(os.environ.get("STANDIN_STEP_S", "0")))
@@ -70,9 +70,7 @@ def _checkpoint(run: RunDir, step: int) -> None:
     append_event(run.events, "checkpoint", step=step, path=str(run.checkpoint(step)), seconds=0.0)
 
 
-def _agreed_to_stop(run: RunDir, asked: list[bool], rank: int, world: int) -> bool:
-    if os.environ.get("STANDIN_HANG_RANK") == str(rank):
-        return False
+def _agreed_to_stop(run: RunDir, asked: list[bool], world: int) -> bool:
     stop = torch.tensor(float(bool(asked) or run.stop_file.exists()))
     if world > 1:
         dist.all_reduce(stop, op=dist.ReduceOp.MAX)
@@ -84,7 +82,7 @@ def _misbehave(rank: int, step: int) -> None:
         raise FloatingPointError(f"the loss of rank {rank} is NaN")
     if step == 2 and os.environ.get("STANDIN_KILL_RANK") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
-    if os.environ.get("STANDIN_HANG_RANK") == str(rank):
+    if step == 2 and os.environ.get("STANDIN_HANG_RANK") == str(rank):
         time.sleep(3600)
 
 

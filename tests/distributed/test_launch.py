@@ -14,11 +14,12 @@ import pytest
 
 from workbench import data, models
 from workbench.cost.cluster import Cluster, Device, Link
-from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, RunExists, RunFailed
+from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, RunExists, RunFailed, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.rundir import process_alive, read_json
 from workbench.runs import Run, launch, load_run, processes
+from workbench.runs.launcher import clone as launch_clone
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -135,8 +136,22 @@ def test_a_failing_rank_is_reported_with_its_own_traceback(monkeypatch):
     assert caught.value.facts["type"] == "FloatingPointError"
     assert "rank 1 (stage 1): FloatingPointError: the loss of rank 1 is NaN" in str(caught.value)
     assert "standin_worker.py" in caught.value.facts["traceback"]
+    assert "rank 1 of 2 built None" in caught.value.facts["log"], "what it printed last"
+    assert str(caught.value).count("Traceback (most recent call last)") == 1
     assert not run.alive
     assert str(load_run(run.path).error()) == str(caught.value)
+
+
+def test_ranks_that_wait_for_a_failed_one_are_gone_within_thirty_seconds(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAIL_RANK", "1")
+    monkeypatch.setenv("STANDIN_HANG_RANK", "0")
+    run = start()
+    eventually(lambda: run.directory.error(1).exists())
+    failed_at = read_json(run.directory.error(1))["time"]
+    eventually(lambda: not processes.live_workers(run.directory))
+    assert time.time() - failed_at < 30
+    with pytest.raises(RunFailed, match="the loss of rank 1 is NaN"):
+        run.wait(timeout=20)
 
 
 def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypatch):
@@ -258,6 +273,41 @@ def test_a_model_that_cannot_travel_is_refused_before_a_directory_is_made(node):
     with pytest.raises(InvalidExperiment, match="model cannot be sent to the workers"):
         launch(asked, plan_for(asked))
     assert not (node / "runs").exists()
+
+
+def test_a_clone_is_the_same_training_with_changes_and_takes_the_users_code_along(node):
+    script = node / "cell.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            sys.path.insert(0, {str(HERE)!r})
+            from test_launch import experiment, launch, plan_for
+            def build_my_net():
+                return "from the cell"
+            if __name__ == "__main__":
+                asked = experiment(2).replace(model=build_my_net, name="own")
+                print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60).path)
+            """
+        )
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    run = load_run(answer.stdout.strip())
+    clone = launch_clone(run, worker="standin_worker", learning_rate=5e-5, steps=4)
+    assert clone.wait(timeout=60).status.state == "finished", clone.logs("launcher")
+    assert clone.path != run.path
+    assert "built from the cell" in clone.logs()
+    assert clone.history().step.tolist() == [1, 2, 3, 4]
+    assert (clone.experiment["learning_rate"], run.experiment["learning_rate"]) == (5e-5, 1e-4)
+    assert clone.environment["cloned_from"] == run.name
+    assert clone.plan == run.plan
+    with pytest.raises(PlanMismatch, match="global_batch"):
+        run.clone(global_batch=128)
+    with pytest.raises(PlanMismatch, match="plans anew"):
+        run.clone(model=models.gpt2())
+    with pytest.raises(UnknownParameter, match="Did you mean 'learning_rate'"):
+        run.clone(learning_rat=1)
 
 
 def test_a_taken_directory_is_refused_before_anything_is_written(node):

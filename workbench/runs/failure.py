@@ -15,6 +15,7 @@ from workbench.rundir import RunDir, read_json, write_json
 from workbench.runs.processes import rank_records
 
 LOG_TAIL_LINES = 30
+LAST_WORDS_LINES = 10
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,24 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
             f"The whole log is {log}.",
             run=str(run.path),
         )
+    lines = last_words(run, cause.rank)
+    said = f"Before that it printed:\n\n{lines}\n\n" if lines else ""
     return RunFailed(
-        f"Run {name} failed on {cause.sentence}\n\n{cause.traceback.rstrip()}\n\n"
+        f"Run {name} failed on {cause.sentence}\n\n{cause.traceback.rstrip()}\n\n{said}"
         f"The rank's whole log is {run.log(cause.rank)}.",
         run=str(run.path),
         rank=cause.rank,
         stage=cause.stage,
         type=cause.type,
         traceback=cause.traceback,
+        log=lines,
     )
+
+
+def last_words(run: RunDir, rank: int, lines: int = LAST_WORDS_LINES) -> str:
+    """The last lines that a rank printed before its traceback, which the error has already."""
+    before = log_tail(run, rank, None).rpartition("Traceback (most recent call last)")
+    return "\n".join((before[0] or before[2]).rstrip().splitlines()[-lines:])
 
 
 def record_silent_death(run: RunDir, launcher_output: str) -> bool:
