@@ -103,7 +103,7 @@ class Propagation:
         if node.op == "output":
             raise first.dead_end()
         rule = _RULES.get(_name(node))
-        if rule is None or (_name(node).endswith("_") and node.args[0] not in self._layouts):
+        if rule is None:
             raise self._dead_end(divided)
         found = rule(self, node)
         if isinstance(found, Layout):

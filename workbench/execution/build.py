@@ -12,6 +12,7 @@ from torch import fx, nn
 from workbench.capture import Graph, capture
 from workbench.capture.division import TensorDivision
 from workbench.capture.tensor_parallel import plan_tensor
+from workbench.errors import PlanInfeasible
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
@@ -111,6 +112,7 @@ def build_stage(
 
     Stages of one recompute mode share their runners: a kind of block is compiled once.
     """
+    _refuse_sharded_split(plan)
     division = plan_tensor(graph, plan.tensor)
     codes = _codes(graph, division, place)
     context.tensor_rank = place.tensor_rank
@@ -141,6 +143,18 @@ def build_stage(
             )
         )
     return HeldStages(held)
+
+
+def _refuse_sharded_split(plan: Plan) -> None:
+    """The planner offers no such plan; one that was written by hand may ask for it."""
+    if plan.schedule in SPLIT_BACKWARD and plan.zero > 0 and plan.data > 1:
+        raise PlanInfeasible(
+            f"The schedule {plan.schedule!r} runs with zero=0 only, and the plan asks for zero={plan.zero}: a sharded "
+            f"gradient is reduced before the weights' half of the backward. Choose zero=0, or the schedule "
+            f"'interleaved'.",
+            schedule=plan.schedule,
+            zero=plan.zero,
+        )
 
 
 def _codes(graph: Graph, division: TensorDivision, place: Place) -> dict[str, fx.GraphModule]:
