@@ -30,6 +30,8 @@ Events are dicts with `type` and `time` (Unix seconds):
     step        step (1-based), loss, learning_rate, grad_norm, step_ms, tokens, samples, flops (cumulative),
                 seconds (training time so far), tokens_per_s, mfu (or None)
     memory      rank, stage, device, peak_bytes, reserved_bytes, limit_bytes
+    actions     rank, step, origin_s (Unix seconds), actions: [kind, stage, micro-batch, start and end in ms from
+                the origin] of one step in many, from the first replica of each pipeline rank
     checkpoint  step, path, seconds (that training paused), write_s (until it was on the disk)
     checkpoint_problem  step, path, message      (a save that failed, or a damaged checkpoint passed over)
     end         steps, seconds

@@ -7,11 +7,16 @@ after a restart.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from workbench.execution.split_backward import Deferral
+
+if TYPE_CHECKING:
+    from workbench.execution.actions import ActionLog
 
 _MASK = (1 << 64) - 1
 
@@ -43,6 +48,14 @@ class StepContext:
     """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
     deferral: Deferral = field(default_factory=Deferral)
     """Weight gradients left for later by a zero-bubble schedule's backwards."""
+    actions: ActionLog | None = None
+    """Where the actions of this step are recorded, if they are."""
+
+    def action(self, kind: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Runs one forward (`F`) or backward (`B`, or `I` and `W` where it is split) of a stage."""
+        if self.actions is None:
+            return nullcontext()
+        return self.actions.action(kind, stage, micro_batch)
 
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)

@@ -2,7 +2,7 @@
 
 Where this differs from the stock `PipelineStage`:
 
-- each forward tells the step's context which micro-batch runs (dropout seeds);
+- each forward tells the step's context which micro-batch runs (dropout seeds), and every action when it runs;
 - under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class
   turns the reduction off and runs it alone after the last backward;
 - a schedule of several stages a rank does not see that a stage is sharded: FSDP2's own hooks gather each block when
@@ -93,7 +93,18 @@ class PipeStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._context.microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._context.action("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> Any:
+        with self._context.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._context.action("W", self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
 from workbench.errors import PlanMismatch
+from workbench.execution.actions import recorded
 from workbench.execution.build import build_model, build_stage, capture_for
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
 from workbench.execution.checkpoint_files import step_of
@@ -297,7 +298,8 @@ class _Worker:
         stop = False
         step = progress.step
         for batch in self._batches(trainer, progress.step):
-            result = trainer.step(step, batch, stop=self._wants_stop())
+            with recorded(trainer.context, self.place, self.run_dir, step, progress.step):
+                result = trainer.step(step, batch, stop=self._wants_stop())
             if pending is not None:
                 stop = log.write(pending)
             pending = _Pending.of(step, result)

@@ -4,10 +4,12 @@ Importing this package imports plotly; `import workbench` does not.
 """
 
 from workbench.figures._curves import loss_curves, throughput
+from workbench.figures._measured import measured_timeline, timelines
 from workbench.figures._memory import memory
+from workbench.figures._panels import panels
 from workbench.figures._partition import BlockView, partition
 from workbench.figures._prediction import prediction
-from workbench.figures._series import Curve
+from workbench.figures._series import Curve, Mark
 from workbench.figures._timeline import timeline
 from workbench.figures.export import notebook_to_html, save_html, save_png
 from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
@@ -15,9 +17,12 @@ from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
 __all__ = [
     "BlockView",
     "Curve",
+    "Mark",
     "loss_curves",
+    "measured_timeline",
     "memory",
     "notebook_to_html",
+    "panels",
     "partition",
     "plan_html",
     "plan_mimebundle",
@@ -27,4 +32,5 @@ __all__ = [
     "show_plan",
     "throughput",
     "timeline",
+    "timelines",
 ]

@@ -85,6 +85,8 @@ def panels(
             kind = "log" if name in LOGARITHMIC else "linear"
             figure.update_yaxes(type=kind, rangemode="tozero", exponentformat="e", nticks=6, **place)
             figure.update_yaxes(tickformat=TICK_FORMATS.get(name), **place)
+            if kind == "log":
+                figure.update_yaxes(dtick="D2" if _decades(curves, name) < 2.5 else 1, **place)
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     figure.update_layout(
         template=theme.TEMPLATE,
@@ -98,6 +100,13 @@ def panels(
         uirevision="keep",
     )
     return figure
+
+
+def _decades(curves: Sequence[CurveLike], name: str) -> float:
+    """Orders of magnitude between the smallest and the largest positive value."""
+    values = np.concatenate([column(curve, name) for curve in curves])
+    known = values[np.isfinite(values) & (values > 0)]
+    return float(np.log10(known.max() / known.min())) if len(known) else 0.0
 
 
 def rate_traces(

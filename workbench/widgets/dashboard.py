@@ -134,7 +134,9 @@ class Live(widgets.VBox):
         state = (wish, self._loss.window, points)
         if state != self._drawn_as:
             self._loss.draw(self._snapshots, x, smoothing, log_x, log_y)
-            self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{self._loss.key or ""}</small>'
+            key = self._loss.key
+            self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{key or ""}</small>'
+            self._key.layout.display = None if key else "none"
         asked = self._drawn_as is None or state[:2] != self._drawn_as[:2]
         self._panels.draw(self._snapshots, x, smoothing, log_x, self._loss.window, now=asked or final)
         self._drawn_as = (wish, self._loss.window, points)

@@ -34,7 +34,9 @@ class LossFigure:
         axes = axes_of(curves)
         x = x if x in axes else "step"
         figure = loss_curves(curves, x=x)
-        figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 16}, height=420, autosize=True)
+        figure.update_layout(
+            title={"text": None, "subtitle": None}, margin={"t": 16, "b": 40}, height=400, autosize=True
+        )
         figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
         smooth = smoothing > 0
         figure.add_traces(

@@ -40,8 +40,8 @@ class RunRow:
         self._busy = ""
         self._key = widgets.HTML(f'<span style="{swatch(color)}"></span>', layout={"width": "22px"})
         self._badge = widgets.HTML(layout={"width": "76px"})
-        self._name = widgets.HTML(layout={"width": "190px"})
-        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout={"width": "130px"})
+        self._name = widgets.HTML(layout={"width": "210px"})
+        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout={"width": "100px"})
         self._facts = widgets.HTML(layout={"flex": "1 1 0", "margin": "0 0 0 10px"})
         self.button = widgets.Button(description="Stop", icon="stop", layout={"width": "110px"})
         self.button.on_click(self._pressed)
@@ -65,7 +65,7 @@ class RunRow:
         state = snapshot.status.state
         self._badge.value = badge(state)
         name = html.escape(snapshot.name)
-        clipped = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+        clipped = "display:block;width:204px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;font-size:12px"
         self._name.value = f'<b title="{name}" style="{clipped}">{name}</b>'
         self._bar.value = snapshot.progress
         self._bar.style.bar_color = STATE_COLORS[state]
