@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from workbench.capture import Graph
+    from workbench.cost.profiles import Profile
     from workbench.notebooks import Reproduction, Shared
+    from workbench.planning.plans import Plans
     from workbench.runs import Report
     from workbench.runs.summary import Summary
     from workbench.runs.tracking import Delivery
@@ -52,6 +54,17 @@ def capture(experiment: Experiment, micro_batch: int = PROBE_BATCH) -> Graph:
 
 
 @checked_keywords
+def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
+    """What each block of the experiment's model costs on a cluster's device: what `plan` and `search` plan from."""
+    from workbench.cost import profile as profile_graph
+
+    experiment.data.check(experiment)
+    cluster = Cluster.here() if cluster is None else cluster
+    precision = resolved_precision(experiment, cluster)
+    return profile_graph(capture(experiment), cluster.device, precision, compiled=_compiled(experiment, cluster))
+
+
+@checked_keywords
 def plan(
     experiment: Experiment,
     cluster: Cluster | None = None,
@@ -59,12 +72,15 @@ def plan(
     memory_limit_gib: float | None = None,
     pipeline: int | None = None,
     data: int | None = None,
+    tensor: int | None = None,
     zero: int | None = None,
     micro_batch: int | None = None,
     recompute: str | None = None,
     schedule: str | None = None,
+    chunks: int | None = None,
+    offload_optimizer: bool | None = None,
 ) -> Plan:
-    """The fastest way to run a step that fits: by default on this machine.
+    """The fastest way to run a step that fits: by default on this machine. `wb.search` shows what else was weighed.
 
     `cluster` plans for another one (`Cluster.of("h200", gpus=256)`). `memory_limit_gib` caps what one device may
     use. Any of the degrees can be fixed; the rest is searched.
@@ -72,27 +88,64 @@ def plan(
     Raises `PlanInfeasible` when nothing fits, `CaptureError` when the model cannot be captured, `DataError` when
     the data cannot feed it.
     """
-    from workbench.cost import profile
-    from workbench.planning import search
-
-    experiment.data.check(experiment)
-    cluster = Cluster.here() if cluster is None else cluster
-    precision = resolved_precision(experiment, cluster)
-    captured = capture(experiment)
     return search(
-        profile(captured, cluster.device, precision, compiled=_compiled(experiment, cluster)),
-        global_batch=experiment.global_batch,
-        seq_len=experiment.seq_len,
-        precision=precision,
-        cluster=cluster,
-        memory_limit_bytes=None if memory_limit_gib is None else int(memory_limit_gib * GIB),
+        experiment,
+        cluster,
+        memory_limit_gib=memory_limit_gib,
         pipeline=pipeline,
         data=data,
+        tensor=tensor,
         zero=zero,
         micro_batch=micro_batch,
         recompute=recompute,
         schedule=schedule,
+        chunks=chunks,
+        offload_optimizer=offload_optimizer,
+    ).best
+
+
+@checked_keywords
+def search(
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    memory_limit_gib: float | None = None,
+    pipeline: int | None = None,
+    data: int | None = None,
+    tensor: int | None = None,
+    zero: int | None = None,
+    micro_batch: int | None = None,
+    recompute: str | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    offload_optimizer: bool | None = None,
+) -> Plans:
+    """Every way to run a step that was weighed, as a table; `.best` is the plan that `wb.plan` gives.
+
+    `pipeline` × `data` × `tensor` devices are used. `zero` (0 to 3) says what the replicas shard; `recompute` is
+    `none`, `selective` or `full` activation checkpointing; `schedule` one of `gpipe`, `1f1b`, `interleaved`,
+    `zero_bubble`, with `chunks` stages a pipeline rank. Arguments and errors as for `wb.plan`.
+    """
+    from workbench.planning import Request, weigh
+
+    cluster = Cluster.here() if cluster is None else cluster
+    costs = profile(experiment, cluster)
+    request = Request(
+        experiment.global_batch,
+        experiment.seq_len,
+        cluster,
+        None if memory_limit_gib is None else int(memory_limit_gib * GIB),
+        pipeline,
+        data,
+        tensor,
+        zero,
+        micro_batch,
+        recompute,
+        schedule,
+        chunks,
+        offload_optimizer,
     )
+    return weigh(costs, costs.precision, request)
 
 
 def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from workbench.cost import Cluster, profile
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
-from workbench.planning import Action, Plan, bubble_fraction, search, simulate, timeline
+from workbench.planning import Action, Plan, Request, bubble_fraction, search, simulate, timeline, weigh, what_if
 from workbench.planning.partition import partition
 from workbench.planning.plan import INTERLEAVED, SCHEDULES
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
@@ -465,6 +465,76 @@ def test_replicas_over_several_nodes_share_the_nodes_network_cards() -> None:
     assert cluster.group_link(4, stride=8).bandwidth == cluster.inter.bandwidth
     assert cluster.hop_link(0, 4, 4) == cluster.intra
     assert cluster.hop_link(4, 8, 4) == cluster.inter
+
+
+# Tables and explanations
+
+
+def test_every_row_of_the_table_can_be_had_as_a_plan() -> None:
+    plans = weigh(layered_profile(layers=8), "bf16", Request(32, 512, H200, 5 * GIB))
+    assert plans.searched >= len(plans)
+    assert plans[0] is plans.best
+    shown = plans.shown()
+    assert any(row.step_ms is None for _, row in shown)
+    for number, row in shown:
+        if row.step_ms is None:
+            with pytest.raises(PlanInfeasible):
+                plans[number]
+        elif row.peak_bytes is not None:
+            found = plans[number]
+            assert (found.pipeline, found.data, found.zero) == (row.pipeline, row.data, row.zero)
+            assert (found.schedule, found.chunks, found.micro_batch) == (row.schedule, row.chunks, row.micro_batch)
+            assert found.prediction.step_ms >= row.step_ms * (1 - 1e-9)
+
+
+def test_the_table_reads_without_knowing_the_words() -> None:
+    plans = weigh(replace(PROFILE, model="<b>mine</b>"), "bf16", Request(64, 512, H200))
+    text, page = repr(plans), plans._repr_html_()
+    assert "<b>mine</b> on 4 × H200, 64 samples of 512 tokens a step" in text
+    for words in ("chosen", "% slower", "GiB", " ms"):
+        assert words in text
+        assert words in page
+    assert "pipeline-parallel degree: the model is cut into this many parts" in page
+    assert "&lt;b&gt;mine" in page
+    assert "<b>mine" not in page
+
+
+def test_an_explanation_names_what_binds_and_what_would_change() -> None:
+    profile = layered_profile(layers=54, elements=45_000_000)
+    free = plan_of(profile).explain()
+    assert sum(part.share for part in free.parts) == pytest.approx(1)
+    assert {"arithmetic", "memory bandwidth", "memory", "links in a node", "global batch"} == {
+        change.constraint for change in free.changes
+    }
+    tight = plan_of(profile, memory_limit_bytes=24 * GIB).explain()
+    assert tight.binding == "memory limit"
+    lifted = next(change for change in tight.changes if change.constraint == "memory limit")
+    assert lifted.plan.prediction == free.plan.prediction, "computed by planning again"
+    assert f"{lifted.gain:.1%} more tokens/s, with {lifted.plan.division()}" in repr(tight)
+    fixed = plan_of(profile, pipeline=4, micro_batch=1).explain()
+    assert fixed.binding in ("micro_batch=1", "pipeline=4")
+    two_nodes = plan_of(profile, cluster=Cluster.of("h200", gpus=16)).explain()
+    assert "links between nodes" in {change.constraint for change in two_nodes.changes}
+
+
+def test_a_plan_from_a_file_is_explained_with_a_profile() -> None:
+    plan = plan_of(memory_limit_bytes=12 * GIB)
+    stored = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert stored.explain().changes == ()
+    assert "takes the model's profile" in repr(stored.explain())
+    assert stored.explain(PROFILE).changes == plan.explain().changes
+    with pytest.raises(PlanMismatch, match="Make the profile of the same model"):
+        stored.explain(replace(PROFILE, signature="1" * 16))
+
+
+def test_a_slider_is_answered_as_a_search_would_and_once() -> None:
+    settings: dict[str, Any] = {"global_batch": 64, "seq_len": 512, "gpus": 8, "memory_limit_gib": 20.0}
+    found = what_if(PROFILE, H200, **settings)
+    assert found == plan_of(cluster=Cluster.of("h200", gpus=8), memory_limit_bytes=20 * GIB)
+    assert what_if(PROFILE, H200, **settings) is found
+    assert what_if(PROFILE, H200, **{**settings, "gpus": 16}).cluster.nodes == 2
+    with pytest.raises(PlanInfeasible, match="does not fit"):
+        what_if(PROFILE, H200, global_batch=64, seq_len=512, memory_limit_gib=0.1)
 
 
 # What is refused, and how

@@ -7,7 +7,7 @@ No torch until `here` is called.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
@@ -133,6 +133,13 @@ class Cluster:
         """What joins devices `first … first + members - 1` to as many from `second` on, one to one."""
         together = (second + members - 1) // self.gpus_per_node == first // self.gpus_per_node
         return self.intra if together else self.inter
+
+    def resized(self, gpus: int) -> Cluster:
+        """As many devices of the same kind, in nodes of the size in which they come."""
+        from workbench.cost.hardware import NODES
+
+        largest = max((size for device, size, _, _ in NODES.values() if device == self.device), default=0)
+        return replace(self, gpus=gpus, gpus_per_node=min(gpus, max(largest, self.gpus_per_node)))
 
     def describe(self) -> str:
         """`"4 × H200"`, `"256 × H200 in 32 nodes"`."""

@@ -6,9 +6,10 @@ Pure Python and NumPy: a laptop without torch or a GPU plans for 1,024 of them.
 """
 
 from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
-from workbench.planning.requests import EVERYTHING, RUNNABLE, Runnable
+from workbench.planning.plans import Plans
+from workbench.planning.requests import EVERYTHING, RUNNABLE, Request, Runnable
 from workbench.planning.schedules import Action, TimedAction, Timeline, bubble_fraction, simulate
-from workbench.planning.searching import search
+from workbench.planning.searching import search, weigh, what_if
 from workbench.planning.timelines import timeline
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "Candidate",
     "Memory",
     "Plan",
+    "Plans",
     "Prediction",
+    "Request",
     "Runnable",
     "Stage",
     "TimedAction",
@@ -27,4 +30,6 @@ __all__ = [
     "search",
     "simulate",
     "timeline",
+    "weigh",
+    "what_if",
 ]

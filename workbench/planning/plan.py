@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanMismatch
 from workbench.units import duration, gib
+
+if TYPE_CHECKING:
+    from workbench.cost.profiles import Profile
+    from workbench.planning.explaining import Explanation
 
 FORMAT = 2
 """1 had `recompute` as a truth value; such plans are still read."""
@@ -100,6 +104,8 @@ class Candidate:
     peak_bytes: int | None
     verdict: str
     """`chosen`, or a sentence."""
+    bubble_fraction: float | None = None
+    """Where the step was simulated."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,23 @@ class Plan:
         fields["prediction"] = Prediction(**fields["prediction"])
         fields["candidates"] = tuple(Candidate(**c) for c in fields["candidates"])
         return Plan(**fields)
+
+    @property
+    def origin(self) -> tuple[object, object] | None:
+        """Profile and request of the search that made this plan, in this process; not stored, not compared."""
+        found: tuple[object, object] | None = self.__dict__.get("_origin")
+        return found
+
+    def explain(self, profile: Profile | None = None) -> Explanation:
+        """Where the step goes, which constraint binds, and what would change the choice: by planning again with one
+        constraint loosened at a time.
+
+        A plan that was read from a file needs the model's `profile` for the latter. Raises `PlanMismatch` for a
+        profile of another model.
+        """
+        from workbench.planning.explaining import explain
+
+        return explain(self, profile)
 
     def describe(self) -> str:
         """One sentence: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples, 213 ms a step, 61.2 GiB a device"`."""

@@ -30,14 +30,14 @@ CAP_STEPS = 3
 """Halvings of what each of a rank's several stages may take, when together they take too much."""
 
 
-def best_plan(profile: Profile, precision: str, request: Request) -> Plan:
-    """The fastest plan that fits a request; see `workbench.planning.search`."""
-    check_profile(profile, precision, request)
+def checked_search(profile: Profile, precision: str, request: Request) -> Search:
+    """Raises for what no search can satisfy; see `workbench.planning.search`."""
+    _check_profile(profile, precision, request)
     check(request, profile)
-    return Search(profile, request).plan()
+    return Search(profile, request)
 
 
-def check_profile(profile: Profile, precision: str, request: Request) -> None:
+def _check_profile(profile: Profile, precision: str, request: Request) -> None:
     device = request.cluster.device
     if (profile.precision, profile.device_kind) != (precision, device.kind):
         raise PlanMismatch(
@@ -76,6 +76,7 @@ class _Option:
     """No cut of this option needs less on its fullest device."""
     cut: _Cut | None = None
     step_ms: float | None = None
+    bubble_fraction: float | None = None
     weighed: bool = False
 
 
@@ -95,11 +96,14 @@ class Search:
         self.request = request
         self.pricer = Pricer(_device_costs(profile, request.cluster.device), request.cluster)
         allowed = request.runnable.recompute if request.recompute is None else (request.recompute,)
+        self.searched = 0
         self._weighed: dict[Degrees, _Option] = {}
         self.kinds = tuple(kind for kind in RECOMPUTE if kind in allowed)
 
     def plan(self) -> Plan:
+        """The fastest that fits; `searched` then says how many options there were."""
         options = sorted(map(self._option, self._degrees()), key=lambda option: option.bound_ms)
+        self.searched = len(options)
         if not options:
             raise self._indivisible()
         best: _Option | None = None
@@ -236,7 +240,8 @@ class Search:
         if option.cut is not None:
             option.bound_ms = max(option.bound_ms, self._bound(option.degrees, option.cut))
             if option.bound_ms < best_ms:
-                option.step_ms = self._predict(option.degrees, option.cut).step_ms
+                prediction = self._predict(option.degrees, option.cut)
+                option.step_ms, option.bubble_fraction = prediction.step_ms, prediction.bubble_fraction
 
     def _cut(self, degrees: Degrees) -> tuple[_Cut | None, float]:
         """The best cut within memory, and the bytes of its fullest device; or None, and the least that any needs."""
@@ -361,7 +366,7 @@ class Search:
     def _plan(self, best: _Option, options: list[_Option]) -> Plan:
         request, degrees = self.request, best.degrees
         assert best.cut is not None
-        return Plan(
+        plan = Plan(
             model=self.profile.model,
             signature=self.profile.signature,
             cluster=request.cluster,
@@ -383,6 +388,8 @@ class Search:
             candidates=self._rows(best, options),
             offload_optimizer=degrees.offload_optimizer,
         )
+        plan.__dict__["_origin"] = (self.profile, request)
+        return plan
 
     def _stages(self, degrees: Degrees, cut: _Cut) -> tuple[Stage, ...]:
         times = self._stage_times(degrees, cut)
@@ -432,6 +439,7 @@ class Search:
             step_ms=(option.bound_ms if option.step_ms is None else option.step_ms) if fits else None,
             peak_bytes=int(option.least_bytes) if option.weighed else None,
             verdict=self._verdict(option, best),
+            bubble_fraction=option.bubble_fraction,
         )
 
     def _verdict(self, option: _Option, best: _Option) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.cost.cluster import FRAGMENTATION, Cluster
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, suggestion
-from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
+from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES, Candidate
 from workbench.units import gib
 
 
@@ -35,6 +35,20 @@ ZERO_WORDS = {
 }
 
 
+FIXABLE = (
+    "pipeline",
+    "data",
+    "tensor",
+    "zero",
+    "micro_batch",
+    "recompute",
+    "schedule",
+    "chunks",
+    "offload_optimizer",
+)
+"""What a user may fix of a plan; the rest is searched."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One search: the batch, the cluster, and the degrees that the user fixed (None leaves them to the search)."""
@@ -53,6 +67,22 @@ class Request:
     chunks: int | None = None
     offload_optimizer: bool | None = None
     runnable: Runnable = RUNNABLE
+
+    def fixed_to(self, row: Candidate) -> Request:
+        """This request with every degree fixed as in one row of its search."""
+        recompute = row.recompute if row.recompute in RECOMPUTE else self.recompute
+        return replace(
+            self,
+            pipeline=row.pipeline,
+            data=row.data,
+            tensor=row.tensor,
+            zero=row.zero,
+            micro_batch=row.micro_batch,
+            recompute=recompute,
+            schedule=row.schedule,
+            chunks=row.chunks,
+            offload_optimizer=row.offload_optimizer,
+        )
 
     @property
     def offered_bytes(self) -> int:

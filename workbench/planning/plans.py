@@ -1,0 +1,129 @@
+"""`Plans`: a whole search as one table that somebody who never saw one can read."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, field
+
+from workbench.cost.profiles import Profile
+from workbench.planning.plan import RECOMPUTE, SCHEDULE_WORDS, Candidate, Plan
+from workbench.planning.planner import Search
+from workbench.planning.requests import Request
+from workbench.units import gib
+
+FASTEST_SHOWN = 14
+"""Rows shown of those that fit, fastest first."""
+REJECTED_SHOWN = 6
+"""Rows shown of those that do not fit, those that come nearest first."""
+
+COLUMNS = {
+    "": "number: plans[number] is that plan",
+    "PP": "pipeline-parallel degree: the model is cut into this many parts, one after the other",
+    "DP": "data-parallel degree: this many replicas share the global batch",
+    "TP": "tensor-parallel degree: this many devices share each matrix product",
+    "ZeRO": "what the replicas shard: 0 nothing, 1 the optimiser, 2 also gradients, 3 also parameters",
+    "recompute": "activation checkpointing: what the backward computes again instead of keeping",
+    "schedule": "the order of forwards and backwards; × n: every pipeline rank has n stages",
+    "micro-batches": "forwards of one step on one replica, and samples in each",
+    "step": "predicted time of one step",
+    "memory": "predicted peak of the fullest device",
+    "bubble": "share of the pipeline's time that devices wait",
+    "verdict": "why it was chosen or not",
+}
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Everything that one search weighed: `plans.best`, and `plans[n]` for row n of the table."""
+
+    best: Plan
+    searched: int
+    """Options weighed; `rows` holds those nearest to the best."""
+    profile: Profile = field(repr=False, compare=False)
+    request: Request = field(repr=False, compare=False)
+
+    @property
+    def rows(self) -> tuple[Candidate, ...]:
+        """The chosen one first, then the others by their step."""
+        return self.best.candidates
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Plan:
+        """Row `number` as a plan of its own, to launch or to draw; raises `PlanInfeasible` if it does not fit."""
+        row = self.rows[number]
+        if row == self.best.candidates[0]:
+            return self.best
+        return Search(self.profile, self.request.fixed_to(row)).plan()
+
+    def shown(self) -> list[tuple[int, Candidate]]:
+        """The rows that the table shows, with their numbers."""
+        numbered = list(enumerate(self.rows))
+        fitting = [(n, row) for n, row in numbered if row.step_ms is not None]
+        rejected = [(n, row) for n, row in numbered if row.step_ms is None]
+        rejected.sort(key=lambda item: item[1].peak_bytes or 0)
+        return fitting[:FASTEST_SHOWN] + rejected[:REJECTED_SHOWN]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [_cells(number, row, self.best) for number, row in self.shown()]
+
+    def _heading(self) -> str:
+        request = self.request
+        return (
+            f"{self.best.model} on {request.cluster.describe()}, {request.global_batch} samples of "
+            f"{request.seq_len} tokens a step: {self.searched} plans weighed, {len(self.shown())} shown"
+        )
+
+    def __repr__(self) -> str:
+        table = [tuple(COLUMNS), *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if name in ("PP", "DP", "TP", "ZeRO")]
+        return "\n".join([self._heading(), *(line.rstrip() for line in lines), *legend])
+
+    def _repr_html_(self) -> str:
+        style = "text-align:left;padding:2px 9px;white-space:nowrap"
+        head = "".join(
+            f'<th style="{style}" title="{html.escape(meaning, quote=True)}">{html.escape(name)}</th>'
+            for name, meaning in COLUMNS.items()
+        )
+        rows = []
+        for (_, row), cells in zip(self.shown(), self._cells(), strict=True):
+            weight = "font-weight:600" if row.verdict == "chosen" else ""
+            muted = "color:#6B7280" if row.step_ms is None else ""
+            tds = "".join(f'<td style="{style}">{html.escape(cell)}</td>' for cell in cells)
+            rows.append(f'<tr style="{weight}{muted}">{tds}</tr>')
+        legend = " · ".join(
+            f"<b>{html.escape(name)}</b> {html.escape(meaning)}" for name, meaning in COLUMNS.items() if name
+        )
+        return (
+            f"<p><b>{html.escape(self._heading())}</b></p><table><thead><tr>{head}</tr></thead>"
+            f"<tbody>{''.join(rows)}</tbody></table>"
+            f'<p style="font-size:85%;color:#6B7280;max-width:70em">{legend}</p>'
+        )
+
+
+def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
+    share = best.global_batch // (row.data * row.micro_batch)
+    chunks = f" × {row.chunks}" if row.chunks > 1 else ""
+    recompute = row.recompute if row.recompute in (*RECOMPUTE, "mixed") else "–"
+    known = "" if row.bubble_fraction is not None else "≥ "
+    return (
+        str(number),
+        str(row.pipeline),
+        str(row.data),
+        str(row.tensor),
+        str(row.zero) + (", optimiser on host" if row.offload_optimizer else ""),
+        recompute,
+        SCHEDULE_WORDS[row.schedule] + chunks if row.pipeline > 1 else "–",
+        f"{share} × {row.micro_batch}",
+        "–" if row.step_ms is None else known + _milliseconds(row.step_ms),
+        "–" if row.peak_bytes is None else gib(row.peak_bytes),
+        "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",
+        row.verdict,
+    )
+
+
+def _milliseconds(ms: float) -> str:
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
