@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import zoo
 from tests.distributed.harness import forced_plan, launch, place
@@ -280,6 +281,38 @@ def test_dropout_under_tensor_parallelism_differs_in_divided_regions_and_nowhere
     assert found["losses"][1:] == pytest.approx([found["losses"][0]] * 2, rel=1e-6)
     for other in found["gradients"][1:]:
         assert worst(other, found["gradients"][0]) < 1e-5, "recomputation drew other masks"
+
+
+class _AllReduces(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation is torch.ops._c10d_functional.all_reduce.default
+        return operation(*args, **(kwargs or {}))
+
+
+def _all_reduces(_rank: int) -> dict[str, int]:
+    """Of one step of two tensor-parallel devices, by how activations are recomputed."""
+    torch.manual_seed(0)
+    model, batch = zoo.bert_pretraining().train(), zoo.batch("bert", MICRO_BATCH)
+    graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name="bert")
+    found = {}
+    for recompute in ("none", "selective", "full"):
+        trainer = trainer_of(copy.deepcopy(model), graph, Case(tensor=2, recompute=recompute, num_microbatches=1))
+        with _AllReduces() as counted:
+            trainer.gradients(0, batch)
+        found[recompute] = counted.count
+    division = plan_tensor(graph, 2)
+    found["planned"] = sum(len(b.forward_elements) + len(b.backward_elements) for b in division.blocks)
+    return found
+
+
+def test_reductions_are_those_of_the_analysis_and_selective_recomputation_repeats_none() -> None:
+    found = launch(_all_reduces, 2)
+    assert found["none"] == found["selective"] == found["planned"] + 1, "a cross-entropy reduces twice"
+    assert found["full"] > found["none"]
 
 
 def test_replicated_dropout_keeps_its_share_and_depends_on_seed_and_salt() -> None:

@@ -24,8 +24,11 @@ _PRODUCTS = frozenset(
         aten.bmm.default,
         aten.baddbmm.default,
         aten.convolution.default,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.wait_tensor.default,
     }
 )
+"""Matrix products, and the sums of their parts over tensor-parallel devices."""
 _ATTENTION: dict[Any, int] = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
