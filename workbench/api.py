@@ -226,6 +226,56 @@ def sync(runs: Runs | None = None, *, root: str | os.PathLike[str] | None = None
     return [tracking.sync(run.directory) for run in waiting if not tracking.recording(run.directory)]
 
 
+@checked_keywords
+def prepare(
+    experiment: Experiment,
+    plan: Plan,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    resume: Run | str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Run:
+    """Write the run directory as `launch` does and start nothing: for the nodes of a plan that are not here.
+
+    `wb.slurm(run)` makes a job file of it; `torchrun` and `accelerate launch` start it as well. `resume` continues
+    another run or a checkpoint. The directory and `$WORKBENCH_HOME` must be where every node sees them.
+    """
+    from workbench.runs.launcher import prepare as _prepare
+
+    experiment.data.check(experiment)
+    check_signature(experiment, plan)
+    experiment.data.prepare(experiment, progress=progress)
+    facts = {"data_fingerprint": data_fingerprint(experiment)}
+    return _prepare(experiment, plan, directory=directory, resume=resume, facts=facts)
+
+
+@checked_keywords
+def slurm(
+    run: Run | str | os.PathLike[str],
+    *,
+    time: str = "24:00:00",
+    partition: str | None = None,
+    account: str | None = None,
+    cpus_per_node: int | None = None,
+    options: Sequence[str] = (),
+) -> str:
+    """The text of a Slurm job file that trains a prepared or stopped run on its plan's nodes.
+
+    `options` are further `#SBATCH` options. Submitted or requeued again, the job continues from the last good
+    checkpoint. Raises `PlanInfeasible` where the plan's devices do not fill its nodes equally.
+    """
+    from workbench.runs.nodes import slurm as job_file
+
+    return job_file(
+        load_run(run),
+        time=time,
+        partition=partition,
+        account=account,
+        cpus_per_node=cpus_per_node,
+        options=options,
+    )
+
+
 def check_signature(experiment: Experiment, plan: Plan) -> None:
     """Raise `PlanMismatch` unless the plan was made for this model and these batch fields."""
     from workbench.capture import build_meta, signature

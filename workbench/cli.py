@@ -127,6 +127,7 @@ def run(
     micro_batch: MicroBatch = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan saved by `workbench plan --save`.")] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="Of the run; runs/<name>-<time> by default.")] = None,
+    prepare: Annotated[bool, typer.Option("--prepare", help="Write the run directory, and start nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -148,8 +149,8 @@ def run(
         chosen = api.load_plan(plan_file)
     else:
         chosen = api.plan(experiment, memory_limit_gib=memory_limit_gib, **forced)
-    started = api.launch(experiment, chosen, directory=directory)
-    _announce(started, wait, as_json)
+    begin = api.prepare if prepare else api.launch
+    _announce(begin(experiment, chosen, directory=directory), wait and not prepare, as_json)
 
 
 @app.command()
@@ -163,6 +164,37 @@ def resume(
     from workbench import api
 
     _announce(api.resume(run, steps=steps), wait, as_json)
+
+
+@app.command()
+def slurm(
+    run: Annotated[str, typer.Argument(help="The name or directory of a run: `workbench run … --prepare` made it.")],
+    time: Annotated[str, typer.Option("--time", help="Limit of the job; a checkpoint is written before.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option("--partition")] = None,
+    account: Annotated[str | None, typer.Option("--account")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option("--cpus-per-node")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="A further #SBATCH option, such as --constraint=h200; repeatable."),
+    ] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="The file to write; printed otherwise.")] = None,
+) -> None:
+    """Write a job file for `sbatch` that trains a run on the nodes of its plan."""
+    from workbench import api
+
+    text = api.slurm(
+        run,
+        time=time,
+        partition=partition,
+        account=account,
+        cpus_per_node=cpus_per_node,
+        options=option or (),
+    )
+    if to is None:
+        typer.echo(text, nl=False)
+    else:
+        to.write_text(text)
+        typer.echo(to.absolute())
 
 
 @app.command()

@@ -44,6 +44,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -173,13 +174,19 @@ def this_process() -> dict[str, Any]:
 
 
 def process_record(pid: int) -> dict[str, Any]:
-    """`pid` and `created` (Unix seconds) of a process that runs now."""
-    return {"pid": pid, "created": psutil.Process(pid).create_time()}
+    """`pid`, `created` (Unix seconds) and `host` of a process that runs here now."""
+    return {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
+
+
+def is_elsewhere(record: Mapping[str, Any]) -> bool:
+    """Whether the process of that record is of another host, where nothing can be known of it from here."""
+    here = socket.gethostname()
+    return bool(record.get("host", here) != here)
 
 
 def process_alive(record: Mapping[str, Any] | None) -> bool:
-    """Whether the very process of that record still runs (a zombie does not)."""
-    if record is None:
+    """Whether the very process of that record still runs (a zombie does not); of another host's: False."""
+    if record is None or is_elsewhere(record):
         return False
     try:
         process = psutil.Process(record["pid"])

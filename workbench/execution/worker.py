@@ -1,7 +1,8 @@
-"""One rank of a run: `python -m workbench.execution.worker RUN_DIR`, started by `accelerate launch`.
+"""One rank of a run: `python -m workbench.execution.worker RUN_DIR`, started by `accelerate launch` or `torchrun`.
 
 Reads the run directory, builds its stage, trains, and appends events. Leaves with exit code 0 when the run is
-finished or was asked to stop; an exception is written to `errors/<rank>.json` and ends it with code 1.
+finished or was asked to stop; an exception is written to `errors/<rank>.json` and ends it with code 1. Without a
+supervisor, the ranks also write the run's states.
 """
 
 from __future__ import annotations
@@ -54,12 +55,28 @@ def main(directory: str) -> int:
     plan = Plan.from_json(read_json(run.plan))
     stage = rank // (plan.data * plan.tensor)
     write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
+    supervised = "supervisor" in (read_json(run.launcher) if run.launcher.exists() else {})
+    if not supervised and rank == 0:
+        append_event(run.events, "status", state="starting", message="")
     try:
-        _Worker(run, plan).run()
+        steps = _Worker(run, plan).run()
     except BaseException as error:
         _report(run, rank, stage, error)
+        if not supervised:
+            message = f"rank {rank} (stage {stage}): {type(error).__name__}: {error}".splitlines()[0]
+            append_event(run.events, "status", state="failed", message=message)
         return 1
+    if not supervised and rank == 0:
+        _conclude(run, steps)
     return 0
+
+
+def _conclude(run: RunDir, steps: int) -> None:
+    target = read_json(run.experiment)["steps"]
+    if steps >= target:
+        append_event(run.events, "status", state="finished", message=f"{steps} steps.")
+    else:
+        append_event(run.events, "status", state="stopped", message=f"Stopped at step {steps} of {target}.")
 
 
 def _complete_environment() -> None:
@@ -184,7 +201,8 @@ class _Worker:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Train; returns the number of completed steps."""
         self._phase("start", time.perf_counter() - self._started)
         trainer, extras = self._build()
         keep = self.experiment.keep_checkpoints
@@ -208,6 +226,7 @@ class _Worker:
                 dist.destroy_process_group()
         if self.is_main:
             append_event(self.run_dir.events, "end", steps=final.step, seconds=final.seconds)
+        return final.step
 
     def _build(self) -> tuple[Trainer, Extras]:
         context = StepContext(self.experiment.seed, self.device)

@@ -55,6 +55,41 @@ def launch(
     """
     check_plan(experiment, plan)
     devices = _check_machine(plan)
+    run = _written(experiment, plan, directory, resume, facts, code)
+    append_event(run.events, "status", state="queued", message="")
+    _start_supervisor(run, plan, devices, worker)
+    _tell_notebook(run)
+    return Run(run.path)
+
+
+def prepare(
+    experiment: Experiment,
+    plan: Plan,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    resume: Run | str | os.PathLike[str] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Run:
+    """Write the run directory as `launch` does and start nothing: Slurm, `torchrun` or `accelerate launch` will.
+
+    Raises `RunExists`, `PlanMismatch` or `CheckpointError`.
+    """
+    check_plan(experiment, plan)
+    run = _written(experiment, plan, directory, resume, facts, None)
+    write_json(run.launcher, {})  # known to be started by somebody else
+    append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
+    return Run(run.path)
+
+
+def _written(
+    experiment: Experiment,
+    plan: Plan,
+    directory: str | os.PathLike[str] | None,
+    resume: Run | str | os.PathLike[str] | None,
+    facts: Mapping[str, Any] | None,
+    code: Mapping[str, bytes] | None,
+) -> RunDir:
+    """A run directory that ranks can start from."""
     code = _user_code(experiment) if code is None else code
     checkpoint = None if resume is None else _checkpoint(resume)
     run = _prepare_directory(experiment, directory, checkpoint)
@@ -63,10 +98,7 @@ def launch(
         (run.code / name).write_bytes(content)
     if checkpoint is not None:
         write_json(run.resume, {"checkpoint": str(checkpoint), "step": _step_of(checkpoint)})
-    append_event(run.events, "status", state="queued", message="")
-    _start_supervisor(run, plan, devices, worker)
-    _tell_notebook(run)
-    return Run(run.path)
+    return run
 
 
 def clone(run: Run, plan: Plan | None = None, *, worker: str = WORKER, **changes: Any) -> Run:
@@ -161,7 +193,7 @@ def _prepare_directory(
     """Make the run's directory, or clear the last attempt's traces from the one that is continued."""
     if directory is None and checkpoint is not None:
         run = RunDir(checkpoint.parent.parent)
-        _clear_attempt(run)
+        clear_attempt(run)
     elif directory is None:
         run = RunDir(_new_directory(str(experiment.name)))
     else:
@@ -194,13 +226,13 @@ def _claim(run: RunDir, continued: bool) -> None:
                 f"resume={str(run.path)!r}.",
                 directory=str(run.path),
             )
-        _clear_attempt(run)
+        clear_attempt(run)
     elif run.path.exists() and not run.path.is_dir():
         raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
     run.path.mkdir(parents=True, exist_ok=True)
 
 
-def _clear_attempt(run: RunDir) -> None:
+def clear_attempt(run: RunDir) -> None:
     """Put aside how the last attempt was described, who ran it and what failed; go on with the same events."""
     if processes.run_alive(run) or processes.strays(run):
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
@@ -312,7 +344,7 @@ def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker:
             stdout=log,
             stderr=log,
             start_new_session=True,  # or an interrupt of the kernel would reach it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_user_path())},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(user_path())},
         )
     threading.Thread(target=process.wait, name=f"reap {run.path.name}", daemon=True).start()
     supervisor = process_record(process.pid)
@@ -322,7 +354,7 @@ def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker:
     write_json(run.launcher, {"supervisor": supervisor, "ticket": str(ticket.path), "plan": summary, "worker": worker})
 
 
-def _user_path() -> Iterable[str]:
+def user_path() -> Iterable[str]:
     """This process's `sys.path` without Python's own folders: what lies beside the notebook imports in the workers."""
     own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     standard = tuple(str(Path(path)) for path in own)

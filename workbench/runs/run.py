@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import RunFailed, RunNotFound
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, process_alive, read_events, read_json
+from workbench.rundir import FINAL_STATES, EventTail, RunDir, is_elsewhere, process_alive, read_events, read_json
 from workbench.runs import processes
 from workbench.runs.failure import log_tail, run_failed
 from workbench.units import count, duration, gib
@@ -134,6 +134,8 @@ class Run:
         recorded = progress.status or Status("queued")
         if recorded.final or supervised:
             return recorded
+        if self._elsewhere or (not self._supervisor() and (workers or self._prepared)):
+            return recorded
         if workers:
             message = "The launcher vanished, its ranks train on; stop() ends them."
             return Status("running", message, recorded.time)
@@ -156,12 +158,25 @@ class Run:
         Harmless when the run has ended. Ranks that hang are ended by force after a few minutes, also when
         the launcher is gone.
         """
-        if not self.alive:
+        supervisor = self._supervisor()
+        elsewhere = not self.status.final and self._elsewhere
+        if not self.alive and not elsewhere:
             return self
         self._dir.stop_file.touch()
-        if not any(map(process_alive, self._supervisor())):
+        if supervisor and not elsewhere and not any(map(process_alive, supervisor)):
             self._reap()
         return self.wait() if wait else self
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether what writes the run's states is on another host: its supervisor, or rank 0 where it has none."""
+        return any(map(is_elsewhere, self._supervisor() or processes.rank_records(self._dir)[:1]))
+
+    @property
+    def _prepared(self) -> bool:
+        """Whether the run waits for somebody to start it."""
+        known = processes.launcher_record(self._dir) or processes.rank_records(self._dir)
+        return self._dir.launcher.exists() and not known
 
     def _supervisor(self) -> list[dict[str, Any]]:
         supervisor = processes.launcher_record(self._dir).get("supervisor")

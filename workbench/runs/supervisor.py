@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,22 @@ FOREIGN_LAUNCH = (
     *("MASTER_ADDR", "MASTER_PORT", "WANDB_SERVICE", "WANDB_RUN_ID"),
 )
 """Variables of a launch around this one (or of the kernel's own W&B run) that would mislead the ranks."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where one node stands among those that share a run."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = ""
+    """Of the first node."""
+    port: int = 0
+
+    @property
+    def log(self) -> str:
+        """The name of this node's launcher log."""
+        return f"launcher-{self.rank}" if self.rank else "launcher"
 
 
 @dataclass
@@ -73,6 +89,18 @@ def main(directory: str) -> int:
     _wait_until_known(run)
     try:
         return _see_through(run)
+    except BaseException as error:
+        processes.kill_trees(processes.live_workers(run))
+        _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
+        raise
+
+
+def supervise(run: RunDir, launcher: dict[str, Any]) -> int:
+    """See a run through from the first of its nodes, on the devices that this process may use."""
+    _save(run, launcher)
+    _status(run, "starting", "")
+    try:
+        return _train(run, launcher)
     except BaseException as error:
         processes.kill_trees(processes.live_workers(run))
         _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
@@ -133,7 +161,9 @@ def _train(run: RunDir, launcher: dict[str, Any]) -> int:
     events.read()
     watch = _Watch(run, events)
     start_recorder(run)
-    process = _start(run, launcher)
+    process = start_ranks(run, launcher)
+    launcher |= {"accelerate": process_record(process.pid), "command": process.args}
+    _save(run, launcher)
     exit_code = _watch(process, watch, launcher)
     survivors = processes.live_workers(run)
     if survivors:
@@ -144,41 +174,49 @@ def _train(run: RunDir, launcher: dict[str, Any]) -> int:
         return _conclude(run, watch, exit_code, file.read())
 
 
-def _start(run: RunDir, launcher: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start `accelerate launch`; it leads a session of its own and writes to the launcher's log."""
-    plan = launcher["plan"]
-    config = run.path / "accelerate.yaml"
-    config.write_text(_accelerate_config(plan["world"], plan["kind"], plan["precision"]))
-    command = accelerate_command(config, plan["world"], plan["kind"], plan["precision"], launcher["worker"], run.path)
-    environment = worker_environment(dict(os.environ), plan["world"], plan["kind"], launcher["devices"])
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
-    launcher |= {"accelerate": process_record(process.pid), "command": command}
-    write_json(run.launcher, launcher)
-    return process
+def start_ranks(run: RunDir, launcher: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start `accelerate launch` for this node's ranks; it leads a session of its own and writes to this one's log."""
+    plan, nodes = launcher["plan"], launcher.get("nodes") or Nodes()
+    world, kind, precision = plan["world"], plan["kind"], plan["precision"]
+    config = run.path / f"accelerate{f'-{nodes.rank}' if nodes.rank else ''}.yaml"
+    config.write_text(_accelerate_config(world, kind, precision, nodes))
+    command = accelerate_command(config, world, kind, precision, launcher["worker"], run.path, nodes)
+    environment = worker_environment(dict(os.environ), world // nodes.count, kind, launcher["devices"])
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
 
 
-def accelerate_command(config: Path, world: int, kind: str, precision: str, worker: str, run: Path) -> list[str]:
-    """The whole command line of the launch.
+def _save(run: RunDir, launcher: dict[str, Any]) -> None:
+    nodes = launcher.get("nodes")
+    write_json(run.launcher, {**launcher, "nodes": asdict(nodes)} if nodes else launcher)
+
+
+def accelerate_command(
+    config: Path, world: int, kind: str, precision: str, worker: str, run: Path, nodes: Nodes = Nodes()
+) -> list[str]:
+    """The whole command line of the launch on one node.
 
     `--cpu --num_processes n` starts one process only; `--multi_gpu` under `ACCELERATE_USE_CPU=true`
     starts n, on gloo. The config file keeps the user's own default configuration out of it.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     if world > 1:
-        command += ["--multi_gpu", "--main_process_port", "0"]
+        command += ["--multi_gpu", "--main_process_port", str(nodes.port)]
     elif kind == "cpu":
         command += ["--cpu"]
-    command += ["--num_processes", str(world), "--num_machines", "1", "--dynamo_backend", "no"]
+    if nodes.count > 1:
+        command += ["--machine_rank", str(nodes.rank), "--main_process_ip", nodes.address]
+    command += ["--num_processes", str(world), "--num_machines", str(nodes.count), "--dynamo_backend", "no"]
     command += ["--mixed_precision", "bf16" if precision == "bf16" else "no"]
     return [*command, "-m", worker, str(run)]
 
 
-def _accelerate_config(world: int, kind: str, precision: str) -> str:
+def _accelerate_config(world: int, kind: str, precision: str, nodes: Nodes) -> str:
     fields = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if world > 1 else "NO",
         "mixed_precision": "bf16" if precision == "bf16" else "'no'",
-        "num_machines": 1,
+        "num_machines": nodes.count,
+        "machine_rank": nodes.rank,
         "num_processes": world,
         "use_cpu": str(kind == "cpu").lower(),
         "debug": "false",
@@ -219,7 +257,7 @@ def _census(run: RunDir, pid: int, launcher: dict[str, Any]) -> None:
     known = {record["pid"] for record in launcher.get("workers", ())}
     if not {record["pid"] for record in workers} <= known:
         launcher["workers"] = workers
-        write_json(run.launcher, launcher)
+        _save(run, launcher)
 
 
 def _enforce_failure(watch: _Watch) -> None:
@@ -227,7 +265,7 @@ def _enforce_failure(watch: _Watch) -> None:
     if watch.failed_at is None:
         if any(watch.run.errors.glob("*.json")):
             watch.failed_at = time.monotonic()
-    elif time.monotonic() - watch.failed_at > _seconds("WORKBENCH_FAILURE_GRACE_S", FAILURE_GRACE_S):
+    elif time.monotonic() - watch.failed_at > failure_grace_s():
         watch.forced = True
         processes.kill_trees(_ranks(watch.run))
 
@@ -304,6 +342,10 @@ def _wait_until_known(run: RunDir) -> None:
 
 def _status(run: RunDir, state: str, message: str) -> None:
     append_event(run.events, "status", state=state, message=message)
+
+
+def failure_grace_s() -> float:
+    return _seconds("WORKBENCH_FAILURE_GRACE_S", FAILURE_GRACE_S)
 
 
 def _seconds(variable: str, default: float) -> float:
