@@ -188,14 +188,14 @@ def planning() -> go.Figure:
         height=430,
         title=theme.title(
             f"{plan.model}, {GLOBAL_BATCH} × {SEQ_LEN} tokens a step on {plan.cluster.describe()}",
-            f"{len(plan.candidates)} options: pipeline × data, ZeRO, checkpointing, schedule, micro-batch, offload",
+            f"the {len(plan.candidates)} options that the plan keeps of its search, by the step that each takes at least",
         ),
         xaxis={"title": "samples of a micro-batch", "tickvals": list(range(len(sizes))), "ticktext": sizes},
         yaxis={
             "type": "log",
             "title": "step (s)",
             "range": [math.log10(fastest) - 0.22, math.log10(slowest) + 0.08],
-            "tickvals": [1, 2, 5, 10, 20],
+            "tickvals": [1, 1.5, 2, 3, 4, 5, 10, 20],
         },
     )
     return figure
