@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         capture,
         clone,
         compare,
+        contrast,
         doctor,
         export,
         launch,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         stop,
         summary,
         sync,
+        timeline,
         wait,
     )
     from workbench.cost.cluster import Cluster
@@ -63,6 +65,7 @@ _HOMES = {
             "capture",
             "clone",
             "compare",
+            "contrast",
             "doctor",
             "export",
             "launch",
@@ -81,6 +84,7 @@ _HOMES = {
             "stop",
             "summary",
             "sync",
+            "timeline",
             "wait",
         ),
         "workbench.api",
@@ -97,6 +101,7 @@ __all__ = [
     "capture",
     "clone",
     "compare",
+    "contrast",
     "data",
     "doctor",
     "export",
@@ -117,6 +122,7 @@ __all__ = [
     "stop",
     "summary",
     "sync",
+    "timeline",
     "wait",
 ]
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from workbench.capture import Graph
     from workbench.cost.profiles import Profile
+    from workbench.figures import Contrast
     from workbench.notebooks import Reproduction, Shared
     from workbench.planning.plans import Plans
     from workbench.runs import Report
@@ -378,6 +379,37 @@ def compare(
     curves = [Curve(label, run.history()) for label, run in zip(_labels(handles), handles, strict=True)]
     options: dict[str, Any] = {} if smoothing is None else {"smoothing": smoothing}
     return loss_curves(curves, x=x, y=y, title=title, **options)
+
+
+@checked_keywords
+def contrast(runs: Runs, x: str = "tokens", *, smoothing: float | None = None) -> Contrast:
+    """Who is lower at equal tokens, FLOPs, GPU-hours and time; the difference to the first run over `x`, where the
+    curves cross and how sure that is; and what differs in experiments, plans and environments.
+    """
+    from workbench.figures import Curve
+    from workbench.figures import contrast as contrasted
+
+    handles = _handles(runs)
+    curves = [Curve(label, run.history()) for label, run in zip(_labels(handles), handles, strict=True)]
+    options: dict[str, Any] = {} if smoothing is None else {"smoothing": smoothing}
+    return contrasted(curves, [_described(run) for run in handles], x, **options)
+
+
+def _described(run: Run) -> dict[str, Any]:
+    plan = read_json(run.directory.plan) if run.directory.plan.exists() else {}
+    return {"experiment": run.experiment, "plan": plan, "environment": run.environment}
+
+
+def timeline(run: Run | str | os.PathLike[str] | Plan) -> go.Figure:
+    """One step's schedule: of a plan as predicted; of a run the prediction above a step as it was measured."""
+    from workbench.figures import measured_timeline, timelines
+    from workbench.figures import timeline as planned
+
+    if isinstance(run, Plan):
+        return planned(run)
+    handle = load_run(run)
+    measured = measured_timeline(handle.events())
+    return planned(handle.plan) if measured is None else timelines(handle.plan, measured)
 
 
 def live(runs: Runs, x: str = "tokens") -> Live:

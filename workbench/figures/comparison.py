@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures._series import SMOOTHING, X_AXES, Array, CurveLike, axes_of, column, smoothed
 from workbench.units import count, duration
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 RESAMPLES = 400
 POINTS = 2000
@@ -244,7 +247,7 @@ class Contrast:
     names: tuple[str, ...]
     standings: tuple[Standing, ...]
     differences: tuple[Difference, ...]
-    """Of each run to the first, over the first axis."""
+    """Of each other run to the first."""
     settings: tuple[tuple[str, tuple[str, ...]], ...]
     """What differs: (dotted name, one value a run) of experiments, plans and environments."""
 
@@ -254,8 +257,22 @@ class Contrast:
         lines += [f"{name}: {' | '.join(values)}" for name, values in self.settings]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        return self._standings_html() + self._differences_html() + self._settings_html()
+    def figure(self) -> go.Figure:
+        """The differences, drawn."""
+        from workbench.figures._difference import differences
+
+        return differences(self.differences)
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import HTML, display
+
+        if self.differences:
+            display(self.figure())
+        display(HTML(self.to_html()))
+
+    def to_html(self) -> str:
+        """Standings and settings as tables, every name escaped."""
+        return self._standings_html() + self._settings_html()
 
     def _standings_html(self) -> str:
         head = _row(("at equal", "", *self.names, "lowest"), "th")
@@ -265,9 +282,6 @@ class Contrast:
             losses = (f"{item.losses[name].value:.4g} ± {_half(item.losses[name]):.2g}" for name in self.names)
             rows += _row((X_AXES[item.axis].label, written(item.axis, item.at), *losses, verdict), "td")
         return f"<table>{head}{rows}</table>"
-
-    def _differences_html(self) -> str:
-        return "".join(f"<p>{html.escape(item.describe())}.</p>" for item in self.differences)
 
     def _settings_html(self) -> str:
         if not self.settings:
@@ -285,8 +299,30 @@ def _row(cells: Sequence[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag} style={style!r}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-IGNORED = ("candidates", "time", "started", "command", "directory", "executable", "cluster.name", "name", "prediction")
-"""Not a setting: what a search weighed, when and from where a run was started, what was predicted of it."""
+def contrast(
+    curves: Sequence[CurveLike],
+    described: Sequence[Mapping[str, Any]] = (),
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+) -> Contrast:
+    """Standings at equal cost, each run's difference to the first over `x`, and what differs in `described`.
+
+    `described` holds, for every run, nested JSON of what it was: experiment, plan, environment.
+    """
+    first, *others = curves
+    return Contrast(
+        tuple(curve.name for curve in curves),
+        standings(curves, smoothing=smoothing),
+        tuple(difference(other, first, x, smoothing) for other in others),
+        setting_differences(described),
+    )
+
+
+IGNORED = (
+    *("candidates", "prediction", "stages", "block_names", "signature", "flops_per_step"),
+    *("time", "started", "command", "directory", "executable", "name", "run"),
+)
+"""Not a setting: what a search weighed and predicted, what follows from the model, when and where a run was started."""
 
 
 def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -1,0 +1,103 @@
+"""Numbers of a comparison: who is lower at equal cost, where curves cross, and how sure that is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from figure_values import curve
+
+from workbench.errors import UnknownParameter
+from workbench.figures import Curve, contrast, difference, differences, standings
+from workbench.figures.comparison import setting_differences
+
+
+def line(name: str, slope: float, offset: float, noise: float = 0.02, steps: int = 1500, seed: int = 0) -> Curve:
+    """A loss that falls along a straight line over 15 M tokens."""
+    step = np.arange(1, steps + 1)
+    loss = offset - slope * step / steps + np.random.default_rng(seed).normal(0, noise, steps)
+    return Curve(name, {"step": step, "tokens": step * 10_000, "flops": step * 1e12, "loss": loss})
+
+
+def test_straight_lines_cross_where_geometry_says_and_the_interval_holds_it() -> None:
+    for seed in range(5):
+        found = difference(line("a", 2.0, 6.0, seed=seed), line("b", 1.0, 5.5, seed=seed + 50))
+        assert found.crossover is not None
+        assert found.crossover.low <= 7.5e6 <= found.crossover.high
+        assert found.crossover.value == pytest.approx(7.5e6, rel=0.03)
+        assert found.crossing_share == 1.0
+        assert found.value[-1] == pytest.approx(-0.5, abs=0.04)
+        assert found.describe().startswith("a ends lower than b by 0.")
+
+
+def test_the_band_holds_the_true_difference_about_as_often_as_it_says() -> None:
+    held = [
+        (found.low <= 0.1) & (found.high >= 0.1)
+        for seed in range(12)
+        for found in [difference(line("a", 1.0, 5.1, 0.1, seed=seed), line("b", 1.0, 5.0, 0.1, seed=seed + 500))]
+    ]
+    assert 0.75 <= np.mean([row[30:-30].mean() for row in held]) <= 1.0
+
+
+def test_more_noise_makes_a_wider_band() -> None:
+    calm, loud = (difference(line("a", 1.0, 5.0, noise), line("b", 1.0, 5.0, noise, seed=1)) for noise in (0.01, 0.1))
+    assert np.mean(loud.high - loud.low) > 5 * np.mean(calm.high - calm.low)
+
+
+def test_curves_that_do_not_cross_have_no_crossover() -> None:
+    found = difference(line("a", 1.0, 5.0), line("b", 1.0, 7.0, seed=1))
+    assert found.crossover is None
+    assert "do not cross" in found.describe()
+
+
+def test_runs_of_one_loss_are_too_close_to_call() -> None:
+    [standing] = standings([line("a", 1.0, 5.0, 0.2), line("b", 1.0, 5.0, 0.2, seed=7)], axes=["tokens"])
+    assert not standing.sure
+    assert "too close to call" in str(standing)
+
+
+def test_equal_cost_is_the_most_that_every_run_has_spent() -> None:
+    short, long = line("short", 1.0, 5.0, steps=500), line("long", 1.0, 6.0, seed=1)
+    found = {standing.axis: standing for standing in standings([short, long])}
+    assert set(found) == {"tokens", "flops"}
+    assert found["tokens"].at == pytest.approx(5e6)
+    assert found["tokens"].best == "short"
+    assert found["tokens"].sure
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    first, again = (difference(line("a", 2.0, 6.0), line("b", 1.0, 5.5, seed=1)) for _ in range(2))
+    assert first.crossover == again.crossover
+    assert (first.low == again.low).all()
+
+
+def test_a_million_points_are_compared_as_quickly_as_a_thousand() -> None:
+    found = difference(line("a", 2.0, 6.0, steps=1_000_000), line("b", 1.0, 5.5, steps=1_000_000, seed=1))
+    assert found.crossover is not None
+    assert found.crossover.value == pytest.approx(5e9, rel=0.01)
+
+
+def test_runs_that_share_no_axis_are_refused_in_one_sentence() -> None:
+    with pytest.raises(UnknownParameter, match="has not recorded its loss over x='time'"):
+        difference(line("a", 1.0, 5.0), line("b", 1.0, 5.0), x="time")
+    with pytest.raises(UnknownParameter, match="Did you mean 'tokens'"):
+        difference(line("a", 1.0, 5.0), line("b", 1.0, 5.0), x="tokns")
+
+
+def test_what_differs_is_named_by_its_place_and_nothing_else_is() -> None:
+    first = {"experiment": {"learning_rate": 1e-3, "model": {"hidden_size": 64}, "name": "a"}, "plan": {"zero": 0}}
+    second = {"experiment": {"learning_rate": 1e-4, "model": {"hidden_size": 64}, "name": "b"}, "plan": {"data": 2}}
+    assert setting_differences([first, second]) == (
+        ("experiment.learning_rate", ("0.001", "0.0001")),
+        ("plan.zero", ("0", "–")),
+        ("plan.data", ("–", "2")),
+    )
+
+
+def test_a_contrast_shows_itself_without_markup_of_the_users() -> None:
+    found = contrast([curve("<b>a"), curve("c", seed=1)], [{"x": "<i>"}, {"x": "y"}])
+    page = found.to_html()
+    assert "&lt;b&gt;a" in page
+    assert "<i>" not in page
+    assert "at equal tokens" in repr(found)
+    parts = [trace.meta for trace in differences(found.differences).data]
+    assert parts[:2] == ["band", "difference"]

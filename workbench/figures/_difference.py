@@ -1,0 +1,103 @@
+"""The difference of two or more curves with its band, and where they cross."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from workbench.figures import theme
+from workbench.figures._series import X_AXES
+from workbench.figures.comparison import SURE, Difference
+
+
+def differences(found: Sequence[Difference], title: str | None = None) -> go.Figure:
+    """Smoothed loss of each run minus the first one's: below zero, it is the lower of the two.
+
+    The band holds 90 % of the resamples (`workbench.figures.comparison`); a diamond marks where two curves last
+    cross, its bar the interval of that point.
+    """
+    figure = go.Figure()
+    axis = X_AXES[found[0].axis]
+    scale, heading = axis.unit(max(float(item.x[-1]) for item in found))
+    figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1.5})
+    for index, item in enumerate(found, start=1):
+        for trace in _traces(item, theme.series_color(index), scale):
+            figure.add_trace(trace)
+    figure.update_yaxes(range=_settled_range(found), title_text=f"Loss minus that of {theme.text(found[0].names[1])}")
+    figure.update_xaxes(title_text=heading, rangemode="tozero")
+    lines = [theme.text(item.describe()) for item in found]
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=360 + 18 * len(lines),
+        title=theme.title(theme.text(title or "Difference in loss"), "<br>".join(lines)),
+        margin={"t": 66 + 18 * len(lines)},
+        hovermode="x unified",
+        legend={"x": 0.995, "xanchor": "right", "y": 0.99, "yanchor": "top"},
+    )
+    return figure
+
+
+def _traces(item: Difference, color: str, scale: float) -> list[go.Scatter]:
+    name, x = theme.text(item.names[0]), item.x / scale
+    band = go.Scatter(
+        x=np.concatenate([x, x[::-1]]),
+        y=np.concatenate([item.high, item.low[::-1]]),
+        fill="toself",
+        fillcolor=f"rgba({', '.join(str(int(color[i : i + 2], 16)) for i in (1, 3, 5))}, 0.2)",
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+        legendgroup=name,
+        meta="band",
+    )
+    line = go.Scatter(
+        x=x,
+        y=item.value,
+        mode="lines",
+        line={"color": color, "width": 2},
+        name=name,
+        legendgroup=name,
+        customdata=np.column_stack([item.low, item.high]),
+        hovertemplate="%{y:+.3f} (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})",
+        meta="difference",
+    )
+    if item.crossover is None:
+        return [band, line]
+    at = item.crossover
+    crossing = go.Scatter(
+        x=[at.value / scale],
+        y=[0.0],
+        mode="markers",
+        marker={"symbol": "diamond", "size": 10, "color": color, "line": {"color": "white", "width": 1}},
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": [max(0.0, at.high - at.value) / scale],
+            "arrayminus": [max(0.0, at.value - at.low) / scale],
+            "color": color,
+            "thickness": 2,
+            "width": 6,
+        },
+        name=name,
+        legendgroup=name,
+        showlegend=False,
+        hovertemplate=f"they last cross here ({SURE:.0%}: {at.low / scale:.4g} to {at.high / scale:.4g})",
+        meta="crossover",
+    )
+    return [band, line, crossing]
+
+
+def _settled_range(found: Sequence[Difference]) -> list[float]:
+    """What the curves do after the steep first twentieth; that would leave nothing of the rest to see."""
+    edges = np.concatenate([np.concatenate([item.low, item.high])[_late(item)] for item in found])
+    low, high = min(0.0, float(edges.min())), max(0.0, float(edges.max()))
+    room = 0.12 * ((high - low) or 1.0)
+    return [low - room, high + room]
+
+
+def _late(item: Difference) -> NDArray[np.bool_]:
+    late = item.x >= item.x[0] + 0.05 * (item.x[-1] - item.x[0])
+    return np.tile(late, 2)
