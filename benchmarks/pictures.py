@@ -188,7 +188,7 @@ def planning() -> go.Figure:
         height=430,
         title=theme.title(
             f"{plan.model}, {GLOBAL_BATCH} × {SEQ_LEN} tokens a step on {plan.cluster.describe()}",
-            f"the {len(plan.candidates)} options that the plan keeps of its search, by the step that each takes at least",
+            f"the {len(plan.candidates)} options that the plan keeps of its search, by the least that a step may take",
         ),
         xaxis={"title": "samples of a micro-batch", "tickvals": list(range(len(sizes))), "ticktext": sizes},
         yaxis={
