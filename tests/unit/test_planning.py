@@ -550,6 +550,7 @@ def test_a_slider_is_answered_as_a_search_would_and_once() -> None:
         ({"global_batch": 3, "schedule": "1f1b"}, "No division of 4 devices suits a global batch of 3.*such as 4"),
         ({"zero": 4}, r"zero=4 is not a ZeRO stage that runs here. Choose 0 \(replicate\) or 1"),
         ({"tensor": 2}, "tensor=2 does not divide most of layered: attention heads.*Choose 1"),
+        ({"schedule": "interleaved", "pipeline": 1}, "stages of several pipeline ranks, and there is one. Leave"),
         ({"schedule": "zero_bubble"}, "blocks run uncompiled. Plan with Experiment.*compile=False"),
         ({"schedule": "1f1b", "chunks": 2}, "chunks=2 needs an interleaved schedule, and 1f1b has one stage"),
         ({"recompute": True}, "recompute=True is not a kind of activation checkpointing.*Choose one of 'none'"),

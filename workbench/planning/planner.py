@@ -184,7 +184,7 @@ class Search:
                 if (name == "gpipe" or num_microbatches >= pipeline) and request.chunks in (None, 1):
                     yield name, 1
                 continue
-            if num_microbatches % rounds(pipeline, num_microbatches):
+            if pipeline == 1 or num_microbatches % rounds(pipeline, num_microbatches):
                 continue
             for chunks in CHUNKS if request.chunks is None else (request.chunks,):
                 is_1f1b = name == "interleaved" and chunks == 1 and request.chunks is None and pipeline > 1

@@ -142,6 +142,12 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             f"There is no schedule {request.schedule!r}. {suggestion(str(request.schedule), runnable.schedules)}",
             schedule=request.schedule,
         )
+    if request.schedule in INTERLEAVED and (request.pipeline == 1 or request.cluster.gpus == 1):
+        raise PlanInfeasible(
+            f"schedule={request.schedule!r} interleaves the stages of several pipeline ranks, and there is one. Leave "
+            f"schedule out, or give the plan a pipeline of at least 2.",
+            schedule=request.schedule,
+        )
     if request.schedule == "zero_bubble" and profile.compiled:
         raise PlanInfeasible(
             "A zero-bubble schedule splits each block's backward, which the compiler cannot, so that its blocks run "

@@ -1,0 +1,433 @@
+"""The planner's predictions against measurements: first written down, then measured, then compared.
+
+    python benchmarks/prediction.py predict plans.json                 # on the GPU machine, or --device h200 --gpus 4
+    python benchmarks/prediction.py measure plans.json                 # one launch a plan; go on where it stopped
+    python benchmarks/prediction.py report plans.json                  # the table, and how far predictions lie
+
+Which plans: every case (a model, a batch, a memory limit) contributes the planner's choice and, in turn, the best
+plans with one thing changed (`VARIATIONS`; each case goes on in the list where the one before stopped, so that all
+cases together go through it), as many as `--per-case` says. A variation that does not fit, or is the choice itself,
+is passed over. `--plan scaled:4,1,0,8,none` adds one by hand: pipeline, data, ZeRO, micro-batch, checkpointing.
+
+A measured step is the median of `--steps` after warm-up: random tokens, dropout 0.1, AdamW and clipping included. Peak
+memory is the allocator's, of the fullest device; a memory limit is enforced. A plan that fails is a row that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import workbench as wb
+from workbench import api
+from workbench.errors import PlanInfeasible, WorkbenchError
+from workbench.planning import Plan, search
+from workbench.units import GIB
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch, with or without a limit on memory."""
+
+    model: Callable[[], Any]
+    seq_len: int
+    global_batch: int
+    memory_limit_gib: float | None = None
+
+
+def _scaled() -> Any:
+    return wb.models.bert(hidden_size=1920, num_layers=54, num_heads=30)
+
+
+def _bert_4_8b() -> Any:
+    return wb.models.bert(hidden_size=2560, num_layers=60, num_heads=40)
+
+
+def _tiny() -> Any:
+    return wb.models.bert(hidden_size=64, num_layers=6, num_heads=4, vocab_size=1024, max_positions=64)
+
+
+CASES = {
+    "large": Case(wb.models.bert_large, 512, 512),
+    "scaled": Case(_scaled, 512, 256),
+    "scaled-32gib": Case(_scaled, 512, 256, 32),
+    "gpt-1.3b": Case(wb.models.gpt3_1p3b, 2048, 64),
+    "gpt-1.3b-32gib": Case(wb.models.gpt3_1p3b, 2048, 64, 32),
+    "4.8b": Case(_bert_4_8b, 512, 256),
+    "4.8b-32gib": Case(_bert_4_8b, 512, 256, 32),
+}
+TRIAL = {"tiny": Case(_tiny, 64, 16)}
+"""Of no interest but to see on any machine that this runs."""
+
+VARIATIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("ZeRO 3", {"zero": 3, "pipeline": 1}),
+    ("a pipeline of all devices, 1F1B", {"data": 1, "tensor": 1, "schedule": "1f1b"}),
+    ("full checkpointing", {"recompute": "full"}),
+    ("replicas without sharding", {"zero": 0, "pipeline": 1, "tensor": 1}),
+    ("tensor parallelism", {"tensor": 2}),
+    ("half and half", {"pipeline": 2, "tensor": 1, "schedule": "1f1b"}),
+    ("selective checkpointing", {"recompute": "selective"}),
+    ("an interleaved pipeline", {"schedule": "interleaved"}),
+    ("ZeRO 1", {"zero": 1}),
+    ("small micro-batches", {"micro_batch": 4}),
+    ("optimiser state on the host", {"offload_optimizer": True}),
+    ("ZeRO 2", {"zero": 2}),
+)
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.verb == "predict":
+        _predict(arguments)
+    elif arguments.verb == "measure":
+        _measure(arguments)
+    elif arguments.verb == "worker":
+        _worker(arguments)
+    else:
+        print(report(_read(arguments.file)))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("predict", "measure", "report", "worker"):
+        verbs.add_parser(verb).add_argument("file", type=Path)
+    predict, measure, _, worker = verbs.choices.values()
+    predict.add_argument("--cases", nargs="+", choices=[*CASES, *TRIAL], default=list(CASES))
+    predict.add_argument("--per-case", type=int, default=4)
+    predict.add_argument("--device", help="plan for a device of the hardware table, not for this machine")
+    predict.add_argument("--gpus", type=int, default=4)
+    predict.add_argument("--plan", action="append", default=[], help="case:pipeline,data,zero,micro_batch,recompute")
+    measure.add_argument("--steps", type=int, default=6)
+    measure.add_argument("--timeout-s", type=float, default=300)
+    measure.add_argument("--budget-s", type=float, default=float("inf"), help="start no further plan after so long")
+    measure.add_argument("--again", action="store_true", help="measure anew what failed")
+    worker.add_argument("--index", type=int, required=True)
+    worker.add_argument("--steps", type=int, required=True)
+    worker.add_argument("--result", type=Path, required=True)
+    return parser.parse_args()
+
+
+# Predicting
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    known = CASES | TRIAL
+    rows: list[Row] = []
+    turn = 0
+    for name in arguments.cases:
+        made = time.perf_counter()
+        chosen, turn = _chosen(name, known[name], arguments, turn)
+        rows += [_row(name, known[name], why, plan) for why, plan in chosen]
+        print(f"{name}: {len(chosen)} plans in {time.perf_counter() - made:.1f} s", flush=True)
+        for why, plan in chosen:
+            print(f"  {why}: {plan.describe()}", flush=True)
+    if arguments.file.exists():
+        raise SystemExit(f"{arguments.file} exists: predictions are written once. Choose another name.")
+    _write(arguments.file, {"predicted": _now(), "rule": __doc__, "rows": rows})
+    print(f"{len(rows)} predictions in {arguments.file}")
+
+
+def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> tuple[list[tuple[str, Plan]], int]:
+    experiment = _experiment(case)
+    cluster = _cluster(arguments)
+    costs = api.profile(experiment, cluster)
+
+    def planned(**fixed: Any) -> Plan:
+        limit = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
+        return search(
+            costs,
+            global_batch=case.global_batch,
+            seq_len=case.seq_len,
+            precision=costs.precision,
+            cluster=cluster,
+            memory_limit_bytes=limit,
+            **fixed,
+        )
+
+    found = [("the planner's choice", planned())]
+    tried = 0
+    for why, fixed in itertools.islice(itertools.cycle(VARIATIONS), turn, turn + len(VARIATIONS)):
+        if len(found) == arguments.per_case:
+            break
+        tried += 1
+        try:
+            plan = planned(**fixed)
+        except PlanInfeasible:
+            continue
+        as_asked = all(getattr(plan, key) == value for key, value in fixed.items())
+        if as_asked and plan.division() not in {other.division() for _, other in found}:
+            found.append((why, plan))
+    for text in arguments.plan:
+        case_name, degrees = text.split(":")
+        if case_name == name:
+            found.append((f"by hand: {degrees}", planned(**_degrees(degrees))))
+    return found, (turn + tried) % len(VARIATIONS)
+
+
+def _degrees(text: str) -> dict[str, Any]:
+    pipeline, data, zero, micro_batch, *rest = text.split(",")
+    fixed = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
+    return fixed | {"recompute": rest[0] if rest else "none"}
+
+
+def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
+    if arguments.device is not None:
+        return wb.Cluster.of(arguments.device, gpus=arguments.gpus)
+    here = wb.Cluster.here()
+    return here if here.device.kind == "cpu" else here.resized(arguments.gpus)
+
+
+def _experiment(case: Case) -> wb.Experiment:
+    model = case.model()
+    data = wb.data.corpus("demo", vocab_size=model.vocab_size)
+    return wb.Experiment(model=model, data=data, steps=1000, global_batch=case.global_batch, seq_len=case.seq_len)
+
+
+def _row(name: str, case: Case, why: str, plan: Plan) -> Row:
+    return {
+        "case": name,
+        "why": why,
+        "memory_limit_gib": case.memory_limit_gib,
+        "division": plan.division(),
+        "predicted_ms": plan.prediction.step_ms,
+        "predicted_gib": plan.peak_bytes / GIB,
+        "plan": {**plan.to_json(), "candidates": []},
+    }
+
+
+# Measuring
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    """Every plan in processes of their own: what one of them breaks, the next does not see."""
+    begun = time.monotonic()
+    for index, row in enumerate(_read(arguments.file)["rows"]):
+        if "measured_ms" in row or ("error" in row and not arguments.again):
+            continue
+        if time.monotonic() - begun > arguments.budget_s:
+            print(f"out of time before plan {index}; run `measure` again to go on")
+            break
+        print(f"{index} {row['case']}: {row['division']} …", flush=True)
+        found = _launched(arguments, index, Plan.from_json(row["plan"]).world)
+        content = _read(arguments.file)
+        row = {key: value for key, value in content["rows"][index].items() if key != "error"}
+        content["rows"][index] = row | {key: value for key, value in found.items() if key != "machine"}
+        content["machine"] = content.get("machine") or found.get("machine")
+        _write(arguments.file, content)
+        print(f"  {_outcome(content['rows'][index])}", flush=True)
+    print(report(_read(arguments.file)))
+
+
+def _launched(arguments: argparse.Namespace, index: int, world: int) -> Row:
+    result = arguments.file.with_suffix(f".{index}.json")
+    log = arguments.file.with_suffix(f".{index}.log")
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    command += [__file__, "worker", str(arguments.file), "--index", str(index)]
+    command += ["--steps", str(arguments.steps), "--result", str(result)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            code = process.wait(arguments.timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return {"error": f"no result after {arguments.timeout_s:.0f} s; see {log.name}"}
+    if not result.exists():
+        return {"error": f"exit status {code}: {_last_error(log)}; see {log.name}"}
+    found: Row = json.loads(result.read_text())
+    result.unlink()
+    if "error" not in found:
+        log.unlink()
+    return found
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return errors[-1][-300:] if errors else "no traceback"
+
+
+def _outcome(row: Row) -> str:
+    if "error" in row:
+        return str(row["error"])
+    return f"{row['measured_ms']:.1f} ms, predicted {row['predicted_ms']:.1f} ({_error(row, 'ms'):+.1%})"
+
+
+def _worker(arguments: argparse.Namespace) -> None:
+    """One rank of one plan; rank 0 writes the result."""
+    import torch
+    import torch.distributed as dist
+
+    row = _read(arguments.file)["rows"][arguments.index]
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        found = _timed(row, arguments.steps, device)
+    except torch.OutOfMemoryError as error:
+        found = {"error": f"out of memory: {str(error).splitlines()[0]}"}
+        arguments.result.write_text(json.dumps(found))
+        os._exit(1)  # the other ranks wait for this one
+    if dist.get_rank() == 0:
+        arguments.result.write_text(json.dumps(found | {"machine": _machine()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(row: Row, steps: int, device: Any) -> Row:
+    import torch
+    import torch.distributed as dist
+    from training import random_batch, trainer_for
+
+    started = time.perf_counter()
+    plan = Plan.from_json(row["plan"])
+    experiment = _experiment((CASES | TRIAL)[row["case"]])
+    if row["memory_limit_gib"] is not None and device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, row["memory_limit_gib"] * GIB / whole), device)
+    trainer = trainer_for(experiment, plan, device)
+    batch = random_batch(experiment, trainer.samples, trainer.place.data_rank, device)
+    gc.collect()
+    times = []
+    for step in range(steps + 2):
+        _wait(device)
+        begun = time.perf_counter()
+        trainer.step(step, batch)
+        _wait(device)
+        times.append(time.perf_counter() - begun)
+        if step == 0:
+            first_s = time.perf_counter() - started
+    found: Row = {
+        "measured_ms": 1e3 * statistics.median(times[2:]),
+        "measured_ms_all": [1e3 * seconds for seconds in times[2:]],
+        "start_to_first_step_s": first_s,
+    }
+    if device.type == "cuda":
+        peaks = [torch.zeros(2, device=device) for _ in range(dist.get_world_size())]
+        own = [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
+        dist.all_gather(peaks, torch.tensor(own, device=device))
+        found["measured_gib"] = max(peak[0].item() for peak in peaks) / GIB
+        found["allocated_gib_of_ranks"] = [peak[0].item() / GIB for peak in peaks]
+        found["reserved_gib_of_ranks"] = [peak[1].item() / GIB for peak in peaks]
+    return found
+
+
+def _wait(device: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _machine() -> dict[str, str]:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = f"{gpus} × {torch.cuda.get_device_name(0)}" if gpus else "CPU"
+    return {"devices": names, "torch": torch.__version__, "python": platform.python_version(), "measured": _now()}
+
+
+# Reporting
+
+
+def _error(row: Row, unit: str) -> float:
+    return float(row[f"predicted_{unit}"] / row[f"measured_{unit}"] - 1)
+
+
+def report(content: Row) -> str:
+    """A line for each plan, then the errors in all and how far each chosen plan is from the fastest measured."""
+    rows = content["rows"]
+    machine = content.get("machine") or {}
+    lines = [
+        ", ".join(f"{key} {value}" for key, value in machine.items()) or "nothing measured yet",
+        "",
+        "| case | plan | why | ms predicted | measured | error | GiB predicted | measured | error |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|",
+        *map(_line, rows),
+        "",
+        *_errors(rows),
+        *_choices(rows),
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    cells = [row["case"], row["division"], row["why"], f"{row['predicted_ms']:.1f}"]
+    if "measured_ms" in row:
+        cells += [f"{row['measured_ms']:.1f}", f"{_error(row, 'ms'):+.1%}", f"{row['predicted_gib']:.1f}"]
+        has_memory = "measured_gib" in row
+        cells += [f"{row['measured_gib']:.1f}", f"{_error(row, 'gib'):+.1%}"] if has_memory else ["", ""]
+    else:
+        cells += [row.get("error", "not measured"), "", f"{row['predicted_gib']:.1f}", "", ""]
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _errors(rows: list[Row]) -> Iterator[str]:
+    for unit, what in (("ms", "step time"), ("gib", "peak memory")):
+        errors = [abs(_error(row, unit)) for row in rows if f"measured_{unit}" in row]
+        if errors:
+            median, largest = statistics.median(errors), max(errors)
+            yield f"{what}: {len(errors)} plans, median error {median:.1%}, largest {largest:.1%}"
+    failed = [row for row in rows if "error" in row]
+    yield f"failed: {len(failed)} of {len(rows)}"
+    memory = sum("out of memory" in row["error"] for row in failed)
+    yield f"out of memory in a plan said to fit: {memory}"
+
+
+def _choices(rows: list[Row]) -> Iterator[str]:
+    for case in dict.fromkeys(row["case"] for row in rows):
+        timed = [row for row in rows if row["case"] == case and "measured_ms" in row]
+        chosen = next((row for row in timed if row["why"] == "the planner's choice"), None)
+        if chosen is not None:
+            fastest = min(timed, key=lambda row: row["measured_ms"])
+            behind = chosen["measured_ms"] / fastest["measured_ms"] - 1
+            yield f"{case}: the chosen plan is {behind:.1%} behind the fastest measured ({fastest['division']})"
+
+
+def _now() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _read(file: Path) -> Row:
+    content: Row = json.loads(file.read_text())
+    return content
+
+
+def _write(file: Path, content: Row) -> None:
+    """Whole or not at all."""
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(content, indent=1) + "\n")
+    beside.replace(file)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except WorkbenchError as error:
+        raise SystemExit(str(error)) from error
