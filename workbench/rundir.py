@@ -18,6 +18,7 @@ Everything a run leaves lies in one folder, readable without importing torch and
     checkpoints/step-<n>/
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
+    remote.json          where a run came from that was copied from W&B; absent for a run of this machine
     plan.html            the plan's pictures as a page, once the recorder has drawn them
     notebook.ipynb       the executed notebook that launched the run, if `workbench execute` ran it
 
@@ -35,7 +36,7 @@ Events are dicts with `type` and `time` (Unix seconds):
     checkpoint  step, path, seconds (that training paused), write_s (until it was on the disk)
     checkpoint_problem  step, path, message      (a save that failed, or a damaged checkpoint passed over)
     end         steps, seconds
-    tracking    state: offline | syncing | synced | failed; message, step (the last one that W&B has)
+    tracking    state: offline | syncing | synced | failed; message, step (the last one that W&B has), files
                 (Weights & Biases, never the run itself)
 """
 
@@ -102,6 +103,10 @@ class RunDir:
     @property
     def tracker(self) -> Path:
         return self.path / "wandb.json"
+
+    @property
+    def remote(self) -> Path:
+        return self.path / "remote.json"
 
     @property
     def plan_page(self) -> Path:

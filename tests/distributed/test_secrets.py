@@ -65,10 +65,9 @@ def test_no_key_is_in_any_file_and_names_are_escaped_in_every_page(tmp_path, mon
     done = notebooks.execute(tmp_path / "mine.ipynb", tmp_path / "out")
     shared = notebooks.share(done.notebook, tmp_path / "shared")
     finished, failed = done.runs
-    for run in done.runs:
-        eventually(lambda run=run: not tracking.recording(run.directory), 90)
-    told = [tracking.delivery(run.directory) for run in done.runs]
-    assert [one.state for one in told] == ["synced", "synced"], told
+    eventually(lambda: not any(tracking.pending(run.directory) for run in done.runs), 120)
+    kinds = sorted(name.partition("-")[0] for name, one in server.artifacts.items() if one["state"] == "COMMITTED")
+    assert kinds == ["notebook", "notebook", "plan", "plan"]
     assert (finished.status.state, failed.status.state) == ("finished", "failed")
 
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

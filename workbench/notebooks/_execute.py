@@ -20,6 +20,7 @@ from workbench.rundir import RunDir
 from workbench.runs import Run
 from workbench.runs.follow import Follower
 from workbench.runs.launcher import LAUNCHES
+from workbench.runs.tracking import start_upload
 
 REPORT_EVERY_S = 15.0
 POLL_S = 0.5
@@ -65,6 +66,7 @@ def execute(
     notebook_to_html(executed, page)
     for run in runs:
         shutil.copyfile(executed, run.directory.notebook)
+        start_upload(run.directory)
     if failure is not None:
         raise WorkbenchError(f"{failure} See {page}.", notebook=str(executed))
     return Executed(executed, page, tuple(runs))

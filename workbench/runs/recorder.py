@@ -20,7 +20,15 @@ from typing import Any
 
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_json
 from workbench.runs.processes import run_alive
-from workbench.runs.tracking import NICENESS, attachments, may_upload, own_environment, recording_alone, sync_limit_s
+from workbench.runs.tracking import (
+    NICENESS,
+    attachments,
+    may_upload,
+    own_environment,
+    pending,
+    recording_alone,
+    sync_limit_s,
+)
 
 FLUSH_S = 1.0
 """How much of an offline file a killed recorder may lose; W&B's own default is 15."""
@@ -37,10 +45,11 @@ def main(directory: str, upload: bool) -> int:
     run = RunDir(Path(directory))
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with _my_turn(run, 0.0 if upload else sync_limit_s()) as mine:
-        if not mine:
+    with _my_turn(run, sync_limit_s()) as mine:
+        uploads = may_upload()
+        if not mine or (upload and not (uploads and pending(run))):
             return 0
-        online, trouble = _open_online(run) if may_upload() else (None, "")
+        online, trouble = _open_online(run) if uploads else (None, "")
         if online is not None:
             return 0 if _deliver(run, online, follow=not upload) else 1
         if upload:
@@ -78,14 +87,14 @@ def _deliver(run: RunDir, session: Any, follow: bool) -> bool:
     try:
         last = _pass_on(run, session, follow)
         give_up.start()
-        _finish(run, session)
+        files = _finish(run, session)
         _confirm(session, last)
     except Exception as error:
         _say(run, "failed", f"{_first_line(error)}; {_by_hand(run)}")
         return False
     finally:
         give_up.cancel()
-    _say(run, "synced", session.url or "", step=last)
+    _say(run, "synced", session.url or "", step=last, files=files)
     return True
 
 
@@ -110,9 +119,10 @@ def _write_offline_apart(run: RunDir, trouble: str) -> int:
     return 1
 
 
-def _finish(run: RunDir, session: Any) -> None:
+def _finish(run: RunDir, session: Any) -> dict[str, float]:
+    """End the W&B run; returns the files that were attached, with the times of their last change."""
     try:
-        _attach(run, session)
+        return _attach(run, session)
     finally:
         session.finish(exit_code=0 if _ended_well(run) else 1)
 
@@ -219,12 +229,13 @@ def _step_of(resumed_from: Any) -> int:
     return int(resumed_from.rpartition("step-")[2]) if isinstance(resumed_from, str) else int(resumed_from or 0)
 
 
-def _attach(run: RunDir, session: Any) -> None:
+def _attach(run: RunDir, session: Any) -> dict[str, float]:
     """The plan, its pictures and the executed notebook, as artifacts."""
     import wandb
 
     _draw_plan(run)
     files = attachments(run)
+    changed = {name: path.stat().st_mtime for name, path in files.items()}
     for kind, names in (("plan", ("plan.json", "partition.html")), ("notebook", ("notebook.ipynb",))):
         present = {name: files[name] for name in names if name in files}
         if present:
@@ -232,6 +243,7 @@ def _attach(run: RunDir, session: Any) -> None:
             for name, path in present.items():
                 artifact.add_file(str(path), name=name)
             session.log_artifact(artifact)
+    return changed
 
 
 def _draw_plan(run: RunDir) -> None:

@@ -14,32 +14,18 @@ from typing import Any
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.home import cache_home
 from workbench.rundir import RunDir, append_event, write_json
-from workbench.runs.run import Run, Status
+from workbench.runs.run import Run
 
-SCHEME = "wandb:"
 LOSSES = ("loss", "train/loss", "train_loss", "training_loss")
 ANSWER_LIMIT_S = 60
 _STATES = {"finished": "finished", "running": "running", "pending": "queued", "killed": "stopped"}
 _ADDRESS = re.compile(r"wandb:/*(?:([\w.-]+)/)?([\w.-]+)/(?:runs/)?([\w.-]+)")
 
 
-class RemoteRun(Run):
-    """A run that trains, or trained, elsewhere. It can be read and compared; it cannot be stopped or continued."""
-
-    @property
-    def alive(self) -> bool:
-        """No process of it is here."""
-        return False
-
-    @property
-    def status(self) -> Status:
-        """As W&B told when it was loaded."""
-        return self._progress().status or Status("queued")
-
-
-def load_remote(address: str) -> RemoteRun:
+def load_remote(address: str) -> Run:
     """The run at `wandb:entity/project/id`, as W&B has it now; the entity may be left out for one's own.
 
+    It can be read and compared; no process of it is here, so that it cannot be stopped or continued.
     Raises `RunNotFound` if there is none, `WorkbenchError` if the server does not answer.
     """
     entity, project, identity = _parse(address)
@@ -47,7 +33,7 @@ def load_remote(address: str) -> RemoteRun:
     remote, rows = _fetch(path)
     run = RunDir(cache_home() / "wandb" / str(remote.entity) / project / identity)
     _write(run, remote, rows)
-    return RemoteRun(run.path)
+    return Run(run.path)
 
 
 def _parse(address: str) -> tuple[str | None, str, str]:
@@ -77,6 +63,7 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
     plan, environment = config.pop("plan", None), config.pop("environment", None)
     steps = [_step(row) for row in rows]
     last = max((step["step"] for step in steps), default=0)
+    write_json(run.remote, {"url": str(remote.url)})
     write_json(run.experiment, {"steps": last, **config, "name": str(remote.display_name or remote.id)})
     if isinstance(plan, Mapping) and "stages" in plan:
         write_json(run.plan, {**plan, "candidates": []})
@@ -122,7 +109,3 @@ def _number(value: Any) -> float | None:
 def _plain(value: Any) -> Any:
     """The client's config as JSON: it answers with types of its own."""
     return json.loads(json.dumps(value, default=str))
-
-
-def is_remote(path: object) -> bool:
-    return isinstance(path, str) and path.startswith(SCHEME)

@@ -132,7 +132,7 @@ class Run:
         workers = bool(processes.live_workers(self._dir))
         progress = self._progress()
         recorded = progress.status or Status("queued")
-        if recorded.final or supervised:
+        if recorded.final or supervised or self._dir.remote.exists():
             return recorded
         if self._elsewhere or (not self._supervisor() and (workers or self._prepared)):
             return recorded

@@ -66,6 +66,13 @@ def start_recorder(run: RunDir) -> None:
             _spawn(run)
 
 
+def start_upload(run: RunDir) -> None:
+    """Upload what came after the run's end, once its recorder has left: detached, and nothing without a key."""
+    if run.tracker.exists():
+        with contextlib.suppress(OSError):
+            _spawn(run, "--upload")
+
+
 def _spawn(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "workbench.runs.recorder", *options, str(run.path)]
     with run.log("tracking").open("ab") as log:
@@ -126,7 +133,8 @@ def pending(run: RunDir) -> bool:
     events = [event for event in read_events(run.events) if event["type"] in ("tracking", "step", "status")]
     if not events or events[-1]["type"] != "tracking" or events[-1]["state"] != "synced":
         return True
-    return any(file.stat().st_mtime > events[-1]["time"] for file in attachments(run).values())
+    known = events[-1].get("files", {})
+    return any(path.stat().st_mtime != known.get(name) for name, path in attachments(run).items())
 
 
 def attachments(run: RunDir) -> dict[str, Path]:
