@@ -18,16 +18,20 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import zoo
-from tests.distributed.harness import forced_plan, launch, place
+from tests.distributed.harness import CPU, LINK, forced_plan, launch, place
 from tests.distributed.test_training import Outcome, batch_of, experiment_of, plain, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor
+from workbench.cost import profile
+from workbench.cost.cluster import Cluster
 from workbench.execution.build import build_stage
 from workbench.execution.context import StepContext
 from workbench.execution.optim import OffloadedAdamW
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.tensor_parallel import replicated_dropout
 from workbench.execution.trainer import Trainer
+from workbench.planning import search
+from workbench.planning.plan import Plan
 
 TOLERANCE = 1e-5
 MICRO_BATCH = 2
@@ -71,29 +75,34 @@ class Difference:
     gradient: float
 
 
-def differences(name: str, *cases: Case) -> dict[Case, Difference]:
-    """Measured on real processes, the same for all cases."""
+def differences(name: str, *cases: Case | Plan) -> list[Difference]:
+    """Measured on real processes, as many for each case."""
     [world] = {case.world for case in cases}
-    found: dict[Case, Difference] = launch(_measured, world, name, cases)
+    found: list[Difference] = launch(_measured, world, name, cases)
     return found
 
 
-def assert_equal_to_plain_pytorch(name: str, *cases: Case) -> None:
-    found = differences(name, *cases)
-    wrong = {case: error for case, error in found.items() if not max(error.loss, error.gradient) <= TOLERANCE}
+def assert_equal_to_plain_pytorch(name: str, *cases: Case | Plan) -> None:
+    found = zip(cases, differences(name, *cases), strict=True)
+    wrong = [(case, error) for case, error in found if not max(error.loss, error.gradient) <= TOLERANCE]
     assert not wrong, wrong
 
 
-def _measured(_rank: int, name: str, cases: tuple[Case, ...]) -> dict[Case, Difference]:
+def captured(name: str) -> tuple[nn.Module, Graph]:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     specs = {key: spec_of(key, value) for key, value in zoo.batch(name, MICRO_BATCH).items()}
-    graph = capture(model, specs, name=name)
-    return {case: _difference(name, copy.deepcopy(model), graph, case) for case in cases}
+    return model, capture(model, specs, name=name)
 
 
-def trainer_of(model: nn.Module, graph: Graph, case: Case) -> Trainer:
-    plan = forced_plan(
+def _measured(_rank: int, name: str, cases: tuple[Case | Plan, ...]) -> list[Difference]:
+    model, graph = captured(name)
+    plans = [case if isinstance(case, Plan) else plan_of(graph, case) for case in cases]
+    return [_difference(name, copy.deepcopy(model), graph, plan) for plan in plans]
+
+
+def plan_of(graph: Graph, case: Case) -> Plan:
+    return forced_plan(
         graph,
         pipeline=case.pipeline,
         data=case.data,
@@ -106,16 +115,19 @@ def trainer_of(model: nn.Module, graph: Graph, case: Case) -> Trainer:
         schedule=case.schedule,
         offload_optimizer=case.offload_optimizer,
     )
-    here = place(case.pipeline, case.data, case.tensor)
+
+
+def trainer_of(model: nn.Module, graph: Graph, plan: Plan) -> Trainer:
+    here = place(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
     stage = build_stage(plan, here, model, graph, context)
     return Trainer(experiment_of("bert"), plan, graph, stage, context, here)
 
 
-def _difference(name: str, model: nn.Module, graph: Graph, case: Case) -> Difference:
-    batch = zoo.batch(name, MICRO_BATCH * case.num_microbatches * case.data)
+def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Difference:
+    batch = zoo.batch(name, plan.global_batch)
     expected_loss, expected = _plainly(name, copy.deepcopy(model), batch)
-    trainer = trainer_of(model, graph, case)
+    trainer = trainer_of(model, graph, plan)
     part = trainer.gradients(0, part_of(trainer, batch))
     torch.distributed.all_reduce(part)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
@@ -206,10 +218,8 @@ def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
     """Three steps of BERT under each case."""
     found = {}
     for case in cases:
-        torch.manual_seed(0)
-        model = MODELS["bert"]().train()
-        specs = {key: spec_of(key, value) for key, value in zoo.batch("bert", MICRO_BATCH).items()}
-        trainer = trainer_of(model, capture(model, specs, name="bert"), case)
+        model, graph = captured("bert")
+        trainer = trainer_of(model, graph, plan_of(graph, case))
         scalars = [trainer.step(step, part_of(trainer, batch_of("bert", step))).scalars.tolist() for step in range(3)]
         assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else torch.optim.AdamW)
         mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stage.named().items()}
@@ -259,7 +269,7 @@ def _dropped_out(_rank: int) -> dict[str, Any]:
     losses, gradients, largest = [], [], 0.0
     for recompute in ("none", "full", "selective"):
         case = Case(tensor=2, recompute=recompute, num_microbatches=2)
-        trainer = trainer_of(copy.deepcopy(model), graph, case)
+        trainer = trainer_of(copy.deepcopy(model), graph, plan_of(graph, case))
         losses.append(trainer.gradients(0, batch).item())
         gradients.append({name: trainer.full_gradient(name) for name in trainer.stage.named()})
         for name, parameter in trainer.stage.named().items():
@@ -295,12 +305,11 @@ class _AllReduces(TorchDispatchMode):
 
 def _all_reduces(_rank: int) -> dict[str, int]:
     """Of one step of two tensor-parallel devices, by how activations are recomputed."""
-    torch.manual_seed(0)
-    model, batch = zoo.bert_pretraining().train(), zoo.batch("bert", MICRO_BATCH)
-    graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name="bert")
+    (model, graph), batch = captured("bert"), zoo.batch("bert", MICRO_BATCH)
     found = {}
     for recompute in ("none", "selective", "full"):
-        trainer = trainer_of(copy.deepcopy(model), graph, Case(tensor=2, recompute=recompute, num_microbatches=1))
+        plan = plan_of(graph, Case(tensor=2, recompute=recompute, num_microbatches=1))
+        trainer = trainer_of(copy.deepcopy(model), graph, plan)
         with _AllReduces() as counted:
             trainer.gradients(0, batch)
         found[recompute] = counted.count
@@ -329,6 +338,32 @@ def test_replicated_dropout_keeps_its_share_and_depends_on_seed_and_salt() -> No
     assert torch.equal(drawn[1, 1], replicated_dropout(ones, 0.1, torch.tensor(1), 1))
     both = [((first == 0) & (second == 0)).float().mean() for first, second in combinations(drawn.values(), 2)]
     assert all(share.item() == pytest.approx(0.01, abs=0.002) for share in both), "masks are independent"
+
+
+def planned(name: str, world: int, **asked: Any) -> Plan:
+    """The planner's answer: its own cut, and everything that is not asked for."""
+    _, graph = captured(name)
+    return search(
+        profile(graph, CPU, "fp32", compiled=False),
+        global_batch=16,
+        seq_len=zoo.SEQ,
+        precision="fp32",
+        cluster=Cluster(CPU, world, world, LINK, LINK),
+        micro_batch=MICRO_BATCH,
+        **asked,
+    )
+
+
+def test_what_the_planner_offers_runs() -> None:
+    asked: list[dict[str, Any]] = [
+        {"tensor": 2, "data": 2, "zero": 1, "recompute": "selective"},
+        {"pipeline": 2, "tensor": 2, "schedule": "interleaved", "chunks": 2},
+    ]
+    if EVERYTHING:
+        asked += [{"tensor": tensor, "zero": zero} for tensor in (1, 2) for zero in (0, 1, 2, 3)]
+        asked += [{"schedule": name, "pipeline": 2} for name in ("gpipe", "1f1b", "zero_bubble")]
+        asked += [{}]
+    assert_equal_to_plain_pytorch("bert", *(planned("bert", 4, **fixed) for fixed in asked))
 
 
 @slow
