@@ -236,7 +236,8 @@ def test_ranks_that_hang_are_ended_by_force_after_a_stop(monkeypatch):
     assert not run.alive
 
 
-def test_a_model_defined_in_a_cell_travels_to_its_one_rank(node):
+def test_a_model_defined_in_a_cell_travels_to_its_one_rank_and_to_a_changed_clone(node, monkeypatch):
+    monkeypatch.syspath_prepend(str(node))  # `beside.py` lies beside the notebook
     script = node / "cell.py"
     script.write_text(
         textwrap.dedent(
@@ -262,6 +263,19 @@ def test_a_model_defined_in_a_cell_travels_to_its_one_rank(node):
     assert "def build_my_net" in (run.path / "code" / "model.py").read_text()
     assert json.loads((run.path / "experiment.json").read_text())["model"]["name"] == "build_my_net"
 
+    clone = launch_clone(run, worker="standin_worker", learning_rate=5e-5, steps=4)
+    assert clone.wait(timeout=60).status.state == "finished", clone.logs("launcher")
+    assert "built built from the cell" in clone.logs()
+    assert (clone.history().step.tolist(), run.history().step.tolist()) == ([1, 2, 3, 4], [1])
+    assert (clone.experiment["learning_rate"], run.experiment["learning_rate"]) == (5e-5, 1e-4)
+    assert (clone.environment["cloned_from"], clone.plan) == (run.name, run.plan)
+    with pytest.raises(PlanMismatch, match="global_batch"):
+        run.clone(global_batch=128)
+    with pytest.raises(PlanMismatch, match="plans anew"):
+        run.clone(model=models.gpt2())
+    with pytest.raises(UnknownParameter, match="Did you mean 'learning_rate'"):
+        run.clone(learning_rat=1)
+
 
 def test_a_model_that_cannot_travel_is_refused_before_a_directory_is_made(node):
     file = (node / "open").open("w")
@@ -273,41 +287,6 @@ def test_a_model_that_cannot_travel_is_refused_before_a_directory_is_made(node):
     with pytest.raises(InvalidExperiment, match="model cannot be sent to the workers"):
         launch(asked, plan_for(asked))
     assert not (node / "runs").exists()
-
-
-def test_a_clone_is_the_same_training_with_changes_and_takes_the_users_code_along(node):
-    script = node / "cell.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys
-            sys.path.insert(0, {str(HERE)!r})
-            from test_launch import experiment, launch, plan_for
-            def build_my_net():
-                return "from the cell"
-            if __name__ == "__main__":
-                asked = experiment(2).replace(model=build_my_net, name="own")
-                print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60).path)
-            """
-        )
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
-    run = load_run(answer.stdout.strip())
-    clone = launch_clone(run, worker="standin_worker", learning_rate=5e-5, steps=4)
-    assert clone.wait(timeout=60).status.state == "finished", clone.logs("launcher")
-    assert clone.path != run.path
-    assert "built from the cell" in clone.logs()
-    assert clone.history().step.tolist() == [1, 2, 3, 4]
-    assert (clone.experiment["learning_rate"], run.experiment["learning_rate"]) == (5e-5, 1e-4)
-    assert clone.environment["cloned_from"] == run.name
-    assert clone.plan == run.plan
-    with pytest.raises(PlanMismatch, match="global_batch"):
-        run.clone(global_batch=128)
-    with pytest.raises(PlanMismatch, match="plans anew"):
-        run.clone(model=models.gpt2())
-    with pytest.raises(UnknownParameter, match="Did you mean 'learning_rate'"):
-        run.clone(learning_rat=1)
 
 
 def test_a_taken_directory_is_refused_before_anything_is_written(node):

@@ -82,6 +82,15 @@ def test_scripts_read_runs_as_json(tmp_path):
     assert "4 of 100" in workbench("runs", cwd=tmp_path).stdout
 
 
+def test_new_and_sync_are_verbs_of_the_shell(tmp_path):
+    made = workbench("new", "bert_scaling", "mine", cwd=tmp_path)
+    assert made.stdout.strip() == str(tmp_path / "mine.ipynb")
+    refused = workbench("new", "bert_scaling", "mine", cwd=tmp_path)
+    assert (refused.returncode, "is there already" in refused.stderr) == (2, True)
+    assert workbench("sync", cwd=tmp_path).stdout == "Nothing to upload.\n"
+    assert "no record of a run" in workbench("reproduce", "mine.ipynb", cwd=tmp_path).stderr
+
+
 def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     run = RunDir(tmp_path / "runs" / "bert-1")
     write_json(run.experiment, {"name": "bert", "steps": 100, "model": {}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,36 @@ def test_what_differs_is_named(tmp_path):
         "first: plan": (f"micro_batch {plan['micro_batch']}", f"micro_batch {2 * plan['micro_batch']}"),
     }
     assert _reproduce.differences(record, [first]) == []
+
+
+def test_the_recorded_commit_is_checked_out_aside_and_removed_again(tmp_path, monkeypatch):
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    for variable in ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL"):
+        monkeypatch.setenv(variable, "tester")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    for content in ("first", "second"):
+        (repository / "model.py").write_text(content)
+        git("add", "model.py")
+        git("commit", "-q", "-m", content)
+    record = _record.Record(0.0, {"git": {"commit": git("rev-parse", "HEAD~1")}}, ())
+    with _reproduce._work_tree(record, tmp_path, wanted=True) as tree:
+        assert (tree / "model.py").read_text() == "first"
+    assert not tree.exists()
+    assert (repository / "model.py").read_text() == "second"
+    with _reproduce._work_tree(record, tmp_path, wanted=False) as tree:
+        assert tree is None
+    lost = _record.Record(0.0, {"git": {"commit": "f" * 40}}, ())
+    with (
+        pytest.raises(WorkbenchError, match="Commit ffffffffff cannot be checked out here"),
+        _reproduce._work_tree(lost, tmp_path, wanted=True),
+    ):
+        pass
 
 
 def test_a_template_is_copied_and_nothing_is_overwritten(tmp_path, monkeypatch):
