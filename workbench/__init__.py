@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workbench import data, models
     from workbench.api import (
+        calibrate,
         capture,
         clone,
         compare,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
         sync,
         timeline,
         wait,
+        what_if,
     )
     from workbench.cost.cluster import Cluster
     from workbench.errors import WorkbenchError
@@ -62,6 +65,7 @@ _HOMES = {
     "WorkbenchError": "workbench.errors",
     **dict.fromkeys(
         (
+            "calibrate",
             "capture",
             "clone",
             "compare",
@@ -86,6 +90,7 @@ _HOMES = {
             "sync",
             "timeline",
             "wait",
+            "what_if",
         ),
         "workbench.api",
     ),
@@ -98,6 +103,7 @@ __all__ = [
     "Plan",
     "Run",
     "WorkbenchError",
+    "calibrate",
     "capture",
     "clone",
     "compare",
@@ -124,6 +130,7 @@ __all__ = [
     "sync",
     "timeline",
     "wait",
+    "what_if",
 ]
 
 
@@ -151,16 +158,19 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _register_displays() -> None:
-    """In a notebook, let a `Plan` at the end of a cell show itself as its pictures."""
+    """In a notebook, let a `Plan` at the end of a cell show itself as its pictures, and `wb.runs()` as a live table."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell is None:
         return
 
-    def shown(plan: Any) -> None:
-        importlib.import_module("workbench.api").display_plan(plan)
+    def by(name: str) -> Callable[[Any], None]:
+        return lambda value: getattr(importlib.import_module("workbench.api"), name)(value)
 
-    shell.display_formatter.ipython_display_formatter.for_type_by_name("workbench.planning.plan", "Plan", shown)
+    shows = shell.display_formatter.ipython_display_formatter
+    shows.for_type_by_name("workbench.planning.plan", "Plan", by("display_plan"))
+    if hasattr(shell, "kernel"):
+        shows.for_type_by_name("workbench.runs.run", "RunTable", by("display_runs"))
 
 
 _register_displays()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from workbench.capture import Graph
+    from workbench.cost.calibration import Calibration
     from workbench.cost.profiles import Profile
     from workbench.figures import Contrast
     from workbench.notebooks import Reproduction, Shared
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from workbench.runs import Report
     from workbench.runs.summary import Summary
     from workbench.runs.tracking import Delivery
-    from workbench.widgets import Live
+    from workbench.widgets import Live, WhatIf
 
 PROBE_BATCH = 2
 """Samples at which a model is captured for planning; costs are linear in the micro-batch."""
@@ -63,6 +64,18 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     cluster = Cluster.here() if cluster is None else cluster
     precision = resolved_precision(experiment, cluster)
     return profile_graph(capture(experiment), cluster.device, precision, compiled=_compiled(experiment, cluster))
+
+
+@checked_keywords
+def calibrate(*, again: bool = False) -> Calibration:
+    """Measure this machine once: matrix products, attention, memory, launches, the host, links between devices.
+
+    Kept for this hardware and torch version, and used by `Cluster.here()` from then on; `again` measures anew.
+    `.save(path)` shares it, `Calibration.load(path).cluster(gpus=8)` plans for that machine elsewhere.
+    """
+    from workbench.cost.calibration import calibrate as measure
+
+    return measure(again=again)
 
 
 @checked_keywords
@@ -419,6 +432,17 @@ def live(runs: Runs, x: str = "tokens") -> Live:
     return live_widget(_handles(runs), x=x, resume=resume)
 
 
+def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
+    """Sliders for GPUs, memory limit, global batch and micro-batch; partition and timeline follow them.
+
+    By default from this machine. The model is captured and profiled once, here.
+    """
+    from workbench.widgets import WhatIf
+
+    cluster = Cluster.here() if cluster is None else cluster
+    return WhatIf(profile(experiment, cluster), cluster, experiment.global_batch, experiment.seq_len)
+
+
 def show(run: Run | str | os.PathLike[str]) -> go.Figure:
     """What was predicted for a run beside what it measured: step time, speed, memory of each stage."""
     from workbench.figures import prediction
@@ -481,6 +505,13 @@ def display_plan(plan: Plan) -> None:
     from workbench.figures import plan_mimebundle
 
     display(plan_mimebundle(plan), raw=True)
+
+
+def display_runs(table: RunTable) -> None:
+    """A table of runs at the end of a notebook cell: it keeps itself up to date, with buttons for each run."""
+    from workbench.widgets import LiveTable
+
+    LiveTable(table, resume=resume)._ipython_display_()
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ PARTS = ("raw", "line", "nan", "mark", "end")
 """What a run's curve is drawn of, from back to front: values, their average, where they break off, events, the last."""
 
 MAX_MARKS = 100
+TURN_POINTS = 20
 CONTEXT_POINTS = 200
 """Of a trace that is zoomed into: points kept outside, so that zooming out shows the whole at once."""
 
@@ -204,22 +206,25 @@ def focused(x: Array, y: Array, window: tuple[float, float] | None, max_points: 
 
 
 def diverged_at(raw: Array, line: Array) -> int | None:
-    """Index where a loss turned for good: its lowest smoothed value before the average rose far above it.
+    """Index of a loss' lowest smoothed value, if the loss has left it for good since; None otherwise.
 
-    Far is a quarter of all that the average had fallen by, and six times the spread of the values around it
-    (1.4826 times the median absolute deviation, Rousseeuw and Croux 1993).
+    For good means that the later half of what followed (20 values or 2 % of all, at least) stays above it by a
+    quarter of all that the loss had fallen by, and by six times its noise: 1.4826 times the median absolute
+    difference of neighbouring values over the root of two (after Rousseeuw and Croux 1993), which a trend does
+    not enlarge.
     """
     known = np.flatnonzero(np.isfinite(line) & np.isfinite(raw))
-    if len(known) < 20:
+    if len(known) < 2 * TURN_POINTS:
         return None
-    values, residual = line[known], raw[known] - line[known]
-    lowest = np.minimum.accumulate(values)
-    spread = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
-    fallen = np.maximum.accumulate(values) - lowest
-    far = np.flatnonzero(values - lowest > np.maximum(0.25 * fallen, 6.0 * spread + 1e-3 * np.abs(lowest)))
-    if not len(far):
+    values = line[known]
+    lowest = int(np.argmin(values))
+    after = values[lowest:]
+    if len(after) < max(TURN_POINTS, 0.02 * len(values)):
         return None
-    return int(known[np.argmin(values[: far[0] + 1])])
+    noise = 1.4826 * float(np.median(np.abs(np.diff(raw[known])))) / math.sqrt(2)
+    fallen = float(values[: lowest + 1].max() - values[lowest])
+    risen = float(after[len(after) // 2 :].min() - values[lowest])
+    return int(known[lowest]) if risen > max(0.25 * fallen, 6.0 * noise, 1e-9) else None
 
 
 def gap_starts(y: Array) -> NDArray[np.int64]:

@@ -1,5 +1,7 @@
 """Widgets: what needs a kernel to move. Importing this package imports ipywidgets and plotly."""
 
 from workbench.widgets.dashboard import Live, live
+from workbench.widgets.run_table import LiveTable
+from workbench.widgets.what_if import WhatIf
 
-__all__ = ["Live", "live"]
+__all__ = ["Live", "LiveTable", "WhatIf", "live"]

@@ -26,6 +26,9 @@ Resume = Callable[[Run], Any]
 """Continues a run from its last checkpoint, in the same directory; `wb.resume` is one."""
 
 
+ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+
+
 class RunRow:
     """Badge, name, progress bar, facts and button of one run.
 
@@ -69,8 +72,8 @@ class RunRow:
         self._name.value = f'<b title="{name}" style="{clipped}">{name}</b>'
         self._bar.value = snapshot.progress
         self._bar.style.bar_color = STATE_COLORS[state]
-        message = f" · {snapshot.status.message}" if snapshot.status.message and state != "failed" else ""
-        self._facts.value = f'<span style="font-size:12px">{html.escape(snapshot.facts + message)}</span>'
+        facts = html.escape(" · ".join(filter(None, (snapshot.facts, _news(snapshot)))))
+        self._facts.value = f'<span title="{facts}" style="{ONE_LINE};font-size:12px">{facts}</span>'
         self._offer(snapshot)
 
     def _offer(self, snapshot: Snapshot) -> None:
@@ -116,6 +119,13 @@ class RunRow:
         self._busy = ""
         if self._resumed is not None:
             self._resumed()
+
+
+def _news(snapshot: Snapshot) -> str:
+    """What the run says of its state, unless the rest of the row says it too."""
+    message = snapshot.status.message
+    known = snapshot.status.state in ("failed", "finished") or message.startswith("Stopped at step")
+    return "" if known else message
 
 
 def heard_while_busy(*controls: widgets.Widget) -> None:

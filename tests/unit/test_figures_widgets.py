@@ -1,0 +1,101 @@
+"""The table of runs and the what-if panel without a browser."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cost_values import layered_profile as profile
+from test_figures_live import begun, checkpoint, end, eventually, train
+
+from workbench.cost.cluster import Cluster
+from workbench.planning import what_if
+from workbench.rundir import RunDir
+from workbench.runs import runs
+from workbench.widgets import LiveTable, WhatIf
+
+
+def cells(table: LiveTable) -> list[str]:
+    """The HTML of each run's row."""
+    rows = table.children[1:-2]
+    return ["".join(str(cell.value) for cell in row.children[:-2]) for row in rows]
+
+
+def buttons(table: LiveTable, row: int = 0) -> list[Any]:
+    return list(table.children[1 + row].children[-2:])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    running, stopped = begun(tmp_path / "running <1>"), begun(tmp_path / "stopped")
+    train(running, 1, 10)
+    train(stopped, 1, 20)
+    checkpoint(stopped, 20)
+    end(stopped, "stopped", "Stopped at step 20 of 100.")
+    return tmp_path
+
+
+def row_of(table: LiveTable, name: str) -> int:
+    return next(index for index, text in enumerate(cells(table)) if name in text)
+
+
+def test_the_table_follows_runs_and_shows_those_that_start(folder: Path) -> None:
+    table = LiveTable(runs(folder), refresh_s=0.05)
+    assert "running &lt;1&gt;" in cells(table)[row_of(table, "running")]
+    assert "10 of 100" in cells(table)[row_of(table, "running &lt;")]
+    train(RunDir(folder / "running <1>"), 11, 30)
+    eventually(lambda: "30 of 100" in cells(table)[row_of(table, "running &lt;")])
+    begun(folder / "new")
+    eventually(lambda: len(cells(table)) == 3)
+    table.close()
+    eventually(lambda: not table.following)
+
+
+def test_its_buttons_stop_resume_and_attach(folder: Path) -> None:
+    resumed = []
+    table = LiveTable(runs(folder), resume=lambda run: resumed.append(run.name), refresh_s=0.05)
+    attach, stop = buttons(table, row_of(table, "running &lt;"))
+    stop.click()
+    eventually((folder / "running <1>" / "STOP").exists)
+    _, resume = buttons(table, row_of(table, ">stopped<"))
+    assert resume.description == "Resume"
+    resume.click()
+    eventually(lambda: resumed == ["stopped"])
+    attach.click()
+    [dashboard] = table.children[-1].children
+    assert dashboard.following
+    dashboard.close()
+    table.close()
+
+
+def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:
+    costs, cluster = profile(), Cluster.of("h200", gpus=4)
+    panel = WhatIf(costs, cluster, global_batch=64, seq_len=128)
+    assert panel.plan == what_if(costs, cluster, global_batch=64, seq_len=128, gpus=4)
+    panel.gpus.value = 8
+    eventually(lambda: panel.plan is not None and panel.plan.cluster.gpus == 8)
+    panel.micro_batch.value = 2
+    eventually(lambda: panel.plan is not None and panel.plan.micro_batch == 2)
+    [figure] = panel.children[-1].children
+    assert "8 ×" in figure.layout.title.text
+
+
+def test_where_nothing_fits_the_planners_sentence_stands_in_the_panel() -> None:
+    panel = WhatIf(profile(), Cluster.of("h200", gpus=4), global_batch=64, seq_len=128)
+    panel.memory_gib.value = 0.1
+    eventually(lambda: panel.plan is None)
+    assert "GiB" in panel.children[-2].value
+    panel.memory_gib.value = panel.memory_gib.max
+    eventually(lambda: panel.plan is not None and panel.children[-2].value == "")
+
+
+def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
+    panel = WhatIf(profile(), Cluster.of("h200", gpus=4), global_batch=64, seq_len=128)
+    for gpus in (1, 2, 4, 8, 16, 32):
+        panel.gpus.value = gpus
+    eventually(lambda: panel.plan is not None and panel.plan.cluster.gpus == 32)
+    time.sleep(0.2)
+    assert panel.plan is not None
+    assert panel.plan.cluster.gpus == 32
