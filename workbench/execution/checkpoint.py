@@ -119,6 +119,11 @@ class Checkpoints:
                 step=self._last.step,
             )
 
+    @property
+    def idle(self) -> bool:
+        """Whether no save is being written on this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()

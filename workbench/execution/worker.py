@@ -222,7 +222,7 @@ class _Worker:
             dist.barrier()
         finally:
             self.accelerator.end_training()
-            if dist.is_initialized():
+            if dist.is_initialized() and self._checkpoints.idle:  # its thread may still use a group
                 dist.destroy_process_group()
         if self.is_main:
             append_event(self.run_dir.events, "end", steps=final.step, seconds=final.seconds)
