@@ -9,12 +9,14 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from workbench.cost.cluster import Cluster, Device, Efficiency, Link
+from workbench.cost.hardware import FITTED, NODES
 from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
 from workbench.rundir import read_json, write_json
@@ -32,8 +34,21 @@ _GEMM_SIZE = 1024
 _COPY_BYTES = 64 << 20
 
 
-def detect(processes: int | None = None) -> Cluster:
-    """See `Cluster.here`."""
+def detect(processes: int | None = None, *, calibrated: bool = True) -> Cluster:
+    """See `Cluster.here`; with what `wb.calibrate` kept of this machine, unless its constants are fitted."""
+    found = _detected(processes)
+    if not calibrated or found.device.name in FITTED:
+        return found
+    from workbench.cost.calibration import kept
+
+    calibration = kept()
+    if calibration is None:
+        return found
+    link = calibration.link or found.intra
+    return replace(found, device=calibration.applied_to(found.device), intra=link)
+
+
+def _detected(processes: int | None) -> Cluster:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -48,14 +63,12 @@ def detect(processes: int | None = None) -> Cluster:
             gpus=count,
         )
     name = torch.cuda.get_device_name(0)
-    device, intra, inter = _known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
+    device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
     return Cluster(device, chosen, chosen, intra, inter)
 
 
-def _known_gpu(name: str) -> tuple[Device, Link, Link] | None:
+def known_gpu(name: str) -> tuple[Device, Link, Link] | None:
     """The row of the hardware table that torch's device name (`NVIDIA A100-SXM4-40GB`) speaks of."""
-    from workbench.cost.hardware import NODES
-
     words = name.lower().replace("-", " ").split()
     model = next((word for word in ("h200", "h100", "a100", "v100") if word in words), None)
     if model is None:

@@ -44,6 +44,9 @@ _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
 _H200_LINKS = (Link(150e9, 10e-6), Link(42e9, 20e-6))  # fitted: NCCL beside compute, without NVLink multicast
 
+FITTED = ("H200",)
+"""Devices whose `Efficiency` was fitted to whole training steps."""
+
 NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "v100": (V100, 8, *_V100_LINKS),
     "a100": (A100, 8, *_A100_LINKS),

@@ -1,0 +1,98 @@
+"""This machine measured for real, the fits against made-up kernels and links, and whose measurements are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from workbench.cost import Cluster, Link
+from workbench.cost.calibration import IN_TRAINING, Calibration, Rates, calibrate, fit_link, fit_products
+from workbench.cost.communication import all_reduce_s
+from workbench.cost.hardware import H100
+from workbench.errors import PlanMismatch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for a machine without GPUs")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("WORKBENCH_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def measured(home: Path) -> Calibration:
+    assert not any(home.iterdir())
+    return calibrate()
+
+
+def test_this_machine_is_measured_once_and_then_planned_with(measured: Calibration, home: Path) -> None:
+    [file] = (home / "calibrations").iterdir()
+    assert Calibration.load(file) == measured == calibrate()
+    assert measured.memory_bandwidth > 1e8
+    assert measured.rates["fp32"].peak_flops > 1e9
+    assert 0 < measured.rates["fp32"].attention_forward <= 1
+    assert measured.link is not None
+    assert measured.link.bandwidth > 1e6
+    here = Cluster.here()
+    assert here.intra == measured.link
+    assert here.device.peak_flops["fp32"] == measured.rates["fp32"].peak_flops / 2, "two processes share the cores"
+    assert here.device.efficiency.gemm == pytest.approx(IN_TRAINING)
+
+
+def test_a_calibration_can_be_shared(measured: Calibration, tmp_path: Path) -> None:
+    shared = Calibration.load(measured.save(tmp_path / "node.json"))
+    assert shared == measured
+    assert shared.cluster(4).gpus == 4
+    assert "FLOP/s fp32" in repr(shared)
+
+
+def test_a_calibration_of_other_hardware_or_another_torch_is_refused(measured: Calibration) -> None:
+    measured.check()
+    with pytest.raises(PlanMismatch, match=r"measured on NVIDIA A100 and this machine has CPU.*Run wb.calibrate"):
+        replace(measured, device="NVIDIA A100").check()
+    with pytest.raises(PlanMismatch, match=r"under torch 2\.9\.0\+cu128 and this is torch.*Run wb.calibrate\(\) again"):
+        replace(measured, torch="2.9.0+cu128").check()
+
+
+def test_what_is_not_a_calibration_is_refused(tmp_path: Path) -> None:
+    for content in ("{}", "not json", json.dumps({"rates": 3})):
+        file = tmp_path / "file.json"
+        file.write_text(content)
+        with pytest.raises(PlanMismatch, match=r"file.json is not a calibration.*Run wb.calibrate"):
+            Calibration.load(file)
+
+
+def test_a_gpu_keeps_its_data_sheets_peak() -> None:
+    rates = {"fp32": Rates(50e12, 1e9, 0.5, 0.4), "bf16": Rates(700e12, 3e9, 0.6, 0.5)}
+    gpu = Calibration("NVIDIA H100", "cuda", "2.13.0", 8, "2026-11-21", rates, 3e12, 5e-6, 1e-4, 2e-4, 5e10, None)
+    cluster = gpu.cluster(16)
+    assert (cluster.gpus, cluster.nodes) == (16, 2)
+    assert cluster.device.peak_flops == H100.peak_flops
+    efficiency = cluster.device.efficiency
+    assert efficiency.gemm * H100.peak("bf16") == pytest.approx(IN_TRAINING * 700e12)
+    assert efficiency.attention_forward * H100.peak("bf16") == pytest.approx(IN_TRAINING * 0.6 * 700e12)
+    assert cluster.device.memory_bandwidth * efficiency.bandwidth == 3e12
+    assert cluster.intra.bandwidth > cluster.inter.bandwidth
+
+
+def test_the_fit_of_products_finds_peak_and_half() -> None:
+    points = [(f, f / (700e12 * f / (f + 4e9))) for f in (2.0 * n**3 for n in (512, 1024, 2048, 4096, 8192))]
+    peak, half = fit_products(points)
+    assert peak == pytest.approx(700e12)
+    assert half == pytest.approx(4e9)
+
+
+def test_the_fit_of_a_link_finds_latency_and_bandwidth() -> None:
+    link = Link(150e9, 10e-6)
+    points = [(size, all_reduce_s(size, 4, link)) for size in (1024, 1 << 20, 1 << 29)]
+    found = fit_link(points, 4)
+    assert found.bandwidth == pytest.approx(150e9, rel=0.01)
+    assert found.latency_s == pytest.approx(10e-6, rel=0.01)
