@@ -181,14 +181,12 @@ class _Worker:
     def __init__(self, run: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run, plan
         self.experiment = _load_experiment(run)
-        self.tracking = read_json(run.tracking_settings) if run.tracking_settings.exists() else None
         self._started = time.perf_counter()
         self.accelerator = Accelerator(
             cpu=not _on_gpu(),
             mixed_precision="bf16" if plan.precision == "bf16" else "no",
             parallelism_config=parallelism(plan.pipeline, plan.data, plan.zero, plan.tensor),
             project_config=ProjectConfiguration(project_dir=str(run.path)),
-            log_with="wandb" if self.tracking else None,
             step_scheduler_with_optimizer=False,
         )
         if not dist.is_initialized():
@@ -215,8 +213,6 @@ class _Worker:
                 progress, used = self._checkpoints.load_newest(asked, self._report_rejected)
             resumed_from = str(used)
         self._announce(trainer, resumed_from)
-        if self.tracking and self.is_main:
-            self.accelerator.init_trackers(**self.tracking, config=_flat_config(self.experiment, self.plan))
         try:
             final = self._train(trainer, progress)
             dist.barrier()
@@ -383,7 +379,7 @@ class _Worker:
 
 
 class _StepLog:
-    """Turns steps that have ended into events and tracker rows; one step late, so that logging never waits."""
+    """Turns steps that have ended into events; one step late, so that logging never waits."""
 
     def __init__(self, worker: _Worker, progress: Progress) -> None:
         self._worker = worker
@@ -418,8 +414,6 @@ class _StepLog:
                 "mfu": plan.flops_per_step / step_s / peak if peak else None,
             }
             append_event(worker.run_dir.events, "step", step=done, **row)
-            if worker.tracking:
-                worker.accelerator.log({key: value for key, value in row.items() if value is not None}, step=done)
         return stop
 
 
@@ -432,12 +426,6 @@ def _load_experiment(run: RunDir) -> Experiment:
 
 def _unpickled(path: Path) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else None
-
-
-def _flat_config(experiment: Experiment, plan: Plan) -> dict[str, Any]:
-    described = plan.to_json()
-    chosen = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")
-    return {**experiment.to_json(), **{f"plan_{key}": described[key] for key in chosen}}
 
 
 if __name__ == "__main__":
