@@ -378,6 +378,19 @@ def test_swin_blocks_are_the_layers_inside_its_stages() -> None:
     assert layers == [f"swin.encoder.layers.{s}.blocks.{i}" for s in (0, 1) for i in (0, 1)]
 
 
+def test_a_slice_by_a_whole_number_in_a_tensor_has_a_known_size() -> None:
+    """As DeBERTa cuts its relative positions."""
+
+    class Slices(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            span = torch.tensor(4)
+            return super().body(torch.cat([x[:, 16 - span :], x[:, : 16 - span]], dim=-1))
+
+    graph = captured(Slices(), batch_for("Slices"))
+    targets = {str(node.target) for block in graph.blocks for node in block.code.graph.nodes}
+    assert not any(".item." in target or "local_scalar" in target for target in targets)
+
+
 def test_members_of_a_sequential_without_parameters_join_the_layer_before_them() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:

@@ -163,11 +163,12 @@ def _numbers_in_the_graph() -> Iterator[None]:
     """Let `torch.tensor(0.0)` be an operation that makes the number, not a constant whose value the meta device drops.
 
     Masks of `transformers` before 5.20 are built from one, and a mask that is not known cannot be seen to mask nothing.
+    Whole numbers stay constants: DeBERTa slices by one, and export knows the size of a slice by a constant only.
     """
     tensor = torch.tensor
 
     def known(data: Any, **kwargs: Any) -> Any:
-        if isinstance(data, bool | int | float) and set(kwargs) <= {"dtype", "device"}:
+        if isinstance(data, float) and set(kwargs) <= {"dtype", "device"}:
             return torch.full((), data, **kwargs)
         return tensor(data, **kwargs)
 
