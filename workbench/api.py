@@ -413,6 +413,18 @@ def _described(run: Run) -> dict[str, Any]:
     return {"experiment": run.experiment, "plan": plan, "environment": run.environment}
 
 
+def partition(plan: Plan, experiment: Experiment) -> go.Figure:
+    """The experiment's model in the plan's stages, with the tensors that cross each cut: names and shapes on hover."""
+    from workbench.figures import partition as drawn
+
+    check_signature(experiment, plan)
+    graph = capture(experiment, plan.micro_batch)
+    crossing = {
+        stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]
+    }
+    return drawn(plan, crossing=crossing)
+
+
 def timeline(run: Run | str | os.PathLike[str] | Plan) -> go.Figure:
     """One step's schedule: of a plan as predicted; of a run the prediction above a step as it was measured."""
     from workbench.figures import measured_timeline, timelines

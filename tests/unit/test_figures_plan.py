@@ -10,8 +10,21 @@ import pytest
 from figure_values import plan
 
 from workbench.errors import UnknownParameter
-from workbench.figures import BlockView, memory, partition, plan_html, plan_mimebundle, prediction, show_plan, timeline
+from workbench.figures import (
+    BlockView,
+    measured_timeline,
+    memory,
+    partition,
+    plan_html,
+    plan_mimebundle,
+    prediction,
+    show_plan,
+    timeline,
+    timelines,
+)
+from workbench.planning import timeline as simulated
 from workbench.planning.schedules import build_schedule, simulate
+from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
 
@@ -191,3 +204,43 @@ def test_memory_shows_the_last_event_of_each_rank() -> None:
     assert "at most 3.0 GiB (rank 1)" in figure.layout.title.subtitle.text
     limit = next(trace for trace in figure.data if trace.name == "limit")
     assert [x for x in limit.x if x is not None] == [8.0, 8.0]
+
+
+def test_the_tensors_that_cross_a_cut_stand_between_its_stages_with_names_and_shapes() -> None:
+    crossing = {
+        0: [TensorSpec("hidden", (8, 512, 1920), "bfloat16"), TensorSpec("bias<0>", (1, 30, 512, 512), "float32")],
+        1: [TensorSpec("hidden", (8, 512, 1920), "bfloat16")],
+    }
+    figure = partition(plan(stages=3), crossing=crossing)
+    [marks] = [trace for trace in figure.data if trace.meta == "crossing"]
+    assert list(marks.y) == [0.5, 1.5]
+    assert "hidden  bfloat16 8 × 512 × 1920" in marks.hovertext[0]
+    assert "bias&lt;0&gt;  float32 1 × 30 × 512 × 512" in marks.hovertext[0]
+
+
+def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> None:
+    chosen = plan(stages=2, microbatches=4)
+    late = [
+        {
+            "type": "actions",
+            "rank": rank,
+            "step": 6,
+            "origin_s": 1000.0 + rank * 1e-3,
+            "actions": [[a.kind, a.stage, a.micro_batch, a.start_ms + 5, a.end_ms + 5] for a in lane],
+        }
+        for rank, lane in enumerate(simulated(chosen).lanes)
+    ]
+    measured = measured_timeline([*late, {**late[0], "step": 206}, {"type": "step", "step": 7}])
+    assert measured is not None
+    assert measured.lanes[0][0].start_ms == 0.0
+    assert measured.lanes[1][0].start_ms == pytest.approx(simulated(chosen).lanes[1][0].start_ms + 1.0)
+    assert measured.in_flight == (2, 1)
+    figure = timelines(chosen, measured)
+    assert figure.layout.xaxis.range == figure.layout.xaxis2.range
+    titles = [note.text for note in figure.layout.annotations]
+    assert titles[0].startswith("<b>predicted</b>")
+    assert titles[1].startswith("<b>measured</b>")
+
+
+def test_a_run_without_recorded_actions_has_no_measured_step() -> None:
+    assert measured_timeline([{"type": "step", "step": 1}]) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import plotly.graph_objects as go
@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 
 from workbench.figures import theme
 from workbench.planning.plan import RECOMPUTE_WORDS, Memory, Plan, Stage
+from workbench.tensors import TensorSpec
 from workbench.units import GIB, count, duration, gib
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
@@ -45,17 +46,22 @@ class Cell:
     width: float
 
 
-def partition(plan: Plan, blocks: Sequence[BlockView] | None = None) -> go.Figure:
+def partition(
+    plan: Plan, blocks: Sequence[BlockView] | None = None, crossing: Mapping[int, Sequence[TensorSpec]] | None = None
+) -> go.Figure:
     """The model's blocks in a row per stage, as long as the stage's time, with a device's memory beside it.
 
     A stage whose row is longer than the others holds the pipeline up. Blocks within a stage are drawn
     equally wide unless `blocks` says what each of them takes (one `BlockView` for every block of the
     plan). Memory is the predicted peak of one device of the stage, by kind, against the device's memory
-    or the limit that the user gave.
+    or the limit that the user gave. `crossing` tells, for each stage but the last, which tensors of one
+    micro-batch it sends on (`Graph.crossing`); they stand at the end of its row, hover names them.
     """
     rows = rows_per_stage(plan)
     figure = make_subplots(rows=1, cols=2, column_widths=[0.62, 0.38], horizontal_spacing=0.03, shared_yaxes=True)
     add_partition(figure, plan, blocks, row=1, col=1)
+    if crossing:
+        add_crossing(figure, plan, crossing, row=1, col=1)
     add_memory(figure, plan, row=1, col=2)
     figure.update_layout(
         template=theme.TEMPLATE,
@@ -145,6 +151,41 @@ def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | N
         row=row,
         col=col,
     )
+
+
+def add_crossing(
+    figure: go.Figure, plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]], *, row: int, col: int
+) -> None:
+    """Between two stages, what one sends to the other: a small arrow below the upper one's row."""
+    rows = rows_per_stage(plan)
+    sends = [stage for stage in plan.stages[:-1] if crossing.get(stage.index)]
+    longest = max(cell.start + cell.width for stage in plan.stages for cell in cells(stage, None, rows))
+    figure.add_trace(
+        go.Scatter(
+            x=[0.5 * longest] * len(sends),
+            y=[stage.index + 0.5 for stage in sends],
+            mode="markers",
+            marker={
+                "symbol": "triangle-down",
+                "size": 13,
+                "color": theme.INK,
+                "line": {"color": "white", "width": 1.5},
+            },
+            hovertext=[_crossing_hover(stage, crossing[stage.index]) for stage in sends],
+            hoverinfo="text",
+            cliponaxis=False,
+            showlegend=False,
+            meta="crossing",
+        ),
+        row=row,
+        col=col,
+    )
+
+
+def _crossing_hover(stage: Stage, specs: Sequence[TensorSpec]) -> str:
+    lines = [f"<b>stage {stage.index} → {stage.index + 1}</b>: {gib(stage.send_bytes)} a micro-batch"]
+    lines += [f"{theme.text(spec.name)}  {spec.dtype} {' × '.join(map(str, spec.shape))}" for spec in specs[:12]]
+    return "<br>".join(lines + ([f"and {len(specs) - 12} more"] if len(specs) > 12 else []))
 
 
 def _lane_label(plan: Plan, stage: Stage) -> str:
