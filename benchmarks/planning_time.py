@@ -1,21 +1,31 @@
-"""How long planning takes, on this machine's CPU and without any GPU.
+"""How long planning takes on this machine, without any GPU but for `--calibrate`.
 
-    python benchmarks/planning_time.py
+    python benchmarks/planning_time.py                  # analytic plans, and the moves of a slider
+    python benchmarks/planning_time.py --calibrate      # also: this machine measured and planned for, from nothing
 
-Prints capture, profile and search for BERT-Large, scaled BERT (54 × 1920) and a GPT of 100 billion parameters.
+Goals, on two idle cores: scaled BERT for 4 GPUs in 5 s, a GPT of 100 billion parameters for 1,024 GPUs in 20 s, both
+with capture; 300 ms from a slider's move to its picture; 30 s from nothing to a plan on a node with GPUs.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import workbench as wb
 from workbench import models
 from workbench.capture import build_meta, capture
-from workbench.cost import Cluster, profile
+from workbench.cost import Cluster, Profile, profile
+from workbench.errors import PlanInfeasible
+from workbench.figures import show_plan
 from workbench.models import Model
-from workbench.planning import search
+from workbench.planning import Request, weigh, what_if
 from workbench.tensors import TensorSpec
 
 Result = TypeVar("Result")
@@ -25,33 +35,85 @@ FIELDS = {
     "mlm": ("input_ids", "token_type_ids", "labels"),
     "clm": ("input_ids", "labels"),
 }
+MOVES = {
+    "gpus": (1, 2, 4, 8, 16, 32),
+    "memory_limit_gib": (16, 20, 24, 32, 48, 80, 141),
+    "global_batch": (64, 128, 512, 1024),
+    "micro_batch": (1, 2, 4, 8, 16),
+}
+"""Of each slider of `wb.what_if`."""
 
 
 def main() -> None:
-    print("| model | cluster | capture | profile | search | options | plan |")
-    print("|---|---|--:|--:|--:|--:|---|")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calibrate", action="store_true")
+    calibrates = parser.parse_args().calibrate
     scaled = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
     gpt = models.gpt2(hidden_size=10240, num_layers=80, num_heads=80, max_positions=2048, name="gpt-100b")
+    print("| model | cluster | capture | profile | search | all | options | plan |")
+    print("|---|---|--:|--:|--:|--:|--:|---|")
     row(models.bert_large(), 4, 512, 512)
-    row(scaled, 4, 256, 512)
+    costs = row(scaled, 4, 256, 512)
     row(scaled, 1024, 4096, 512)
     row(gpt, 1024, 2048, 2048)
+    sliders(costs)
+    if calibrates:
+        cold(scaled)
 
 
-def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> None:
+def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
     cluster = Cluster.of("h200", gpus=gpus)
     batch = {name: TensorSpec(name, (2, seq_len), "int64") for name in FIELDS[model.objective]}
     if model.objective == "mlm_nsp":
         batch["next_sentence_label"] = TensorSpec("next_sentence_label", (2,), "int64")
     graph, capture_s = timed(lambda: capture(build_meta(model.build), batch, name=model.name))
     costs, profile_s = timed(lambda: profile(graph, cluster.device, "bf16", compiled=True))
-    plan, search_s = timed(
-        lambda: search(costs, global_batch=global_batch, seq_len=seq_len, precision="bf16", cluster=cluster)
-    )
-    seconds = " | ".join(f"{s:.2f} s" for s in (capture_s, profile_s, search_s))
+    plans, search_s = timed(lambda: weigh(costs, "bf16", Request(global_batch, seq_len, cluster)))
+    each = (capture_s, profile_s, search_s, capture_s + profile_s + search_s)
+    seconds = " | ".join(f"{s:.2f} s" for s in each)
     print(
-        f"| {model.name} | {cluster.describe()} | {seconds} | {len(plan.candidates)} | {plan.describe()} |", flush=True
+        f"| {model.name} | {cluster.describe()} | {seconds} | {plans.searched} | {plans.best.describe()} |", flush=True
     )
+    return costs
+
+
+def sliders(costs: Profile) -> None:
+    """Every position of each slider, moved alone: to the plan, and to its picture."""
+    cluster = Cluster.of("h200", gpus=4)
+    settings = {"global_batch": 256, "seq_len": 512}
+    show_plan(what_if(costs, cluster, **settings))  # plotly is imported here
+    planned, drawn = [], []
+    for name, value in itertools.chain.from_iterable(((name, v) for v in values) for name, values in MOVES.items()):
+        started = time.perf_counter()
+        try:
+            plan = what_if(costs, cluster, **{**settings, name: value})
+        except PlanInfeasible:
+            planned.append(time.perf_counter() - started)
+            continue
+        planned.append(time.perf_counter() - started)
+        show_plan(plan)
+        drawn.append(time.perf_counter() - started)
+    for what, times in (("plan", planned), ("picture", drawn)):
+        print(
+            f"slider to {what}: {len(times)} moves, median {1e3 * statistics.median(times):.0f} ms, "
+            f"longest {1e3 * max(times):.0f} ms"
+        )
+
+
+def cold(model: Model) -> None:
+    """From nothing kept: this machine measured, the model captured and planned for it."""
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["WORKBENCH_HOME"] = home
+        started = time.perf_counter()
+        calibration, measured_s = timed(wb.calibrate)
+        data = wb.data.corpus("demo", vocab_size=model.vocab_size)
+        experiment = wb.Experiment(model=model, data=data, global_batch=256, seq_len=512)
+        try:
+            outcome = wb.plan(experiment).describe()
+        except PlanInfeasible as error:
+            outcome = str(error)
+        cold_s = time.perf_counter() - started
+        print(f"cold: {cold_s:.1f} s, of that {measured_s:.1f} s measuring\n{calibration}\n{outcome}")
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:

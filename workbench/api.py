@@ -23,7 +23,6 @@ from workbench.runs import runs as _runs
 from workbench.runs.environment import data_fingerprint
 from workbench.runs.launcher import replayed_plan
 from workbench.tensors import TensorSpec
-from workbench.units import GIB
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -141,6 +140,7 @@ def search(
     `zero_bubble`, with `chunks` stages a pipeline rank. Arguments and errors as for `wb.plan`.
     """
     from workbench.planning import Request, weigh
+    from workbench.planning.requests import memory_limit_bytes
 
     cluster = Cluster.here() if cluster is None else cluster
     costs = profile(experiment, cluster)
@@ -148,7 +148,7 @@ def search(
         experiment.global_batch,
         experiment.seq_len,
         cluster,
-        None if memory_limit_gib is None else int(memory_limit_gib * GIB),
+        memory_limit_bytes(memory_limit_gib),
         pipeline,
         data,
         tensor,

@@ -535,6 +535,9 @@ def test_a_slider_is_answered_as_a_search_would_and_once() -> None:
     assert what_if(PROFILE, H200, **{**settings, "gpus": 16}).cluster.nodes == 2
     with pytest.raises(PlanInfeasible, match="does not fit"):
         what_if(PROFILE, H200, global_batch=64, seq_len=512, memory_limit_gib=0.1)
+    for wrong in (0, -3, "32", float("nan")):
+        with pytest.raises(PlanInfeasible, match=r"memory_limit_gib=.* must be a number greater than 0"):
+            what_if(PROFILE, H200, global_batch=64, seq_len=512, memory_limit_gib=wrong)
 
 
 # What is refused, and how

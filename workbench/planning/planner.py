@@ -247,6 +247,9 @@ class Search:
         """The best cut within memory, and the bytes of its fullest device; or None, and the least that any needs."""
         offered = float(self.request.offered_bytes)
         held = self._held(degrees)
+        unbound = self._cut_without_limit(degrees, held)
+        if max(unbound.peaks) <= offered:
+            return unbound, max(unbound.peaks)
         memories = [self.pricer.memory(degrees, kind) for kind in self.kinds]
         peaks = [np.stack([memory.peak(count) for count in held]) for memory in memories]
         send = self.pricer.send_ms(degrees)
@@ -260,6 +263,17 @@ class Search:
                 return None, least
             return cut, max(cut.peaks)
         return self._tighter_cut(degrees, times, peaks, memories, cut)
+
+    def _cut_without_limit(self, degrees: Degrees, held: list[int]) -> _Cut:
+        """By the fastest kind of checkpointing, whatever it takes: where it fits, no other cut is better."""
+        memory = self.pricer.memory(degrees, self.kinds[0])
+        peaks = np.stack([memory.peak(count) for count in held])
+        times = self.pricer.times(degrees, self.kinds[0]).busy + self.pricer.send_ms(degrees)[:, None, :]
+        cuts = partition(times, peaks, np.inf)
+        assert cuts is not None
+        kinds = [0] * degrees.stages
+        fullest = tuple(sum(_shares(degrees, rank, cuts, kinds, [memory])) for rank in range(degrees.pipeline))
+        return _Cut(cuts, tuple(self.kinds[kind] for kind in kinds), fullest)
 
     def _tighter_cut(
         self, degrees: Degrees, times: list[Array], peaks: list[Array], memories: list[StageMemory], first: _Cut

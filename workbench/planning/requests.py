@@ -8,7 +8,7 @@ from workbench.cost.cluster import FRAGMENTATION, Cluster
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, suggestion
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES, Candidate
-from workbench.units import gib
+from workbench.units import GIB, gib
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,18 @@ class Request:
         """`"each H200 offers 132.7 GiB to tensors"`."""
         limit = "" if self.memory_limit_bytes is None else f" of the {gib(self.memory_limit_bytes)} allowed"
         return f"each {self.cluster.device.name} offers {gib(self.offered_bytes)}{limit} to tensors"
+
+
+def memory_limit_bytes(gibibytes: float | None) -> int | None:
+    """Raises `PlanInfeasible` for what is not a size."""
+    if gibibytes is None:
+        return None
+    if isinstance(gibibytes, bool) or not isinstance(gibibytes, (int, float)) or not 0 < gibibytes < float("inf"):
+        raise PlanInfeasible(
+            f"memory_limit_gib={gibibytes!r} must be a number greater than 0. Give GiB for one device, such as 32.",
+            memory_limit_gib=gibibytes,
+        )
+    return int(gibibytes * GIB)
 
 
 def check(request: Request, profile: Profile) -> None:

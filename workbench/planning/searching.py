@@ -10,8 +10,7 @@ from workbench.errors import checked_keywords
 from workbench.planning.plan import Plan
 from workbench.planning.planner import checked_search
 from workbench.planning.plans import Plans
-from workbench.planning.requests import RUNNABLE, Request, Runnable
-from workbench.units import GIB
+from workbench.planning.requests import RUNNABLE, Request, Runnable, memory_limit_bytes
 
 
 @checked_keywords
@@ -105,7 +104,7 @@ def what_if(
             global_batch,
             seq_len,
             cluster if gpus is None else cluster.resized(gpus),
-            None if memory_limit_gib is None else int(memory_limit_gib * GIB),
+            memory_limit_bytes(memory_limit_gib),
             pipeline,
             data,
             tensor,
