@@ -147,6 +147,14 @@ def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
     dashboard.close()
 
 
+def test_every_update_reaches_the_figure(directory: RunDir) -> None:
+    dashboard = live(Run(directory.path), refresh_s=0.01)
+    for last in range(5, 200, 5):
+        train(directory, last - 4, last)
+        eventually(lambda last=last: points(dashboard, "line") == [last])
+    dashboard.close()
+
+
 def checkpoint(run: RunDir, step: int) -> None:
     path = run.checkpoint(step)
     path.mkdir(parents=True)

@@ -29,6 +29,8 @@ from workbench.widgets.watch import Snapshot, Watch
 
 REFRESH_S = 0.1
 """Between two looks at the runs' directories."""
+FIT_AFTER_S = (0.7, 2.0, 5.0)
+"""When figures that came back to the page take its width: the browser says nothing when they are there."""
 REST = 3.0
 """After drawing for so long, rest at least this many times longer: the kernel has other work."""
 OFFER_S = 1800.0
@@ -55,6 +57,7 @@ class Live(widgets.VBox):
         self._handles: list[tuple[Any, Any]] = []
         self._offer_ends: threading.Timer | None = None
         self._drawn_as: tuple[Any, ...] | None = None
+        self._fit_at: list[float] = []
         self._rows = [
             RunRow(watch, theme.series_color(index), resume, self._go_on) for index, watch in enumerate(self._watches)
         ]
@@ -107,6 +110,10 @@ class Live(widgets.VBox):
                 if self._closed.is_set():
                     return
                 started = time.monotonic()
+                if self._fit_at and started >= self._fit_at[0]:
+                    self._fit_at = self._fit_at[1:]
+                    self._loss.fit()
+                    self._panels.fit()
                 self._snapshots = [
                     last if last.status.final and not watch.grew else watch.read()
                     for watch, last in zip(self._watches, self._snapshots, strict=True)
@@ -198,6 +205,7 @@ class Live(widgets.VBox):
         for shown, below in self._handles:
             below.update({"text/html": "", "text/plain": ""}, raw=True)
             shown.update(self._bundle(), raw=True)
+        self._fit_at = [time.monotonic() + wait_s for wait_s in FIT_AFTER_S]
         self._follow_in_thread()
 
 

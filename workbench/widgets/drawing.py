@@ -29,7 +29,7 @@ class LossFigure:
 
     def __init__(self, snapshots: Sequence[Snapshot], x: str, smoothing: float, on_zoom: Callable[[], None]) -> None:
         self._kept: dict[int, tuple[Any, DrawnCurve]] = {}
-        self._shown: list[Any] = [None] * len(snapshots)
+        self._shown: list[tuple[DrawnCurve | None, Window, bool]] = [(None, None, False)] * len(snapshots)
         curves = [snapshot.curve for snapshot in snapshots]
         axes = axes_of(curves)
         x = x if x in axes else "step"
@@ -82,12 +82,13 @@ class LossFigure:
         fresh = traces_of(visible, x, "loss", smooth=smoothing > 0, complete=True)
         with self.widget.batch_update():
             for index, curve in enumerate(whole):
-                state = (id(curve), window, smoothing > 0)
                 first = index * len(PARTS)
                 pairs = list(zip(self.widget.data[first : first + len(PARTS)], fresh[first:], strict=False))
-                for trace, source in pairs if state != self._shown[index] else pairs[-1:]:
+                known, *seen = self._shown[index]
+                same = known is curve and seen == [window, smoothing > 0]
+                for trace, source in pairs[-1:] if same else pairs:
                     _refill(trace, source)
-                self._shown[index] = state
+                self._shown[index] = (curve, window, smoothing > 0)
             if moved:
                 self.widget.layout.xaxis.update(
                     title={"text": heading},
@@ -98,6 +99,10 @@ class LossFigure:
             if (self.widget.layout.yaxis.type == "log") != log_y:
                 self.widget.layout.yaxis.update(type="log" if log_y else "linear", autorange=True)
         self._heading = heading
+
+    def fit(self) -> None:
+        """Take the width of the page: a view that came in place of another output was measured before it had one."""
+        refit(self.widget)
 
     @property
     def key(self) -> str | None:
@@ -116,6 +121,12 @@ class LossFigure:
             if index not in self._kept or self._kept[index][0] != state:
                 self._kept[index] = (state, drawn(curve, index, "loss", width, along, {x: scale}, budget))
         return [self._kept[index][1] for index in range(len(curves))]
+
+
+def refit(figure: go.FigureWidget) -> None:
+    """plotly.js measures its place again when `autosize` is set to true."""
+    figure.layout.autosize = False
+    figure.layout.autosize = True
 
 
 def _refill(trace: go.Scatter, source: go.Scatter) -> None:
@@ -172,6 +183,11 @@ class PanelsFigure:
                 if name != "memory":
                     axis = self._widget.layout[f"xaxis{position + 1 if position else ''}"]
                     _set_window(axis, heading, log_x, window)
+
+    def fit(self) -> None:
+        """As `LossFigure.fit`."""
+        if self._widget is not None:
+            refit(self._widget)
 
     def _rebuild(self, names: list[str], figure: go.Figure) -> None:
         self._names = names

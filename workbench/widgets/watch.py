@@ -116,6 +116,7 @@ class Watch:
         self._size = 0
         self._marks: tuple[Mark, ...] = ()
         self._memory: dict[int, dict[str, Any]] = {}
+        self._memory_is_old = False
         self._status = self._run.status
         self._status_at = time.monotonic()
 
@@ -179,6 +180,8 @@ class Watch:
             step = int(event["step"])
             self._marks = (*self._marks, Mark("checkpoint", step, f"checkpoint at step {step:,}"))
         elif event["type"] == "memory":
+            if self._memory_is_old:
+                self._memory, self._memory_is_old = {}, False
             self._memory[int(event["rank"])] = dict(event)
         elif event["type"] == "start":
             self._restarted(event.get("resumed_from"))
@@ -189,7 +192,7 @@ class Watch:
         step = resumed_step(resumed_from)
         kept = tuple(mark for mark in self._marks if mark.step <= step)
         self._marks = (*kept, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
-        self._memory.clear()
+        self._memory_is_old = True  # shown until the new attempt has measured its own
 
     def _can_resume(self, history: History) -> bool:
         step = int(history.step[-1]) if len(history) else 0
