@@ -62,20 +62,9 @@ class Live(widgets.VBox):
             RunRow(watch, theme.series_color(index), resume, self._go_on) for index, watch in enumerate(self._watches)
         ]
         self._controls = Controls(x, smoothing, self._wake.set)
-        self._loss = LossFigure(self._snapshots, x, smoothing, self._wake.set)
-        self._panels = PanelsFigure()
         self._key, self._note = widgets.HTML(), widgets.HTML()
-        super().__init__(
-            children=(
-                *(row.box for row in self._rows),
-                self._controls.box,
-                self._loss.widget,
-                self._key,
-                self._panels.box,
-                self._note,
-            ),
-        )
-        self._refresh()
+        super().__init__()
+        self._make_figures()
         self._follow_in_thread()
 
     @property
@@ -95,6 +84,22 @@ class Live(widgets.VBox):
         if self._offer_ends is not None:
             self._offer_ends.cancel()
         super().close()
+
+    def _make_figures(self) -> None:
+        """Figures that were never shown: one that has left the page and comes back is not kept up to date there."""
+        x, smoothing, _, _ = self._controls.wish
+        self._loss = LossFigure(self._snapshots, x, smoothing, self._wake.set)
+        self._panels = PanelsFigure()
+        self._drawn_as = None
+        self._refresh()
+        self.children = (
+            *(row.box for row in self._rows),
+            self._controls.box,
+            self._loss.widget,
+            self._key,
+            self._panels.box,
+            self._note,
+        )
 
     def _follow_in_thread(self) -> None:
         self._thread = threading.Thread(target=self._follow, name="workbench-live", daemon=True)
@@ -202,6 +207,7 @@ class Live(widgets.VBox):
             self._offer_ends.cancel()
         self._ended.clear()
         self._snapshots = [watch.read() for watch in self._watches]
+        self._make_figures()
         for shown, below in self._handles:
             below.update({"text/html": "", "text/plain": ""}, raw=True)
             shown.update(self._bundle(), raw=True)
