@@ -69,12 +69,11 @@ def lab_page(page: Any, server: lab.Server) -> Any:
 
 @pytest.fixture
 def picture() -> Any:
-    """Keep a screenshot where `WORKBENCH_SCREENSHOTS` says, for a person to look at."""
-    folder = os.environ.get("WORKBENCH_SCREENSHOTS")
+    """Keep a screenshot in `reports/screenshots`, or where `WORKBENCH_SCREENSHOTS` says, for a person to look at."""
+    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or REPOSITORY / "reports" / "screenshots")
 
     def take(page: Any, name: str) -> None:
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=str(Path(folder) / f"{name}.png"))
+        folder.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=str(folder / f"{name}.png"))
 
     return take

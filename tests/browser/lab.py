@@ -91,7 +91,7 @@ def _private_folders(root: Path) -> dict[str, str]:
         "JUPYTERLAB_SETTINGS_DIR": "settings",
         "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
     }
-    folders = {variable: root / ".jupyter" / name for variable, name in names.items()}
+    folders = {variable: root / ".jupyter" / name for variable, name in names.items()}  # some may be there already
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     quiet = folders["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab" / "apputils-extension"
@@ -122,6 +122,11 @@ def write_notebook(path: Path, cells: Sequence[str]) -> None:
 def open_notebook(page: Any, server: Server, name: str) -> None:
     """Open a notebook and wait until its kernel is idle."""
     page.goto(f"{server.url}/lab/tree/{name}?token={server.token}&reset", timeout=60_000)
+    wait_for_kernel(page)
+
+
+def wait_for_kernel(page: Any) -> None:
+    """Wait until the notebook in front is open and its kernel idle."""
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
     page.evaluate(
         """async () => {

@@ -73,7 +73,7 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     picture(page, "live-failed")
     assert not (Path(first) / "STOP").exists()
     page.get_by_role("button", name="Stop").first.click()
-    page.get_by_text("Stopped at step").first.wait_for(timeout=20_000)
+    page.get_by_text("stopped", exact=True).or_(page.get_by_text("stopped, step")).first.wait_for(timeout=20_000)
     assert (Path(first) / "STOP").exists()
 
     page.wait_for_selector(".jupyter-widgets", state="detached", timeout=20_000)
@@ -123,7 +123,7 @@ def test_stop_answers_while_a_cell_runs(lab_page: Any, server: lab.Server, start
     points = max(page.evaluate(POINTS))
     wait_for_points(page, points + 20)
     page.get_by_role("button", name="Stop").first.click()
-    page.get_by_text("Stopped at step").first.wait_for(timeout=10_000)
+    page.get_by_text("stopped", exact=True).or_(page.get_by_text("stopped, step")).first.wait_for(timeout=10_000)
     assert (Path(directory) / "STOP").exists()
     assert page.locator(".jp-InputPrompt").nth(1).inner_text() == "[*]:"
 

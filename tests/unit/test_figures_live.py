@@ -251,8 +251,8 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
         "from workbench.runs import Run\nfrom workbench.widgets import live",
         f"live(Run({str(running.path)!r}))",
-        f"live(Run({str(ended.path)!r}), refresh_s=0.05)",
-        "import time; time.sleep(1)",
+        f"over = live(Run({str(ended.path)!r}), refresh_s=0.05)\nover",
+        "import time\nwhile over.following:\n    time.sleep(0.05)\ntime.sleep(0.5)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

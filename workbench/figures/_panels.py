@@ -60,7 +60,7 @@ def panels(
     names = panel_names(curves, peaks) if names is None else names
     axes = axes_of(curves)
     x = x if x in axes else "step"
-    columns = min(MAX_COLUMNS, max(1, len(names)))
+    columns = 2 if len(names) == 4 else min(MAX_COLUMNS, max(1, len(names)))
     rows = max(1, math.ceil(len(names) / columns))
     figure = make_subplots(
         rows=rows,

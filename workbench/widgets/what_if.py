@@ -19,6 +19,7 @@ from workbench.errors import WorkbenchError
 from workbench.figures import show_plan, theme
 from workbench.planning import Plan, what_if
 from workbench.units import GIB
+from workbench.widgets.drawing import refit
 from workbench.widgets.rows import heard_while_busy
 
 AUTO = "auto"
@@ -26,6 +27,11 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_GPUS = 1024
 IDLE_S = 3600.0
 """Without a wish for so long the thread ends; the next wish starts another."""
+
+
+FIT_AFTER_S = (0.2, 1.0)
+"""When a new figure takes the page's width, which plotly.js did not know when it drew it."""
+LOOK: dict[str, Any] = {"layout": {"width": "340px"}, "style": {"description_width": "90px"}}
 
 
 class WhatIf(widgets.VBox):
@@ -48,6 +54,7 @@ class WhatIf(widgets.VBox):
             step=max(0.1, round(cluster.device.memory_bytes / GIB / 140, 1)),
             description="GiB each",
             readout_format=".1f",
+            **LOOK,
         )
         self.global_batch = _choice("global batch", _batches(global_batch), global_batch)
         self.micro_batch = _choice("micro-batch", (AUTO, *MICRO_BATCHES), AUTO)
@@ -96,21 +103,30 @@ class WhatIf(widgets.VBox):
             self.plan = None
             self._note.value = f'<div style="color:{theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
         else:
-            self._note.value = ""
             self._draw(self.plan)
         self.answered_s = time.perf_counter() - started
 
     def _draw(self, plan: Plan) -> None:
+        """The heading stands outside the figure: plotly.js cannot measure a title before the figure is on the page."""
         figure = go.FigureWidget(show_plan(plan))
+        heading, facts = figure.layout.title.text, figure.layout.title.subtitle.text
+        figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 40}, autosize=True)
+        figure.layout.height -= 64
         figure._config = {"responsive": True, "displayModeBar": False}  # plotly's own way to set a widget's config
+        small = f'<span style="color:{theme.MUTED};font-size:12px">{facts}</span>'
+        self._note.value = f'<div style="padding:4px 16px;line-height:1.5">{heading}<br>{small}</div>'
         old = self._picture.children
         self._picture.children = (figure,)
         for widget in old:
             widget.close()
+        for wait_s in FIT_AFTER_S:
+            timer = threading.Timer(wait_s, refit, (figure,))
+            timer.daemon = True
+            timer.start()
 
 
 def _choice(name: str, options: Any, value: Any) -> widgets.SelectionSlider:
-    return widgets.SelectionSlider(options=list(options), value=value, description=name)
+    return widgets.SelectionSlider(options=list(options), value=value, description=name, **LOOK)
 
 
 def _counts(own: int) -> list[int]:

@@ -1,0 +1,306 @@
+"""How quickly what trains is seen, and what watching costs.
+
+    python benchmarks/live.py            # everything; minutes, and Chromium for the first three
+    python benchmarks/live.py tracking launch
+
+Prints, for this machine:
+
+- `latency`: from the moment an event is written to the moment a real browser (JupyterLab in headless Chromium) has
+  drawn it, p50 and p95;
+- `zoom`: 10 runs × 1 M points: from the end of a drag to the redrawn curve with the points of the visible range;
+- `memory`: growth of the kernel and of the page while a recorded 8-hour run (one step a second) is replayed;
+- `tracking`: what one step's events cost the training with 50 metrics a step, as a share of steps of several lengths;
+- `launch`: time for `wb.launch` to return.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests" / "browser"))
+
+EIGHT_HOURS = 8 * 3600
+CELL = """
+import os, psutil
+from workbench.runs import load_run
+from workbench.widgets import live
+dashboard = live([load_run(path) for path in {paths!r}], x="step")
+dashboard
+"""
+GRAPH = "document.querySelector('.jupyter-widgets .js-plotly-plot')"
+
+
+def write_run(path: Path, steps: int, metrics: int = 0, state: str = "running") -> Path:
+    """A run directory with a history; alive as long as this process is."""
+    from workbench.rundir import RunDir, append_event, this_process, write_json
+
+    run = RunDir(path)
+    run.path.mkdir(parents=True)
+    write_json(run.environment, {})
+    write_json(run.launcher, {"supervisor": this_process()})
+    write_json(run.experiment, {"steps": max(steps, EIGHT_HOURS), "name": path.name})
+    append_event(run.events, "status", state="running", message="")
+    append_event(run.events, "start", devices=4, world=4, resumed_from=None)
+    if steps:
+        write_steps(run.events, 1, steps, metrics)
+    if state != "running":
+        append_event(run.events, "status", state=state, message="")
+    return path
+
+
+def write_steps(events: Path, first: int, last: int, metrics: int = 0) -> None:
+    """Steps `first` … `last` in one go, as a recorded run has them."""
+    random = np.random.default_rng(first)
+    noise = random.normal(0, 0.1, last - first + 1)
+    extra = {f"metric_{index}": 1.0 / (index + 1) for index in range(metrics)}
+    now = time.time()
+    with events.open("a") as file:
+        for step, jitter in zip(range(first, last + 1), noise, strict=True):
+            row = step_row(step, 4 + 6 * float(np.exp(-step / 5e4)) + float(jitter))
+            file.write(json.dumps({"type": "step", "time": now, **row, **extra}) + "\n")
+
+
+def step_row(step: int, loss: float) -> dict[str, Any]:
+    rates = {
+        "learning_rate": 1e-4,
+        "grad_norm": 1.0 + 0.1 * loss,
+        "step_ms": 1000.0,
+        "tokens_per_s": 8192.0,
+        "mfu": 0.4,
+    }
+    totals = {"tokens": step * 8192, "samples": step * 64, "flops": step * 1e12, "seconds": float(step)}
+    return {"step": step, "loss": loss, **rates, **totals}
+
+
+@contextlib.contextmanager
+def laboratory(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """A JupyterLab over `folder`, and a page of a real browser."""
+    import lab
+    from conftest import CHROMIUM
+    from playwright.sync_api import sync_playwright
+
+    if CHROMIUM is None:
+        sys.exit(
+            "There is no Chromium on this machine. Install one (apt-get install chromium), or ask for: tracking launch."
+        )
+    with lab.jupyterlab(folder, {"PYTHONPATH": str(REPOSITORY)}) as server, sync_playwright() as play:
+        browser = play.chromium.launch(
+            executable_path=CHROMIUM, args=[*lab.CHROMIUM_ARGUMENTS, "--enable-precise-memory-info"]
+        )
+        yield server, browser.new_page(viewport={"width": 1400, "height": 1000})
+        browser.close()
+
+
+def show_dashboard(server: Any, page: Any, paths: list[Path]) -> None:
+    import lab
+
+    lab.write_notebook(server.root / "live.ipynb", [CELL.format(paths=[str(path) for path in paths])])
+    lab.open_notebook(page, server, "live.ipynb")
+    lab.run_all(page)
+    page.wait_for_function(f"() => {GRAPH} && {GRAPH}.data.some(t => t.meta === 'line' && t.x && t.x.length)")
+
+
+def in_kernel(page: Any, expression: str) -> Any:
+    """The value of a Python expression in the notebook's kernel, by way of JSON."""
+    answer = page.evaluate(
+        """(code) => new Promise(done => {
+            const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+            const future = kernel.requestExecute({code: 'import json, os, psutil; print(json.dumps(' + code + '))'});
+            future.onIOPub = message => { if (message.header.msg_type === 'stream') done(message.content.text); };
+        })""",
+        expression,
+    )
+    return json.loads(answer)
+
+
+def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> str:
+    """Events are written by this process; the page notes when each was drawn. Both read this machine's clock."""
+    from workbench.rundir import append_event
+
+    run = write_run(folder / "latency", 500)
+    with laboratory(folder / "lab") as (server, page):
+        show_dashboard(server, page, [run])
+        page.evaluate(
+            f"""() => {{
+                window.seen = {{}};
+                const graph = {GRAPH};
+                graph.on('plotly_afterplot', () => {{
+                    const line = graph._fullData.find(t => t.meta === 'line');
+                    const last = line.x[line.x.length - 1];
+                    if (!(last in window.seen)) window.seen[last] = Date.now();
+                }});
+            }}"""
+        )
+        written = {}
+        for step in range(501, 501 + updates):
+            append_event(run / "events.jsonl", "step", **step_row(step, 4.0))
+            written[step] = time.time()
+            time.sleep(every_s)
+        page.wait_for_timeout(2000)
+        seen = {int(float(step)): at / 1e3 for step, at in page.evaluate("() => window.seen").items()}
+    late_ms = [1e3 * (seen[step] - written[step]) for step in written if step in seen]
+    p50, p95 = np.percentile(late_ms, [50, 95])
+    return f"log to screen   p50 {p50:.0f} ms, p95 {p95:.0f} ms ({len(late_ms)} of {updates} steps drawn one by one)"
+
+
+def zoom(folder: Path, runs: int = 10, points: int = 1_000_000) -> str:
+    """The last run trains, the others have ended; a drag over the plot, and when its points were there."""
+    first = write_run(folder / "run-0", points)
+    paths = [first]
+    for index in range(1, runs):
+        path = folder / f"run-{index}"
+        write_run(path, 0)
+        (path / "events.jsonl").unlink()
+        os.link(first / "events.jsonl", path / "events.jsonl")
+        paths.append(path)
+    with laboratory(folder / "lab") as (server, page):
+        page.set_default_timeout(600_000)
+        show_dashboard(server, page, paths)
+        page.wait_for_timeout(3000)
+        took_ms = [_drag_ms(page, 0.2 + 0.05 * turn) for turn in range(8)]
+    median, worst = statistics.median(took_ms), max(took_ms)
+    return f"zoom            median {median:.0f} ms, worst {worst:.0f} ms ({runs} runs × {points:,} points)"
+
+
+def _drag_ms(page: Any, left: float) -> float:
+    """Milliseconds from letting go of the mouse to the redrawn plot that holds new points."""
+    page.mouse.dblclick(*_at(page, 0.5))
+    page.wait_for_timeout(2500)
+    page.evaluate(
+        f"""() => {{
+            const graph = {GRAPH};
+            const count = () => {{
+                const [low, high] = graph._fullLayout.xaxis.range;
+                const raw = graph._fullData.find(t => t.meta === 'raw');
+                return raw.x.filter(x => x >= low && x <= high).length;
+            }};
+            window.zoomed = null;
+            const released = () => {{
+                const start = performance.now();
+                const whole = setInterval(() => {{
+                    if (count() >= 300) {{
+                        window.zoomed = performance.now() - start;
+                        clearInterval(whole);
+                    }}
+                }}, 5);
+                document.removeEventListener('mouseup', released, true);
+            }};
+            document.addEventListener('mouseup', released, true);
+        }}"""
+    )
+    page.mouse.move(*_at(page, left))
+    page.mouse.down()
+    page.mouse.move(*_at(page, left + 0.05), steps=3)
+    page.mouse.move(*_at(page, left + 0.1), steps=3)
+    page.mouse.up()
+    page.wait_for_function("() => window.zoomed !== null", timeout=60_000)
+    return float(page.evaluate("() => window.zoomed"))
+
+
+def _at(page: Any, share: float) -> tuple[float, float]:
+    box = page.locator(".js-plotly-plot .nsewdrag").first.bounding_box()
+    return box["x"] + share * box["width"], box["y"] + box["height"] / 2
+
+
+def memory(folder: Path, seconds: float = 60.0) -> str:
+    """Eight hours of one step a second, replayed: a first hour to settle, then the rest is measured."""
+    run = write_run(folder / "eight-hours", 3600)
+    with laboratory(folder / "lab") as (server, page):
+        show_dashboard(server, page, [run])
+        page.wait_for_timeout(5000)
+        kernel_before, page_before = _resident(page), _heap(page)
+        slices = max(1, int(seconds * 5))
+        edges = np.linspace(3600, EIGHT_HOURS, slices + 1).astype(int)
+        for first, last in itertools.pairwise(edges):
+            write_steps(run / "events.jsonl", int(first) + 1, int(last))
+            time.sleep(seconds / slices)
+        page.wait_for_timeout(3000)
+        steps = in_kernel(page, "dashboard._snapshots[0].step")
+        kernel_after, page_after = _resident(page), _heap(page)
+    return (
+        f"memory          kernel {kernel_before:.0f} → {kernel_after:.0f} MiB, page's heap {page_before:.0f} → "
+        f"{page_after:.0f} MiB over hours 2 to 8 of an 8-hour run (step {steps:,}, {slices} updates)"
+    )
+
+
+def _resident(page: Any) -> float:
+    return float(in_kernel(page, "(__import__('gc').collect(), psutil.Process().memory_info().rss / 2**20)[1]"))
+
+
+def _heap(page: Any) -> float:
+    session = page.context.new_cdp_session(page)
+    session.send("HeapProfiler.collectGarbage")
+    return float(session.send("Runtime.getHeapUsage")["usedSize"]) / 2**20
+
+
+def tracking(folder: Path, steps: int = 5000, metrics: int = 50) -> str:
+    """Writing a step's event is all that tracking asks of a training; W&B is told by another process."""
+    from workbench.rundir import append_event
+
+    path = folder / "events.jsonl"
+    row = {**step_row(1, 4.0), **{f"metric_{index}": 1.0 / (index + 1) for index in range(metrics)}}
+    took_us = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        append_event(path, "step", **row)
+        took_us.append(1e6 * (time.perf_counter() - started))
+    median, p99 = np.percentile(took_us, [50, 99])
+    shares = ", ".join(f"{median / 1e3 / step_ms:.2%} of a {step_ms:.0f} ms step" for step_ms in (20, 100, 1000))
+    return f"tracking        {median:.0f} µs a step with {metrics} metrics (p99 {p99:.0f} µs): {shares}"
+
+
+def launch(folder: Path) -> str:
+    """Time for `wb.launch` to return, the data being tokenised already; the run is stopped at once."""
+    code = """
+import sys, time
+import workbench as wb
+data = wb.data.corpus("demo", vocab_size=2048)
+model = wb.models.bert(hidden_size=64, num_layers=4, num_heads=8, vocab_size=2048, max_positions=64)
+experiment = wb.Experiment(model=model, data=data, steps=100000, global_batch=32, seq_len=64)
+plan = wb.plan(experiment)
+experiment.data.prepare(experiment)
+took = []
+for _ in range(3):
+    started = time.perf_counter()
+    run = wb.launch(experiment, plan)
+    took.append(time.perf_counter() - started)
+    run.stop(wait=True)
+print(*took)
+"""
+    environment = {**os.environ, "WORKBENCH_RUNS": str(folder / "runs"), "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    first, *others = map(float, done.stdout.split()[-3:])
+    return f"launch          returns in {statistics.median(others):.2f} s (the first of a kernel: {first:.2f} s)"
+
+
+MEASUREMENTS = {"tracking": tracking, "launch": launch, "latency": latency, "zoom": zoom, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", nargs="*", metavar="|".join(MEASUREMENTS), help="by default everything")
+    for name in parser.parse_args().what or MEASUREMENTS:
+        with tempfile.TemporaryDirectory(prefix="workbench-live-") as folder:
+            path = Path(folder)
+            (path / "lab").mkdir()
+            print(MEASUREMENTS[name](path), flush=True)
+    print(f"{os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}; Python {sys.version.split()[0]}")
+
+
+if __name__ == "__main__":
+    main()
