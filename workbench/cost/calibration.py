@@ -16,7 +16,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from workbench.cost.cluster import Cluster, Device, Link
 from workbench.cost.detect import CPU_PROCESSES, detect, known_gpu
 from workbench.errors import PlanMismatch
 from workbench.home import cache_home
+from workbench.machine import available_cores, cpu_model
 from workbench.rundir import read_json, write_json
 from workbench.units import count, gib
 
@@ -213,8 +213,7 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name(0))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"CPU {platform.processor() or platform.machine()}, {cores} cores"
+    return f"CPU {cpu_model()}, {available_cores()} cores"
 
 
 def device_count() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from workbench.cost.cluster import Cluster, Device, Efficiency, Link
 from workbench.cost.hardware import FITTED, NODES
 from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
+from workbench.machine import available_cores, cpu_model
 from workbench.rundir import read_json, write_json
 
 CPU_PROCESSES = 2
@@ -97,8 +97,8 @@ def _measured_gpu(name: str) -> Device:
 def _cpu_cluster(processes: int) -> Cluster:
     if processes < 1:
         raise PlanInfeasible(f"{processes} processes cannot train anything. Ask for at least one.", processes=processes)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    rates = _remembered(f"{platform.processor()} {platform.machine()} {cores}", lambda: _measure("cpu", ("fp32",)))
+    cores = available_cores()
+    rates = _remembered(f"{cpu_model()} {cores}", lambda: _measure("cpu", ("fp32",)))
     share = 1 / max(1, processes)
     device = Device(
         name="CPU process",

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from workbench.machine import available_cores, cpu_model
 from workbench.runs import environment
 from workbench.runs.tracking import logged_in
 from workbench.units import gib
@@ -138,8 +139,8 @@ def _gpu_users() -> dict[str, str]:
 
 def _machine() -> Finding:
     memory = psutil.virtual_memory()
-    found = f"{environment.available_cores()} cores, {gib(memory.available)} of {gib(memory.total)} free"
-    return Finding("Machine", True, f"{environment.cpu_model()}, {found}")
+    found = f"{available_cores()} cores, {gib(memory.available)} of {gib(memory.total)} free"
+    return Finding("Machine", True, f"{cpu_model()}, {found}")
 
 
 def _disk() -> Finding:

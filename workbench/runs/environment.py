@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from workbench.machine import available_cores, cpu_model
+
 PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 SAMPLED = 4
 """Samples of each end of the training that its data is recognised by."""
@@ -84,24 +86,6 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def cpu_model() -> str:
-    """`"AMD EPYC 9534 64-Core Processor"`, as the kernel names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, process_record, read_json, write_json
 from workbench.runs import processes, turns
-from workbench.runs.environment import available_cores
 from workbench.runs.failure import record_silent_death, root_cause
 from workbench.runs.tracking import start_recorder
 
