@@ -12,7 +12,16 @@ from plotly.subplots import make_subplots
 
 from workbench.figures import theme
 from workbench.figures._memory import latest_by_rank
-from workbench.figures._series import SMOOTHING, CurveLike, axes_of, color_of, column, drawn, smoothing_axis
+from workbench.figures._series import (
+    SMOOTHING,
+    CurveLike,
+    DrawnCurve,
+    axes_of,
+    color_of,
+    column,
+    drawn,
+    smoothing_axis,
+)
 from workbench.figures._series import smoothing_width as width_of
 from workbench.units import GIB, gib
 
@@ -77,9 +86,12 @@ def panels(
             figure.update_xaxes(title_text="rank", showgrid=False, dtick=1 if _ranks(peaks) <= 8 else None, **place)
             figure.update_yaxes(rangemode="tozero", **place)
         else:
-            figure.add_traces(
-                rate_traces(curves, name, x, scale, smoothing, window), rows=place["row"], cols=place["col"]
-            )
+            width, along = width_of(curves, smoothing), smoothing_axis(curves)
+            found = [
+                drawn(curve, index, name, width, along, {x: scale}, PANEL_POINTS) for index, curve in enumerate(curves)
+            ]
+            traces = rate_traces(found, name, x, smoothing > 0, window)
+            figure.add_traces(traces, rows=place["row"], cols=place["col"])
             lowest = heading if position + columns >= len(names) else None
             figure.update_xaxes(title_text=lowest, rangemode="tozero", range=window, **place)
             kind = "log" if name in LOGARITHMIC else "linear"
@@ -110,24 +122,18 @@ def _decades(curves: Sequence[CurveLike], name: str) -> float:
 
 
 def rate_traces(
-    curves: Sequence[CurveLike],
-    name: str,
-    x: str,
-    scale: float,
-    smoothing: float,
-    window: tuple[float, float] | None = None,
+    curves: Sequence[DrawnCurve], name: str, x: str, smooth: bool, window: tuple[float, float] | None = None
 ) -> list[go.Scatter]:
     """Spread and moving average of one column, two traces a run, empty for a run that has not recorded it."""
-    width, along = width_of(curves, smoothing), smoothing_axis(curves)
     unit = SCALES.get(name, 1.0)
     traces = []
-    for index, curve in enumerate(curves):
-        found = drawn(curve, index, name, width, along, {x: scale}, PANEL_POINTS).focused(x, window, PANEL_POINTS)
+    for curve in curves:
+        found = curve.focused(x, window, PANEL_POINTS)
         raw, line = found.raw_index, found.line_index
         traces += [
             go.Scatter(
-                x=found.x[x][raw] if smoothing > 0 else np.empty(0),
-                y=unit * found.raw[raw] if smoothing > 0 else np.empty(0),
+                x=found.x[x][raw] if smooth else np.empty(0),
+                y=unit * found.raw[raw] if smooth else np.empty(0),
                 mode="lines",
                 line={"color": theme.pale(found.color, 0.7), "width": 1},
                 hoverinfo="skip",
@@ -136,7 +142,7 @@ def rate_traces(
             ),
             go.Scatter(
                 x=found.x[x][line],
-                y=unit * (found.line if smoothing > 0 else found.raw)[line],
+                y=unit * (found.line if smooth else found.raw)[line],
                 mode="lines",
                 line={"color": found.color, "width": 1.8, "dash": found.dash},
                 hovertemplate=f"{theme.text(curve.name)}: %{{y:.4~g}}<extra></extra>",

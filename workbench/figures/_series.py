@@ -191,17 +191,20 @@ def decimated(y: Array, max_points: int = MAX_POINTS) -> NDArray[np.int64]:
     return np.unique(np.concatenate([finite, gaps]))
 
 
-def focused(x: Array, y: Array, window: tuple[float, float] | None, max_points: int) -> NDArray[np.int64]:
+def focused(
+    x: Array, y: Array, whole: NDArray[np.int64], window: tuple[float, float], max_points: int
+) -> NDArray[np.int64]:
     """Indices as `decimated` keeps them, chosen anew among the points within `window` of the rising `x`.
 
-    Outside the window `CONTEXT_POINTS` stay, so that zooming out shows the whole until it is drawn anew.
+    `whole` is what `decimated` keeps of all; `CONTEXT_POINTS` of these stay outside the window, so that zooming out
+    shows the whole until it is drawn anew.
     """
-    if window is None or len(y) <= max_points:
-        return decimated(y, max_points)
+    if len(y) <= max_points:
+        return whole
     first = max(0, int(np.searchsorted(x, window[0])) - 1)
     end = min(len(y), int(np.searchsorted(x, window[1], side="right")) + 1)
     inside = first + decimated(y[first:end], max_points - CONTEXT_POINTS)
-    outside = decimated(y, CONTEXT_POINTS)
+    outside = whole[decimated(y[whole], CONTEXT_POINTS)]
     return np.concatenate([outside[outside < first], inside, outside[outside >= end]])
 
 
@@ -291,11 +294,13 @@ class DrawnCurve:
 
     def focused(self, axis: str, window: tuple[float, float] | None, budget: int) -> DrawnCurve:
         """The same curve with its points chosen for what is visible of it."""
-        x = self.x[axis]
+        if window is None:
+            return self
+        x, points = self.x[axis], max(budget // 2, 2 * CONTEXT_POINTS)
         return replace(
             self,
-            raw_index=focused(x, self.raw, window, budget),
-            line_index=focused(x, self.line, window, max(budget // 2, 2 * CONTEXT_POINTS)),
+            raw_index=focused(x, self.raw, self.raw_index, window, budget),
+            line_index=focused(x, self.line, self.line_index, window, points),
         )
 
 

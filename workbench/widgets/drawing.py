@@ -11,24 +11,52 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from workbench.figures._curves import hover_title, loss_curves, mark_key, traces_of
-from workbench.figures._panels import memory_traces, panel_names, panels, rate_traces
+from workbench.figures._panels import PANEL_POINTS, memory_traces, panel_names, panels, rate_traces
 from workbench.figures._series import PARTS, DrawnCurve, axes_of, drawn, points_each, smoothing_axis, smoothing_width
 from workbench.widgets.rows import heard_while_busy
 from workbench.widgets.watch import Snapshot
 
 PANELS_S = 1.0
 """Between two drawings of the panels: rates and memory change slowly."""
+LIVE_POINTS = 12_000
+"""Of the raw traces of all runs together: what a browser draws anew without a pause while the user drags."""
 WIDTH_STEP = 1.02
 """A run's smoothed line is computed anew when the width that all runs share has grown by so much."""
 
 Window = tuple[float, float] | None
 
 
+class Drawings:
+    """Columns of all runs smoothed and thinned, from the last time where nothing changed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], tuple[Any, DrawnCurve]] = {}
+
+    def of(
+        self, snapshots: Sequence[Snapshot], y: str, x: str, scale: float, smoothing: float, budget: int
+    ) -> list[DrawnCurve]:
+        """One column of every run; the very same object as before for a run that has not gone on."""
+        curves = [snapshot.curve for snapshot in snapshots]
+        width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
+        if width > 0:
+            width = WIDTH_STEP ** math.ceil(math.log(width, WIDTH_STEP))
+        for index, (snapshot, curve) in enumerate(zip(snapshots, curves, strict=True)):
+            state = (len(snapshot.history), snapshot.step, snapshot.marks, x, scale, width, along)
+            if (y, index) not in self._kept or self._kept[y, index][0] != state:
+                self._kept[y, index] = (state, drawn(curve, index, y, width, along, {x: scale}, budget))
+        return [self._kept[y, index][1] for index in range(len(curves))]
+
+
+def live_points(num_runs: int) -> int:
+    """Points of each raw trace where so many runs are followed."""
+    return min(points_each(num_runs), max(600, LIVE_POINTS // max(1, num_runs)))
+
+
 class LossFigure:
     """Loss of all runs; `draw` brings it up to date, `on_zoom` tells when the user looks at another part."""
 
     def __init__(self, snapshots: Sequence[Snapshot], x: str, smoothing: float, on_zoom: Callable[[], None]) -> None:
-        self._kept: dict[int, tuple[Any, DrawnCurve]] = {}
+        self._drawings, self._latest = Drawings(), list[DrawnCurve]()
         self._shown: list[tuple[DrawnCurve | None, Window, bool]] = [(None, None, False)] * len(snapshots)
         curves = [snapshot.curve for snapshot in snapshots]
         axes = axes_of(curves)
@@ -40,7 +68,7 @@ class LossFigure:
         figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
         smooth = smoothing > 0
         figure.add_traces(
-            traces_of(self._drawn(snapshots, x, axes[x][0], smoothing), x, "loss", smooth=smooth, complete=True)
+            traces_of(self._whole_curves(snapshots, x, axes[x][0], smoothing), x, "loss", smooth=smooth, complete=True)
         )
         self.widget = go.FigureWidget(figure)
         self.widget._config = {"responsive": True, "displaylogo": False}  # plotly's own way to set a widget's config
@@ -76,9 +104,9 @@ class LossFigure:
         scale, heading = axes[x]
         moved = heading != self._heading or (self.widget.layout.xaxis.type == "log") != log_x
         window = None if moved else self.window
-        budget = points_each(len(snapshots))
-        whole = self._drawn(snapshots, x, scale, smoothing)
-        visible = [curve.focused(x, window, budget) if window else curve for curve in whole]
+        budget = live_points(len(snapshots))
+        whole = self._whole_curves(snapshots, x, scale, smoothing)
+        visible = [curve.focused(x, window, budget) for curve in whole]
         fresh = traces_of(visible, x, "loss", smooth=smoothing > 0, complete=True)
         with self.widget.batch_update():
             for index, curve in enumerate(whole):
@@ -107,20 +135,11 @@ class LossFigure:
     @property
     def key(self) -> str | None:
         """What the symbols on the curves mean."""
-        return mark_key([curve for _, curve in self._kept.values()])
+        return mark_key(self._latest)
 
-    def _drawn(self, snapshots: Sequence[Snapshot], x: str, scale: float, smoothing: float) -> list[DrawnCurve]:
-        """Each run smoothed and thinned, from the last drawing where nothing changed."""
-        curves = [snapshot.curve for snapshot in snapshots]
-        width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
-        if width > 0:
-            width = WIDTH_STEP ** math.ceil(math.log(width, WIDTH_STEP))
-        budget = points_each(len(curves))
-        for index, (snapshot, curve) in enumerate(zip(snapshots, curves, strict=True)):
-            state = (len(snapshot.history), snapshot.step, snapshot.marks, x, scale, width, along)
-            if index not in self._kept or self._kept[index][0] != state:
-                self._kept[index] = (state, drawn(curve, index, "loss", width, along, {x: scale}, budget))
-        return [self._kept[index][1] for index in range(len(curves))]
+    def _whole_curves(self, snapshots: Sequence[Snapshot], x: str, scale: float, smoothing: float) -> list[DrawnCurve]:
+        self._latest = self._drawings.of(snapshots, "loss", x, scale, smoothing, live_points(len(snapshots)))
+        return self._latest
 
 
 def refit(figure: go.FigureWidget) -> None:
@@ -145,6 +164,7 @@ class PanelsFigure:
 
     def __init__(self) -> None:
         self.box = widgets.VBox()
+        self._drawings = Drawings()
         self._names: list[str] = []
         self._state: Any = None
         self._drawn_at = -PANELS_S
@@ -169,11 +189,11 @@ class PanelsFigure:
             return
         fresh: list[Any] = []
         for name in names:
-            fresh += (
-                memory_traces(curves, peaks)
-                if name == "memory"
-                else rate_traces(curves, name, x, scale, smoothing, window)
-            )
+            if name == "memory":
+                fresh += memory_traces(curves, peaks)
+            else:
+                found = self._drawings.of(snapshots, name, x, scale, smoothing, PANEL_POINTS)
+                fresh += rate_traces(found, name, x, smoothing > 0, window)
         with self._widget.batch_update():
             for trace, source in zip(self._widget.data, fresh, strict=True):
                 trace.x, trace.y = source.x, source.y
