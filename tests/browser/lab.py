@@ -147,8 +147,26 @@ def wait_for_kernel(page: Any) -> None:
 
 
 def run_all(page: Any) -> None:
-    """Run every cell; returns when all have finished (clicking the menu left cells unrun)."""
-    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => 1)")
+    """Run every cell; returns when all have finished.
+
+    Clicking the menu left cells unrun, and the command's own promise never resolves when the kernel reconnects while
+    it starts: the cells are looked at instead, and run again if none was taken.
+    """
+    page.evaluate(
+        """async () => {
+            const cells = window.jupyterapp.shell.currentWidget.content.widgets.filter(w => w.model.type === 'code');
+            const run = () => { window.jupyterapp.commands.execute('notebook:run-all-cells'); };
+            const idle = cell => cell.model.executionState !== 'running';
+            cells.forEach(cell => { cell.model.executionCount = null; });
+            run();
+            for (let i = 1; i < 1800; i++) {
+                await new Promise(done => setTimeout(done, 50));
+                if (cells.every(cell => idle(cell) && cell.model.executionCount !== null)) return;
+                if (i % 200 === 0 && cells.every(cell => idle(cell) && cell.model.executionCount === null)) run();
+            }
+            throw new Error('the cells never finished');
+        }"""
+    )
 
 
 def restart_kernel(page: Any) -> None:
