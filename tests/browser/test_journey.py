@@ -54,8 +54,21 @@ def set_parameters(page: Any, **values: Any) -> None:
 
 
 def start_all(page: Any) -> None:
-    """Run every cell without waiting for them."""
-    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
+    """Run every cell without waiting for them; again, if a kernel that was still connecting took none."""
+    page.evaluate(
+        """async () => {
+            const cells = window.jupyterapp.shell.currentWidget.content.widgets.filter(w => w.model.type === 'code');
+            const taken = cell => cell.model.executionState === 'running' || cell.model.executionCount !== null;
+            for (let turn = 0; turn < 3; turn++) {
+                window.jupyterapp.commands.execute('notebook:run-all-cells');
+                for (let i = 0; i < 200; i++) {
+                    await new Promise(done => setTimeout(done, 50));
+                    if (cells.some(taken)) return;
+                }
+            }
+            throw new Error('the kernel took no cell');
+        }"""
+    )
 
 
 def show_cell(page: Any, text: str) -> None:
