@@ -27,7 +27,7 @@ from workbench.rundir import RunDir, read_events, write_json
 from workbench.runs.history import read_history
 
 VOCAB, SEQ = 96, 16
-DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
+DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10, "bf16": 5e10}, 1e10)
 LINK = Link(1e9, 1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import random
@@ -18,19 +19,27 @@ from workbench.errors import CheckpointError
 from workbench.execution import export
 from workbench.execution.checkpoint_files import COMPLETE, complete, damage, prune, read_facts
 from workbench.execution.export import export_checkpoint
+from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events, read_json, write_json
 from workbench.runs import Run
 
 STEPS, EVERY = 40, 6
 KILLS = 12 if os.environ.get("WORKBENCH_TEST_ALL") else 2
-DIVISIONS = {"pipeline": {"pipeline": 2}, "data": {"data": 2, "zero": 0}, "sharded": {"data": 2, "zero": 3}}
-DEFAULT = ("pipeline",) if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(DIVISIONS)
+DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
+    "pipeline": ("fp32", {"pipeline": 2}),
+    "three replicas": ("fp32", {"data": 3, "zero": 0}),
+    "two replicas": ("fp32", {"data": 2, "zero": 0}),
+    "four replicas in bf16": ("bf16", {"data": 4, "zero": 0, "micro_batch": 1}),
+    "two stages of three replicas": ("fp32", {"pipeline": 2, "data": 3, "zero": 0}),
+    "two shards": ("fp32", {"data": 2, "zero": 3}),
+    "three shards in bf16": ("bf16", {"data": 3, "zero": 3}),
+}
+DEFAULT = ("pipeline", "three replicas") if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(DIVISIONS)
 
 
-def killed_and_resumed(path: Path, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:
+def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:
     """Train to the end, killed with -9 as often as asked, each time at a random step of what is left."""
-    asked = experiment(steps=STEPS, checkpoint_every=EVERY)
     draw, killed_at = random.Random(seed), []
     run = directory(path, asked, chosen)
     for number in range(kills):
@@ -50,10 +59,13 @@ def killed_and_resumed(path: Path, chosen: Plan, kills: int, seed: int) -> tuple
 def test_a_run_killed_at_random_steps_has_the_loss_curve_of_an_unbroken_one_to_the_last_bit(
     division: str, tmp_path: Path
 ) -> None:
-    chosen = plan(experiment(steps=STEPS), **DIVISIONS[division])
-    unbroken = curve(trained(tmp_path / "unbroken", experiment(steps=STEPS), chosen))
+    precision, degrees = DIVISIONS[division]
+    asked = experiment(steps=STEPS, global_batch=12, precision=precision)
+    chosen = plan(asked, **degrees)
+    unbroken = curve(trained(tmp_path / "unbroken", asked, chosen))
     assert len(unbroken) == STEPS
-    run, killed_at = killed_and_resumed(tmp_path / "killed", chosen, KILLS, seed=len(division))
+    saving = dataclasses.replace(asked, checkpoint_every=EVERY)
+    run, killed_at = killed_and_resumed(tmp_path / "killed", saving, chosen, KILLS, seed=len(division))
     assert curve(run) == unbroken, f"killed at {killed_at}"
 
 

@@ -35,9 +35,11 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
         return stage
     if zero == 0:
-        return DistributedDataParallel(
+        replica = DistributedDataParallel(
             stage, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
         )
+        _settle_buckets(replica)
+        return replica
     blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if precision == "bf16" else None,
@@ -48,6 +50,22 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
         fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     return stage
+
+
+def _settle_buckets(replica: DistributedDataParallel) -> None:
+    """Have DDP choose its buckets now, from a backward of zeros, instead of after the first step.
+
+    It begins with one bucket and divides it once, in the order in which its first backward makes gradients ready. In
+    which order three or more replicas add a gradient depends on its place in a bucket: left alone, the first step
+    after a restart would differ in its last bits from the same step of an unbroken run. Autograd runs first what was
+    computed last, so the order is that of a real backward: the last block first, what blocks share at the end.
+    """
+    parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+    replica.reducer.prepare_for_backward([])
+    (0.0 * torch.stack([parameter.sum() for parameter in parameters]).sum()).backward()
+    for parameter in parameters:
+        parameter.grad = None
+    replica.reducer._rebuild_buckets()
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
