@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -101,6 +101,8 @@ class ParameterTable:
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )
+        self.largest = _span_max(self.block_elements)
+        """Of every stage, elements of its largest block."""
 
 
 def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int) -> Array:
@@ -124,18 +126,15 @@ def stage_memory(
     divisor = shares.data if sharded else 1
     whole_gradients = not sharded or shares.zero == 1
     compute_bytes = 2 if profile.precision == "bf16" else FP32
-    copies = np.zeros_like(costs.weight_copy_bytes)
-    if not sharded:
-        copies = costs.weight_copy_bytes
-    largest = _span_max(table.block_elements)
+    largest = table.largest
     parameters = FP32 * table.elements / divisor
     if sharded and shares.zero <= 2:
         parameters = parameters + compute_bytes * table.elements
     elif sharded:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
-    held, newest = _activations(costs, copies, shares.recompute)
+    held, newest = _activations(costs, shares.recompute, copied=not sharded)
     # One block's gradients whole, and the fp32 buffer that is reduced.
-    reduction = (compute_bytes + FP32) * largest if shares.data > 1 else compute_bytes * largest
+    reduction = (compute_bytes + FP32) * largest if shares.data > 1 else FP32 * largest
     moments = ADAMW * table.trained / divisor
     return StageMemory(
         parameters=parameters,
@@ -148,11 +147,13 @@ def stage_memory(
     )
 
 
-def _activations(costs: BlockCosts, copies: Array, recompute: str) -> tuple[Array, Array]:
-    """Held by one micro-batch in flight, and by the one that runs at its worst moment.
+@lru_cache(maxsize=256)
+def _activations(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
+    """Held by one micro-batch in flight, and by the one that runs at its worst moment; `copied`: with the weights'.
 
     Backward frees from the last block on, so at block k everything before it is still held.
     """
+    copies = costs.weight_copy_bytes if copied else np.zeros_like(costs.weight_copy_bytes)
     if recompute == "full":
         kept = costs.input_bytes
         peak = costs.saved_bytes + copies + costs.workspace_bytes

@@ -1,11 +1,12 @@
 """Cutting a row of blocks into stages: optimal, by a dynamic program over NumPy arrays.
 
-`cost[s, i, j]` (or `cost[i, j]`, alike for all) and `memory[s, i, j]` describe stage `s` made of blocks
-`i … j - 1`; entries with `j <= i` are ignored, so that no stage is empty.
+`cost[s][i, j]` and `memory[s][i, j]` describe stage `s` made of blocks `i … j - 1`; entries with `j <= i` are ignored,
+so that no stage is empty.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,19 +18,47 @@ SLACK = 1e-9
 """Relative difference below which two bottlenecks are the same."""
 
 
-def partition(cost: Array, memory: Array, limit: float) -> tuple[int, ...] | None:
+def partition(cost: Sequence[Array], memory: Sequence[Array], limit: float) -> tuple[int, ...] | None:
     """Cut points `(0, …, n)` that minimise the largest stage cost, then the largest stage memory.
 
-    Every stage must stay within `limit`. `cost` is (stages, n + 1, n + 1) or (n + 1, n + 1), `memory`
-    (stages, n + 1, n + 1).
-    None when no cut fits. O(stages · n²), twice.
+    Every stage must stay within `limit`. Both arguments have one (n + 1, n + 1) matrix a stage. None when no cut fits.
+    O(stages · n²), twice.
     """
-    allowed = _not_empty(cost.shape[-1]) & (memory <= limit)
-    bottleneck, cuts = _min_max(np.where(allowed, cost, np.inf))
+    not_empty = _not_empty(len(cost[0]))
+    within = _each(lambda c, m: np.where(not_empty & (m <= limit), c, np.inf), cost, memory)
+    bottleneck, cuts = min_max(within)
     if cuts is None:
         return None
-    good_enough = allowed & (cost <= bottleneck * (1 + SLACK))
-    return _min_max(np.where(good_enough, memory, np.inf))[1]
+    most = bottleneck * (1 + SLACK)
+    return min_max(_each(lambda c, m: np.where(c <= most, m, np.inf), within, memory))[1]
+
+
+def smallest(memory: Sequence[Array]) -> float:
+    """The largest stage memory of the cut that minimises it."""
+    not_empty = _not_empty(len(memory[0]))
+    least, cuts = min_max(_each(lambda m, _: np.where(not_empty, m, np.inf), memory, memory))
+    assert cuts is not None, "more stages than blocks"
+    return least
+
+
+def least_sum(cost: Sequence[Array]) -> float:
+    """Of all cuts, the least sum of stage costs."""
+    not_empty = _not_empty(len(cost[0]))
+    reached = np.full(len(cost[0]), np.inf)
+    reached[0] = 0.0
+    for stage in cost:
+        reached = np.where(not_empty, reached[:, None] + stage, np.inf).min(axis=0)
+    return float(reached[-1])
+
+
+def _each(work: Callable[[Array, Array], Array], first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
+    """`work` for every stage; once for stages that share their matrices."""
+    pairs = list(zip(first, second, strict=True))
+    done: dict[tuple[int, int], Array] = {}
+    for one, other in pairs:
+        if (id(one), id(other)) not in done:
+            done[id(one), id(other)] = work(one, other)
+    return [done[id(one), id(other)] for one, other in pairs]
 
 
 @lru_cache(maxsize=16)
@@ -37,20 +66,16 @@ def _not_empty(ends: int) -> npt.NDArray[np.bool_]:
     return np.triu(np.ones((ends, ends), dtype=bool), 1)
 
 
-def _min_max(cost: Array) -> tuple[float, tuple[int, ...] | None]:
-    """Cut points that minimise the largest `cost[s, i, j]`; `inf` forbids a stage."""
-    stages, ends, _ = cost.shape
-    best = np.full(ends, np.inf)
-    best[0] = -np.inf
-    columns = np.arange(ends)
-    origins = np.zeros((stages, ends), dtype=np.intp)
-    for stage in range(stages):
-        worst = np.maximum(best[:, None], cost[stage])
-        origins[stage] = worst.argmin(axis=0)
-        best = worst[origins[stage], columns]
-    if not np.isfinite(best[-1]):
+def min_max(cost: Sequence[Array]) -> tuple[float, tuple[int, ...] | None]:
+    """Cut points that minimise the largest `cost[s][i, j]`, with that cost; `inf` forbids a stage."""
+    reached = [np.full(len(cost[0]), np.inf)]
+    reached[0][0] = -np.inf
+    for stage in cost:
+        reached.append(np.maximum(reached[-1][:, None], stage).min(axis=0))
+    best = float(reached[-1][-1])
+    if not np.isfinite(best):
         return np.inf, None
-    cuts = [ends - 1]
-    for stage in reversed(range(stages)):
-        cuts.append(int(origins[stage, cuts[-1]]))
-    return float(best[-1]), tuple(reversed(cuts))
+    cuts = [len(cost[0]) - 1]
+    for stage, before in zip(reversed(cost), reversed(reached[:-1]), strict=True):
+        cuts.append(int(np.maximum(before, stage[:, cuts[-1]]).argmin()))
+    return best, tuple(reversed(cuts))

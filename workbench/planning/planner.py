@@ -8,26 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
 from workbench.cost.memory import StageMemory
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning.partition import partition
+from workbench.planning.cutting import Cut, Cutter
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage
 from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
 from workbench.planning.requests import Request, check, divisors
-from workbench.planning.schedules import StageCosts, holdings, rounds, step_ms
+from workbench.planning.schedules import StageCosts, rounds, step_ms
 from workbench.units import gib
 
 CHUNKS = (1, 2, 3, 4)
 """Stages of one pipeline rank that are tried under an interleaved schedule, of two blocks or more on average."""
 MAX_ROWS = 400
 """Options that a plan lists, nearest to the chosen one first."""
-CAP_STEPS = 3
-"""Halvings of what each of a rank's several stages may take, when together they take too much."""
 
 
 def checked_search(profile: Profile, precision: str, request: Request) -> Search:
@@ -54,17 +51,6 @@ def _device_costs(profile: Profile, device: object) -> DeviceCosts:
     return DeviceCosts(profile, device)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Stages of one option."""
-
-    cuts: tuple[int, ...]
-    recompute: tuple[str, ...]
-    """Of each stage."""
-    peaks: tuple[float, ...]
-    """Bytes of one device of each pipeline rank."""
-
-
 @dataclass
 class _Option:
     """One point of the search: its best cut, or why it has none."""
@@ -74,20 +60,10 @@ class _Option:
     """No step of this option is shorter."""
     least_bytes: float
     """No cut of this option needs less on its fullest device."""
-    cut: _Cut | None = None
+    cut: Cut | None = None
     step_ms: float | None = None
     bubble_fraction: float | None = None
     weighed: bool = False
-
-
-@dataclass(frozen=True)
-class _Choices:
-    """Milliseconds, bytes and activation checkpointing of every stage `[s, i, j]`: the fastest kind that fits."""
-
-    cost: Array
-    memory: Array
-    kind: Array
-    """Index into the kinds allowed."""
 
 
 class Search:
@@ -236,111 +212,41 @@ class Search:
         self._weighed[option.degrees] = option
         if option.least_bytes > self.request.offered_bytes:
             return
-        option.cut, option.least_bytes = self._cut(option.degrees)
+        cutter = Cutter(self.pricer, option.degrees, self.kinds)
+        option.cut, option.least_bytes = cutter.best(self.request.offered_bytes)
         if option.cut is not None:
             option.bound_ms = max(option.bound_ms, self._bound(option.degrees, option.cut))
             if option.bound_ms < best_ms:
                 prediction = self._predict(option.degrees, option.cut)
                 option.step_ms, option.bubble_fraction = prediction.step_ms, prediction.bubble_fraction
 
-    def _cut(self, degrees: Degrees) -> tuple[_Cut | None, float]:
-        """The best cut within memory, and the bytes of its fullest device; or None, and the least that any needs."""
-        offered = float(self.request.offered_bytes)
-        held = self._held(degrees)
-        unbound = self._cut_without_limit(degrees, held)
-        if max(unbound.peaks) <= offered:
-            return unbound, max(unbound.peaks)
-        memories = [self.pricer.memory(degrees, kind) for kind in self.kinds]
-        peaks = [np.stack([memory.peak(count) for count in held]) for memory in memories]
-        send = self.pricer.send_ms(degrees)
-        times = [self.pricer.times(degrees, kind).busy + send[:, None, :] for kind in self.kinds]
-        cut = self._cut_within(degrees, times, peaks, memories, offered)
-        if cut is None or max(cut.peaks) <= offered:
-            if cut is None:
-                smallest = partition(np.zeros_like(times[-1]), np.minimum.reduce(peaks), np.inf)
-                assert smallest is not None
-                least = max(float(np.minimum.reduce(peaks)[s, i, j]) for s, (i, j) in enumerate(pairwise(smallest)))
-                return None, least
-            return cut, max(cut.peaks)
-        return self._tighter_cut(degrees, times, peaks, memories, cut)
-
-    def _cut_without_limit(self, degrees: Degrees, held: list[int]) -> _Cut:
-        """By the fastest kind of checkpointing, whatever it takes: where it fits, no other cut is better."""
-        memory = self.pricer.memory(degrees, self.kinds[0])
-        peaks = np.stack([memory.peak(count) for count in held])
-        times = self.pricer.times(degrees, self.kinds[0]).busy + self.pricer.send_ms(degrees)[:, None, :]
-        cuts = partition(times, peaks, np.inf)
-        assert cuts is not None
-        kinds = [0] * degrees.stages
-        fullest = tuple(sum(_shares(degrees, rank, cuts, kinds, [memory])) for rank in range(degrees.pipeline))
-        return _Cut(cuts, tuple(self.kinds[kind] for kind in kinds), fullest)
-
-    def _tighter_cut(
-        self, degrees: Degrees, times: list[Array], peaks: list[Array], memories: list[StageMemory], first: _Cut
-    ) -> tuple[_Cut | None, float]:
-        """Where the stages of one rank together take too much: the largest cap on each stage with which they fit."""
-        offered = float(self.request.offered_bytes)
-        low, high = offered / degrees.chunks, offered
-        found, least = None, max(first.peaks)
-        for step in range(CAP_STEPS + 1):
-            cap = low if step == 0 else (low + high) / 2
-            cut = self._cut_within(degrees, times, peaks, memories, cap)
-            fits = cut is not None and max(cut.peaks) <= offered
-            least = least if cut is None else min(least, max(cut.peaks))
-            found = cut if fits else found
-            if fits or cut is None:
-                low = cap
-            else:
-                high = cap
-        return found, max(found.peaks) if found else least
-
-    def _cut_within(
-        self, degrees: Degrees, times: list[Array], peaks: list[Array], memories: list[StageMemory], cap: float
-    ) -> _Cut | None:
-        """The cut whose slowest stage is fastest, each stage within `cap` by the fastest kind of checkpointing."""
-        chosen = _fastest_that_fits(times, peaks, cap)
-        cuts = partition(chosen.cost, chosen.memory, cap)
-        if cuts is None:
-            return None
-        kinds = [int(chosen.kind[s, i, j]) for s, (i, j) in enumerate(pairwise(cuts))]
-        ranks = range(degrees.pipeline)
-        fullest = tuple(sum(_shares(degrees, rank, cuts, kinds, memories)) for rank in ranks)
-        return _Cut(cuts, tuple(self.kinds[kind] for kind in kinds), fullest)
-
-    def _held(self, degrees: Degrees) -> list[int]:
-        """Micro-batches that each stage holds at its own fullest moment."""
-        return [
-            max(entry[stage // degrees.pipeline] for entry in _holdings(degrees)[stage % degrees.pipeline])
-            for stage in range(degrees.stages)
-        ]
-
-    def _bound(self, degrees: Degrees, cut: _Cut) -> float:
+    def _bound(self, degrees: Degrees, cut: Cut) -> float:
         """The longest of these: all of a rank's own work, and, with one stage a rank, before it what the first
         micro-batch takes down to it and the last one back up; then the step's end."""
         times = self._stage_times(degrees, cut)
-        busy = np.array([times[kind].busy[i, j] for kind, (i, j) in _stages(cut)])
-        ends = np.array([times[kind].ending[i, j] for kind, (i, j) in _stages(cut)])
+        busy = np.array([times[kind].busy[i, j] for kind, (i, j) in cut.stages])
+        ends = np.array([times[kind].ending[i, j] for kind, (i, j) in cut.stages])
         longest = degrees.num_microbatches * _of_ranks(busy, degrees)
         if degrees.schedule not in INTERLEAVED:
             sends = self._sends(degrees, cut)
             longest = longest + np.concatenate([[0.0], np.cumsum(busy[:-1] + 2 * sends[:-1])])
         return float(longest.max() + _of_ranks(ends, degrees).max())
 
-    def _stage_times(self, degrees: Degrees, cut: _Cut) -> dict[str, StageTimes]:
+    def _stage_times(self, degrees: Degrees, cut: Cut) -> dict[str, StageTimes]:
         return {kind: self.pricer.times(degrees, kind) for kind in set(cut.recompute)}
 
-    def _sends(self, degrees: Degrees, cut: _Cut) -> Array:
+    def _sends(self, degrees: Degrees, cut: Cut) -> Array:
         """From each stage to the next; 0 after the last."""
         send = self.pricer.send_ms(degrees)
-        return np.array([send[s, j] for s, j in enumerate(cut.cuts[1:])])
+        return np.array([row[j] for row, j in zip(send, cut.cuts[1:], strict=True)])
 
     # Predicting
 
-    def _predict(self, degrees: Degrees, cut: _Cut) -> Prediction:
+    def _predict(self, degrees: Degrees, cut: Cut) -> Prediction:
         times, count = self._stage_times(degrees, cut), degrees.num_microbatches
 
         def of_stages(name: str) -> Array:
-            return np.array([getattr(times[kind], name)[i, j] for kind, (i, j) in _stages(cut)])
+            return np.array([getattr(times[kind], name)[i, j] for kind, (i, j) in cut.stages])
 
         forward, backward = of_stages("forward"), of_stages("backward")
         waits = of_stages("forward_wait") + of_stages("backward_wait")
@@ -405,15 +311,14 @@ class Search:
         plan.__dict__["_origin"] = (self.profile, request)
         return plan
 
-    def _stages(self, degrees: Degrees, cut: _Cut) -> tuple[Stage, ...]:
+    def _stages(self, degrees: Degrees, cut: Cut) -> tuple[Stage, ...]:
         times = self._stage_times(degrees, cut)
-        memories = [self.pricer.memory(degrees, kind) for kind in self.kinds]
-        kinds = [self.kinds.index(kind) for kind in cut.recompute]
+        cutter = Cutter(self.pricer, degrees, self.kinds)
+        shares = [cutter.shares(rank, cut) for rank in range(degrees.pipeline)]
         crossing = self.profile.crossing_bytes
         found = []
-        for s, (kind, (i, j)) in enumerate(_stages(cut)):
-            memory = memories[kinds[s]]
-            at_peak = _shares(degrees, s % degrees.pipeline, cut.cuts, kinds, memories)[s // degrees.pipeline]
+        for s, (kind, (i, j)) in enumerate(cut.stages):
+            at_peak = shares[s % degrees.pipeline][s // degrees.pipeline]
             of = times[kind]
             found.append(
                 Stage(
@@ -425,7 +330,7 @@ class Search:
                     backward_ms=float(of.backward[i, j] + of.backward_wait[i, j]),
                     send_bytes=int(crossing[j] * degrees.micro_batch) if j < len(crossing) - 1 else 0,
                     recompute=kind,
-                    memory=_memory(memory, i, j, at_peak),
+                    memory=_memory(cutter.memory(kind), i, j, at_peak),
                     weight_ms=float(of.weight[i, j]),
                 )
             )
@@ -460,7 +365,7 @@ class Search:
         if option is best:
             return "chosen"
         if option.weighed and option.cut is None:
-            return f"needs {gib(option.least_bytes)}, and {self.request.offer()}"
+            return f"needs at least {gib(option.least_bytes)}, and {self.request.offer()}"
         assert best.step_ms is not None
         step, least = (option.step_ms, "") if option.step_ms is not None else (option.bound_ms, "at least ")
         return f"{least}{step / best.step_ms - 1:.1%} slower"
@@ -477,7 +382,7 @@ class Search:
         )
         return PlanInfeasible(
             f"{self.profile.model} does not fit {request.cluster.describe()}: the smallest of {len(options)} options "
-            f"({shape}) needs {gib(least.least_bytes)} a device, and {request.offer()}. {self._way_out(least)}",
+            f"({shape}) needs at least {gib(least.least_bytes)} a device, and {request.offer()}. {self._way_out(least)}",
             needed_bytes=int(least.least_bytes),
             offered_bytes=request.offered_bytes,
             options=len(options),
@@ -513,46 +418,9 @@ class Search:
         )
 
 
-def _holdings(degrees: Degrees) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    return holdings(degrees.schedule, degrees.pipeline, degrees.num_microbatches, degrees.chunks)
-
-
-def _fastest_that_fits(times: list[Array], peaks: list[Array], cap: float) -> _Choices:
-    """Of the kinds of activation checkpointing, fastest first, the first that fits; where none does, the last."""
-    cost, memory = times[-1].copy(), peaks[-1].copy()
-    kind = np.full(cost.shape, len(times) - 1)
-    for index in reversed(range(len(times) - 1)):
-        better = (peaks[index] <= cap) & (times[index] <= cost)
-        cost, memory = np.where(better, times[index], cost), np.where(better, peaks[index], memory)
-        kind = np.where(better, index, kind)
-    return _Choices(cost, memory, kind)
-
-
-def _stages(cut: _Cut) -> list[tuple[str, tuple[int, int]]]:
-    """Kind of checkpointing and blocks of each stage."""
-    return list(zip(cut.recompute, pairwise(cut.cuts), strict=True))
-
-
 def _of_ranks(values: Array, degrees: Degrees) -> Array:
     """Sums over the stages of each pipeline rank."""
     return np.asarray(values.reshape(degrees.chunks, degrees.pipeline).sum(axis=0))
-
-
-def _shares(
-    degrees: Degrees, rank: int, cuts: tuple[int, ...], kinds: list[int], memories: list[StageMemory]
-) -> list[float]:
-    """Bytes of each of a rank's stages at the rank's fullest moment, by the schedule's own order of actions."""
-    stages = range(rank, degrees.stages, degrees.pipeline)
-    of = [(memories[kinds[s]], (cuts[s], cuts[s + 1])) for s in stages]
-    best: list[float] = []
-    for *counts, running in _holdings(degrees)[rank]:
-        parts = []
-        for chunk, ((memory, span), count) in enumerate(zip(of, counts, strict=True)):
-            extra = float(memory.newest[span] - memory.held[span]) if chunk == running else 0.0
-            parts.append(float(memory.state[span]) + count * float(memory.held[span]) + extra)
-        if sum(parts) > sum(best, 0.0):
-            best = parts
-    return best
 
 
 def _memory(memory: StageMemory, i: int, j: int, total: float) -> Memory:

@@ -77,13 +77,15 @@ class StageTimes:
 
 
 class DeviceCosts:
-    """A profile priced on one kind of device, remembered per micro-batch and tensor-parallel degree."""
+    """A profile priced on one kind of device. What few degrees decide is kept, between options and between searches."""
 
     def __init__(self, profile: Profile, device: Device) -> None:
         self.profile = profile
         self.device = device
         self._costs: dict[tuple[int, int], BlockCosts] = {}
         self._tables: dict[int, ParameterTable] = {}
+        self._computes: dict[tuple[object, ...], Compute] = {}
+        self._collectives: dict[tuple[object, ...], tuple[Array, Array, Array]] = {}
 
     def at(self, micro_batch: int, tensor: int) -> BlockCosts:
         if (micro_batch, tensor) not in self._costs:
@@ -94,6 +96,63 @@ class DeviceCosts:
         if tensor not in self._tables:
             self._tables[tensor] = ParameterTable(self.profile.on_tensor_axis(tensor))
         return self._tables[tensor]
+
+    def compute(
+        self, micro_batch: int, tensor: int, recompute: str, host_ms: tuple[float, float], link: Link
+    ) -> Compute:
+        """Of one micro-batch; `host_ms` is the host's least time for a block's forward and backward, `link` joins
+        tensor-parallel ranks."""
+        key = (micro_batch, tensor, recompute, host_ms, link)
+        if key not in self._computes:
+            self._computes[key] = self._compute(micro_batch, tensor, recompute, host_ms, link)
+        return self._computes[key]
+
+    def _compute(
+        self, micro_batch: int, tensor: int, recompute: str, host_ms: tuple[float, float], link: Link
+    ) -> Compute:
+        costs = self.at(micro_batch, tensor)
+        again = {
+            "none": np.zeros_like(costs.forward_ms),
+            "selective": costs.replay_ms,
+            "full": costs.forward_ms,
+        }[recompute]
+        # A GPU works while its host prepares the next block; a CPU is its own host.
+        joined = np.add if self.device.kind == "cpu" else np.maximum
+        reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
+        if recompute != "none":
+            reduced_backward = reduced_backward + reduced_forward
+        return Compute(
+            forward=spans(joined(costs.forward_ms, host_ms[0])),
+            backward=spans(joined(costs.backward_ms + again, host_ms[1])),
+            weight=spans(costs.weight_ms),
+            forward_reduced=spans(reduced_forward),
+            backward_reduced=spans(reduced_backward),
+        )
+
+    def collectives(self, data: int, tensor: int, link: Link) -> tuple[Array, Array, Array]:
+        """Milliseconds of the data axis's all-reduce, all-gather and reduce-scatter of every stage's parameters."""
+        key = (data, tensor, link)
+        if key not in self._collectives:
+            sizes = self.table(tensor).block_elements
+            compute_bytes = 2 if self.profile.precision == "bf16" else FP32
+            self._collectives[key] = (
+                spans(1e3 * all_reduce_s(FP32 * sizes, data, link)),
+                spans(1e3 * all_gather_s(compute_bytes * sizes, data, link)),
+                spans(1e3 * reduce_scatter_s(FP32 * sizes, data, link)),
+            )
+        return self._collectives[key]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Milliseconds of one micro-batch in every stage `[i, j]`, with nothing but the tensor axis's communication."""
+
+    forward: Array
+    backward: Array
+    weight: Array
+    forward_reduced: Array
+    """All-reduces over the tensor axis: nothing runs beside them."""
+    backward_reduced: Array
 
 
 class Pricer:
@@ -134,38 +193,25 @@ class Pricer:
         if self._kept_for != degrees:
             self._kept_for, self._kept = degrees, {}
         if recompute not in self._kept:
-            self._kept[recompute] = self._times(degrees, recompute, spans, lambda matrix: matrix)
+            self._kept[recompute] = self._times(degrees, recompute, lambda matrix: matrix)
         return self._kept[recompute]
 
     def whole(self, degrees: Degrees, recompute: str) -> StageTimes:
         """Of all blocks as one stage, as scalars: what a bound needs."""
-        return self._times(degrees, recompute, np.sum, lambda matrix: matrix[0, -1])
+        return self._times(degrees, recompute, lambda matrix: matrix[0, -1])
 
-    def _times(
-        self, degrees: Degrees, recompute: str, over: Callable[[Array], Array], of: Callable[[Array], Array]
-    ) -> StageTimes:
-        costs = self.costs(degrees)
-        again = {
-            "none": np.zeros_like(costs.forward_ms),
-            "selective": costs.replay_ms,
-            "full": costs.forward_ms,
-        }[recompute]
-        host_forward, host_backward = self._host_ms(degrees)
-        # A GPU works while its host prepares the next block; a CPU is its own host.
-        joined = np.add if self.cluster.device.kind == "cpu" else np.maximum
-        forward = over(joined(costs.forward_ms, host_forward))
-        backward = over(joined(costs.backward_ms + again, host_backward))
-        in_forward, in_backward, at_end = self._collectives(degrees, over)
-        reduced_forward, reduced_backward = self._tensor_reductions(degrees)
-        if recompute != "none":
-            reduced_backward = reduced_backward + reduced_forward
+    def _times(self, degrees: Degrees, recompute: str, of: Callable[[Array], Array]) -> StageTimes:
+        tensor_link = self.cluster.group_link(degrees.tensor)
+        found = self._costs.compute(degrees.micro_batch, degrees.tensor, recompute, self._host_ms(degrees), tensor_link)
+        forward, backward = of(found.forward), of(found.backward)
+        in_forward, in_backward, at_end = self._collectives(degrees, of)
         overlapped = degrees.schedule != "zero_bubble"
         return StageTimes(
             forward=forward,
             backward=backward,
-            weight=over(costs.weight_ms),
-            forward_wait=_exposed(in_forward, forward) + over(reduced_forward),
-            backward_wait=_exposed(in_backward, backward) + over(reduced_backward),
+            weight=of(found.weight),
+            forward_wait=_exposed(in_forward, forward) + of(found.forward_reduced),
+            backward_wait=_exposed(in_backward, backward) + of(found.backward_reduced),
             step_wait=_exposed(at_end, backward) if overlapped else at_end,
             optimizer=self._optimizer(degrees, of(self.table(degrees).trained)),
         )
@@ -180,8 +226,8 @@ class Pricer:
         trained = float(table.trained[0, -1])
         return FP32 * float(table.elements[0, -1]) / divisor + (FP32 / gradients + moments) * trained
 
-    def send_ms(self, degrees: Degrees) -> Array:
-        """`[s, j]`: one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
+    def send_ms(self, degrees: Degrees) -> list[Array]:
+        """`[s][j]`: one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
         crossing = np.array(self.profile.crossing_bytes) * degrees.micro_batch
         replicas = degrees.data * degrees.tensor
         nothing = np.zeros_like(crossing)
@@ -193,7 +239,7 @@ class Pricer:
             if link not in over:
                 over[link] = np.where(crossing > 0, 1e3 * point_to_point_s(crossing, link), 0.0)
             rows.append(nothing if here == there else over[link])
-        return np.array([*rows, nothing])
+        return [*rows, nothing]
 
     def tied_ms(self, degrees: Degrees, cuts: tuple[int, ...]) -> float:
         """All-reduces of gradients whose parameter lives on several pipeline ranks, one after the other."""
@@ -207,18 +253,6 @@ class Pricer:
                 size = self.table(degrees).sizes[name]
                 total += all_reduce_s(FP32 * size / shard, holders, link)
         return 1e3 * total
-
-    def _tensor_reductions(self, degrees: Degrees) -> tuple[Array, Array]:
-        """Milliseconds of each block's all-reduces over the tensor-parallel axis: nothing runs beside them."""
-        costs, link = self.costs(degrees), self.cluster.group_link(degrees.tensor)
-
-        def each(sizes: tuple[tuple[float, ...], ...]) -> Array:
-            if degrees.tensor == 1:
-                return np.zeros(len(sizes))
-            times = {of: 1e3 * sum(all_reduce_s(size, degrees.tensor, link) for size in of) for of in set(sizes)}
-            return np.array([times[of] for of in sizes])
-
-        return each(costs.forward_reduced), each(costs.backward_reduced)
 
     def _host_ms(self, degrees: Degrees) -> tuple[float, float]:
         """The host's time for one block's forward and backward, with FSDP2's hooks where it shards."""
@@ -238,26 +272,34 @@ class Pricer:
             seconds = seconds + elements * ADAMW / device.host_bandwidth
         return np.asarray(1e3 * seconds)
 
-    def _collectives(self, degrees: Degrees, over: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
+    def _collectives(self, degrees: Degrees, of: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
         """Milliseconds of the data axis's collectives: in one forward, in one backward, at the step's end."""
         data = degrees.data
-        table = self.table(degrees)
-        sizes = table.block_elements
-        nothing = over(np.zeros_like(sizes))
+        nothing = of(np.zeros_like(self.elements))
         if data == 1:
             return nothing, nothing, nothing
         link = self.cluster.group_link(data, degrees.tensor)
-        compute_bytes = 2 if self.profile.precision == "bf16" else FP32
+        reduce, gather, scatter = map(of, self._costs.collectives(data, degrees.tensor, link))
         if degrees.zero == 0:
-            return nothing, nothing, over(1e3 * all_reduce_s(FP32 * sizes, data, link))
-        gather = over(1e3 * all_gather_s(compute_bytes * sizes, data, link))
-        scatter = over(1e3 * reduce_scatter_s(FP32 * sizes, data, link))
+            return nothing, nothing, reduce
         once = gather / degrees.num_microbatches
         if degrees.zero == 1:
             return once, nothing, scatter
         if degrees.zero == 2:
             return once, scatter, nothing
         return gather, gather + scatter, nothing
+
+
+def _tensor_reductions(costs: BlockCosts, tensor: int, link: Link) -> tuple[Array, Array]:
+    """Milliseconds of each block's all-reduces over the tensor-parallel axis, forward and backward."""
+
+    def each(sizes: tuple[tuple[float, ...], ...]) -> Array:
+        if tensor == 1:
+            return np.zeros(len(sizes))
+        times = {of: 1e3 * sum(all_reduce_s(size, tensor, link) for size in of) for of in set(sizes)}
+        return np.array([times[of] for of in sizes])
+
+    return each(costs.forward_reduced), each(costs.backward_reduced)
 
 
 def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Link:
