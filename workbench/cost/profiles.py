@@ -136,10 +136,6 @@ class Profile:
     """`crossing_bytes[c]` is sent forward, per sample, when a stage ends before block `c`."""
     divided: Mapping[int, DividedCosts] = field(default_factory=dict, hash=False)
     """By tensor-parallel degree, those that divide most of the model."""
-    measured_on: str = ""
-    """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
-    speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)
-    """By kind."""
 
     @property
     def parameter_count(self) -> int:
@@ -167,7 +163,7 @@ class Profile:
 
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
-        times = [self._kind_ms(kind, micro_batch, device) for kind in range(len(self.kinds))]
+        times = [_kind_ms(self, kind, micro_batch, device) for kind in self.kinds]
         forward, backward, weight, replay = np.array(times).T
         memory = np.array(
             [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.kinds]
@@ -187,22 +183,9 @@ class Profile:
             backward_reduced=_reduced(self, "backward_reduced_bytes", micro_batch),
         )
 
-    def priced_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float]:
-        """Forward and backward of one kind of block by the device's constants alone."""
-        forward, backward, _, _ = _kind_ms(self, self.kinds[kind], micro_batch, device)
-        return forward, backward
-
-    def _kind_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
-        times = _kind_ms(self, self.kinds[kind], micro_batch, device)
-        if self.measured_on != device.name or kind not in self.speeds:
-            return times
-        forward, backward = self.speeds[kind].at(micro_batch)
-        return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward
-
     def to_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
         fields["divided"] = {str(degree): asdict(costs) for degree, costs in self.divided.items()}
-        fields["speeds"] = {str(kind): asdict(speeds) for kind, speeds in self.speeds.items()}
         return fields
 
     @staticmethod
@@ -215,10 +198,6 @@ class Profile:
         fields["divided"] = {
             int(degree): DividedCosts(tuple(map(_kind_from_json, costs["kinds"])), costs["parameters"])
             for degree, costs in fields.get("divided", {}).items()
-        }
-        fields["speeds"] = {
-            int(kind): Speeds(**{name: tuple(values) for name, values in speeds.items()})
-            for kind, speeds in fields.get("speeds", {}).items()
         }
         return Profile(**fields)
 
