@@ -10,6 +10,7 @@ Everything a run leaves lies in one folder, readable without importing torch and
     tracking.json        what the worker gave Accelerate's `init_trackers` (runs of earlier versions)
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; what live figures read
+    history.bin          what was read of the events, so that they are parsed once only; may be removed at any time
     launcher.json        the supervisor's, the launcher's and the ranks' process ids with their start times
     ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own

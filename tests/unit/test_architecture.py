@@ -37,6 +37,8 @@ HOMES = {
     "tsdownsample": {"figures"},
     "nbconvert": {"figures"},
     "cloudpickle": {"runs"},
+    "pyarrow": {"runs"},
+    "xxhash": {"runs"},
     "papermill": {"notebooks"},
     "typer": {"cli"},
 }
@@ -87,7 +89,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 
 
 def test_every_heavy_dependency_has_a_home() -> None:
-    light = {"numpy", "psutil", "rich", "tqdm", "ipykernel", "jupyterlab", "jupyterlab-templates"}
+    light = {"numpy", "nvidia-ml-py", "psutil", "rich", "tqdm", "ipykernel", "jupyterlab", "jupyterlab-templates"}
     names = {Requirement(line).name for line in PROJECT["dependencies"]}
     assert names - light == {name for name in HOMES if "." not in name}
 

@@ -59,10 +59,11 @@ def test_a_tail_grows_by_what_arrived_and_never_changes_what_it_gave(events):
     tail = HistoryTail(events)
     log_steps(events, 1, 3)
     first = tail.read()
-    assert [event["type"] for event in tail.events] == ["step"] * 3
+    assert tail.events == []
     append_event(events, "start", devices=1, world=1, resumed_from=2)
     log_steps(events, 3, 2000, loss=0.5)
     second = tail.read()
+    assert [event["type"] for event in tail.events] == ["start"]
     assert first.loss.tolist() == [7.0, 3.5, 7 / 3]
     assert second.step.tolist() == list(range(1, 2001))
     assert second.loss[2] == 0.5

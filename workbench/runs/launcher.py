@@ -302,7 +302,7 @@ def _user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) 
     own |= {"data": data.dataset_or_factory} if data.is_custom and "data" in only else {}
     files = {}
     for name, value in own.items():
-        files[f"{name}.pkl"] = _pickled(name, value)
+        files[f"{name}.pkl"] = pickled(name, value)
         files[f"{name}.py"] = _source(value).encode()
     return files
 
@@ -318,7 +318,7 @@ def _source(value: Any) -> str:
         return f"# {described!r}: its source was not found\n"
 
 
-def _pickled(name: str, value: Any) -> bytes:
+def pickled(name: str, value: Any) -> bytes:
     """By value what was defined in a cell, by reference what a module of the user's defines."""
     import cloudpickle
 

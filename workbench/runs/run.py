@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import RunFailed, RunNotFound
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, is_elsewhere, process_alive, read_events, read_json
+from workbench.rundir import FINAL_STATES, RunDir, is_elsewhere, process_alive, read_events, read_json
 from workbench.runs import processes
 from workbench.runs.failure import log_tail, run_failed
 from workbench.units import count, duration, gib
@@ -83,7 +83,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._dir = RunDir(Path(path).absolute())
-        self._tail = EventTail(self._dir.events)
+        self._offset = 0
         self._seen = _Progress(None, {}, (), None, {})
 
     @property
@@ -235,6 +235,12 @@ class Run:
         """Every event so far; `workbench.rundir` lists their fields."""
         return read_events(self._dir.events)
 
+    def milestones(self) -> list[dict[str, Any]]:
+        """Every event so far but steps, samples of devices and `actions`: quick to read, however long the run."""
+        from workbench.runs.history import latest
+
+        return [event for event in latest(self._dir.events)[0] if event["type"] != "step"]
+
     def history(self) -> History:
         """One row a logged step, as NumPy columns."""
         from workbench.runs.history import read_history
@@ -249,7 +255,7 @@ class Run:
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The complete checkpoints, oldest first."""
         found = {}
-        for event in self.events():
+        for event in self.milestones():
             if event["type"] == "checkpoint":
                 path = self._dir.checkpoint(int(event["step"]))  # the directory may have moved since
                 if path.is_dir():
@@ -258,9 +264,12 @@ class Run:
 
     def _progress(self) -> _Progress:
         """Fold the events that are new since the last call into what was seen before."""
+        from workbench.runs.history import latest
+
         seen = self._seen
+        events, self._offset = latest(self._dir.events, self._offset)
         status, start, steps, end, memory = seen.status, seen.start, list(seen.steps), seen.end, dict(seen.memory)
-        for event in self._tail.read():
+        for event in events:
             if event["type"] == "status":
                 status = Status(event["state"], event.get("message", ""), event["time"])
                 if event["state"] in ("queued", "starting"):

@@ -27,7 +27,7 @@ def measurements(run: Run) -> dict[str, Any]:
     settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
     found: dict[str, Any] = {name: _median(history[name][settled]) for name in ("step_ms", "tokens_per_s", "mfu")}
     peaks: dict[int, int] = {}
-    for event in run.events():
+    for event in run.milestones():
         if event["type"] == "memory":
             peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
     return {**found, "peak_bytes": peaks}
@@ -92,7 +92,7 @@ def summary(runs: Sequence[Run]) -> Summary:
 
 def _row(run: Run) -> tuple[str, ...]:
     plan, history, found = run.plan, run.history(), measurements(run)
-    start = next((event for event in run.events() if event["type"] == "start"), {})
+    start = next((event for event in run.milestones() if event["type"] == "start"), {})
     steps = len(history)
     peak = max(found["peak_bytes"].values(), default=None)
     loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
