@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from figure_values import plan
 
@@ -100,12 +101,16 @@ def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: i
         assert [trace.showlegend for trace in traces].count(True) == 1
 
 
-def test_bars_too_narrow_for_a_number_have_none_and_are_still_all_drawn() -> None:
+def test_actions_too_narrow_for_a_bar_are_areas_that_cover_their_time() -> None:
     value = plan(2, 8, microbatches=300)
-    actions = parts(timeline(value), "actions")
-    assert all(trace.text is None for trace in actions)
-    drawn = {(trace.name, *facts[:2]) for trace in actions for facts in trace.customdata}
-    assert len(drawn) == 2 * 2 * 300
+    lanes = simulated(value).lanes
+    areas = parts(timeline(value), "actions")
+    assert {(trace.name, trace.type) for trace in areas} == {("forward", "scatter"), ("backward", "scatter")}
+    for rank, lane in enumerate(lanes):
+        drawn = np.concatenate([np.array(trace.x)[np.isclose(trace.y, rank - 0.4)] for trace in areas])
+        assert len(drawn) == 2 * len(lane)
+        spans = sorted((first, second) for first, second in drawn.reshape(-1, 2))
+        assert np.allclose(spans, [(action.start_ms, action.end_ms) for action in lane], rtol=1e-5)
 
 
 def test_hover_tells_when_an_action_ran_and_how_long() -> None:

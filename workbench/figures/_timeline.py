@@ -24,9 +24,13 @@ KINDS = {
 }
 
 DENSE_LANE = 400
-"""More bars than these in a lane, and white lines between them would hide them; no number would fit in one, and a
-browser would take seconds to find that out."""
+"""More actions than these in a lane are narrower than a pixel or two: bars would each take a whole pixel and hide their
+neighbours, no number would fit in one, and a browser would take seconds to find that out. They are drawn as one area a
+shade instead, whose edges blend."""
 
+
+LANE = 0.8
+"""Of the distance between two lanes, what a lane takes."""
 
 FIGURE_SPACE = "\u2007"
 """As wide as a digit: labels of equal length vanish together when bars grow narrow."""
@@ -161,7 +165,7 @@ def _rank_labels(lanes: Lanes) -> list[str]:
     return [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
 
 
-def _action_traces(lanes: Lanes) -> list[go.Bar]:
+def _action_traces(lanes: Lanes) -> list[go.Bar | go.Scatter]:
     """One for each kind of action and shade: a colour for every bar would take longer to check than to draw."""
     drawn: dict[tuple[str, str], list[tuple[int, ActionLike]]] = {}
     for kind, (_, color) in KINDS.items():
@@ -170,33 +174,33 @@ def _action_traces(lanes: Lanes) -> list[go.Bar]:
                 if action.kind == kind:
                     drawn.setdefault((kind, _shade(color, action, len(lanes))), []).append((rank, action))
     dense = max(map(len, lanes), default=0) > DENSE_LANE
-    digits = len(str(max((action.micro_batch for lane in lanes for action in lane), default=0)))
     named: set[str] = set()
     traces = []
     for (kind, shade), rows in drawn.items():
-        trace = _action_trace(KINDS[kind][0], shade, rows, None if dense else digits)
+        trace = (_area_trace if dense else _bar_trace)(KINDS[kind][0], shade, rows)
         trace.showlegend = kind not in named
         named.add(kind)
         traces.append(trace)
     return traces
 
 
-def _action_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]], digits: int | None) -> go.Bar:
-    """Bars of one colour, numbered by micro-batch with so many digits, or not at all."""
+def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]) -> go.Bar:
+    """Bars of one colour, numbered by micro-batch."""
     starts = np.array([action.start_ms for _, action in rows])
     lengths = np.array([action.end_ms for _, action in rows]) - starts
     facts = [(action.stage, action.micro_batch) for _, action in rows]
+    digits = len(str(max(number for _, number in facts)))
     return go.Bar(
         orientation="h",
         base=starts,
         x=lengths,
         y=np.array([rank for rank, _ in rows], dtype=np.int32),
-        width=0.8,
+        width=LANE,
         name=label,
         legendgroup=label,
-        marker={"color": shade, "line": {"color": "white", "width": 0.6 if digits else 0}},
-        text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts] if digits else None,
-        textposition="inside" if digits else "none",
+        marker={"color": shade, "line": {"color": "white", "width": 0.6}},
+        text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts],
+        textposition="inside",
         insidetextanchor="middle",
         textangle=0,
         textfont={"color": theme.ink_on(shade), "size": 10},
@@ -206,6 +210,29 @@ def _action_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]
             f"<b>{label}</b> of micro-batch %{{customdata[1]}}<br>stage %{{customdata[0]}} · "
             "%{base:.4~g} to %{x:.4~g} ms (%{customdata[2]:.3~g} ms)<extra></extra>"
         ),
+        meta="actions",
+    )
+
+
+def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]) -> go.Scatter:
+    """The same bars as the outline of one area: up, along, down, and on along the lane's lower edge."""
+    ranks = np.array([rank for rank, _ in rows], dtype=np.float32)
+    times = np.array([(action.start_ms, action.end_ms) for _, action in rows], dtype=np.float32)
+    order = np.lexsort((times[:, 0], ranks))
+    ranks, times = ranks[order], times[order]
+    x = np.repeat(times, 2, axis=1).ravel()
+    y = (ranks[:, None] + LANE / 2 * np.array([1, -1, -1, 1], dtype=np.float32)).ravel()
+    ends = 4 * (1 + np.flatnonzero(np.diff(ranks)))  # lanes are apart
+    return go.Scatter(
+        x=np.insert(x, ends, np.nan),
+        y=np.insert(y, ends, np.nan),
+        mode="none",
+        fill="toself",
+        fillcolor=shade,
+        name=label,
+        legendgroup=label,
+        hoveron="fills",
+        hoverinfo="name",
         meta="actions",
     )
 
@@ -228,7 +255,7 @@ def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
         base=np.array([gap.start_ms for gap in idle]),
         x=lengths,
         y=np.array([gap.rank for gap in idle], dtype=np.int32),
-        width=0.8,
+        width=LANE,
         name="idle (bubble)",
         marker={
             "color": "#F3F4F6",
