@@ -484,12 +484,14 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
 
 
 def show(run: Run | str | os.PathLike[str]) -> go.Figure:
-    """What was predicted for a run beside what it measured: step time, speed, memory of each stage."""
-    from workbench.figures import prediction
+    """What was predicted for a run beside what it measured: step time, speed, memory of each device, and one step's
+    timeline where the run recorded one."""
+    from workbench.figures import measured_timeline, prediction
     from workbench.runs.summary import measurements
 
     handle = load_run(run)
-    return prediction(handle.plan, measurements(handle), title=f"{handle.name}: predicted and measured")
+    title = f"{handle.name}: predicted and measured"
+    return prediction(handle.plan, measurements(handle), title, measured_timeline(handle.events()))
 
 
 def summary(runs: Runs) -> Summary:
