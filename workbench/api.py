@@ -64,7 +64,7 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     from workbench.cost import profile as profile_graph
 
     experiment.data.check(experiment)
-    cluster = Cluster.here() if cluster is None else cluster
+    cluster = _cluster(cluster)
     precision = resolved_precision(experiment, cluster)
     costs = profile_graph(capture(experiment), cluster.device, precision, compiled=_compiled(experiment, cluster))
     return _measured(experiment, costs, cluster)
@@ -170,7 +170,7 @@ def search(
     from workbench.planning import Request, weigh
     from workbench.planning.requests import memory_limit_bytes
 
-    cluster = Cluster.here() if cluster is None else cluster
+    cluster = _cluster(cluster)
     costs = profile(experiment, cluster)
     request = Request(
         experiment.global_batch,
@@ -188,6 +188,16 @@ def search(
         offload_optimizer,
     )
     return weigh(costs, costs.precision, request)
+
+
+def _cluster(given: Cluster | None) -> Cluster:
+    """This machine, if none was given; raises `PlanInfeasible` for what is no cluster."""
+    from workbench.planning.requests import check_cluster
+
+    if given is None:
+        return Cluster.here()
+    check_cluster(given)
+    return given
 
 
 def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
@@ -479,7 +489,7 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
     """
     from workbench.widgets import WhatIf
 
-    cluster = Cluster.here() if cluster is None else cluster
+    cluster = _cluster(cluster)
     return WhatIf(profile(experiment, cluster), cluster, experiment.global_batch, experiment.seq_len)
 
 

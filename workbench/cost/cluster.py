@@ -103,7 +103,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, word in (("gpus", "devices"), ("gpus_per_node", "devices per node")):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanInfeasible(
                     f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
                     f'as in Cluster.of("h200", gpus=4), or use Cluster.here() for this machine.',
@@ -166,15 +166,17 @@ class Cluster:
         """
         from workbench.cost.hardware import NODES
 
-        key = name.lower().replace("_", "-").replace(" ", "-")
+        key = str(name).lower().replace("_", "-").replace(" ", "-")
         if key not in NODES:
             raise UnknownParameter(
                 f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}", device=name
             )
         device, largest, intra, inter = NODES[key]
-        if isinstance(gpus, int) and gpus > 0 and nodes is not None and (nodes < 1 or gpus % nodes):
+        if not isinstance(gpus, int) or gpus < 1:
+            return Cluster(device, gpus, largest, intra, inter)  # which refuses it
+        if nodes is not None and (not isinstance(nodes, int) or nodes < 1 or gpus % nodes):
             raise PlanInfeasible(
-                f"{gpus} GPUs cannot be divided evenly over {nodes} nodes. "
+                f"{gpus} GPUs cannot be divided evenly over {nodes!r} nodes. "
                 f"Choose a node count that divides {gpus}, or leave nodes out.",
                 gpus=gpus,
                 nodes=nodes,

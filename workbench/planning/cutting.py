@@ -67,6 +67,12 @@ class Cutter:
         assert cut is not None
         return (cut, max(cut.peaks)) if max(cut.peaks) <= offered else self._tighter(offered, cut)
 
+    def leanest(self) -> float:
+        """Bytes of the fullest device of a cut that needs little; no cut needs less where ranks have one stage each."""
+        cut = self._within(smallest([self._least(count) for count in self._held]), self.kinds)
+        assert cut is not None
+        return max(cut.peaks)
+
     def memory(self, kind: str) -> StageMemory:
         if kind not in self._memories:
             self._memories[kind] = self._pricer.memory(self.degrees, kind)
