@@ -430,6 +430,45 @@ def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() 
     assert offloaded.prediction.step_ms == pytest.approx(here.prediction.step_ms + transfer_ms, rel=0.01)
 
 
+def test_offloading_is_refused_where_the_host_has_too_little_memory() -> None:
+    profile = layered_profile(layers=30, elements=100_000_000)
+    fixed = {"pipeline": 4, "micro_batch": 4, "offload_optimizer": True, "schedule": "1f1b"}
+    small = replace(H200, host_bytes=int(10 * GIB))  # 8 GiB of it for 8 bytes of each of 3.1 B parameters over 4 stages
+    plan = plan_of(profile, **fixed, cluster=small)
+    assert max(8 * stage.parameters for stage in plan.stages) <= small.host_offered_bytes == 8 * GIB
+    with pytest.raises(
+        PlanInfeasible, match=r"needs at least .* of the host's memory for each device, and 4.0 GiB fall"
+    ):
+        plan_of(profile, **fixed, cluster=replace(H200, host_bytes=5 * GIB))
+    rows = plan_of(profile, cluster=replace(H200, host_bytes=5 * GIB), memory_limit_bytes=14 * GIB).candidates
+    refused = [row for row in rows if "host's memory" in row.verdict]
+    assert refused
+    assert all(row.offload_optimizer and row.step_ms is None and row.peak_bytes is None for row in refused)
+    assert plan_of(profile, **fixed, cluster=replace(H200, host_bytes=None)).offload_optimizer, "unknown is not refused"
+
+
+def test_a_tight_host_moves_the_cut() -> None:
+    """Stages whose optimiser state fits the host are found, though others would be faster."""
+    profile = layered_profile(layers=6, elements=20_000_000, vocabulary=200_000_000)
+    fixed = {"pipeline": 2, "data": 1, "micro_batch": 4, "offload_optimizer": True, "schedule": "1f1b"}
+    two = Cluster.of("h200", gpus=2)
+    free = plan_of(profile, **fixed, cluster=replace(two, host_bytes=None))
+    most = max(8 * stage.parameters for stage in free.stages)
+    least = 8 * 260_000_000  # the table in both stages, and three layers in each
+    limit = (most + least) / 2
+    assert most > limit
+    tight = plan_of(profile, **fixed, cluster=replace(two, host_bytes=int(limit / 0.8)))
+    assert max(8 * stage.parameters for stage in tight.stages) <= limit
+
+
+def test_optimiser_state_of_a_cpu_is_on_the_host_already() -> None:
+    profile = replace(PROFILE, device_kind="cpu", precision="fp32")
+    cluster = replace(H200, device=replace(H200.device, kind="cpu", name="CPU process"))
+    assert not any(row.offload_optimizer for row in plan_of(profile, cluster=cluster, precision="fp32").candidates)
+    with pytest.raises(PlanInfeasible, match=r"where a CPU process has it already\. Leave it out\."):
+        plan_of(profile, cluster=cluster, precision="fp32", offload_optimizer=True)
+
+
 DIVIDED = profile(
     graph_of(bert(hidden_size=1024, num_layers=6, num_heads=16, max_positions=512), 2, 512),
     H200.device,

@@ -17,7 +17,7 @@ from workbench.errors import PlanMismatch
 from workbench.planning.cutting import Cut, Cutter
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage
 from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
-from workbench.planning.refusals import apart, nothing_to_weigh, too_large
+from workbench.planning.refusals import apart, host_need, host_too_small, nothing_to_weigh, too_large
 from workbench.planning.requests import Request, check, check_cluster, divisors
 from workbench.planning.schedules import StageCosts, rounds, step_ms
 
@@ -96,7 +96,11 @@ class Search:
             if best is None or best.step_ms is None or option.step_ms < best.step_ms:
                 best = option
         if best is None:
-            raise too_large(self.profile, self.request, len(options), self._leanest(options), self.kinds[-1])
+            degrees, needed = self._leanest(options)
+            if not np.isfinite(needed):
+                host = min(Cutter(self.pricer, option.degrees, self.kinds).least_host for option in options)
+                raise host_too_small(self.profile, self.request, host)
+            raise too_large(self.profile, self.request, len(options), (degrees, needed), self.kinds[-1])
         return self._plan(best, options)
 
     def _leanest(self, options: list[_Option]) -> tuple[Degrees, float]:
@@ -374,7 +378,7 @@ class Search:
             offload_optimizer=degrees.offload_optimizer,
             micro_batch=degrees.micro_batch,
             step_ms=(option.bound_ms if option.step_ms is None else option.step_ms) if fits else None,
-            peak_bytes=int(option.least_bytes) if option.weighed else None,
+            peak_bytes=int(option.least_bytes) if option.weighed and np.isfinite(option.least_bytes) else None,
             verdict=self._verdict(option, best),
             bubble_fraction=option.bubble_fraction,
         )
@@ -382,6 +386,9 @@ class Search:
     def _verdict(self, option: _Option, best: _Option) -> str:
         if option is best:
             return "chosen"
+        if option.weighed and option.cut is None and not np.isfinite(option.least_bytes):
+            host = Cutter(self.pricer, option.degrees, self.kinds).least_host
+            return f"{host_need(host, self.request)} fall to one"
         if option.weighed and option.cut is None:
             needed, offered = apart(option.least_bytes, self.request.offered_bytes)
             return f"needs at least {needed}, and {self.request.offer(offered)}"

@@ -124,6 +124,26 @@ def too_large(
     )
 
 
+def host_too_small(profile: Profile, request: Request, needed: float) -> PlanInfeasible:
+    """Optimiser state was to live on the host, which has too little memory for it."""
+    return PlanInfeasible(
+        f"{profile.model} with its optimiser's state on the host does not fit {request.cluster.describe()}: it "
+        f"{host_need(needed, request)} fall to one. Leave offload_optimizer out, or give the plan more than "
+        f"{request.cluster.gpus} devices.",
+        needed_bytes=int(needed),
+        offered_bytes=int(request.cluster.host_offered_bytes),
+    )
+
+
+def host_need(needed: float, request: Request) -> str:
+    """`"needs 70.1 GiB of the host's memory for each device, and 51.2 GiB"`."""
+    offered = request.cluster.host_offered_bytes
+    if needed <= offered:  # one stage alone would fit, those of one device together do not
+        return f"needs more of the host's memory for one device than the {gib(offered)} that"
+    need, offer = apart(needed, offered)
+    return f"needs at least {need} of the host's memory for each device, and {offer}"
+
+
 def apart(needed: float, offered: float) -> tuple[str, str]:
     """Both sizes, with as many digits as it takes to tell them apart."""
     if gib(needed) != gib(offered):

@@ -199,6 +199,12 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}.",
             tensor=request.tensor,
         )
+    if request.offload_optimizer and request.cluster.device.kind == "cpu":
+        raise PlanInfeasible(
+            f"offload_optimizer=True moves the optimiser's state to the host's memory, where a "
+            f"{request.cluster.device.name} has it already. Leave it out.",
+            offload_optimizer=True,
+        )
     if request.offload_optimizer and not runnable.offload_optimizer:
         raise PlanInfeasible(
             "offload_optimizer=True does not run here. Leave it out; zero=2 or zero=3 divides the optimiser's state "
