@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,33 +231,40 @@ def _at(page: Any, share: float) -> tuple[float, float]:
 def memory(folder: Path, seconds: float = 120.0) -> str:
     """Eight hours of one step a second, replayed in `seconds`, five updates a second; looked at every two hours."""
     run = write_run(folder / "eight-hours", 7200)
-    kernel, heap = [], []
+    looks = []
     with laboratory(folder / "lab") as (server, page):
         show_dashboard(server, page, [run])
         page.wait_for_timeout(5000)
         edges = np.linspace(7200, EIGHT_HOURS, int(seconds * 5) + 1).astype(int)
         for update, (first, last) in enumerate(itertools.pairwise(edges)):
             if update % -(-(len(edges) - 1) // 3) == 0:
-                kernel.append(_resident(page))
-                heap.append(_heap(page))
+                looks.append(_look(page))
             write_steps(run / "events.jsonl", int(first) + 1, int(last))
             time.sleep(0.2)
         page.wait_for_timeout(3000)
-        kernel.append(_resident(page))
-        heap.append(_heap(page))
+        looks.append(_look(page))
         steps = in_kernel(page, "dashboard._snapshots[0].step")
+    kernel, objects, history, heap = zip(*looks, strict=True)
     return (
-        f"memory          kernel {_row(kernel)} MiB, page's heap {_row(heap)} MiB after 2, 4, 6 and 8 hours of an "
-        f"8-hour run (step {steps:,}, {len(edges) - 1} updates)"
+        f"memory          kernel {_row(kernel)} MiB, of these the history {_row(history, 1)}; its Python objects "
+        f"{_row(objects)}; the page's heap {_row(heap)} MiB: after 2, 4, 6 and 8 hours of an 8-hour run "
+        f"(step {steps:,}, {len(edges) - 1} updates)"
     )
 
 
-def _row(values: list[float]) -> str:
-    return ", ".join(f"{value:.0f}" for value in values)
+def _row(values: Sequence[float], digits: int = 0) -> str:
+    return ", ".join(f"{value:,.{digits}f}" for value in values)
 
 
-def _resident(page: Any) -> float:
-    return float(in_kernel(page, "(__import__('gc').collect(), psutil.Process().memory_info().rss / 2**20)[1]"))
+def _look(page: Any) -> tuple[float, int, float, float]:
+    """MiB of the kernel, its objects, MiB of the columns that it keeps, MiB of the page."""
+    gc = "__import__('gc')"
+    kernel, objects, history = in_kernel(
+        page,
+        f"({gc}.collect(), psutil.Process().memory_info().rss / 2**20, len({gc}.get_objects()), "
+        "sum(dashboard._snapshots[0].history[name].nbytes for name in dashboard._snapshots[0].history) / 2**20)[1:]",
+    )
+    return kernel, objects, history, _heap(page)
 
 
 def _heap(page: Any) -> float:

@@ -22,7 +22,7 @@ from IPython.display import display
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures._curves import loss_curves
-from workbench.figures._series import SMOOTHING, X_AXES, axes_of
+from workbench.figures._series import SMOOTHING, X_AXES, at_once, axes_of
 from workbench.figures.export import mimebundle, pictured
 from workbench.rundir import RunDir, read_json
 from workbench.widgets.drawing import LossFigure, PanelsFigure
@@ -55,7 +55,7 @@ class Live(widgets.VBox):
     def __init__(
         self, runs: Sequence[RunLike], x: str, smoothing: float, refresh_s: float, resume: Resume | None = None
     ) -> None:
-        self._watches = [Watch(Path(run.path)) for run in runs]
+        self._watches = at_once(lambda index: Watch(Path(runs[index].path)), range(len(runs)))
         self._labels = labels([Path(run.path) for run in runs])
         self._snapshots: list[Snapshot] = self._read_all()
         self._refresh_s, self._resume = refresh_s, resume
