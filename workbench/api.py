@@ -346,15 +346,25 @@ def check_signature(experiment: Experiment, plan: Plan) -> None:
 def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps: int | None = None) -> Run:
     """Continue a stopped or failed run from its last checkpoint, in the same directory.
 
-    `plan` may be another than the run's own: checkpoints do not depend on it. `steps` extends the training.
+    `plan` may be another than the run's own: checkpoints do not depend on it. `steps` extends the training. A model or
+    dataset of one's own is the code that the run kept, which is not loaded here. Raises `PlanMismatch` for a plan
+    of another model.
     """
     handle = load_run(run)
-    experiment = load_experiment(handle)
+    experiment = Experiment.from_json(read_json(handle.directory.experiment))
     if steps is not None:
         experiment = experiment.replace(steps=steps)
     chosen = handle.plan if plan is None else plan
-    check_signature(experiment, chosen)
-    return _launch(experiment, chosen, resume=handle)
+    if not (experiment.model.is_custom or experiment.data.is_custom):
+        check_signature(experiment, chosen)
+    elif chosen.signature != handle.plan.signature:
+        raise PlanMismatch(
+            f"The plan was made for {chosen.model} (signature {chosen.signature}), and {handle.name} trains "
+            f"{handle.plan.model} ({handle.plan.signature}). Plan the run's own experiment.",
+            planned=chosen.signature,
+            found=handle.plan.signature,
+        )
+    return _launch(experiment, chosen, resume=handle, code={})
 
 
 @checked_keywords
