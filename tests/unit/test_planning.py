@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cost_values import bert, graph_of, layered_profile
+from cost_values import bert, graph_of, layered_profile, uneven_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.cost import Cluster, profile
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import Action, Plan, Request, bubble_fraction, search, simulate, timeline, weigh, what_if
+from workbench.planning.cutting import Cutter
 from workbench.planning.partition import partition
-from workbench.planning.plan import INTERLEAVED, SCHEDULES
+from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
+from workbench.planning.planner import Search
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart
 from workbench.planning.requests import EVERYTHING, Runnable
@@ -165,7 +167,10 @@ def test_a_long_step_is_extended_as_simulating_all_of_it_would(
     backward = data.draw(st.lists(milliseconds, min_size=stages, max_size=stages))
     send = data.draw(st.lists(st.floats(0, 5), min_size=stages, max_size=stages))
     costs = StageCosts(forward, backward, [0.4 * ms for ms in backward], send)
-    whole = simulate(build_schedule(name, ranks, count, chunks), forward, backward, send, costs.weight_ms)
+    queued = name in INTERLEAVED
+    whole = simulate(
+        build_schedule(name, ranks, count, chunks), forward, backward, send, costs.weight_ms, queued=queued
+    )
     assert step_ms(name, ranks, count, costs, exact_actions=10**6)[0] == pytest.approx(whole.step_ms)
     length, bubble = step_ms(name, ranks, count, costs, exact_actions=2 * stages * 40)
     assert length == pytest.approx(whole.step_ms, rel=0.02)
@@ -225,7 +230,118 @@ def test_the_partition_is_the_best_of_all_cuts(blocks: int, data: st.DataObject)
         ) == best
 
 
+options = st.tuples(
+    st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (1, 4), (1, 1)]),
+    st.integers(0, 3),
+    st.sampled_from(["1f1b", "gpipe", "interleaved"]),
+    st.integers(1, 2),
+    st.booleans(),
+    st.sampled_from([1, 2, 4]),
+)
+"""Pipeline and data degrees, ZeRO stage, schedule, chunks, offload, micro-batch."""
+
+
+def degrees_of(drawn: Any) -> Degrees:
+    (pipeline, data), zero, schedule, chunks, offload, micro_batch = drawn
+    chunks, schedule = (1, "1f1b") if pipeline == 1 else (chunks, schedule)
+    chunks = chunks if schedule == "interleaved" else 1
+    zero = 0 if data == 1 else zero
+    return Degrees(pipeline, data, 1, zero, schedule, chunks, offload, micro_batch, 4 * pipeline)
+
+
+def rank_bytes(memories: list[Any], spans: list[tuple[int, int]], degrees: Degrees, rank: int) -> float:
+    """A rank's fullest moment, by walking its whole schedule."""
+    lane = build_schedule(degrees.schedule, degrees.pipeline, degrees.num_microbatches, degrees.chunks)[rank]
+    mine, most, held = range(rank, degrees.stages, degrees.pipeline), 0.0, [0] * degrees.chunks
+    for action in lane:
+        running = action.stage // degrees.pipeline
+        held[running] += action.kind == "F"
+        total = sum(
+            memories[s].state[spans[s]] + held[chunk] * memories[s].held[spans[s]] for chunk, s in enumerate(mine)
+        )
+        now = mine[running]
+        most = max(most, float(total + memories[now].newest[spans[now]] - memories[now].held[spans[now]]))
+        held[running] -= action.kind == "B"
+    return most
+
+
+@settings(max_examples=120)
+@given(seed=st.integers(0, 10**6), layers=st.integers(3, 6), drawn=options, tightness=st.floats(0.0, 1.1))
+def test_stages_and_their_recomputation_are_the_best_of_all(
+    seed: int, layers: int, drawn: Any, tightness: float
+) -> None:
+    """Against every cut with every kind of checkpointing of each stage; with ZeRO, and several stages a rank."""
+    degrees, profile = degrees_of(drawn), uneven_profile(seed, layers)
+    if degrees.stages > len(profile.blocks):
+        return
+    cluster = Cluster.of("h200", gpus=degrees.pipeline * degrees.data)
+    pricer = Pricer(DeviceCosts(profile, cluster.device), cluster)
+    memory = {kind: pricer.memory(degrees, kind) for kind in RECOMPUTE}
+    busy = {kind: pricer.times(degrees, kind).busy for kind in RECOMPUTE}
+    sends = pricer.send_ms(degrees)
+    tried = []
+    for inner in combinations(range(1, len(profile.blocks)), degrees.stages - 1):
+        spans = list(pairwise((0, *inner, len(profile.blocks))))
+        for kinds in itertools.product(RECOMPUTE, repeat=degrees.stages):
+            slowest = max(
+                busy[k][span] + sends[s][span[1]] for s, (k, span) in enumerate(zip(kinds, spans, strict=True))
+            )
+            held = [memory[kind] for kind in kinds]
+            fullest = max(rank_bytes(held, spans, degrees, rank) for rank in range(degrees.pipeline))
+            tried.append((float(slowest), fullest))
+    least, most = min(f for _, f in tried), max(f for _, f in tried)
+    offered = least + tightness * (most - least) * 0.5
+    cutter = Cutter(pricer, degrees, RECOMPUTE)
+    cut, needed = cutter.best(offered * (1 + 1e-9))
+    assert cutter._least_together() <= least * (1 + 1e-9)
+    assert cutter.leanest() == pytest.approx(least) if degrees.chunks == 1 else cutter.leanest() >= least * (1 - 1e-9)
+    fitting = [slowest for slowest, fullest in tried if fullest <= offered * (1 + 1e-9)]
+    if cut is None:
+        assert degrees.chunks > 1, "only what several stages of a rank may take together is found by halving"
+        assert needed > offered
+        return
+    held = [memory[kind] for kind in cut.recompute]
+    spans = [span for _, span in cut.stages]
+    assert max(cut.peaks) == pytest.approx(max(rank_bytes(held, spans, degrees, r) for r in range(degrees.pipeline)))
+    assert max(cut.peaks) == needed <= offered * (1 + 1e-9)
+    slowest = max(busy[k][span] + sends[s][span[1]] for s, (k, span) in enumerate(cut.stages))
+    assert slowest >= min(fitting) * (1 - 1e-9)
+    if degrees.chunks == 1:
+        assert slowest <= min(fitting) * (1 + 1e-6)
+
+
 # Search
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    gpus=st.sampled_from([1, 2, 4, 6, 8]),
+    limit_gib=st.sampled_from([None, 2, 3, 4, 6, 8, 12]),
+    compiled=st.booleans(),
+    batch=st.sampled_from([12, 16, 24]),
+)
+def test_pruning_loses_nothing(seed: int, gpus: int, limit_gib: int | None, compiled: bool, batch: int) -> None:
+    """The same options, every one of them cut and simulated: none is faster than the plan, nor than its own bound."""
+    profile = replace(uneven_profile(seed), compiled=compiled)
+    limit = None if limit_gib is None else limit_gib * GIB
+    request = Request(batch, 512, Cluster.of("h200", gpus=gpus, nodes=2 if gpus == 8 else 1), limit)
+    every = Search(profile, request)
+    steps = []
+    for degrees in every._degrees():
+        option = every._option(degrees)
+        cut, needed = Cutter(every.pricer, degrees, every.kinds).best(request.offered_bytes)
+        assert option.least_bytes <= needed * (1 + 1e-9)
+        if cut is not None:
+            steps.append(every._predict(degrees, cut).step_ms)
+            assert option.bound_ms <= steps[-1] * (1 + 1e-9)
+            assert every._bound(degrees, cut) <= steps[-1] * (1 + 1e-9)
+    try:
+        chosen = Search(profile, request).plan()
+    except PlanInfeasible:
+        assert not steps
+        return
+    assert chosen.prediction.step_ms == pytest.approx(min(steps), rel=1e-9)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -38,7 +38,7 @@ class Efficiency:
     """Least time of the host around one block's forward: hooks, guards, autograd nodes, launches. The device waits
     for the host where its own work is shorter."""
     block_backward_s: float = 60e-6
-    overlapped_link: float = 0.43
+    overlapped_link: float = 0.6
     """Share of a link's bandwidth that collectives reach beside compute, with which they share the device."""
     in_step: float = 1.05
     """A block's time in a training step over its time when a probe runs it: the slowest of the devices counts."""

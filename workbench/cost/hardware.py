@@ -37,6 +37,7 @@ H200 = Device(
         block_backward_s=0.75e-3,
         sharded_block_s=1.0e-3,
     ),
+    host_bandwidth=55e9,
 )
 
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
