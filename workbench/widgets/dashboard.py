@@ -173,12 +173,13 @@ class Live(widgets.VBox):
         self._drawn_as = (wish, self._loss.window, points)
 
     def _ipython_display_(self) -> None:
-        shown = Shown(self, self._states(), self._picture())
+        shown = Shown(self, self._states())  # at once: a FigureWidget that is updated before it shows loses what it had
         offer = display(dict(NOTHING), raw=True, display_id=True) if self._resume is not None else None
         self._showings.append((shown, offer))
-        self._save_at = time.monotonic() + SAVED_S
         if self._ended.is_set():  # the runs were over before the dashboard was shown
             self._leave_plain_figure()
+        else:
+            self._keep_picture()
 
     def _states(self) -> str:
         return rows_html(self._snapshots, [watch.name for watch in self._watches])
@@ -187,7 +188,8 @@ class Live(widgets.VBox):
         """The curves as they stand on the screen, for a notebook that is saved now; None before the first step."""
         if not any(snapshot.step for snapshot in self._snapshots):
             return None
-        figure = go.Figure(self._loss.widget)
+        x, smoothing, _, log_y = self._controls.wish
+        figure = self._loss.plain(self._snapshots, x, smoothing > 0, log_y)
         figure.update_layout(title=theme.title("Loss of each run", "as it stood when the notebook was saved"))
         figure.update_layout(margin={"t": 64}, height=440)
         return pictured(figure)
@@ -206,7 +208,7 @@ class Live(widgets.VBox):
         """
         x, smoothing, _, log_y = self._controls.wish
         figures = [pictured(final_figure(self._snapshots, x, smoothing, log_y))]
-        figures += [mimebundle(go.Figure(panels)) for panels in self._panels.box.children]
+        figures += [mimebundle(panels) for panels in self._panels.box.children]
         rows = [row for row in self._rows if row.offers_resume]
         offer = self._offer_bundle(rows) if rows else None
         for shown, below in self._showings:

@@ -146,6 +146,14 @@ class LossFigure:
         """Take the width of the page: a view that came in place of another output was measured before it had one."""
         refit(self.widget)
 
+    def plain(self, snapshots: Sequence[Snapshot], x: str, smooth: bool, log_y: bool) -> go.Figure:
+        """A figure of its own with the curves as they were last drawn, whole."""
+        curves = [snapshot.curve for snapshot in snapshots]
+        x = x if x in axes_of(curves) else "step"
+        figure = loss_layout(curves, x)
+        figure.add_traces(traces_of(self._latest, x, "loss", smooth=smooth))
+        return figure.update_layout(yaxis={"type": "log" if log_y else "linear"})
+
     @property
     def key(self) -> str | None:
         """What the symbols on the curves mean."""

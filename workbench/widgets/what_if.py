@@ -11,27 +11,26 @@ import time
 from typing import Any
 
 import ipywidgets as widgets
-import plotly.graph_objects as go
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.profiles import Profile
 from workbench.errors import WorkbenchError
-from workbench.figures import show_plan, theme
+from workbench.figures import plan_mimebundle, show_plan, theme
 from workbench.planning import Plan, what_if
 from workbench.units import GIB
-from workbench.widgets.drawing import refit
-from workbench.widgets.rows import heard_while_busy
+from workbench.widgets.plot import Plot
+from workbench.widgets.rows import fixed, heard_while_busy
+from workbench.widgets.saved import Shown, hides_its_twin
 
 AUTO = "auto"
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MOST_GPUS = 1024
 IDLE_S = 3600.0
 """Without a wish for so long the thread ends; the next wish starts another."""
-
-
-FIT_AFTER_S = (0.2, 1.0)
-"""When a new figure takes the page's width, which plotly.js did not know when it drew it."""
-LOOK: dict[str, Any] = {"layout": {"width": "340px"}, "style": {"description_width": "90px"}}
+SAVED_AFTER_S = 2.0
+"""When no slider has moved for so long, what a saved notebook shows follows."""
+TWO_ABREAST = {"flex_flow": "row wrap", "max_width": "720px"}
+LOOK: dict[str, Any] = {"layout": fixed(340), "style": {"description_width": "90px"}}
 
 
 class WhatIf(widgets.VBox):
@@ -62,11 +61,18 @@ class WhatIf(widgets.VBox):
         for control in self._controls:
             control.observe(self._wished, names="value")
         heard_while_busy(*self._controls)
-        self._note = widgets.HTML()
-        self._picture = widgets.VBox()
-        rows = (widgets.HBox(self._controls[:2]), widgets.HBox(self._controls[2:]))
-        super().__init__(children=(*rows, self._note, self._picture))
+        self._note, self._plot = widgets.HTML(), Plot()
+        self._showings: list[Shown] = []
+        sliders = widgets.HBox((*self._controls, hides_its_twin()), layout=TWO_ABREAST)
+        super().__init__(children=(sliders, self._note, self._plot))
         self._answer()
+
+    def _ipython_display_(self) -> None:
+        self._showings.append(Shown(self, *self._twin()))
+
+    def _twin(self) -> tuple[str, dict[str, Any] | None]:
+        """What a saved notebook shows: the plan, or why there is none."""
+        return (self._note.value, None) if self.plan is None else ("", plan_mimebundle(self.plan))
 
     def _wished(self, _: Any) -> None:
         with self._lock:
@@ -76,14 +82,20 @@ class WhatIf(widgets.VBox):
                 self._thread.start()
 
     def _follow(self) -> None:
+        saved = True
         while True:
-            wished = self._wake.wait(IDLE_S)
+            wished = self._wake.wait(IDLE_S if saved else SAVED_AFTER_S)
             with self._lock:
-                if not wished:
+                if not wished and saved:
                     self._thread = None
                     return
                 self._wake.clear()
-            self._answer()
+            if wished:
+                self._answer()
+            else:
+                for shown in self._showings:
+                    shown.update(*self._twin())
+            saved = not wished
 
     def _answer(self) -> None:
         """Plan what the sliders say now, and show it."""
@@ -108,21 +120,13 @@ class WhatIf(widgets.VBox):
 
     def _draw(self, plan: Plan) -> None:
         """The heading stands outside the figure: plotly.js cannot measure a title before the figure is on the page."""
-        figure = go.FigureWidget(show_plan(plan))
+        figure = show_plan(plan)
         heading, facts = figure.layout.title.text, figure.layout.title.subtitle.text
         figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 40}, autosize=True)
         figure.layout.height -= 64
-        figure._config = {"responsive": True, "displayModeBar": False}  # plotly's own way to set a widget's config
         small = f'<span style="color:{theme.MUTED};font-size:12px">{facts}</span>'
         self._note.value = f'<div style="padding:4px 16px;line-height:1.5">{heading}<br>{small}</div>'
-        old = self._picture.children
-        self._picture.children = (figure,)
-        for widget in old:
-            widget.close()
-        for wait_s in FIT_AFTER_S:
-            timer = threading.Timer(wait_s, refit, (figure,))
-            timer.daemon = True
-            timer.start()
+        self._plot.show(figure)
 
 
 def _choice(name: str, options: Any, value: Any) -> widgets.SelectionSlider:
