@@ -120,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     worker.add_argument("--index", type=int, required=True)
     worker.add_argument("--steps", type=int, required=True)
     worker.add_argument("--result", type=Path, required=True)
+    worker.add_argument("--gate", type=Path, required=True)
     return parser.parse_args()
 
 
@@ -215,16 +216,23 @@ def _row(name: str, case: Case, why: str, plan: Plan) -> Row:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    """Every plan in processes of their own: what one of them breaks, the next does not see."""
+    """Every plan in processes of their own: what one of them breaks, the next does not see.
+
+    While one plan is timed, the processes of the next start and wait at a gate before they touch a GPU.
+    """
     begun = time.monotonic()
-    for index, row in enumerate(_read(arguments.file)["rows"]):
-        if "measured_ms" in row or ("error" in row and not arguments.again):
-            continue
+    rows = _read(arguments.file)["rows"]
+    left = [i for i, row in enumerate(rows) if "measured_ms" not in row and ("error" not in row or arguments.again)]
+    waiting = _Launch(arguments, left[0], rows[left[0]]) if left else None
+    for index, following in itertools.zip_longest(left, left[1:]):
+        assert waiting is not None
         if time.monotonic() - begun > arguments.budget_s:
+            waiting.stop()
             print(f"out of time before plan {index}; run `measure` again to go on")
             break
-        print(f"{index} {row['case']}: {row['division']} …", flush=True)
-        found = _launched(arguments, index, Plan.from_json(row["plan"]).world)
+        current, waiting = waiting, None if following is None else _Launch(arguments, following, rows[following])
+        print(f"{index} {rows[index]['case']}: {rows[index]['division']} …", flush=True)
+        found = current.finished()
         content = _read(arguments.file)
         row = {key: value for key, value in content["rows"][index].items() if key != "error"}
         content["rows"][index] = row | {key: value for key, value in found.items() if key != "machine"}
@@ -234,32 +242,48 @@ def _measure(arguments: argparse.Namespace) -> None:
     print(report(_read(arguments.file)))
 
 
-def _launched(arguments: argparse.Namespace, index: int, world: int) -> Row:
-    result = arguments.file.with_suffix(f".{index}.json")
-    log = arguments.file.with_suffix(f".{index}.log")
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    command += [__file__, "worker", str(arguments.file), "--index", str(index)]
-    command += ["--steps", str(arguments.steps), "--result", str(result)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+class _Launch:
+    """The processes of one plan, waiting at their gate."""
+
+    def __init__(self, arguments: argparse.Namespace, index: int, row: Row) -> None:
+        self._timeout_s = arguments.timeout_s
+        self._gate = arguments.file.with_suffix(f".{index}.gate")
+        self._result = arguments.file.with_suffix(f".{index}.json")
+        self._log = arguments.file.with_suffix(f".{index}.log")
+        for file in (self._gate, self._result):
+            file.unlink(missing_ok=True)
+        world = Plan.from_json(row["plan"]).world
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+        command += [__file__, "worker", str(arguments.file), "--index", str(index), "--gate", str(self._gate)]
+        command += ["--steps", str(arguments.steps), "--result", str(self._result)]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+    def finished(self) -> Row:
+        """Opens the gate and waits for the result."""
+        self._gate.touch()
         try:
-            code = process.wait(arguments.timeout_s)
+            code = self._process.wait(self._timeout_s)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            return {"error": f"no result after {arguments.timeout_s:.0f} s; see {log.name}"}
-    if not result.exists():
-        return {"error": f"exit status {code}: {_last_error(log)}; see {log.name}"}
-    found: Row = json.loads(result.read_text())
-    result.unlink()
-    if "error" not in found:
-        log.unlink()
-    return found
+            self.stop()
+            return {"error": f"no result after {self._timeout_s:.0f} s; see {self._log.name}"}
+        finally:
+            self._gate.unlink()
+        if not self._result.exists():
+            return {"error": f"exit status {code}: {_last_error(self._log)}; see {self._log.name}"}
+        found: Row = json.loads(self._result.read_text())
+        self._result.unlink()
+        if "error" not in found:
+            self._log.unlink()
+        return found
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def _last_error(log: Path) -> str:
@@ -277,8 +301,13 @@ def _outcome(row: Row) -> str:
 def _worker(arguments: argparse.Namespace) -> None:
     """One rank of one plan; rank 0 writes the result."""
     import torch
+    import torch._inductor.compile_fx  # what takes long to import, before the gate
     import torch.distributed as dist
+    import training  # noqa: F401
+    import transformers  # noqa: F401
 
+    while not arguments.gate.exists():
+        time.sleep(0.05)
     row = _read(arguments.file)["rows"][arguments.index]
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -11,6 +11,7 @@ import workbench as wb
 from workbench.execution.build import build_model, build_stage, capture_for
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
+from workbench.execution.random_batch import random_batch as random_tokens
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 
@@ -44,12 +45,12 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
 def random_batch(
     experiment: wb.Experiment, samples: int, replica: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """`samples` random ones, the same on every rank of a replica; 15 % of the labels stand."""
-    generator = torch.Generator(device=device).manual_seed(replica)
-    found = {}
-    for name, spec in experiment.data.batch_specs(experiment).items():
-        high = experiment.model.vocab_size if name in ("input_ids", "labels") else 2
-        found[name] = torch.randint(0, high, (samples, *spec.shape), device=device, generator=generator)
-    masked = torch.rand(found["labels"].shape, device=device, generator=generator) > 0.15
-    found["labels"][masked] = -100
-    return found
+    """`samples` random ones, the same on every rank of a replica; as many labels stand as the data would leave."""
+    return random_tokens(
+        experiment.data.batch_specs(experiment),
+        samples,
+        vocab_size=experiment.model.vocab_size,
+        labelled=experiment.data.labelled_share(experiment),
+        device=device,
+        seed=replica,
+    )

@@ -56,13 +56,41 @@ def capture(experiment: Experiment, micro_batch: int = PROBE_BATCH) -> Graph:
 
 @checked_keywords
 def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
-    """What each block of the experiment's model costs on a cluster's device: what `plan` and `search` plan from."""
+    """What each block of the experiment's model costs on a cluster's device: what `plan` and `search` plan from.
+
+    Where this machine has the cluster's GPU, every kind of block is measured on it (under half a minute, once per
+    model, device and torch version); elsewhere it is priced from the device's constants.
+    """
     from workbench.cost import profile as profile_graph
 
     experiment.data.check(experiment)
     cluster = Cluster.here() if cluster is None else cluster
     precision = resolved_precision(experiment, cluster)
-    return profile_graph(capture(experiment), cluster.device, precision, compiled=_compiled(experiment, cluster))
+    costs = profile_graph(capture(experiment), cluster.device, precision, compiled=_compiled(experiment, cluster))
+    return _measured(experiment, costs, cluster) if _is_here(cluster) else costs
+
+
+def _is_here(cluster: Cluster) -> bool:
+    """Does this machine have the GPU that the cluster is made of?"""
+    from workbench.cost.detect import local_gpu
+
+    return cluster.device.kind == "cuda" and local_gpu() == cluster.device.name
+
+
+def _measured(experiment: Experiment, costs: Profile, cluster: Cluster) -> Profile:
+    from workbench.cost.measured import with_measurements
+    from workbench.execution.probe_request import Request
+    from workbench.runs.probing import measured_blocks
+
+    request = Request(
+        experiment.model.build,
+        dict(experiment.data.batch_specs(experiment)),
+        getattr(experiment.model, "vocab_size", None) or 2,
+        experiment.data.labelled_share(experiment),
+        costs.precision,
+        costs.compiled,
+    )
+    return with_measurements(costs, cluster.device, measured_blocks(request, costs, cluster, experiment.global_batch))
 
 
 @checked_keywords

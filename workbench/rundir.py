@@ -32,6 +32,9 @@ Events are dicts with `type` and `time` (Unix seconds):
     step        step (1-based), loss, learning_rate, grad_norm, step_ms, tokens, samples, flops (cumulative),
                 seconds (training time so far), tokens_per_s, mfu (or None)
     memory      rank, stage, device, peak_bytes, reserved_bytes, limit_bytes
+    device      kind (cuda | cpu), names, shares (0 to 1: how busy each is), used_bytes (of its memory, by anybody;
+                on a CPU the run's resident memory), node (absent where there is one); None where a device did not
+                say; every two seconds, from the supervisor
     actions     rank, step, origin_s (Unix seconds), actions: [kind, stage, micro-batch, start and end in ms from
                 the origin] of one step in many, from the first replica of each pipeline rank
     checkpoint  step, path, seconds (that training paused), write_s (until it was on the disk)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(HERE))
 
 import lab  # noqa: E402
 
+FAILED = pytest.StashKey[bool]()
 REPOSITORY = HERE.parents[1]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -47,14 +48,31 @@ def browser_context_args(browser_context_args: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
-    with lab.jupyterlab(tmp_path_factory.mktemp("lab"), {"PYTHONPATH": str(REPOSITORY)}) as running:
+    """A JupyterLab whose launcher has the templates; its kernels find and keep runs in `runs` beside the notebooks."""
+    root = tmp_path_factory.mktemp("lab")
+    templates = root / ".jupyter" / "data" / "notebook_templates" / "workbench"
+    templates.parent.mkdir(parents=True)
+    shutil.copytree(REPOSITORY / "templates", templates)
+    environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(root / "runs"), "OMP_NUM_THREADS": "1"}
+    with lab.jupyterlab(root, environment) as running:
         yield running
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture
-def lab_page(page: Any, server: lab.Server) -> Any:
-    """A page that reaches the server alone; `page.refused` lists what else it asked for."""
-    page.refused = []
+def lab_page(page: Any, server: lab.Server, request: pytest.FixtureRequest, picture: Any) -> Iterator[Any]:
+    """A page that reaches the server alone; `page.refused` lists what else it asked for, `page.said` what it logged.
+
+    Of a test that fails, what the page shows is kept as a picture.
+    """
+    page.refused, page.said = [], []
+    page.on("console", lambda message: page.said.append(message.text[:500]))
 
     def route(request: Any) -> None:
         if request.request.url.startswith((server.url, "data:", "blob:")):
@@ -64,16 +82,30 @@ def lab_page(page: Any, server: lab.Server) -> Any:
             request.abort()
 
     page.context.route("**/*", route)
-    return page
+    yield page
+    if request.node.stash.get(FAILED, False):
+        picture(page, f"failed-{request.node.originalname}")
+        print(*page.said[-20:], sep="\n")
+
+
+SCREENSHOTS = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or REPOSITORY / "reports" / "screenshots")
+TAKEN: list[Path] = []
 
 
 @pytest.fixture
 def picture() -> Any:
     """Keep a screenshot in `reports/screenshots`, or where `WORKBENCH_SCREENSHOTS` says, for a person to look at."""
-    folder = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or REPOSITORY / "reports" / "screenshots")
 
     def take(page: Any, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=str(folder / f"{name}.png"))
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        TAKEN.append(SCREENSHOTS / f"{name}.png")
+        page.screenshot(path=str(TAKEN[-1]), timeout=lab.PATIENCE_MS)
 
     return take
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """CI's output says where the pictures are."""
+    if TAKEN:
+        names = ", ".join(sorted({path.name for path in TAKEN}))
+        terminalreporter.write_line(f"{len(set(TAKEN))} screenshots to look at in {SCREENSHOTS}: {names}")

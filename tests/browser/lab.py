@@ -26,7 +26,10 @@ CHROMIUM_ARGUMENTS = [
     "--disable-sync",
     "--disable-dev-shm-usage",
 ]
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 120
+PATIENCE_MS = 180_000
+"""For whatever must come some time: a machine with other work to do takes many times longer."""
+ATTEMPTS = 6
 
 
 @dataclass(frozen=True)
@@ -121,56 +124,61 @@ def write_notebook(path: Path, cells: Sequence[str]) -> None:
 
 def open_notebook(page: Any, server: Server, name: str) -> None:
     """Open a notebook and wait until its kernel is idle."""
-    page.goto(f"{server.url}/lab/tree/{name}?token={server.token}&reset", timeout=60_000)
+    page.goto(f"{server.url}/lab/tree/{name}?token={server.token}&reset", timeout=PATIENCE_MS)
     wait_for_kernel(page)
 
 
 def wait_for_kernel(page: Any) -> None:
-    """Wait until the notebook in front is open and its kernel idle."""
-    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
-    page.evaluate(
-        """async () => {
-            await window.jupyterapp.restored;
-            for (let i = 0; i < 600; i++) {
-                const panel = window.jupyterapp.shell.currentWidget;
-                const kernel = panel?.sessionContext?.session?.kernel;
-                const connected = panel?.sessionContext?.isReady && kernel?.connectionStatus === 'connected';
-                if (connected && kernel.status === 'idle') {
-                    await panel.context.ready;
-                    return;
-                }
-                await new Promise(done => setTimeout(done, 50));
-            }
-            throw new Error('the kernel never became idle');
-        }"""
+    """Wait until the notebook in front is open, and its kernel connected and idle."""
+    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=PATIENCE_MS)
+    page.evaluate("() => window.jupyterapp.restored.then(() => 1)")
+    page.wait_for_function(
+        """() => {
+            const panel = window.jupyterapp.shell.currentWidget;
+            const kernel = panel?.sessionContext?.session?.kernel;
+            const connected = panel?.sessionContext?.isReady && kernel?.connectionStatus === 'connected';
+            return connected && kernel.status === 'idle';
+        }""",
+        timeout=PATIENCE_MS,
     )
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready.then(() => 1)")
+
+
+CELLS = "window.jupyterapp.shell.currentWidget.content.widgets.filter(w => w.model.type === 'code')"
+
+
+def start_all(page: Any) -> None:
+    """Run every cell; returns when the kernel has taken the first.
+
+    Clicking the menu left cells unrun, and the command's own promise never resolves when the kernel reconnects while
+    it starts: the cells are looked at instead, and run again while none was taken.
+    """
+    from playwright.sync_api import TimeoutError as NotYet
+
+    page.evaluate(f"() => {CELLS}.forEach(cell => {{ cell.model.executionCount = null; }})")
+    taken = f"{CELLS}.some(cell => cell.model.executionState === 'running' || cell.model.executionCount !== null)"
+    for _ in range(ATTEMPTS):
+        page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
+        with contextlib.suppress(NotYet):
+            page.wait_for_function(f"() => {taken}", timeout=PATIENCE_MS / ATTEMPTS)
+            return
+        wait_for_kernel(page)
+    raise AssertionError("the kernel took no cell")
 
 
 def run_all(page: Any) -> None:
-    """Run every cell; returns when all have finished.
-
-    Clicking the menu left cells unrun, and the command's own promise never resolves when the kernel reconnects while
-    it starts: the cells are looked at instead, and run again if none was taken.
-    """
-    page.evaluate(
-        """async () => {
-            const cells = window.jupyterapp.shell.currentWidget.content.widgets.filter(w => w.model.type === 'code');
-            const run = () => { window.jupyterapp.commands.execute('notebook:run-all-cells'); };
-            const idle = cell => cell.model.executionState !== 'running';
-            cells.forEach(cell => { cell.model.executionCount = null; });
-            run();
-            for (let i = 1; i < 1800; i++) {
-                await new Promise(done => setTimeout(done, 50));
-                if (cells.every(cell => idle(cell) && cell.model.executionCount !== null)) return;
-                if (i % 200 === 0 && cells.every(cell => idle(cell) && cell.model.executionCount === null)) run();
-            }
-            throw new Error('the cells never finished');
-        }"""
+    """Run every cell; returns when all have finished."""
+    start_all(page)
+    page.wait_for_function(
+        f"() => {CELLS}.every(cell => cell.model.executionState !== 'running' && cell.model.executionCount !== null)",
+        timeout=PATIENCE_MS,
     )
 
 
 def restart_kernel(page: Any) -> None:
+    """Restart the kernel of the notebook in front; returns when the new one is idle."""
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
+    wait_for_kernel(page)
 
 
 def save(page: Any) -> None:

@@ -115,6 +115,7 @@ def test_stop_leaves_a_checkpoint_and_resume_continues_in_the_same_directory(mon
     first_step(run)
     with pytest.raises(RunExists, match="still running"):
         start(steps=10_000, resume=run)
+    eventually(lambda: any(event["type"] == "device" for event in run.events()))  # its cores are sampled meanwhile
     status = run.stop(wait=True).status
     assert status.state == "stopped"
     reached = run.checkpoints[-1].step

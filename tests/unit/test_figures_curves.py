@@ -12,6 +12,7 @@ from workbench.errors import UnknownParameter
 from workbench.figures import Curve, loss_curves, throughput
 from workbench.figures._panels import panel_names, panels
 from workbench.figures._series import MAX_POINTS, X_AXES, Mark, decimated, diverged_at, focused, gap_starts, smoothed
+from workbench.runs.history import Utilization
 
 
 def parts(figure: Any, part: str) -> list[Any]:
@@ -274,3 +275,38 @@ def test_panels_show_what_was_recorded_in_the_runs_colours() -> None:
     assert list(bars.y) == [1.0, 2.0]
     [limit] = [trace for trace in figure.data if trace.meta == "limit"]
     assert [height for height in limit.y if height is not None] == [4.0, 4.0]
+
+
+def usage(name: str, devices: int, moments: int = 500) -> Utilization:
+    """Samples of 0.1 s to 200 s: device d is busy for (90 - 10 d) %."""
+    time, device = np.repeat(np.linspace(0.1, 200.0, moments), devices), np.tile(np.arange(devices), moments)
+    names = tuple(f"{name} {index}" for index in range(devices))
+    return Utilization("cuda", names, time, device.astype(float), 0.9 - 0.1 * device, np.full(len(time), 2.0**30))
+
+
+def timed(name: str, begun: float = 0.0) -> Curve:
+    columns = dict(curve(name).columns)
+    return Curve(name, {**columns, "time": begun + columns["seconds"]})
+
+
+def test_utilisation_shows_each_device_pale_and_their_mean_along_the_training() -> None:
+    runs = [timed("a"), timed("b"), timed("c")]
+    figure = panels(runs, (), "step", usage=[usage("GPU", 2), None, usage("GPU", 1)], names=["utilization"])
+    assert figure.layout.annotations[0].text == "GPU utilisation (%)"
+    means = parts(figure, "utilization")
+    assert [len(trace.x) > 0 for trace in means] == [True, False, True]
+    assert np.allclose(means[0].y, 85.0)
+    assert means[0].x[-1] == pytest.approx(2000, abs=5)  # 200 s are 2,000 steps
+    assert means[0].customdata[0] == "GPU 0 90%, 1.0 GiB · GPU 1 80%, 1.0 GiB"
+    pale = parts(figure, "raw")[0]
+    assert set(np.round(pale.y[np.isfinite(pale.y)])) == {80.0, 90.0}
+    assert np.isnan(pale.y).sum() == 1, "one gap between two devices"
+
+
+def test_samples_from_outside_a_runs_steps_and_of_no_run_have_no_panel() -> None:
+    late = timed("a", begun=150.0)
+    figure = panels([late], (), "tokens", usage=[usage("GPU", 1)], names=["utilization"])
+    [mean] = parts(figure, "utilization")
+    assert max(mean.x) == pytest.approx(500 * 8192 / 1e6, rel=0.02)
+    assert "utilization" not in panel_names([late], (), [None])
+    assert "utilization" in panel_names([late], (), [usage("GPU", 1)])

@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from figure_values import plan
 
@@ -93,10 +94,34 @@ def test_stages_have_different_colours_from_their_neighbours() -> None:
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 4), (4, 32), (8, 64)])
 def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: int) -> None:
     figure = timeline(plan(stages, 56, microbatches))
-    forward, backward = (next(t for t in figure.data if t.name == name) for name in ("forward", "backward"))
-    for trace in (forward, backward):
-        drawn = sorted((rank, int(label)) for rank, label in zip(trace.y, trace.text, strict=True))
+    for name in ("forward", "backward"):
+        traces = [trace for trace in figure.data if trace.name == name]
+        drawn = sorted((rank, int(label)) for trace in traces for rank, label in zip(trace.y, trace.text, strict=True))
         assert drawn == [(rank, i) for rank in range(stages) for i in range(microbatches)]
+        assert [trace.showlegend for trace in traces].count(True) == 1
+
+
+def test_actions_too_narrow_for_a_bar_are_areas_that_cover_their_time() -> None:
+    value = plan(2, 8, microbatches=300)
+    lanes = simulated(value).lanes
+    areas = parts(timeline(value), "actions")
+    assert {(trace.name, trace.type) for trace in areas} == {("forward", "scatter"), ("backward", "scatter")}
+    for rank, lane in enumerate(lanes):
+        drawn = np.concatenate([np.array(trace.x)[np.isclose(trace.y, rank - 0.4)] for trace in areas])
+        assert len(drawn) == 2 * len(lane)
+        spans = sorted((first, second) for first, second in drawn.reshape(-1, 2))
+        assert np.allclose(spans, [(action.start_ms, action.end_ms) for action in lane], rtol=1e-5)
+
+
+def test_hover_tells_when_an_action_ran_and_how_long() -> None:
+    """plotly.js's %{x} of a bar is where it ends."""
+    figure = timeline(plan(2, 8, microbatches=4))
+    for trace in parts(figure, "actions"):
+        assert trace.hovertemplate.count("%{base:") == trace.hovertemplate.count("%{x:") == 1
+        assert [length for *_, length in trace.customdata] == list(trace.x)
+    [idle] = parts(figure, "idle")
+    assert list(idle.customdata) == list(idle.x)
+    assert "%{customdata:" in idle.hovertemplate
 
 
 def test_hatched_time_is_the_bubble_that_the_title_states() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -65,6 +66,27 @@ def _detected(processes: int | None) -> Cluster:
     name = torch.cuda.get_device_name(0)
     device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
     return Cluster(device, chosen, chosen, intra, inter)
+
+
+def local_gpu() -> str | None:
+    """`Device.name` of this machine's GPUs; None without one."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
+        return None
+    name = torch.cuda.get_device_name(0)
+    known = known_gpu(name)
+    return known[0].name if known else str(name).removeprefix("NVIDIA ")
+
+
+def local_gpus() -> list[str]:
+    """This process's GPUs as `CUDA_VISIBLE_DEVICES` would name each."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def known_gpu(name: str) -> tuple[Device, Link, Link] | None:

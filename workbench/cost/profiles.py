@@ -96,6 +96,20 @@ class DividedCosts:
     """Canonical name -> elements on the device."""
 
 
+@dataclass(frozen=True)
+class Speeds:
+    """Measured over priced time of one kind of block, at ascending micro-batches."""
+
+    micro_batches: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+    def at(self, micro_batch: int) -> tuple[float, float]:
+        """Of a forward and of a backward: between two micro-batches by their logarithm, beyond the ends as at them."""
+        where, points = np.log2(micro_batch), np.log2(self.micro_batches)
+        return float(np.interp(where, points, self.forward)), float(np.interp(where, points, self.backward))
+
+
 @dataclass(frozen=True, eq=False)
 class BlockCosts:
     """Every block at one micro-batch: arrays with one entry a block. Equal to itself only, so that it can be a key."""
@@ -136,6 +150,10 @@ class Profile:
     """`crossing_bytes[c]` is sent forward, per sample, when a stage ends before block `c`."""
     divided: Mapping[int, DividedCosts] = field(default_factory=dict, hash=False)
     """By tensor-parallel degree, those that divide most of the model."""
+    measured_on: str = ""
+    """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
+    speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)
+    """By kind."""
 
     @property
     def parameter_count(self) -> int:
@@ -163,7 +181,7 @@ class Profile:
 
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
-        times = [_kind_ms(self, kind, micro_batch, device) for kind in self.kinds]
+        times = [self._kind_ms(kind, micro_batch, device) for kind in range(len(self.kinds))]
         forward, backward, weight, replay = np.array(times).T
         memory = np.array(
             [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.kinds]
@@ -183,9 +201,22 @@ class Profile:
             backward_reduced=_reduced(self, "backward_reduced_bytes", micro_batch),
         )
 
+    def priced_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float]:
+        """Forward and backward of one kind of block by the device's constants alone."""
+        forward, backward, _, _ = _kind_ms(self, self.kinds[kind], micro_batch, device)
+        return forward, backward
+
+    def _kind_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
+        times = _kind_ms(self, self.kinds[kind], micro_batch, device)
+        if self.measured_on != device.name or kind not in self.speeds:
+            return times
+        forward, backward = self.speeds[kind].at(micro_batch)
+        return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward
+
     def to_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
         fields["divided"] = {str(degree): asdict(costs) for degree, costs in self.divided.items()}
+        fields["speeds"] = {str(kind): asdict(speeds) for kind, speeds in self.speeds.items()}
         return fields
 
     @staticmethod
@@ -198,6 +229,10 @@ class Profile:
         fields["divided"] = {
             int(degree): DividedCosts(tuple(map(_kind_from_json, costs["kinds"])), costs["parameters"])
             for degree, costs in fields.get("divided", {}).items()
+        }
+        fields["speeds"] = {
+            int(kind): Speeds(**{name: tuple(values) for name, values in speeds.items()})
+            for kind, speeds in fields.get("speeds", {}).items()
         }
         return Profile(**fields)
 

@@ -84,6 +84,12 @@ class _Text:
         seq_len = (experiment.seq_len,)
         return {name: TensorSpec(name, () if name == "next_sentence_label" else seq_len, "int64") for name in fields}
 
+    def labelled_share(self, experiment: Any) -> float:
+        """Share of the word labels that are not ignored, on average: what a masked model is asked of, or all."""
+        from workbench.data._sampling import MASKED_SHARE
+
+        return 1.0 if self._objective(experiment) == "clm" else MASKED_SHARE
+
     def prepare(self, experiment: Any, progress: bool = True) -> Prepared:
         """Train the vocabulary and tokenise, unless the cache has both; with progress bars.
 

@@ -100,7 +100,9 @@ def timelines(plan: Plan, measured: Timeline, title: str | None = None) -> go.Fi
         before = len(figure.data)
         add_timeline(figure, lanes, row=row, col=1)
         for trace in figure.data[before:]:
-            trace.legendgroup, trace.showlegend = trace.name, row == 1
+            trace.legendgroup = trace.name
+            if row > 1:
+                trace.showlegend = False
     longest = max(action.end_ms for _, lanes in rows for lane in lanes for action in lane)
     figure.update_xaxes(range=[0, 1.005 * longest], title_text=None)
     figure.update_xaxes(title_text="time (ms)", row=2, col=1)

@@ -1,4 +1,4 @@
-"""What stands beside the loss while runs train: speed, MFU, gradient norm, learning rate, memory."""
+"""What stands beside the loss while runs train: speed, MFU, gradient norm, learning rate, devices, memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.figures import theme
+from workbench.figures._devices import Usage, has_samples, utilization_title, utilization_traces
 from workbench.figures._memory import latest_by_rank
 from workbench.figures._series import (
     SMOOTHING,
@@ -31,7 +32,7 @@ PANELS = {
     "grad_norm": "Gradient norm",
     "learning_rate": "Learning rate",
 }
-"""Columns with a panel of their own; the panel of memory comes last."""
+"""Columns with a panel of their own; those of the devices' utilisation and memory come last."""
 LOGARITHMIC = ("grad_norm",)
 SCALES = {"mfu": 100.0}
 TICK_FORMATS = {"tokens_per_s": "~s", "grad_norm": ".2~g"}
@@ -46,9 +47,10 @@ Peaks = Sequence[Mapping[int, Mapping[str, Any]]]
 """For each run, the latest `memory` event of each rank."""
 
 
-def panel_names(curves: Sequence[CurveLike], peaks: Peaks = ()) -> list[str]:
+def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
     """The panels that have something to show: what no run recorded has none."""
     found = [name for name in PANELS if any(np.isfinite(column(curve, name)).any() for curve in curves)]
+    found += ["utilization"] if has_samples(usage) else []
     return [*found, "memory"] if any(peaks) else found
 
 
@@ -59,14 +61,16 @@ def panels(
     smoothing: float = SMOOTHING,
     names: Sequence[str] | None = None,
     window: tuple[float, float] | None = None,
+    usage: Usage = (),
 ) -> go.Figure:
     """Small multiples over training of all runs, in the runs' colours, and the memory of each rank at its peak.
 
-    `peaks` holds a run's `memory` events by rank (`latest_by_rank`), one mapping a curve; `names` chooses panels
-    (default: those with something to show); `window` is the part of the x axis that is visible, in the axis' own
-    unit. The spread of a rate is drawn pale, its moving average in front.
+    `peaks` holds a run's `memory` events by rank (`latest_by_rank`), one mapping a curve; `usage` says of each run
+    how busy its devices were; `names` chooses panels (default: those with something to show); `window` is the part
+    of the x axis that is visible, in the axis' own unit. The spread of a rate is drawn pale, its moving average in
+    front.
     """
-    names = panel_names(curves, peaks) if names is None else names
+    names = panel_names(curves, peaks, usage) if names is None else names
     axes = axes_of(curves)
     x = x if x in axes else "step"
     columns = 2 if len(names) == 4 else min(MAX_COLUMNS, max(1, len(names)))
@@ -74,7 +78,7 @@ def panels(
     figure = make_subplots(
         rows=rows,
         cols=columns,
-        subplot_titles=[PANELS.get(name, "Peak memory of each rank (GiB)") for name in names],
+        subplot_titles=[_title(name, usage) for name in names],
         horizontal_spacing=0.06,
         vertical_spacing=GAP_PX / (rows * (ROW_PX + GAP_PX) - GAP_PX),
     )
@@ -85,6 +89,12 @@ def panels(
             figure.add_traces(memory_traces(curves, peaks), rows=place["row"], cols=place["col"])
             figure.update_xaxes(title_text="rank", showgrid=False, dtick=1 if _ranks(peaks) <= 8 else None, **place)
             figure.update_yaxes(rangemode="tozero", **place)
+        elif name == "utilization":
+            traces = utilization_traces(curves, usage, x, scale, smoothing, window, PANEL_POINTS)
+            figure.add_traces(traces, rows=place["row"], cols=place["col"])
+            lowest = heading if position + columns >= len(names) else None
+            figure.update_xaxes(title_text=lowest, rangemode="tozero", range=window, **place)
+            figure.update_yaxes(range=[0, 105], nticks=6, **place)
         else:
             width, along = width_of(curves, smoothing), smoothing_axis(curves)
             found = [
@@ -112,6 +122,12 @@ def panels(
         uirevision="keep",
     )
     return figure
+
+
+def _title(name: str, usage: Usage) -> str:
+    if name == "utilization":
+        return utilization_title(usage)
+    return PANELS.get(name, "Peak memory of each rank (GiB)")
 
 
 def _decades(curves: Sequence[CurveLike], name: str) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
@@ -21,9 +23,14 @@ KINDS = {
     "W": ("weight gradient", theme.WEIGHT),
 }
 
-LINE_BELOW_BARS = 400
-"""More bars than these in a lane, and the white lines between them would hide them."""
+DENSE_LANE = 400
+"""More actions than these in a lane are narrower than a pixel or two: bars would each take a whole pixel and hide their
+neighbours, no number would fit in one, and a browser would take seconds to find that out. They are drawn as one area a
+shade instead, whose edges blend."""
 
+
+LANE = 0.8
+"""Of the distance between two lanes, what a lane takes."""
 
 FIGURE_SPACE = "\u2007"
 """As wide as a digit: labels of equal length vanish together when bars grow narrow."""
@@ -138,10 +145,7 @@ def add_timeline(figure: go.Figure, lanes: Lanes, *, row: int | None = None, col
     end_ms = max((action.end_ms for lane in lanes for action in lane), default=0.0)
     place = {} if row is None else {"row": row, "col": col}
     figure.add_trace(_idle_trace(idle_times(lanes, end_ms)), **place)
-    for kind, (label, color) in KINDS.items():
-        found = [(rank, action) for rank, lane in enumerate(lanes) for action in lane if action.kind == kind]
-        if found:
-            figure.add_trace(_action_trace(label, color, found, len(lanes)), **place)
+    figure.add_traces(_action_traces(lanes), **({} if row is None else {"rows": row, "cols": col}))
     figure.update_xaxes(title_text="time (ms)", range=[0, end_ms * 1.005], showgrid=False, **place)
     figure.update_yaxes(
         tickmode="array",
@@ -161,54 +165,105 @@ def _rank_labels(lanes: Lanes) -> list[str]:
     return [f"<b>{word} {rank}</b>" for rank in range(len(lanes))]
 
 
-def _action_trace(label: str, color: str, found: Iterable[tuple[int, ActionLike]], num_ranks: int) -> go.Bar:
-    rows = list(found)
-    shades = [_shade(color, action, num_ranks) for _, action in rows]
-    digits = len(str(max(action.micro_batch for _, action in rows)))
-    widest_lane = max(sum(rank == lane for rank, _ in rows) for lane in range(num_ranks))
+def _action_traces(lanes: Lanes) -> list[go.Bar | go.Scatter]:
+    """One for each kind of action and shade: a colour for every bar would take longer to check than to draw."""
+    drawn: dict[tuple[str, str], list[tuple[int, ActionLike]]] = {}
+    for kind, (_, color) in KINDS.items():
+        for rank, lane in enumerate(lanes):
+            for action in lane:
+                if action.kind == kind:
+                    drawn.setdefault((kind, _shade(color, action, len(lanes))), []).append((rank, action))
+    dense = max(map(len, lanes), default=0) > DENSE_LANE
+    named: set[str] = set()
+    traces = []
+    for (kind, shade), rows in drawn.items():
+        trace = (_area_trace if dense else _bar_trace)(KINDS[kind][0], shade, rows)
+        trace.showlegend = kind not in named
+        named.add(kind)
+        traces.append(trace)
+    return traces
+
+
+def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]) -> go.Bar:
+    """Bars of one colour, numbered by micro-batch."""
+    starts = np.array([action.start_ms for _, action in rows])
+    lengths = np.array([action.end_ms for _, action in rows]) - starts
+    facts = [(action.stage, action.micro_batch) for _, action in rows]
+    digits = len(str(max(number for _, number in facts)))
     return go.Bar(
         orientation="h",
-        base=[action.start_ms for _, action in rows],
-        x=[action.end_ms - action.start_ms for _, action in rows],
-        y=[rank for rank, _ in rows],
-        width=0.8,
+        base=starts,
+        x=lengths,
+        y=np.array([rank for rank, _ in rows], dtype=np.int32),
+        width=LANE,
         name=label,
-        marker={"color": shades, "line": {"color": "white", "width": 0.6 if widest_lane <= LINE_BELOW_BARS else 0}},
-        text=[str(action.micro_batch).rjust(digits, FIGURE_SPACE) for _, action in rows],
+        legendgroup=label,
+        marker={"color": shade, "line": {"color": "white", "width": 0.6}},
+        text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts],
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        textfont={"color": [theme.ink_on(shade) for shade in shades], "size": 10},
-        customdata=[[action.stage, action.micro_batch, action.start_ms, action.end_ms] for _, action in rows],
+        textfont={"color": theme.ink_on(shade), "size": 10},
+        customdata=np.column_stack([np.array(facts, dtype=np.float64), lengths]),
+        # %{x} is where a bar ends, its base and length together
         hovertemplate=(
             f"<b>{label}</b> of micro-batch %{{customdata[1]}}<br>stage %{{customdata[0]}} · "
-            "%{customdata[2]:.4~g} to %{customdata[3]:.4~g} ms (%{x:.3~g} ms)<extra></extra>"
+            "%{base:.4~g} to %{x:.4~g} ms (%{customdata[2]:.3~g} ms)<extra></extra>"
         ),
         meta="actions",
     )
 
 
-def _shade(color: str, action: ActionLike, num_ranks: int) -> str:
-    """Later stages of the same rank paler (interleaved schedules); neighbouring micro-batches a little apart."""
-    turn = action.stage // max(1, num_ranks)
-    share = min(0.66, 0.36 * turn) + (0.14 if action.micro_batch % 2 else 0.0)
+def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]) -> go.Scatter:
+    """The same bars as the outline of one area: up, along, down, and on along the lane's lower edge."""
+    ranks = np.array([rank for rank, _ in rows], dtype=np.float32)
+    times = np.array([(action.start_ms, action.end_ms) for _, action in rows], dtype=np.float32)
+    order = np.lexsort((times[:, 0], ranks))
+    ranks, times = ranks[order], times[order]
+    x = np.repeat(times, 2, axis=1).ravel()
+    y = (ranks[:, None] + LANE / 2 * np.array([1, -1, -1, 1], dtype=np.float32)).ravel()
+    ends = 4 * (1 + np.flatnonzero(np.diff(ranks)))  # lanes are apart
+    return go.Scatter(
+        x=np.insert(x, ends, np.nan),
+        y=np.insert(y, ends, np.nan),
+        mode="none",
+        fill="toself",
+        fillcolor=shade,
+        name=label,
+        legendgroup=label,
+        hoveron="fills",
+        hoverinfo="name",
+        meta="actions",
+    )
+
+
+@lru_cache(maxsize=64)
+def _shade_of(color: str, turn: int, *, odd: bool) -> str:
+    share = min(0.66, 0.36 * turn) + (0.14 if odd else 0.0)
     return theme.pale(color, share) if share else color
 
 
+def _shade(color: str, action: ActionLike, num_ranks: int) -> str:
+    """Later stages of the same rank paler (interleaved schedules); neighbouring micro-batches a little apart."""
+    return _shade_of(color, action.stage // max(1, num_ranks), odd=action.micro_batch % 2 == 1)
+
+
 def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
+    lengths = np.array([gap.end_ms - gap.start_ms for gap in idle])
     return go.Bar(
         orientation="h",
-        base=[gap.start_ms for gap in idle],
-        x=[gap.end_ms - gap.start_ms for gap in idle],
-        y=[gap.rank for gap in idle],
-        width=0.8,
+        base=np.array([gap.start_ms for gap in idle]),
+        x=lengths,
+        y=np.array([gap.rank for gap in idle], dtype=np.int32),
+        width=LANE,
         name="idle (bubble)",
         marker={
             "color": "#F3F4F6",
             "line": {"width": 0},
             "pattern": {"shape": "/", "fgcolor": "#C3C9D2", "bgcolor": "#F3F4F6", "size": 6, "solidity": 0.25},
         },
-        hovertemplate="idle %{x:.3~g} ms<extra></extra>",
+        customdata=lengths,
+        hovertemplate="idle %{customdata:.3~g} ms<extra></extra>",
         meta="idle",
     )
 

@@ -163,14 +163,15 @@ def _follow(run: RunDir, launcher: dict[str, Any]) -> int:
     printed = log.stat().st_size
     process = supervisor.start_ranks(run, launcher)
     doomed_at: float | None = None
-    while process.poll() is None:
-        over = any(event["type"] == "status" and event["state"] in FINAL_STATES for event in events.read())
-        if doomed_at is None and (over or _failed_since(run, began)):
-            doomed_at = time.monotonic() + supervisor.failure_grace_s()
-        if doomed_at is not None and time.monotonic() > doomed_at:
-            processes.kill_trees(processes.descendants(process.pid))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_S)
+    with supervisor.sample_devices(run, launcher, process.pid):
+        while process.poll() is None:
+            over = any(event["type"] == "status" and event["state"] in FINAL_STATES for event in events.read())
+            if doomed_at is None and (over or _failed_since(run, began)):
+                doomed_at = time.monotonic() + supervisor.failure_grace_s()
+            if doomed_at is not None and time.monotonic() > doomed_at:
+                processes.kill_trees(processes.descendants(process.pid))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
     if process.returncode and doomed_at is None:
         record_silent_death(run, log.read_text(errors="replace")[printed:])
     return process.returncode

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cost import Cluster, Profile
+from workbench.cost.detect import local_gpus
 from workbench.cost.measured import Measurement
 from workbench.execution.probe_request import KEPT, Request
 from workbench.home import cache_home
@@ -45,7 +46,9 @@ def measured_blocks(
     path = _kept_at(profile, cluster)
     if not again and (kept := _read(path)):
         return kept
-    found, reasons = _probe(request, micro_batches(profile, cluster, global_batch), _gpus(cluster))
+    found, reasons = _probe(
+        request, micro_batches(profile, cluster, global_batch), local_gpus() if cluster.device.kind == "cuda" else [""]
+    )
     if found:
         write_json(path, {"format": FORMAT, "model": profile.model, "blocks": [one.to_json() for one in found]})
     else:
@@ -82,18 +85,6 @@ def _read(path: Path) -> tuple[Measurement, ...]:
         return tuple(Measurement(**one) for one in read_json(path)["blocks"])
     except (OSError, json.JSONDecodeError, KeyError, TypeError):
         return ()
-
-
-def _gpus(cluster: Cluster) -> list[str]:
-    """This process's GPUs as `CUDA_VISIBLE_DEVICES` names them; one empty name where there are none."""
-    if cluster.device.kind != "cuda":
-        return [""]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    import torch
-
-    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _probe(request: Request, sizes: Sequence[int], gpus: Sequence[str]) -> tuple[tuple[Measurement, ...], list[str]]:

@@ -22,7 +22,7 @@ from workbench.units import count, duration, gib
 
 if TYPE_CHECKING:
     from workbench.planning.plan import Plan
-    from workbench.runs.history import History
+    from workbench.runs.history import History, Utilization
 
 POLL_S = 0.2
 SUPERVISOR_LEAVES_S = 5.0
@@ -246,6 +246,14 @@ class Run:
         from workbench.runs.history import read_history
 
         return read_history(self._dir.events)
+
+    def utilization(self) -> Utilization:
+        """How busy its devices were while it trained, as NumPy columns: one sample of one device a row."""
+        from workbench.runs.history import HistoryTail
+
+        tail = HistoryTail(self._dir.events)
+        tail.read()
+        return tail.utilization
 
     def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
         """The last `tail` lines (None: all) that a rank printed, or that `"launcher"` did."""

@@ -19,6 +19,7 @@ from typing import Any
 from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, process_record, read_json, write_json
 from workbench.runs import processes, turns
+from workbench.runs.devices import sampled
 from workbench.runs.failure import record_silent_death, root_cause
 from workbench.runs.tracking import start_recorder
 
@@ -72,7 +73,7 @@ class _Watch:
 
     def read(self) -> None:
         for event in self.events.read():
-            if event["type"] in ("status", "tracking"):
+            if event["type"] in ("status", "tracking", "device"):  # not from the ranks
                 continue
             self.last_sign = time.monotonic()
             if event["type"] == "start" and not self.started:
@@ -164,7 +165,8 @@ def _train(run: RunDir, launcher: dict[str, Any]) -> int:
     process = start_ranks(run, launcher)
     launcher |= {"accelerate": process_record(process.pid), "command": process.args}
     _save(run, launcher)
-    exit_code = _watch(process, watch, launcher)
+    with sample_devices(run, launcher, process.pid):
+        exit_code = _watch(process, watch, launcher)
     survivors = processes.live_workers(run)
     if survivors:
         _end(run, survivors, grace_s=0.0 if root_cause(run) else TERMINATE_GRACE_S)
@@ -183,6 +185,13 @@ def start_ranks(run: RunDir, launcher: dict[str, Any]) -> subprocess.Popen[bytes
     command = accelerate_command(config, world, kind, precision, launcher["worker"], run.path, nodes)
     environment = worker_environment(dict(os.environ), world // nodes.count, kind, launcher["devices"])
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
+
+
+def sample_devices(run: RunDir, launcher: dict[str, Any], pid: int) -> contextlib.AbstractContextManager[None]:
+    """Record how busy this node's devices are while the ranks below `pid` live."""
+    plan, nodes = launcher["plan"], launcher.get("nodes") or Nodes()
+    devices = launcher["devices"][: plan["world"] // nodes.count]
+    return sampled(run, plan["kind"], devices, pid, nodes.rank if nodes.count > 1 else None)
 
 
 def _save(run: RunDir, launcher: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from workbench.figures._curves import hover_title, loss_curves, mark_key, traces_of
+from workbench.figures._devices import utilization_traces
 from workbench.figures._panels import PANEL_POINTS, memory_traces, panel_names, panels, rate_traces
 from workbench.figures._series import PARTS, DrawnCurve, axes_of, drawn, points_each, smoothing_axis, smoothing_width
 from workbench.widgets.rows import heard_while_busy
@@ -174,30 +175,34 @@ class PanelsFigure:
         self, snapshots: Sequence[Snapshot], x: str, smoothing: float, log_x: bool, window: Window, now: bool
     ) -> None:
         """Bring every panel up to date if it is time to, or at once with `now`."""
-        state = (x, smoothing, log_x, window, *((len(s.history), len(s.memory)) for s in snapshots))
+        grown = ((len(s.history), len(s.memory), len(s.utilization or ())) for s in snapshots)
+        state = (x, smoothing, log_x, window, *grown)
         if state == self._state or not (now or time.monotonic() - self._drawn_at >= PANELS_S):
             return
         self._state, self._drawn_at = state, time.monotonic()
         curves, peaks = [s.curve for s in snapshots], [s.memory for s in snapshots]
-        names = panel_names(curves, peaks)
+        usage = [s.utilization for s in snapshots]
+        names = panel_names(curves, peaks, usage)
         axes = axes_of(curves)
         x = x if x in axes else "step"
         scale, heading = axes[x]
         if names != self._names or self._widget is None:
-            self._rebuild(names, panels(curves, peaks, x, smoothing, names, window))
+            self._rebuild(names, panels(curves, peaks, x, smoothing, names, window, usage))
         if self._widget is None:
             return
         fresh: list[Any] = []
         for name in names:
             if name == "memory":
                 fresh += memory_traces(curves, peaks)
+            elif name == "utilization":
+                fresh += utilization_traces(curves, usage, x, scale, smoothing, window, PANEL_POINTS)
             else:
                 found = self._drawings.of(snapshots, name, x, scale, smoothing, PANEL_POINTS)
                 fresh += rate_traces(found, name, x, smoothing > 0, window)
         with self._widget.batch_update():
             for trace, source in zip(self._widget.data, fresh, strict=True):
                 trace.x, trace.y = source.x, source.y
-                if source.meta == "memory":
+                if source.meta in ("memory", "utilization"):
                     trace.customdata = source.customdata
             for position, name in enumerate(names):
                 if name != "memory":

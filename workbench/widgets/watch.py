@@ -15,7 +15,7 @@ import numpy as np
 from workbench.errors import RunFailed
 from workbench.figures._series import Curve, Mark
 from workbench.rundir import RunDir, read_json
-from workbench.runs.history import History, HistoryTail
+from workbench.runs.history import History, HistoryTail, Utilization
 from workbench.runs.run import Run, Status
 from workbench.units import count, duration
 
@@ -43,6 +43,8 @@ class Snapshot:
     """The latest `memory` event of each rank."""
     resumable: bool = False
     """Whether it ended early and left a checkpoint."""
+    utilization: Utilization | None = None
+    """How busy its devices were."""
 
     @property
     def step(self) -> int:
@@ -158,6 +160,7 @@ class Watch:
             self._marks,
             dict(self._memory),
             status.final and self._can_resume(history),
+            self._tail.utilization,
         )
 
     @property

@@ -1,0 +1,237 @@
+"""How busy devices are: measured for real on CPUs, asked of NVML on GPUs, recorded beside a training and read back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from workbench.machine import available_cores
+from workbench.rundir import EventTail, RunDir, append_event, read_events
+from workbench.runs import HistoryTail, Run, devices, supervisor
+from workbench.runs.devices import CpuMeter, GpuMeter, Sample, sampled, write_sample
+from workbench.runs.history import read_history
+
+BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+IDLE = "import time; time.sleep(600)"
+
+
+@contextmanager
+def process(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    started = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        yield started
+    finally:
+        below = psutil.Process(started.pid).children(recursive=True)
+        for each in (*below, psutil.Process(started.pid)):
+            each.kill()
+        started.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(each.cpu_times()[:2]) for each in tree)
+
+
+def test_a_share_is_the_cpu_time_of_a_process_and_all_below_it() -> None:
+    with process(BUSY) as busy:
+        while cpu_seconds(busy.pid) < 0.2:  # its child has begun
+            time.sleep(0.02)
+        meter = CpuMeter(busy.pid)
+        before, started = cpu_seconds(busy.pid), time.monotonic()
+        time.sleep(1.0)
+        sample = meter.sample()
+        expected = (cpu_seconds(busy.pid) - before) / (available_cores() * (time.monotonic() - started))
+    assert sample.names == ("CPU",)
+    assert sample.shares[0] == pytest.approx(expected, rel=0.25, abs=0.03)
+    assert sample.used_bytes[0] is not None
+    assert 5e6 < sample.used_bytes[0] < 5e8
+
+
+def test_idle_and_departed_processes_keep_nothing_busy() -> None:
+    with process(IDLE) as idle:
+        time.sleep(0.5)
+        meter = CpuMeter(idle.pid)
+        time.sleep(0.3)
+        assert meter.sample().shares[0] == pytest.approx(0.0, abs=0.02)
+    assert meter.sample().shares == (0.0,)
+
+
+def test_samples_are_recorded_while_the_processes_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "SAMPLE_S", 0.1)
+    run = RunDir(tmp_path)
+    with process(BUSY) as busy, sampled(run, "cpu", ("cpu",), busy.pid):
+        while not run.events.exists() or len(read_events(run.events)) < 3:
+            time.sleep(0.02)
+    count = len(read_events(run.events))
+    time.sleep(0.3)
+    found = read_events(run.events)
+    assert len(found) == count, "nothing comes after the end"
+    assert {(event["type"], event["kind"], *event["names"]) for event in found} == {("device", "cpu", "CPU")}
+    assert max(event["shares"][0] for event in found) > 0
+
+
+UUIDS = ("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3")
+
+
+class FakeNvml(SimpleNamespace):
+    """Three GPUs; the last does not tell its utilisation, as slices of a GPU do not. For the mapping of fields only."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__(started=False)
+
+    def nvmlInit(self) -> None:  # noqa: N802 (NVML's own names, here and below)
+        self.started = True
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(UUIDS)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:  # noqa: N802
+        raise self.NVMLError(f"no {name}")
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return UUIDS[handle]
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:  # noqa: N802
+        return handle
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        if handle == 2:
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(gpu=90 + handle, memory=40)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(total=2**37, free=0, used=(handle + 1) * 2**30)
+
+
+def test_only_the_runs_gpus_are_asked_by_uuid_its_beginning_or_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert GpuMeter(("GPU-cccc-3", "GPU-bb")).sample() == Sample(
+        ("GPU 2", "GPU 1"), (None, 0.91), (3 * 2**30, 2 * 2**30)
+    )
+    assert GpuMeter(("0",)).sample() == Sample(("GPU 0",), (0.9,), (2**30,))
+
+
+@pytest.mark.parametrize("missing", ["package", "library"])
+def test_without_nvml_nothing_is_recorded_and_nothing_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], missing: str
+) -> None:
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif _has_nvml():
+        pytest.skip("this machine has NVML")
+    with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
+        time.sleep(0.3)
+    assert not (tmp_path / "events.jsonl").exists()
+    assert "Devices are not sampled" in capfd.readouterr().out
+
+
+def _has_nvml() -> bool:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "open_meter", lambda *_: time.sleep(60))
+    monkeypatch.setattr(devices, "LEAVES_S", 0.1)
+    started = time.monotonic()
+    with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
+        pass
+    assert time.monotonic() - started < 2
+
+
+def test_a_busy_device_is_no_sign_of_life_of_the_ranks(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    watch = supervisor._Watch(run, EventTail(run.events))
+    watch.last_sign = 0.0
+    write_sample(run, "cuda", Sample(("GPU 0",), (1.0,), (1,)))
+    watch.read()
+    assert watch.last_sign == 0.0
+    append_event(run.events, "phase", name="build", seconds=1.0)
+    watch.read()
+    assert watch.last_sign > 0
+
+
+def sample_at(run: RunDir, time_s: float, *shares: float | None, node: int | None = None) -> None:
+    facts = {"names": [f"GPU {index}" for index in range(len(shares))], "used_bytes": [2**30] * len(shares)}
+    node_fact = {} if node is None else {"node": node}
+    append_event(run.events, "device", time=time_s, kind="cuda", shares=list(shares), **facts, **node_fact)
+
+
+def steps_at(run: RunDir, first: int, last: int) -> None:
+    """One a second, at the second of their number."""
+    for step in range(first, last + 1):
+        append_event(run.events, "step", time=float(step), step=step, loss=1.0, seconds=float(step))
+
+
+def test_samples_count_while_the_run_trains(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    sample_at(run, 0.1, 0.0, 0.0)  # it still builds the model
+    append_event(run.events, "start", time=0.2, devices=2, resumed_from=None)
+    steps_at(run, 1, 3)
+    sample_at(run, 2.5, 0.5, None)
+    sample_at(run, 3.5, 0.75, 1.0)
+    append_event(run.events, "end", time=4.0, steps=3, seconds=3.0)
+    sample_at(run, 4.5, 0.0, 0.0)
+    tail = HistoryTail(run.events)
+    tail.read()
+    assert tail.utilization.kind == "cuda"
+    assert tail.utilization.names == ("GPU 0", "GPU 1")
+    assert tail.utilization.time.tolist() == [2.5, 2.5, 3.5, 3.5]
+    assert tail.utilization.device.tolist() == [0, 1, 0, 1]
+    assert np.isnan(tail.utilization.share[1])
+    assert np.nanmean(tail.utilization.share) == 0.75
+    assert tail.events == read_events(run.events)[1:2] + read_events(run.events)[7:8]
+
+
+def test_a_resumption_forgets_samples_with_the_steps_they_belong_to(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    append_event(run.events, "start", time=0.0, devices=1, resumed_from=None)
+    steps_at(run, 1, 9)
+    for moment in (2.5, 5.5, 8.5):
+        sample_at(run, moment, 1.0)
+    append_event(run.events, "start", time=100.0, devices=1, resumed_from="checkpoints/step-00000004")
+    append_event(run.events, "step", time=105.0, step=5, loss=1.0)
+    sample_at(run, 105.5, 0.5, node=1)
+    tail = HistoryTail(run.events)
+    tail.read()
+    assert tail.utilization.time.tolist() == [2.5, 105.5]
+    assert tail.utilization.names == ("GPU 0", "node 1, GPU 0")
+
+
+def test_samples_of_a_long_run_are_kept_with_its_history(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    append_event(run.events, "start", time=0.0, devices=1, resumed_from=None)
+    for step in range(1, 6000):
+        steps_at(run, step, step)
+        sample_at(run, step + 0.5, 0.25, 0.5)
+    first = HistoryTail(run.events)
+    first.read()
+    again = HistoryTail(run.events)
+    assert len(again.read()) == len(read_history(run.events)) == 5999
+    assert (tmp_path / "history.bin").exists()
+    sample_at(run, 6000.5, 1.0, 1.0)
+    again.read()
+    assert len(Run(tmp_path).utilization()) == len(again.utilization)
+    assert again.utilization.names == first.utilization.names
+    assert again.utilization.share.tolist() == [*first.utilization.share.tolist(), 1.0, 1.0]

@@ -1,0 +1,113 @@
+"""A profile corrected by blocks that were run: `execution.block_probe` measures them, `runs.probing` keeps them.
+
+Times: the ratio of measured to priced is interpolated over the logarithm of the micro-batch and applied to what is
+priced, so that one measurement serves tensor-parallel degrees too. Memory: a line through the bytes held at each
+micro-batch (what grows with it, and what does not) takes the place of what was counted on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from workbench.cost.cluster import Device
+from workbench.cost.profiles import DividedCosts, KindCost, Profile, Speeds
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One kind of block, run at one micro-batch."""
+
+    first_block: int
+    """The first block of its kind."""
+    micro_batch: int
+    forward_ms: float
+    backward_ms: float
+    held_bytes: float
+    workspace_bytes: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def with_measurements(profile: Profile, device: Device, found: Sequence[Measurement]) -> Profile:
+    """`profile` as `device` was seen to run it; kinds that were not measured stay as priced."""
+    of_kind: dict[int, list[Measurement]] = {}
+    for measurement in sorted(found, key=lambda one: one.micro_batch):
+        of_kind.setdefault(profile.blocks[measurement.first_block].kind, []).append(measurement)
+    speeds = {kind: _speeds(profile, kind, points, device) for kind, points in of_kind.items()}
+    kinds = {kind: _with_memory(profile.kinds[kind], points) for kind, points in of_kind.items()}
+    divided = {
+        degree: DividedCosts(_divided(profile.kinds, costs.kinds, kinds), costs.parameters)
+        for degree, costs in profile.divided.items()
+    }
+    return replace(
+        profile,
+        kinds=tuple(kinds.get(kind, cost) for kind, cost in enumerate(profile.kinds)),
+        divided=divided,
+        measured_on=device.name,
+        speeds=speeds,
+    )
+
+
+def _speeds(profile: Profile, kind: int, points: Sequence[Measurement], device: Device) -> Speeds:
+    priced = [profile.priced_ms(kind, point.micro_batch, device) for point in points]
+    return Speeds(
+        tuple(point.micro_batch for point in points),
+        tuple(_ratio(point.forward_ms, forward) for point, (forward, _) in zip(points, priced, strict=True)),
+        tuple(_ratio(point.backward_ms, backward) for point, (_, backward) in zip(points, priced, strict=True)),
+    )
+
+
+def _ratio(measured: float, priced: float) -> float:
+    return measured / priced if measured > 0 and priced > 0 else 1.0
+
+
+def _with_memory(cost: KindCost, points: Sequence[Measurement]) -> KindCost:
+    """Memory as measured, if the allocator was asked (a CPU has none to ask)."""
+    if not any(point.held_bytes or point.workspace_bytes for point in points):
+        return cost
+    samples = np.array([point.micro_batch for point in points], dtype=np.float64)
+    held = np.array([point.held_bytes for point in points])
+    each, once = _line(samples, held)
+    largest = points[-1]
+    return replace(
+        cost,
+        saved_bytes=each,
+        weight_copy_bytes=once,
+        workspace_bytes=largest.workspace_bytes / largest.micro_batch,
+        products_bytes=min(cost.products_bytes, each),
+    )
+
+
+def _line(samples: Any, values: Any) -> tuple[float, float]:
+    """Slope and offset, neither negative: the offset from the smallest, the slope through the largest."""
+    if len(samples) == 1:
+        return float(values[0] / samples[0]), 0.0
+    slope, offset = np.polyfit(samples, values, 1, w=1 / samples)
+    if offset < 0 or slope <= 0:
+        return max(0.0, float(values[-1] / samples[-1])), 0.0
+    return float(slope), float(offset)
+
+
+def _divided(
+    whole: Sequence[KindCost], parts: Sequence[KindCost], measured: Mapping[int, KindCost]
+) -> tuple[KindCost, ...]:
+    """What one tensor-parallel device holds, in the proportion in which it was counted."""
+    found = []
+    for kind, part in enumerate(parts):
+        if kind in measured:
+            counted, seen = whole[kind], measured[kind]
+            part = replace(
+                part,
+                **{
+                    name: getattr(part, name) * _ratio(getattr(seen, name), getattr(counted, name))
+                    for name in ("saved_bytes", "workspace_bytes", "products_bytes")
+                },
+                weight_copy_bytes=seen.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
+            )
+        found.append(part)
+    return tuple(found)

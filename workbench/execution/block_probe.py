@@ -1,0 +1,280 @@
+"""What one block of each kind takes on this device, as training runs it: run in a process of its own by `runs.probing`.
+
+    python -m workbench.execution.block_probe REQUEST MICRO_BATCH RESULT
+
+Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
+with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
+and what the allocator holds, so that a block is seen between its real neighbours. The result is a JSON list with one
+entry a kind, named by the index of its first block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from workbench.capture import Block, Graph, build_meta, capture
+from workbench.capture.division import Division
+from workbench.execution.build import runners
+from workbench.execution.context import StepContext
+from workbench.execution.probe_request import KEPT, Request
+from workbench.execution.random_batch import random_batch
+from workbench.execution.stage import BlockModule
+from workbench.tensors import TensorSpec
+from workbench.units import GIB
+
+WARM_UP, ROUNDS = 3, 5
+FREE_SHARE = 0.5
+"""Of a GPU's memory, at least; with less, something else runs there and would disturb the times."""
+HEAD_START_CYCLES = 60_000_000
+"""The device first sleeps (about 30 ms), so that the host is ahead and the times are the device's own."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One kind of block at one micro-batch."""
+
+    first_block: int
+    micro_batch: int
+    forward_ms: float
+    backward_ms: float
+    held_bytes: float
+    """What its forward leaves for its backward."""
+    workspace_bytes: float
+    """What it needs besides while it runs, but for its parameters' gradients; forward or backward, the larger."""
+
+
+@dataclass
+class _Moment:
+    """Between two blocks: when, what is held, and the most that was held since the last moment."""
+
+    event: Any
+    held: int
+    peak: int
+
+
+class _Log:
+    """Moments of one forward and backward, by the position in the chain at which they were noted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.forward: list[_Moment] = []
+        self.backward: dict[int, _Moment] = {}
+
+    def note(self) -> _Moment:
+        if self._device.type != "cuda":
+            return _Moment(_HostEvent(), 0, 0)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        moment = _Moment(event, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
+        return moment
+
+
+class _HostEvent:
+    """The two methods of a CUDA event, for a device that computes while its host waits."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, later: _HostEvent) -> float:
+        return 1e3 * (later._at - self._at)
+
+
+class _Boundary(torch.autograd.Function):
+    """Identity; its backward notes that the block at `position` has finished its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
+        ctx.log, ctx.position = log, position
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.log.backward[ctx.position] = ctx.log.note()
+        return gradients[0], None, None
+
+
+def measure(request: Request, micro_batch: int, device: torch.device) -> list[Probed]:
+    """Every kind of block of the requested model at one micro-batch."""
+    model = build_meta(request.build)
+    specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
+    graph = capture(model, specs, name="probed")
+    chain = chosen(graph)
+    probe = _Chain(graph, chain, request, device)
+    batch = random_batch(
+        request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
+    )
+    probe.run(batch)  # compiles
+    with _alone(device):
+        for _ in range(WARM_UP):
+            probe.run(batch)
+        logs = [probe.run(batch) for _ in range(ROUNDS)]
+    return _summary(graph, chain, logs, micro_batch)
+
+
+def chosen(graph: Graph) -> list[int]:
+    """The blocks that run: of each kind the first `KEPT`."""
+    seen: Counter[str] = Counter()
+    found = []
+    for block in graph.blocks:
+        seen[block.kind] += 1
+        if seen[block.kind] <= KEPT:
+            found.append(block.index)
+    return found
+
+
+class _Chain:
+    """The chosen blocks with weights of their own; one that is passed over hands on what the last of its kind did."""
+
+    def __init__(self, graph: Graph, chain: list[int], request: Request, device: torch.device) -> None:
+        self._graph, self._device = graph, device
+        self._bf16 = request.precision == "bf16"
+        self._context = StepContext(0, device)
+        codes = {block.kind: block.code for block in graph.blocks}
+        ready = runners(graph, codes, device, request.compiled, "none")
+        blocks = [graph.blocks[index] for index in chain]
+        uses = Counter(name for block in blocks for name in block.parameters)
+        self._parameters = {name: _parameter(graph.parameters[name], name not in graph.frozen, device) for name in uses}
+        if request.compiled:
+            for parameter in self._parameters.values():
+                torch._dynamo.mark_static_address(parameter, guard=False)
+        buffers = {name: _buffer(spec, device) for name, spec in graph.buffers.items()}
+        for name, value in graph.constants.items():
+            buffers[name] = _buffer(_spec(name, value), device) if value.is_meta else value.detach().to(device)
+        own = {name: parameter for name, parameter in self._parameters.items() if uses[name] == 1}
+        self._shared = {name: parameter for name, parameter in self._parameters.items() if uses[name] > 1}
+        self._modules = {
+            block.index: BlockModule(block, ready[block.kind], own, buffers, self._context, "none", Division())
+            for block in blocks
+        }
+        self._context.counts = [torch.ones((), device=device) for _ in graph.label_counts]
+
+    def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
+        """One forward and backward of the chain."""
+        log = _Log(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(HEAD_START_CYCLES)
+        autocast: Any = torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
+        log.forward.append(log.note())
+        with autocast:
+            loss = self._forward(batch, log)
+        loss.float().sum().backward()
+        log.backward[0] = log.note()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return log
+
+    def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:
+        values: dict[str, torch.Tensor] = {}
+        last_of: dict[str, tuple[torch.Tensor, ...]] = {}
+        position = 0
+        for block in self._graph.blocks:
+            module = self._modules.get(block.index)
+            if module is not None:
+                received = (_bounded(values[name], log, position) for name in block.receives)
+                last_of[block.kind] = module(self._shared, (*received, *(batch[name] for name in block.inputs)))
+                position += 1
+                log.forward.append(log.note())
+            values |= dict(zip(block.sends, last_of[block.kind], strict=True))
+        return values[self._graph.loss]
+
+
+def _bounded(value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
+    return _Boundary.apply(value, log, position) if value.requires_grad else value
+
+
+def _parameter(spec: TensorSpec, trained: bool, device: torch.device) -> nn.Parameter:
+    value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device).normal_(0, 0.02)
+    parameter = nn.Parameter(value, requires_grad=trained)
+    if trained:
+        parameter.grad = torch.zeros_like(value)  # from the second micro-batch on, gradients are added
+    return parameter
+
+
+def _buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Zeros where a number may index, ones elsewhere: a mask that hides nothing, a variance that divides by one."""
+    dtype = getattr(torch, spec.dtype)
+    make = torch.ones if dtype.is_floating_point or dtype == torch.bool else torch.zeros
+    return make(spec.shape, dtype=dtype, device=device)
+
+
+def _spec(name: str, value: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _summary(graph: Graph, chain: list[int], logs: list[_Log], micro_batch: int) -> list[Probed]:
+    """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
+    before a first one is of another kind."""
+    positions: dict[str, list[int]] = defaultdict(list)
+    for position, index in enumerate(chain):
+        positions[graph.blocks[index].kind].append(position)
+    found = []
+    for places in positions.values():
+        seen = [_of_block(graph, chain, position, log) for position in (places[1:] or places) for log in logs]
+        forward, backward, held, workspace = (statistics.median(column) for column in zip(*seen, strict=True))
+        found.append(Probed(chain[places[0]], micro_batch, forward, backward, held, workspace))
+    return found
+
+
+def _of_block(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
+    before, after = log.forward[position], log.forward[position + 1]
+    # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note.
+    begun = after if position == len(chain) - 1 else log.backward.get(position + 1)
+    ended = log.backward.get(position)
+    forward = before.event.elapsed_time(after.event)
+    held, workspace = after.held - before.held, after.peak - after.held
+    backward = 0.0
+    if begun is not None and ended is not None:
+        backward = begun.event.elapsed_time(ended.event)
+        gradients = 4 * sum(graph.parameters[name].numel for name in _trained(graph, graph.blocks[chain[position]]))
+        workspace = max(workspace, ended.peak - after.held - gradients)
+    return forward, backward, float(held), float(max(0, workspace))
+
+
+def _trained(graph: Graph, block: Block) -> list[str]:
+    return [name for name in block.parameters if name not in graph.frozen]
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Probes on the same device compile side by side and measure one after the other."""
+    name = f"workbench-probe-{os.getuid()}-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}-{device}.lock".replace(":", "-")
+    with (Path(tempfile.gettempdir()) / name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    request_file, micro_batch, result = sys.argv[1:]
+    request: Request = pickle.loads(Path(request_file).read_bytes())
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high" if request.precision == "bf16" else "highest")
+        free, total = torch.cuda.mem_get_info(device)
+        if free < FREE_SHARE * total:
+            raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
+    found = measure(request, int(micro_batch), device)
+    Path(result).write_text(json.dumps([asdict(probed) for probed in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""How busy a run's devices are, as `device` events: sampled every two seconds beside the training.
+
+The supervisor (on further nodes, the process that started the ranks there) asks NVML for the GPUs that the run was
+given, or the kernel for the CPU time of its processes. It does so in a daemon thread: a driver that does not answer
+delays nothing. The ranks have no part in it. Without NVML there are no samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+
+from workbench.machine import available_cores
+from workbench.rundir import RunDir, append_event
+
+SAMPLE_S = 2.0
+LEAVES_S = 1.0
+"""For the thread to end when the ranks have; one that hangs in the driver is left behind."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at some devices; None where a device did not say."""
+
+    names: tuple[str, ...]
+    shares: tuple[float | None, ...]
+    """0 to 1."""
+    used_bytes: tuple[int | None, ...]
+
+
+class Meter(Protocol):
+    """Looks at the devices of one node."""
+
+    def sample(self) -> Sample: ...
+
+
+class GpuMeter:
+    """The GPUs of these names, as `CUDA_VISIBLE_DEVICES` has them: UUIDs, their beginnings, or indices.
+
+    Share: of the driver's last sampling period (up to a second), in which a kernel ran. Memory: in use by anybody.
+    Raises `ImportError` or `pynvml.NVMLError` where NVML cannot be asked.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self._handles = [self._handle(name) for name in devices]
+        self._names = tuple(f"GPU {pynvml.nvmlDeviceGetIndex(handle)}" for handle in self._handles)
+
+    def _handle(self, device: str) -> Any:
+        nvml = self._nvml
+        if device.isdigit():
+            return nvml.nvmlDeviceGetHandleByIndex(int(device))
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            if nvml.nvmlDeviceGetUUID(handle).startswith(device):
+                return handle
+        return nvml.nvmlDeviceGetHandleByUUID(device)
+
+    def sample(self) -> Sample:
+        shares, used = [], []
+        for handle in self._handles:
+            share = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
+            memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
+            shares.append(None if share is None else share.gpu / 100)
+            used.append(None if memory is None else int(memory.used))
+        return Sample(self._names, tuple(shares), tuple(used))
+
+    def _ask(self, question: Any, handle: Any) -> Any:
+        try:
+            return question(handle)
+        except self._nvml.NVMLError:  # not supported (a slice of a GPU), or the GPU has fallen off the bus
+            return None
+
+
+class CpuMeter:
+    """The node's cores, as a process and all below it keep them busy since the last sample."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._cores = available_cores()
+        self._spent, self._at = self._look()[0], time.monotonic()
+
+    def sample(self) -> Sample:
+        spent, resident = self._look()
+        now = time.monotonic()
+        busy = sum(seconds - self._spent.get(process, 0.0) for process, seconds in spent.items())
+        share = busy / (self._cores * max(1e-3, now - self._at))
+        self._spent, self._at = spent, now
+        return Sample(("CPU",), (min(1.0, share),), (resident,))
+
+    def _look(self) -> tuple[dict[tuple[int, float], float], int]:
+        """CPU seconds of each process so far, and the resident bytes of all."""
+        spent, resident = {}, 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (self._root, *self._root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error), process.oneshot():
+                    times = process.cpu_times()
+                    spent[process.pid, process.create_time()] = times.user + times.system
+                    resident += process.memory_info().rss
+        return spent, resident
+
+
+def open_meter(kind: str, devices: Sequence[str], pid: int) -> Meter:
+    """What measures the devices of a run of this `kind` (`cpu` or `cuda`) whose launcher is `pid`."""
+    return CpuMeter(pid) if kind == "cpu" else GpuMeter(devices)
+
+
+@contextlib.contextmanager
+def sampled(run: RunDir, kind: str, devices: Sequence[str], pid: int, node: int | None = None) -> Iterator[None]:
+    """Record how busy the devices are for as long as the block runs; whatever goes wrong with that is only printed."""
+    over = threading.Event()
+
+    def record() -> None:
+        try:
+            meter = open_meter(kind, devices, pid)
+            while not over.wait(SAMPLE_S):
+                write_sample(run, kind, meter.sample(), node)
+        except Exception as error:  # no NVML, a driver of another version, a full disk
+            print(f"Devices are not sampled: {type(error).__name__}: {error}", flush=True)
+
+    thread = threading.Thread(target=record, name="devices", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(LEAVES_S)
+
+
+def write_sample(run: RunDir, kind: str, sample: Sample, node: int | None = None) -> None:
+    """One `device` event."""
+    shares = [None if share is None else round(share, 3) for share in sample.shares]
+    facts = {"names": list(sample.names), "shares": shares, "used_bytes": list(sample.used_bytes)}
+    append_event(run.events, "device", kind=kind, **({} if node is None else {"node": node}), **facts)
