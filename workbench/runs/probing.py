@@ -27,7 +27,7 @@ from workbench.home import cache_home
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
 
-FORMAT = 1
+FORMAT = 2
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
 LONGEST_MS = 150.0
@@ -43,7 +43,7 @@ def measured_blocks(
 
     What cannot be measured (a GPU in use, too little memory) is left out, with a warning where nothing is left.
     """
-    path = _kept_at(profile, cluster)
+    path = _kept_at(profile, cluster, request.labelled)
     if not again and (kept := _read(path)):
         return kept
     found, reasons = _probe(
@@ -74,8 +74,8 @@ def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tupl
     return tuple(dict.fromkeys(max(1, largest // 4**index) for index in range(SIZES)))
 
 
-def _kept_at(profile: Profile, cluster: Cluster) -> Path:
-    what = [FORMAT, profile.signature, profile.precision, profile.compiled, cluster.device.name]
+def _kept_at(profile: Profile, cluster: Cluster, labelled: float) -> Path:
+    what = [FORMAT, profile.signature, profile.precision, profile.compiled, labelled, cluster.device.name]
     key = hashlib.sha256(json.dumps([*what, metadata.version("torch")]).encode()).hexdigest()[:16]
     return cache_home() / "blocks" / f"{key}.json"
 
