@@ -73,30 +73,30 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
         compiled=_compiled(experiment, cluster),
         labelled_share=experiment.data.labelled_share(experiment),
     )
-    return _measured(experiment, costs, cluster) if _is_here(cluster) else costs
-
-
-def _is_here(cluster: Cluster) -> bool:
-    """Does this machine have the GPU that the cluster is made of?"""
-    from workbench.cost.detect import local_gpu
-
-    return cluster.device.kind == "cuda" and local_gpu() == cluster.device.name
+    return _measured(experiment, costs, cluster)
 
 
 def _measured(experiment: Experiment, costs: Profile, cluster: Cluster) -> Profile:
+    """`costs` with what was measured of its blocks on the cluster's device, now if this machine has one."""
+    from workbench.cost.detect import local_gpu
     from workbench.cost.measured import with_measurements
     from workbench.execution.probe_request import Request
-    from workbench.runs.probing import measured_blocks
+    from workbench.runs.probing import kept_blocks, measured_blocks
 
-    request = Request(
-        experiment.model.build,
-        dict(experiment.data.batch_specs(experiment)),
-        getattr(experiment.model, "vocab_size", None) or 2,
-        experiment.data.labelled_share(experiment),
-        costs.precision,
-        costs.compiled,
-    )
-    return with_measurements(costs, cluster.device, measured_blocks(request, costs, cluster, experiment.global_batch))
+    if cluster.device.kind != "cuda":
+        return costs
+    found = kept_blocks(costs, cluster)
+    if not found and local_gpu() == cluster.device.name:
+        request = Request(
+            experiment.model.build,
+            dict(experiment.data.batch_specs(experiment)),
+            experiment.model.vocab_size or 2,
+            experiment.data.labelled_share(experiment),
+            costs.precision,
+            costs.compiled,
+        )
+        found = measured_blocks(request, costs, cluster, experiment.global_batch)
+    return with_measurements(costs, cluster.device, found) if found else costs
 
 
 @checked_keywords
@@ -490,12 +490,14 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
 
 
 def show(run: Run | str | os.PathLike[str]) -> go.Figure:
-    """What was predicted for a run beside what it measured: step time, speed, memory of each stage."""
-    from workbench.figures import prediction
+    """What was predicted for a run beside what it measured: step time, speed, memory of each device, and one step's
+    timeline where the run recorded one."""
+    from workbench.figures import measured_timeline, prediction
     from workbench.runs.summary import measurements
 
     handle = load_run(run)
-    return prediction(handle.plan, measurements(handle), title=f"{handle.name}: predicted and measured")
+    title = f"{handle.name}: predicted and measured"
+    return prediction(handle.plan, measurements(handle), title, measured_timeline(handle.events()))
 
 
 def summary(runs: Runs) -> Summary:

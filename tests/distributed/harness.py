@@ -1,13 +1,18 @@
-"""Real processes on gloo: `launch(function, world, …)` runs `function(rank, …)` in each and returns rank 0's result."""
+"""Real processes: `launch(function, world, …)` runs `function(rank, …)` in each and returns rank 0's result.
+
+On gloo, or with `device="cuda"` on NCCL, one GPU each.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
 import socket
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,14 @@ from workbench.execution.mesh import Place
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 
 # The fork server imports these once; each test's processes then start in milliseconds.
-multiprocessing.set_forkserver_preload(["tests.distributed.zoo", "tests.distributed.test_equivalence"])
+multiprocessing.set_forkserver_preload(
+    [
+        "tests.distributed.zoo",
+        "tests.distributed.test_equivalence",
+        "workbench.execution.worker",
+        "transformers.models.bert.modeling_bert",
+    ]
+)
 
 NOTHING = Memory(0, 0, 0, 0, 0)
 CPU = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10}, 1e10)
@@ -36,19 +48,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(function: Callable[..., Any], world: int, *args: Any) -> Any:
+def launch(function: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> Any:
     """Run on `world` processes; the first failure of any rank is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.pt"
-        arguments = (world, free_port(), str(result), function, args)
-        mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method="forkserver")
+        arguments = (world, free_port(), str(result), device, function, args)
+        mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method=start_method(device))
         return torch.load(result, weights_only=False)
 
 
-def _entry(rank: int, world: int, port: int, result: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _entry(
+    rank: int, world: int, port: int, result: str, device: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     try:
         value = function(rank, *args)
         if rank == 0:
@@ -58,8 +75,23 @@ def _entry(rank: int, world: int, port: int, result: str, function: Callable[...
         dist.destroy_process_group()
 
 
-def place(pipeline: int, data: int, tensor: int = 1) -> Place:
-    return Place.on(init_device_mesh("cpu", (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp")))
+@functools.cache
+def start_method(device: str) -> str:
+    """The fork server starts processes in milliseconds; they can use GPUs unless an import of its has touched CUDA."""
+    if device == "cpu":
+        return "forkserver"
+    probe = multiprocessing.get_context("forkserver").Process(target=_touch_gpu)
+    probe.start()
+    probe.join()
+    return "forkserver" if probe.exitcode == 0 else "spawn"
+
+
+def _touch_gpu() -> None:
+    torch.zeros(1, device="cuda").item()
+
+
+def place(pipeline: int, data: int, tensor: int = 1, device: str = "cpu") -> Place:
+    return Place.on(init_device_mesh(device, (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp")))
 
 
 def forced_plan(

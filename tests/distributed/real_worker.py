@@ -1,4 +1,4 @@
-"""The real worker on gloo without a launcher: `Ranks(run).start()`, to be waited for, or killed with -9.
+"""The real worker without a launcher, on gloo or GPUs: `Ranks(run, world)`, to be waited for, or killed with -9.
 
 What trains is small, has dropout, and reads a dataset of its own; the run directory is as `launch` writes it.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.distributed.harness import free_port
+from tests.distributed.harness import free_port, start_method
 from workbench import models
 from workbench.api import plan as make_plan
 from workbench.cost.cluster import Cluster, Device, Link
@@ -52,10 +52,10 @@ def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
     return Experiment(model=model, data=Words(), name="small", project="", **{**fields, **changes})
 
 
-def plan(asked: Experiment, tensor: int = 1, **degrees: int) -> Plan:
-    """Planned for as many CPUs as the degrees make; `tensor` divides each of these again."""
+def plan(asked: Experiment, tensor: int = 1, device: Device = DEVICE, **degrees: int) -> Plan:
+    """Planned for as many devices as the degrees make; `tensor` divides each of these again."""
     world = degrees.get("pipeline", 1) * degrees.get("data", 1)
-    chosen = make_plan(asked, Cluster(DEVICE, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})
+    chosen = make_plan(asked, Cluster(device, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})
     return dataclasses.replace(chosen, tensor=tensor)
 
 
@@ -74,15 +74,14 @@ def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None =
 
 
 class Ranks:
-    """The processes of one start."""
+    """The processes of one start, each on a CPU or on a GPU of its own."""
 
-    def __init__(self, run: RunDir, world: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["workbench.execution.worker", "transformers.models.bert.modeling_bert"])
+    def __init__(self, run: RunDir, world: int, device: str = "cpu") -> None:
+        context = multiprocessing.get_context(start_method(device))
         port = free_port()
         self.run = run
         self.processes = [
-            context.Process(target=_rank, args=(rank, world, port, str(run.path))) for rank in range(world)
+            context.Process(target=_rank, args=(rank, world, port, str(run.path), device)) for rank in range(world)
         ]
         for process in self.processes:
             process.start()
@@ -103,19 +102,20 @@ class Ranks:
             process.join(60)
 
 
-def _rank(rank: int, world: int, port: int, path: str) -> None:
-    from workbench.execution import worker
-
+def _rank(rank: int, world: int, port: int, path: str, device: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["ACCELERATE_USE_CPU"] = str(device == "cpu").lower()
+    from workbench.execution import worker
+
     os._exit(worker.main(path))
 
 
-def trained(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None) -> RunDir:
+def trained(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None, device: str = "cpu") -> RunDir:
     """From the start, or a checkpoint, to the end."""
     run = directory(path, asked, chosen, resume)
-    Ranks(run, chosen.world).wait()
+    Ranks(run, chosen.world, device).wait()
     return run
 
 

@@ -170,10 +170,11 @@ def run(name: str, division: Division, steps: int = 1) -> Outcome:
     return found
 
 
-def plain(name: str, steps: int, clip_norm: float = 1.0) -> Outcome:
+def plain(name: str, steps: int, clip_norm: float = 1.0, device: str = "cpu") -> Outcome:
     """The same training with nothing of ours but the schedule of learning rates."""
     torch.manual_seed(0)
-    model = MODELS[name]().train()
+    with torch.device(device):
+        model = MODELS[name]().train()
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -182,7 +183,7 @@ def plain(name: str, steps: int, clip_norm: float = 1.0) -> Outcome:
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(**batch_of(name, step)).loss
+        loss = model(**{key: value.to(device) for key, value in batch_of(name, step).items()}).loss
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
         for group in optimizer.param_groups:

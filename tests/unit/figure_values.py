@@ -40,21 +40,22 @@ def plan(
     data: int = 1,
     memory_limit_bytes: int | None = None,
     model: str = "bert-1920x54",
+    chunks: int = 1,
 ) -> Plan:
-    """`blocks` equal blocks over `stages` equal stages on H200s."""
+    """`blocks` equal blocks over `stages` equal stages on H200s, `chunks` of them on each pipeline rank."""
     cuts = [round(index * blocks / stages) for index in range(stages + 1)]
     return Plan(
         model=model,
         signature="0" * 16,
-        cluster=Cluster.of("h200", gpus=stages * data),
+        cluster=Cluster.of("h200", gpus=stages // chunks * data),
         global_batch=8 * microbatches * data,
         seq_len=512,
         precision="bf16",
-        pipeline=stages,
+        pipeline=stages // chunks,
         data=data,
         tensor=1,
         zero=2 if data > 1 else 0,
-        schedule="1f1b",
+        schedule="1f1b" if chunks == 1 else "interleaved",
         micro_batch=8,
         num_microbatches=microbatches,
         block_names=("bert.embeddings", *(f"bert.encoder.layer.{i}" for i in range(blocks - 2)), "cls"),

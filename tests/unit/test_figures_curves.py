@@ -11,7 +11,18 @@ from figure_values import curve
 from workbench.errors import UnknownParameter
 from workbench.figures import Curve, loss_curves, throughput
 from workbench.figures._panels import panel_names, panels
-from workbench.figures._series import MAX_POINTS, X_AXES, Mark, decimated, diverged_at, focused, gap_starts, smoothed
+from workbench.figures._series import (
+    MAX_POINTS,
+    TURN,
+    X_AXES,
+    Mark,
+    _in_widths,
+    decimated,
+    diverged_at,
+    focused,
+    gap_starts,
+    smoothed,
+)
 from workbench.runs.history import Utilization
 
 
@@ -202,6 +213,22 @@ def test_smoothing_of_a_million_points_takes_no_noticeable_time() -> None:
     began = time.perf_counter()
     smoothed(x, np.sin(x), 1000.0)
     assert time.perf_counter() - began < 2.0
+
+
+def test_the_average_of_a_long_column_is_the_weighted_sum_that_defines_it() -> None:
+    """More points than are summed in one turn, narrow and wide, a gap at an edge of turns; checked at some points."""
+    random = np.random.default_rng(0)
+    x = np.cumsum(random.exponential(1.0, 3 * TURN))
+    y = np.sin(x / 300) + random.normal(0, 1, len(x))
+    y[TURN - 5 : TURN + 5] = np.nan
+    known = np.isfinite(y)
+    for width in (20.0, 0.05 * x[-1]):
+        line = smoothed(x, y, width)
+        assert np.array_equal(np.isfinite(line), known)
+        for at in (0, 7, 500, TURN - 6, TURN + 5, 2 * TURN, len(x) - 1):
+            position = _in_widths(x[known], width)
+            weights = np.exp(-np.abs(position - position[known[:at].sum()]))
+            assert line[at] == pytest.approx(weights @ y[known] / weights.sum(), abs=1e-9)
 
 
 def test_two_runs_of_different_length_are_smoothed_over_the_same_number_of_tokens() -> None:

@@ -74,6 +74,19 @@ def test_memory_is_stacked_by_kind_up_to_each_stages_total() -> None:
         assert sum(trace.x[stage.index] for trace in stacks) * GIB == pytest.approx(stage.memory.total)
 
 
+def test_a_device_with_several_stages_shows_what_all_of_them_hold() -> None:
+    value = plan(8, 56, chunks=2)
+    figure = show_plan(value)
+    held = {rank: value.stages[rank].memory.total + value.stages[rank + 4].memory.total for rank in range(4)}
+    stacks = parts(figure, "memory")
+    for rank in range(4):
+        assert sum(trace.x[rank] for trace in stacks) * GIB == pytest.approx(held[rank])
+    [totals] = parts(figure, "totals")
+    assert [x * GIB for x in totals.x] == [pytest.approx(value.device_bytes(rank)) for rank in range(4)]
+    assert "<b>rank 3</b><br>stages 3, 7" in figure.layout.yaxis2.ticktext
+    assert f"{value.peak_bytes / GIB:.1f} GiB of" in figure.layout.title.subtitle.text
+
+
 def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
     figure = partition(plan(4, 56, memory_limit_bytes=32 * GIB))
     assert [note.text for note in figure.layout.annotations] == ["your limit 32.0 GiB"]
@@ -181,6 +194,35 @@ def test_prediction_states_the_error_of_each_quantity() -> None:
     ticks = [axis.ticktext for axis in figure.select_xaxes()]
     assert ticks[:3] == [("<b>-20.0%</b>",), ("<b>+25.0%</b>",), ("<b>+0.0%</b>",)]
     assert all("+25.0%" in tick for tick in ticks[3])
+
+
+def test_predicted_memory_of_a_device_is_that_of_all_its_stages() -> None:
+    """Runs measure devices, and under an interleaved schedule a device holds several stages."""
+    value = plan(4, 8, chunks=2)
+    measured = {0: 10 * GIB, 1: 20 * GIB}
+    figure = prediction(value, {"peak_bytes": measured})
+    predicted, found = figure.data
+    assert list(predicted.y) == [value.device_bytes(rank) / GIB for rank in (0, 1)]
+    assert list(found.y) == [10.0, 20.0]
+    assert predicted.y[0] * GIB == value.stages[0].memory.total + value.stages[2].memory.total
+    [ticks] = [axis.ticktext for axis in figure.select_xaxes()]
+    assert ticks[1].startswith("rank 1<br>stages 1, 3<br>")
+
+
+def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time_and_memory() -> None:
+    value = plan(4, 8, microbatches=4, chunks=2)
+    slower = simulate(build_schedule("interleaved", 2, 4, 2), [1.0] * 4, [2.2] * 4)
+    figure = prediction(value, {"step_ms": 1000.0, "peak_bytes": {0: 10 * GIB}}, step=slower)
+    titles = [note.text for note in figure.layout.annotations]
+    assert titles[:2] == ["Step time (ms)", "Peak memory of a device (GiB)"]
+    assert titles[2].startswith("<b>predicted</b>")
+    assert titles[3].startswith("<b>measured</b>")
+    assert sum(len(trace.x) for trace in parts(figure, "actions")) == 2 * 2 * 4 * 4
+    times = [axis.range for axis in figure.select_xaxes() if axis.title.text == "time (ms)"]
+    assert len(times) == 2
+    assert times[0] == times[1]
+    named = [trace.name for trace in figure.data if trace.showlegend is not False]
+    assert sorted(named) == ["backward", "forward", "idle (bubble)", "measured", "predicted"]
 
 
 def test_prediction_leaves_out_what_was_not_measured() -> None:

@@ -52,6 +52,11 @@ def detect(processes: int | None = None, *, calibrated: bool = True) -> Cluster:
 def _detected(processes: int | None) -> Cluster:
     import torch
 
+    if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
+        raise PlanInfeasible(
+            f"{processes!r} processes cannot train anything. Ask for a whole number of at least one, or leave it out.",
+            processes=processes,
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return _cpu_cluster(CPU_PROCESSES if processes is None else processes)
@@ -117,8 +122,6 @@ def _measured_gpu(name: str) -> Device:
 
 
 def _cpu_cluster(processes: int) -> Cluster:
-    if processes < 1:
-        raise PlanInfeasible(f"{processes} processes cannot train anything. Ask for at least one.", processes=processes)
     cores = available_cores()
     rates = _remembered(f"{cpu_model()} {cores}", lambda: _measure("cpu", ("fp32",)))
     share = 1 / max(1, processes)

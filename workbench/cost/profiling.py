@@ -77,6 +77,7 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool, lab
         frozen=graph.frozen,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
         divided=_divided(graph, walks, costs),
+        labelled_share=labelled_share,
     )
 
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,14 @@ from workbench.execution.stage import BlockModule
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
-WARM_UP, ROUNDS = 3, 5
+SUSTAINED_S = 1.5
+"""The device is kept busy for so long, as training keeps it: its clocks fall under load. The second half counts."""
+FEWEST, MOST = 6, 60
 FREE_SHARE = 0.5
 """Of a GPU's memory, at least; with less, something else runs there and would disturb the times."""
-HEAD_START_CYCLES = 60_000_000
-"""The device first sleeps (about 30 ms), so that the host is ahead and the times are the device's own."""
+CYCLES_PER_S = 1.8e9
+HEAD_START_S = 0.03
+"""The device first sleeps, so that the host is ahead and the times are the device's own."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,39 @@ def measure(request: Request, micro_batch: int, device: torch.device) -> list[Pr
     )
     probe.run(batch)  # compiles
     with _alone(device):
-        for _ in range(WARM_UP):
-            probe.run(batch)
-        logs = [probe.run(batch) for _ in range(ROUNDS)]
+        logs = _sustained(lambda: probe.run(batch), device)
     return _summary(graph, chain, logs, micro_batch)
+
+
+def _sustained(run: Callable[[], _Log], device: torch.device) -> list[_Log]:
+    """Rounds one after the other until the device has been busy for `SUSTAINED_S`; those of the second half."""
+    for _ in range(2):
+        _wait(device)
+        begun = time.perf_counter()
+        run()
+        host_s = time.perf_counter() - begun
+        _wait(device)
+        round_s = time.perf_counter() - begun
+    # Where the host is the slower of the two, the device waits ahead of every round instead of between kernels.
+    sleep_s = host_s if host_s > 0.8 * round_s else 0.0
+    rounds = min(MOST, max(FEWEST, round(SUSTAINED_S / round_s)))
+    _sleep(device, HEAD_START_S)
+    logs = []
+    for _ in range(rounds):
+        _sleep(device, sleep_s)
+        logs.append(run())
+    _wait(device)
+    return logs[rounds // 2 :]
+
+
+def _sleep(device: torch.device, seconds: float) -> None:
+    if device.type == "cuda" and seconds:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def chosen(graph: Graph) -> list[int]:
@@ -172,9 +204,6 @@ class _Chain:
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
         """One forward and backward of the chain."""
         log = _Log(self._device)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda._sleep(HEAD_START_CYCLES)
         autocast: Any = torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
         self._context.labelled = self._counter.of(batch)
         log.forward.append(log.note())
@@ -182,8 +211,6 @@ class _Chain:
             loss = self._forward(batch, log)
         loss.float().sum().backward()
         log.backward[0] = log.note()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
         return log
 
     def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:

@@ -43,6 +43,11 @@ class LabelledRows:
         """For a micro-batch in which at most so many labels stand."""
         return self._runner(self.part.kept(labels))
 
+    @property
+    def sizes(self) -> frozenset[int | None]:
+        """The numbers of rows that have come up, None for all of them."""
+        return frozenset(self._runners)
+
     def _runner(self, kept: int | None) -> Runner:
         if kept not in self._runners:
             code = self._code if kept is None else over_labelled_rows(self._code, self.part, kept)

@@ -65,6 +65,14 @@ def loss_curves(
     return figure
 
 
+def loss_layout(curves: Sequence[CurveLike], x: str) -> go.Figure:
+    """A figure that is laid out as `loss_curves` lays it out, without title, menus or curves."""
+    figure = go.Figure()
+    _lay_out(figure, axes_of(curves), x, "loss", False, None, many=len(curves) > 8)
+    figure.layout.title = None
+    return figure
+
+
 def _require_axis(x: str, axes: Mapping[str, Any]) -> None:
     if x not in X_AXES:
         raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}", parameter="x", value=x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from workbench.figures._series import (
     SMOOTHING,
     CurveLike,
     DrawnCurve,
+    at_once,
     axes_of,
     color_of,
     column,
@@ -62,13 +63,14 @@ def panels(
     names: Sequence[str] | None = None,
     window: tuple[float, float] | None = None,
     usage: Usage = (),
+    curves_of: Callable[[str], Sequence[DrawnCurve]] | None = None,
 ) -> go.Figure:
     """Small multiples over training of all runs, in the runs' colours, and the memory of each rank at its peak.
 
     `peaks` holds a run's `memory` events by rank (`latest_by_rank`), one mapping a curve; `usage` says of each run
     how busy its devices were; `names` chooses panels (default: those with something to show); `window` is the part
-    of the x axis that is visible, in the axis' own unit. The spread of a rate is drawn pale, its moving average in
-    front.
+    of the x axis that is visible, in the axis' own unit; `curves_of` gives the drawn curves of a column where they are
+    known already. The spread of a rate is drawn pale, its moving average in front.
     """
     names = panel_names(curves, peaks, usage) if names is None else names
     axes = axes_of(curves)
@@ -96,10 +98,7 @@ def panels(
             figure.update_xaxes(title_text=lowest, rangemode="tozero", range=window, **place)
             figure.update_yaxes(range=[0, 105], nticks=6, **place)
         else:
-            width, along = width_of(curves, smoothing), smoothing_axis(curves)
-            found = [
-                drawn(curve, index, name, width, along, {x: scale}, PANEL_POINTS) for index, curve in enumerate(curves)
-            ]
+            found = curves_of(name) if curves_of else _drawn(curves, name, x, scale, smoothing)
             traces = rate_traces(found, name, x, smoothing > 0, window)
             figure.add_traces(traces, rows=place["row"], cols=place["col"])
             lowest = heading if position + columns >= len(names) else None
@@ -124,6 +123,13 @@ def panels(
     return figure
 
 
+def _drawn(curves: Sequence[CurveLike], name: str, x: str, scale: float, smoothing: float) -> list[DrawnCurve]:
+    width, along = width_of(curves, smoothing), smoothing_axis(curves)
+    return at_once(
+        lambda index: drawn(curves[index], index, name, width, along, {x: scale}, PANEL_POINTS), range(len(curves))
+    )
+
+
 def _title(name: str, usage: Usage) -> str:
     if name == "utilization":
         return utilization_title(usage)
@@ -132,9 +138,13 @@ def _title(name: str, usage: Usage) -> str:
 
 def _decades(curves: Sequence[CurveLike], name: str) -> float:
     """Orders of magnitude between the smallest and the largest positive value."""
-    values = np.concatenate([column(curve, name) for curve in curves])
-    known = values[np.isfinite(values) & (values > 0)]
-    return float(np.log10(known.max() / known.min())) if len(known) else 0.0
+    lowest, highest = math.inf, 0.0
+    for curve in curves:
+        values = column(curve, name)
+        known = values[np.isfinite(values) & (values > 0)]
+        if len(known):
+            lowest, highest = min(lowest, float(known.min())), max(highest, float(known.max()))
+    return math.log10(highest / lowest) if highest else 0.0
 
 
 def rate_traces(

@@ -53,12 +53,13 @@ def partition(
 
     A stage whose row is longer than the others holds the pipeline up. Blocks within a stage are drawn
     equally wide unless `blocks` says what each of them takes (one `BlockView` for every block of the
-    plan). Memory is the predicted peak of one device of the stage, by kind, against the device's memory
-    or the limit that the user gave. `crossing` tells, for each stage but the last, which tensors of one
-    micro-batch it sends on (`Graph.crossing`); they stand at the end of its row, hover names them.
+    plan). Memory is the predicted peak of one device of each pipeline rank, by kind, against the device's
+    memory or the limit that the user gave: beside its stage, or in a row of its own where a rank has several
+    stages. `crossing` tells, for each stage but the last, which tensors of one micro-batch it sends on
+    (`Graph.crossing`); they stand at the end of its row, hover names them.
     """
     rows = rows_per_stage(plan)
-    figure = make_subplots(rows=1, cols=2, column_widths=[0.62, 0.38], horizontal_spacing=0.03, shared_yaxes=True)
+    figure = make_subplots(rows=1, cols=2, column_widths=[0.62, 0.38], horizontal_spacing=0.03)
     add_partition(figure, plan, blocks, row=1, col=1)
     if crossing:
         add_crossing(figure, plan, crossing, row=1, col=1)
@@ -259,17 +260,34 @@ def limit_of(plan: Plan) -> tuple[int, str]:
     return device_bytes, f"device {gib(device_bytes)}"
 
 
+def device_memory(plan: Plan, pipeline_rank: int) -> Memory:
+    """What one device of a pipeline rank holds at its peak: all of its stages."""
+    held = [stage.memory for stage in plan.stages_of(pipeline_rank)]
+    return Memory(*(sum(getattr(memory, item.name) for memory in held) for item in fields(Memory)))
+
+
+def rank_name(plan: Plan, pipeline_rank: int) -> str:
+    """`stage 2`, or `rank 2` where a pipeline rank has several stages."""
+    return f"{'stage' if plan.chunks == 1 else 'rank'} {pipeline_rank}"
+
+
+def stages_held(plan: Plan, pipeline_rank: int) -> str:
+    """`stages 2, 6`."""
+    return "stages " + ", ".join(str(stage.index) for stage in plan.stages_of(pipeline_rank))
+
+
 def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
-    """Draw the memory of one device of each stage, stacked by kind, against its limit, into one subplot."""
-    indices = [stage.index for stage in plan.stages]
+    """Draw the memory of one device of each pipeline rank, stacked by kind, against its limit, into one subplot."""
+    ranks = list(range(plan.pipeline))
+    devices = [device_memory(plan, rank) for rank in ranks]
     for kind in (item.name for item in fields(Memory)):
-        values = [getattr(stage.memory, kind) for stage in plan.stages]
+        values = [getattr(memory, kind) for memory in devices]
         figure.add_trace(
             go.Bar(
                 orientation="h",
                 x=[value / GIB for value in values],
-                y=indices,
-                width=0.62,
+                y=ranks,
+                width=0.62 if plan.chunks == 1 else 0.45,
                 name=MEMORY_LABELS[kind],
                 marker={"color": theme.MEMORY_COLORS[kind], "line": {"color": "white", "width": 0.5}},
                 text=[f"{value / GIB:.3g}" for value in values],
@@ -278,8 +296,8 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
                 textangle=0,
                 textfont={"color": theme.ink_on(theme.MEMORY_COLORS[kind]), "size": 10},
                 hovertext=[
-                    f"stage {index}: {MEMORY_LABELS[kind]} {gib(value)}"
-                    for index, value in zip(indices, values, strict=True)
+                    f"{rank_name(plan, rank)}: {MEMORY_LABELS[kind]} {gib(value)}"
+                    for rank, value in zip(ranks, values, strict=True)
                 ],
                 hoverinfo="text",
                 meta="memory",
@@ -287,17 +305,29 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
             row=row,
             col=col,
         )
-    _add_totals(figure, plan, row=row, col=col)
+    _add_totals(figure, devices, row=row, col=col)
     _add_limit(figure, plan, row=row, col=col)
+    figure.update_yaxes(
+        range=[plan.pipeline - 0.5, -0.5],
+        showgrid=False,
+        showticklabels=plan.chunks > 1,
+        side="right",
+        ticks="",
+        tickmode="array",
+        tickvals=ranks,
+        ticktext=[f"<b>{rank_name(plan, rank)}</b><br>{stages_held(plan, rank)}" for rank in ranks],
+        row=row,
+        col=col,
+    )
 
 
-def _add_totals(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
+def _add_totals(figure: go.Figure, devices: Sequence[Memory], *, row: int, col: int) -> None:
     figure.add_trace(
         go.Scatter(
-            x=[stage.memory.total / GIB for stage in plan.stages],
-            y=[stage.index for stage in plan.stages],
+            x=[memory.total / GIB for memory in devices],
+            y=list(range(len(devices))),
             mode="text",
-            text=[f" {gib(stage.memory.total)}" for stage in plan.stages],
+            text=[f" {gib(memory.total)}" for memory in devices],
             textposition="middle right",
             textfont={"color": theme.INK, "size": 11},
             hoverinfo="skip",
@@ -314,7 +344,7 @@ def _add_limit(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     """The limit as a line where it is near; where the plan uses little of it, a note instead of empty space."""
     limit, name = limit_of(plan)
     peak = plan.peak_bytes
-    room = 1.35 * max(stage.memory.total for stage in plan.stages) / GIB
+    room = 1.35 * peak / GIB
     near = limit <= 4 * peak
     right = max(room, 1.12 * limit / GIB) if near else room
     figure.update_xaxes(title_text="peak of one device (GiB)", range=[0, right], row=row, col=col)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,15 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures._partition import rank_name, stages_held
+from workbench.figures._timeline import Lanes, add_timeline, describe, planned_lanes, timeline_height
 from workbench.planning.plan import Plan
-from workbench.units import GIB, count, duration
+from workbench.planning.schedules import Timeline
+from workbench.units import GIB, count
+
+PANELS_PX = 190
+GAP_PX = 74
+"""Between the panels and a timeline: the panels' labels and the timeline's heading."""
 
 MEASURES = ("step_ms", "tokens_per_s", "mfu", "peak_bytes")
 
@@ -33,35 +40,43 @@ class Pair:
         return (self.predicted - self.measured) / self.measured if self.measured else float("nan")
 
 
-def prediction(plan: Plan, measured: Mapping[str, Any], title: str | None = None) -> go.Figure:
+def prediction(
+    plan: Plan, measured: Mapping[str, Any], title: str | None = None, step: Timeline | None = None
+) -> go.Figure:
     """Predicted beside measured step time, tokens/s, MFU and peak memory, with the error of each prediction.
 
     `measured` holds any of `step_ms`, `tokens_per_s`, `mfu` (0 to 1) and `peak_bytes`: the largest of all
-    devices, or a mapping of stage index to the largest of its devices. None, NaN and an empty mapping mean
-    that a quantity was not measured. The error is (predicted - measured) / measured.
+    devices, or a mapping of pipeline rank (its stage, where each has one) to the largest of that rank's devices.
+    None, NaN and an empty mapping mean that a quantity was not measured. The error is (predicted - measured) /
+    measured. With a measured `step`, its timeline stands below the predicted one, on one axis of time.
 
     Raises `UnknownParameter` for any other key, or if there is nothing to compare.
     """
     panels = _panels(plan, measured)
-    widths = [max(1.0, 0.45 * len(pairs) + 0.55) for _, pairs in panels]
+    lanes = [] if step is None else [("predicted", planned_lanes(plan)), ("measured", step.lanes)]
+    heights = [PANELS_PX, *(timeline_height(len(each)) for _, each in lanes)]
+    inner = sum(heights) + GAP_PX * len(lanes)
     figure = make_subplots(
-        rows=1,
+        rows=len(heights),
         cols=len(panels),
-        column_widths=widths,
-        subplot_titles=[name for name, _ in panels],
+        specs=[[{}] * len(panels), *([{"colspan": len(panels)}, *[None] * (len(panels) - 1)] for _ in lanes)],
+        column_widths=[max(1.0, 0.45 * len(pairs) + 0.55) for _, pairs in panels],
+        row_heights=[height / sum(heights) for height in heights],
+        subplot_titles=[name for name, _ in panels] + [f"<b>{word}</b>: {describe(each)}" for word, each in lanes],
         horizontal_spacing=0.05,
+        vertical_spacing=GAP_PX / inner,
     )
     for col, (_, pairs) in enumerate(panels, start=1):
         _add_panel(figure, pairs, col)
+    _add_timelines(figure, [each for _, each in lanes])
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     figure.update_layout(
         template=theme.TEMPLATE,
-        height=380,
+        height=inner + 190,
         title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(plan.describe())),
         margin={"t": 118, "b": 72, "l": 32},
-        barmode="group",
-        bargap=0.35,
-        bargroupgap=0.06,
+        barmode="overlay",
+        uniformtext={"mode": "hide", "minsize": 8} if step is not None else None,
         legend={
             "orientation": "h",
             "x": 1,
@@ -70,9 +85,23 @@ def prediction(plan: Plan, measured: Mapping[str, Any], title: str | None = None
             "yref": "container",
             "yanchor": "bottom",
             "borderwidth": 0,
+            "traceorder": "normal",
         },
     )
     return figure
+
+
+def _add_timelines(figure: go.Figure, rows: Sequence[Lanes]) -> None:
+    """Below the panels, on one axis of time."""
+    longest = max((action.end_ms for lanes in rows for lane in lanes for action in lane), default=0.0)
+    for row, lanes in enumerate(rows, start=2):
+        before = len(figure.data)
+        add_timeline(figure, lanes, row=row, col=1)
+        for trace in figure.data[before:]:
+            trace.legendgroup = trace.name
+            if row > 2:
+                trace.showlegend = False
+        figure.update_xaxes(range=[0, 1.005 * longest], row=row, col=1)
 
 
 def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pair]]]:
@@ -83,7 +112,9 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
     measured = {key: value for key, value in measured.items() if _known(value)}
     panels: list[tuple[str, list[Pair]]] = []
     if "step_ms" in measured:
-        pair = Pair("", predicted.step_ms, float(measured["step_ms"]), lambda ms: duration(ms / 1e3))
+        pair = Pair(
+            "", predicted.step_ms, float(measured["step_ms"]), lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+        )
         panels.append(("Step time (ms)", [pair]))
     if "tokens_per_s" in measured:
         panels.append(("Tokens/s", [Pair("", predicted.tokens_per_s, float(measured["tokens_per_s"]), count)]))
@@ -111,20 +142,28 @@ def _memory_pairs(plan: Plan, peaks: Mapping[int, float] | float) -> list[Pair]:
     if not isinstance(peaks, Mapping):
         return [Pair("largest", plan.peak_bytes / GIB, float(peaks) / GIB, write)]
     return [
-        Pair(f"stage {stage.index}", stage.memory.total / GIB, float(peaks[stage.index]) / GIB, write)
-        for stage in plan.stages
-        if stage.index in peaks
+        Pair(_device_label(plan, rank), plan.device_bytes(rank) / GIB, float(peaks[rank]) / GIB, write)
+        for rank in range(plan.pipeline)
+        if rank in peaks
     ]
+
+
+def _device_label(plan: Plan, rank: int) -> str:
+    name = rank_name(plan, rank)
+    return name if plan.chunks == 1 else f"{name}<br>{stages_held(plan, rank)}"
 
 
 def _add_panel(figure: go.Figure, pairs: list[Pair], col: int) -> None:
     labels = [pair.label for pair in pairs]
-    for name, color in (("predicted", theme.pale(theme.PALETTE[0], 0.55)), ("measured", theme.PALETTE[0])):
+    looks = {"predicted": (theme.pale(theme.PALETTE[0], 0.55), -0.32), "measured": (theme.PALETTE[0], 0.02)}
+    for name, (color, offset) in looks.items():
         values = [getattr(pair, name) for pair in pairs]
         figure.add_trace(
             go.Bar(
                 x=labels,
                 y=values,
+                offset=offset,  # beside each other, while the bars of a timeline in the same figure overlay
+                width=0.3,
                 name=name,
                 legendgroup=name,
                 showlegend=col == 1,

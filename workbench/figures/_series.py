@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from workbench.figures import theme
+from workbench.machine import available_cores
 
 Array = NDArray[np.float64]
+Drawn = TypeVar("Drawn")
 
 MAX_POINTS = 2000
 """Points of one trace: what a browser redraws, and a notebook stores, without being noticed."""
@@ -29,6 +32,8 @@ PARTS = ("raw", "line", "nan", "mark", "end")
 
 MAX_MARKS = 100
 TURN_POINTS = 20
+TURN = 2**15
+NEIGHBOURS = 50_000
 CONTEXT_POINTS = 200
 """Of a trace that is zoomed into: points kept outside, so that zooming out shows the whole at once."""
 
@@ -139,37 +144,61 @@ def smoothed(x: Array, y: Array, width: float) -> Array:
     the width grows with `x`, so that the steep start is not smeared. NaNs carry no weight and stay NaN.
     """
     finite = np.isfinite(y) & np.isfinite(x)
-    result = np.full(len(y), np.nan)
     if width <= 0 or not finite.any():
-        result[finite] = y[finite]
-        return result
-    distance, values = _in_widths(x[finite], width), y[finite]
-    before, weight_before = _decayed_sums(distance, values)
-    after, weight_after = (sums[::-1] for sums in _decayed_sums(-distance[::-1], values[::-1]))
-    result[finite] = (before + after - values) / (weight_before + weight_after - 1.0)
+        return np.where(finite, y, np.nan)
+    if finite.all():
+        return _averaged(_in_widths(x, width), y)
+    result = np.full(len(y), np.nan)
+    result[finite] = _averaged(_in_widths(x[finite], width), y[finite])
     return result
 
 
 def _in_widths(x: Array, width: float) -> Array:
-    """Position in units of the local width `min(width, x / 5)`: the integral of its reciprocal."""
+    """Position in units of the local width `min(width, x / 5)`: the integral of its reciprocal. `x` does not fall."""
     full = 5.0 * width
-    start = np.clip(x, full * 1e-3, full)
-    return 5.0 * np.log(start / full) + np.clip(x - full, 0.0, None) / width
+    position = (x - full) / width
+    begun = int(np.searchsorted(x, full, side="right"))
+    position[:begun] = 5.0 * np.log(np.clip(x[:begun], full * 1e-3, full) / full)
+    return position
 
 
-def _decayed_sums(distance: Array, values: Array) -> tuple[Array, Array]:
-    """`sum_j≤i exp(distance_j - distance_i) values_j`, and the same of ones; `distance` does not fall."""
+def _averaged(distance: Array, values: Array) -> Array:
+    """`sum_j exp(-|distance_i - distance_j|) values_j` over the same sum of ones; `distance` does not fall.
+
+    What lies before a point and what lies after it are summed in turns of `TURN` points, which stay in the processor's
+    cache, and of 30 widths at most, so that no exponential overflows.
+    """
     sums, weights = np.empty(len(values)), np.empty(len(values))
+    turns = _turns(distance)
     total = weight = 0.0
-    start, origin = 0, 0.0
-    while start < len(values):  # one turn covers 30 widths, so that no exponential overflows
-        end = max(start + 1, int(np.searchsorted(distance, distance[start] + 30.0, side="right")))
-        decay = np.exp(origin - distance[start]) if start else 0.0
-        growth = np.exp(distance[start:end] - distance[start])
-        sums[start:end] = (total * decay + np.cumsum(values[start:end] * growth)) / growth
-        weights[start:end] = (weight * decay + np.cumsum(growth)) / growth
-        total, weight, origin, start = sums[end - 1], weights[end - 1], distance[end - 1], end
-    return sums, weights
+    origin = distance[0]
+    for start, end in turns:
+        here = distance[start:end]
+        growth, decay = np.exp(here - here[0]), np.exp(origin - here[0])
+        sums[start:end] = (np.cumsum(values[start:end] * growth) + total * decay) / growth
+        weights[start:end] = (np.cumsum(growth) + weight * decay) / growth
+        total, weight, origin = sums[end - 1], weights[end - 1], here[-1]
+    total = weight = 0.0
+    for start, end in reversed(turns):
+        here = distance[start:end]
+        growth, decay = np.exp(here[-1] - here), np.exp(here[-1] - origin)
+        after = (np.cumsum((values[start:end] * growth)[::-1])[::-1] + total * decay) / growth
+        weight_after = (np.cumsum(growth[::-1])[::-1] + weight * decay) / growth
+        sums[start:end] += after - values[start:end]  # a point is both before and after itself
+        weights[start:end] += weight_after - 1.0
+        total, weight, origin = after[0], weight_after[0], here[0]
+    return np.divide(sums, weights, out=sums)
+
+
+def _turns(distance: Array) -> list[tuple[int, int]]:
+    turns = []
+    start = 0
+    while start < len(distance):
+        wide = int(np.searchsorted(distance, distance[start] + 30.0, side="right"))
+        end = max(start + 1, min(wide, start + TURN))
+        turns.append((start, end))
+        start = end
+    return turns
 
 
 def decimated(y: Array, max_points: int = MAX_POINTS) -> NDArray[np.int64]:
@@ -178,17 +207,23 @@ def decimated(y: Array, max_points: int = MAX_POINTS) -> NDArray[np.int64]:
     Every bin keeps its minimum and its maximum, so that no spike is lost; the first and the last point
     stay, and one NaN for every gap (the first hundred), so that a gap is still seen.
     """
-    from tsdownsample import MinMaxDownsampler
-
     if len(y) <= max_points:
         return np.arange(len(y))
-    finite = np.flatnonzero(np.isfinite(y))
-    gaps = gap_starts(y)[:100]
+    known = np.isfinite(y)
+    if known.all():
+        return np.unique([0, *_extremes(y, (max_points - 2) // 2 * 2), len(y) - 1])
+    finite, gaps = np.flatnonzero(known), gap_starts(y)[:100]
     bins = (max_points - len(gaps) - 2) // 2 * 2
     if len(finite) > bins:
-        kept = finite[MinMaxDownsampler().downsample(np.ascontiguousarray(y[finite]), n_out=bins).astype(np.int64)]
-        finite = np.concatenate([finite[:1], kept, finite[-1:]])
+        finite = np.concatenate([finite[:1], finite[_extremes(y[finite], bins)], finite[-1:]])
     return np.unique(np.concatenate([finite, gaps]))
+
+
+def _extremes(y: Array, count: int) -> NDArray[np.int64]:
+    """Indices of the minimum and maximum of each of `count / 2` bins."""
+    from tsdownsample import MinMaxDownsampler
+
+    return np.asarray(MinMaxDownsampler().downsample(np.ascontiguousarray(y), n_out=count), dtype=np.int64)
 
 
 def focused(
@@ -219,20 +254,28 @@ def diverged_at(raw: Array, line: Array) -> int | None:
     known = np.flatnonzero(np.isfinite(line) & np.isfinite(raw))
     if len(known) < 2 * TURN_POINTS:
         return None
-    values = line[known]
+    raw, values = (raw, line) if len(known) == len(raw) else (raw[known], line[known])
     lowest = int(np.argmin(values))
     after = values[lowest:]
     if len(after) < max(TURN_POINTS, 0.02 * len(values)):
         return None
-    noise = 1.4826 * float(np.median(np.abs(np.diff(raw[known])))) / math.sqrt(2)
+    noise = 1.4826 * float(np.median(_neighbour_differences(raw))) / math.sqrt(2)
     fallen = float(values[: lowest + 1].max() - values[lowest])
     risen = float(after[len(after) // 2 :].min() - values[lowest])
     return int(known[lowest]) if risen > max(0.25 * fallen, 6.0 * noise, 1e-9) else None
 
 
+def _neighbour_differences(values: Array) -> Array:
+    """Absolute differences of neighbouring values, of a long column as many as say enough, evenly spread."""
+    first = np.arange(0, len(values) - 1, max(1, len(values) // NEIGHBOURS))
+    return np.abs(values[first + 1] - values[first])
+
+
 def gap_starts(y: Array) -> NDArray[np.int64]:
     """Index of the first NaN (or infinity) of every run of them."""
     bad = ~np.isfinite(y)
+    if not bad.any():
+        return np.empty(0, dtype=np.int64)
     return np.flatnonzero(bad & ~np.concatenate([[False], bad[:-1]]))
 
 
@@ -275,6 +318,8 @@ class DrawnCurve:
     @cached_property
     def last(self) -> int | None:
         """Index of the last finite value."""
+        if len(self.raw) and np.isfinite(self.raw[-1]):
+            return len(self.raw) - 1
         finite = np.flatnonzero(np.isfinite(self.raw))
         return int(finite[-1]) if len(finite) else None
 
@@ -313,7 +358,15 @@ def draw(curves: Sequence[CurveLike], y: str, smoothing: float, scales: Mapping[
     """Smooth, then decimate; the same points serve every x axis, all of them being monotonic in the step."""
     width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
     budget = points_each(len(curves))
-    return [drawn(curve, index, y, width, along, scales, budget) for index, curve in enumerate(curves)]
+    return at_once(lambda index: drawn(curves[index], index, y, width, along, scales, budget), range(len(curves)))
+
+
+def at_once(function: Callable[[int], Drawn], indices: Sequence[int]) -> list[Drawn]:
+    """`function` of each, on all cores: NumPy lets go of the interpreter while it works on long columns."""
+    if len(indices) < 2:
+        return [function(index) for index in indices]
+    with ThreadPoolExecutor(min(len(indices), available_cores()), "workbench-draw") as pool:
+        return list(pool.map(function, indices))
 
 
 def drawn(
@@ -333,7 +386,7 @@ def drawn(
         raw=raw,
         line=line,
         gaps=gap_starts(raw)[:100],
-        x={axis: _or_nan(curve, X_AXES[axis].column, len(raw)) / scale for axis, scale in scales.items()},
+        x={axis: _scaled(_or_nan(curve, X_AXES[axis].column, len(raw)), scale) for axis, scale in scales.items()},
         step=_or_nan(curve, "step", len(raw)),
         tokens=_or_nan(curve, "tokens", len(raw)),
         marks=marks_of(curve, raw, line) if y == "loss" and len(raw) else (),
@@ -350,6 +403,10 @@ def marks_of(curve: CurveLike, raw: Array, line: Array) -> tuple[Mark, ...]:
         return marks
     step = float(_or_nan(curve, "step", len(raw))[turned])
     return (*marks, Mark("divergence", step, f"diverges after step {step:,.0f}"))
+
+
+def _scaled(values: Array, scale: float) -> Array:
+    return values if scale == 1.0 else values / scale
 
 
 def _or_nan(curve: CurveLike, name: str, length: int) -> Array:

@@ -176,7 +176,7 @@ def _action_traces(lanes: Lanes) -> list[go.Bar | go.Scatter]:
     dense = max(map(len, lanes), default=0) > DENSE_LANE
     named: set[str] = set()
     traces = []
-    for (kind, shade), rows in drawn.items():
+    for (kind, shade), rows in sorted(drawn.items(), key=lambda item: item[0][1] != KINDS[item[0][0]][1]):
         trace = (_area_trace if dense else _bar_trace)(KINDS[kind][0], shade, rows)
         trace.showlegend = kind not in named
         named.add(kind)
@@ -271,4 +271,5 @@ def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
 def describe(lanes: Lanes) -> str:
     """`"213 ms, bubble 18.8%"`."""
     end_ms = max((action.end_ms for lane in lanes for action in lane), default=0.0)
-    return f"{duration(end_ms / 1e3)}, bubble {bubble_share(lanes):.1%}"
+    length = f"{end_ms:,.0f} ms" if 1e3 <= end_ms < 1e4 else duration(end_ms / 1e3)
+    return f"{length}, bubble {bubble_share(lanes):.1%}"

@@ -52,7 +52,6 @@ def show_plan(plan: Plan, lanes: Lanes | None = None, blocks: Sequence[BlockView
     )
     add_partition(figure, plan, blocks, row=1, col=1)
     add_memory(figure, plan, row=1, col=2)
-    figure.update_yaxes(range=[len(plan.stages) - 0.5, -0.5], showticklabels=False, showgrid=False, row=1, col=2)
     _add_timeline(figure, lanes)
     figure.update_layout(
         template=theme.TEMPLATE,
@@ -86,7 +85,8 @@ def degrees(plan: Plan) -> str:
     """How the model is divided, in words."""
     parts = []
     if plan.pipeline > 1:
-        parts.append(f"{plan.pipeline}-stage pipeline ({SCHEDULE_WORDS[plan.schedule]})")
+        ranks = "" if plan.chunks == 1 else f" on {plan.pipeline} ranks"
+        parts.append(f"{len(plan.stages)}-stage pipeline{ranks} ({SCHEDULE_WORDS[plan.schedule]})")
     if plan.tensor > 1:
         parts.append(f"tensor parallel {plan.tensor}")
     if plan.data > 1:
@@ -122,7 +122,9 @@ def plan_html(plan: Plan) -> str:
     """The plan as static HTML with inline styles: no script, nothing to fetch, every name escaped."""
     cards = "".join(_card(name, value) for name, value in headline(plan))
     longest_ms = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
-    scale_bytes = max(plan.peak_bytes, min(limit_of(plan)[0], 4 * plan.peak_bytes))
+    largest = max(stage.memory.total for stage in plan.stages)
+    scale_bytes = largest if plan.chunks > 1 else max(largest, min(limit_of(plan)[0], 4 * largest))
+    holder = "a device" if plan.chunks == 1 else f"a stage; each device holds {plan.chunks}"
     rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes) for stage in plan.stages)
     heading = html.escape(f"{plan.model} on {plan.cluster.describe()}: {degrees(plan)}")
     style = (
@@ -134,7 +136,7 @@ def plan_html(plan: Plan) -> str:
         f'<table style="width:100%;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
         f'<tr style="background:#fff;color:{theme.MUTED}"><th></th>'
         '<th style="width:48%;text-align:left">blocks, as long as their time</th>'
-        f'<th style="width:32%;text-align:left">memory of a device {_memory_key()}</th></tr>{rows}</table></div>'
+        f'<th style="width:32%;text-align:left">memory of {holder} {_memory_key()}</th></tr>{rows}</table></div>'
     )
 
 

@@ -30,22 +30,23 @@ from workbench.runs.launcher import pickled, user_path
 FORMAT = 2
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
-LONGEST_MS = 150.0
+LONGEST_MS = 120.0
 """A probed forward and backward is planned to take no longer."""
 SIZES = 3
 """Micro-batches that are probed, each a quarter of the one before."""
 
 
-def measured_blocks(
-    request: Request, profile: Profile, cluster: Cluster, global_batch: int, *, again: bool = False
-) -> tuple[Measurement, ...]:
-    """Every kind of block of `profile` on this machine's device; from an earlier measurement if there is one.
+def kept_blocks(profile: Profile, cluster: Cluster) -> tuple[Measurement, ...]:
+    """What was measured earlier of this model on this kind of device, under this torch version; perhaps nothing."""
+    return _read(_kept_at(profile, cluster))
+
+
+def measured_blocks(request: Request, profile: Profile, cluster: Cluster, global_batch: int) -> tuple[Measurement, ...]:
+    """Every kind of block of `profile` measured on this machine's device, and kept.
 
     What cannot be measured (a GPU in use, too little memory) is left out, with a warning where nothing is left.
     """
-    path = _kept_at(profile, cluster, request.labelled)
-    if not again and (kept := _read(path)):
-        return kept
+    path = _kept_at(profile, cluster)
     found, reasons = _probe(
         request, micro_batches(profile, cluster, global_batch), local_gpus() if cluster.device.kind == "cuda" else [""]
     )
@@ -74,9 +75,10 @@ def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tupl
     return tuple(dict.fromkeys(max(1, largest // 4**index) for index in range(SIZES)))
 
 
-def _kept_at(profile: Profile, cluster: Cluster, labelled: float) -> Path:
-    what = [FORMAT, profile.signature, profile.precision, profile.compiled, labelled, cluster.device.name]
-    key = hashlib.sha256(json.dumps([*what, metadata.version("torch")]).encode()).hexdigest()[:16]
+def _kept_at(profile: Profile, cluster: Cluster) -> Path:
+    how = [profile.precision, profile.compiled, profile.labelled_share]
+    what = [FORMAT, profile.signature, *how, cluster.device.name]
+    key = hashlib.sha256(json.dumps([*what, metadata.version("torch").partition("+")[0]]).encode()).hexdigest()[:16]
     return cache_home() / "blocks" / f"{key}.json"
 
 

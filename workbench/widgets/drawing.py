@@ -10,10 +10,19 @@ from typing import Any
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
-from workbench.figures._curves import hover_title, loss_curves, mark_key, traces_of
+from workbench.figures._curves import hover_title, loss_layout, mark_key, traces_of
 from workbench.figures._devices import utilization_traces
 from workbench.figures._panels import PANEL_POINTS, memory_traces, panel_names, panels, rate_traces
-from workbench.figures._series import PARTS, DrawnCurve, axes_of, drawn, points_each, smoothing_axis, smoothing_width
+from workbench.figures._series import (
+    PARTS,
+    DrawnCurve,
+    at_once,
+    axes_of,
+    drawn,
+    points_each,
+    smoothing_axis,
+    smoothing_width,
+)
 from workbench.widgets.rows import heard_while_busy
 from workbench.widgets.watch import Snapshot
 
@@ -41,10 +50,11 @@ class Drawings:
         width, along = smoothing_width(curves, smoothing), smoothing_axis(curves)
         if width > 0:
             width = WIDTH_STEP ** math.ceil(math.log(width, WIDTH_STEP))
-        for index, (snapshot, curve) in enumerate(zip(snapshots, curves, strict=True)):
-            state = (len(snapshot.history), snapshot.step, snapshot.marks, x, scale, width, along)
-            if (y, index) not in self._kept or self._kept[y, index][0] != state:
-                self._kept[y, index] = (state, drawn(curve, index, y, width, along, {x: scale}, budget))
+        states = [(len(s.history), s.step, s.marks, x, scale, width, along) for s in snapshots]
+        changed = [index for index, state in enumerate(states) if self._kept.get((y, index), (None,))[0] != state]
+        fresh = at_once(lambda index: drawn(curves[index], index, y, width, along, {x: scale}, budget), changed)
+        for index, curve in zip(changed, fresh, strict=True):
+            self._kept[y, index] = (states[index], curve)
         return [self._kept[y, index][1] for index in range(len(curves))]
 
 
@@ -62,11 +72,8 @@ class LossFigure:
         curves = [snapshot.curve for snapshot in snapshots]
         axes = axes_of(curves)
         x = x if x in axes else "step"
-        figure = loss_curves(curves, x=x)
-        figure.update_layout(
-            title={"text": None, "subtitle": None}, margin={"t": 16, "b": 40}, height=400, autosize=True
-        )
-        figure.layout.updatemenus, figure.layout.annotations, figure.data = (), (), ()
+        figure = loss_layout(curves, x)
+        figure.update_layout(margin={"t": 16, "b": 40}, height=400, autosize=True)
         smooth = smoothing > 0
         figure.add_traces(
             traces_of(self._whole_curves(snapshots, x, axes[x][0], smoothing), x, "loss", smooth=smooth, complete=True)
@@ -186,8 +193,12 @@ class PanelsFigure:
         axes = axes_of(curves)
         x = x if x in axes else "step"
         scale, heading = axes[x]
+
+        def drawn_curves(name: str) -> list[DrawnCurve]:
+            return self._drawings.of(snapshots, name, x, scale, smoothing, PANEL_POINTS)
+
         if names != self._names or self._widget is None:
-            self._rebuild(names, panels(curves, peaks, x, smoothing, names, window, usage))
+            self._rebuild(names, panels(curves, peaks, x, smoothing, names, window, usage, drawn_curves))
         if self._widget is None:
             return
         fresh: list[Any] = []
@@ -197,8 +208,7 @@ class PanelsFigure:
             elif name == "utilization":
                 fresh += utilization_traces(curves, usage, x, scale, smoothing, window, PANEL_POINTS)
             else:
-                found = self._drawings.of(snapshots, name, x, scale, smoothing, PANEL_POINTS)
-                fresh += rate_traces(found, name, x, smoothing > 0, window)
+                fresh += rate_traces(drawn_curves(name), name, x, smoothing > 0, window)
         with self._widget.batch_update():
             for trace, source in zip(self._widget.data, fresh, strict=True):
                 trace.x, trace.y = source.x, source.y

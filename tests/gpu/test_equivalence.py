@@ -1,0 +1,163 @@
+"""On GPUs too, three steps of an unmodified BERT under every kind of plan are those of plain PyTorch.
+
+fp32 without TF32, dropout off: losses, norms, gradients and weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.harness import launch, place
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
+from tests.distributed.test_training import GLOBAL_BATCH, MODELS, Outcome, batch_of, experiment_of, plain
+from tests.gpu.machine import DEVICE, DEVICES, here, needs
+from workbench.capture import Graph, capture, spec_of
+from workbench.execution.build import build_model, build_stage
+from workbench.execution.context import StepContext
+from workbench.execution.optim import OffloadedAdamW
+from workbench.execution.shard import local
+from workbench.execution.trainer import Trainer
+
+TOLERANCE = 1e-5
+STEPS = 3
+FLOOR = 1e-3
+"""Differences of smaller gradients are relative to this share of the largest one's norm."""
+
+
+def case(data: int = 1, **choices: int | str | bool) -> Case:
+    return Case(data=data, num_microbatches=GLOBAL_BATCH // MICRO_BATCH // data, **choices)
+
+
+CASES = (
+    case(recompute="full"),
+    case(recompute="selective", offload_optimizer=True),
+    case(pipeline=2),
+    case(pipeline=2, schedule="gpipe", recompute="selective"),
+    case(pipeline=2, chunks=2, schedule="interleaved"),
+    case(pipeline=2, schedule="zero_bubble"),
+    case(data=2),
+    case(data=2, zero=1),
+    case(data=2, zero=2),
+    case(data=2, zero=3),
+    case(data=2, zero=3, recompute="full", offload_optimizer=True),
+    case(tensor=2),
+    case(tensor=2, recompute="selective"),
+    case(pipeline=4),
+    case(data=4),
+    case(data=4, zero=2),
+    case(tensor=4),
+    case(pipeline=2, data=2),
+    case(pipeline=2, data=2, zero=1),
+    case(pipeline=2, data=2, zero=3),
+    case(pipeline=2, data=2, chunks=2, schedule="interleaved", zero=2, offload_optimizer=True),
+    case(pipeline=2, tensor=2),
+    case(data=2, tensor=2, zero=3),
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences to plain PyTorch."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weight: float
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "chosen", [pytest.param(c, marks=needs(c.world), id=f"{c.world}-{number}") for number, c in enumerate(CASES)]
+)
+def test_training_on_gpus_is_that_of_plain_pytorch(chosen: Case) -> None:
+    found = differences(chosen.world)[chosen]
+    assert max(asdict(found).values()) <= TOLERANCE, f"{chosen}: {found}"
+
+
+@functools.cache
+def differences(world: int) -> Mapping[Case, Difference]:
+    """Of all cases of that many devices, from one start of the processes."""
+    assert world <= DEVICES
+    found: Mapping[Case, Difference] = launch(
+        _measured, world, tuple(c for c in CASES if c.world == world), device=DEVICE
+    )
+    return found
+
+
+def _measured(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Difference]:
+    torch.set_float32_matmul_precision("highest")
+    expected = plain("bert", STEPS, device=DEVICE)
+    model, graph = _captured()
+    found = {}
+    for chosen in cases:
+        try:
+            found[chosen] = _difference(_trainer(chosen, copy.deepcopy(model), graph), expected)
+        except Exception as error:
+            raise RuntimeError(f"under {chosen}") from error
+    return found
+
+
+def _difference(trainer: Trainer, expected: Outcome) -> Difference:
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = {name: value.to(here()) for name, value in batch_of("bert", step).items()}
+        loss, squared_norm, _ = trainer.step(step, part_of(trainer, batch)).scalars.tolist()
+        losses.append(loss)
+        norms.append(squared_norm**0.5)
+    _check_offload(trainer)
+    gradients, weights = {}, {}
+    for name, parameter in trainer.stage.named().items():
+        gradient = trainer.full_gradient(name)
+        assert gradient is not None, f"{name} received no gradient"
+        gradients[name], weights[name] = gradient, trainer.full(name, parameter)
+    worst = torch.tensor([_worst(gradients, expected.gradients), _worst(weights, expected.parameters)], device=here())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return Difference(
+        max(abs(found / value - 1) for found, value in zip(losses, expected.losses, strict=True)),
+        max(abs(found / value - 1) for found, value in zip(norms, expected.norms, strict=True)),
+        *worst.tolist(),
+    )
+
+
+def _captured() -> tuple[nn.Module, Graph]:
+    model = build_model(MODELS["bert"], 0, here(), seed=0)
+    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of("bert", 0).items()}
+    return model, capture(model, specs, name="bert")
+
+
+def data_parallel_trainer() -> Trainer:
+    """Of two replicas."""
+    return _trainer(case(data=2), *_captured())
+
+
+def _trainer(chosen: Case, model: nn.Module, graph: Graph) -> Trainer:
+    plan = plan_of(graph, chosen)
+    where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
+    context = StepContext(seed=0, device=here())
+    stage = build_stage(plan, where, model, graph, context)
+    return Trainer(experiment_of("bert"), plan, graph, stage, context, where)
+
+
+def _check_offload(trainer: Trainer) -> None:
+    """What is offloaded is on the host, and nothing else is."""
+    asked = trainer.plan.offload_optimizer
+    assert isinstance(trainer.optimizer, OffloadedAdamW) is asked
+    moments = [local(state["exp_avg"]) for state in trainer.optimizer.state.values()]
+    assert {moment.device.type for moment in moments} == {"cpu" if asked else here().type}
+
+
+def _worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference of a tensor of this rank, relative to its norm."""
+    floor = FLOOR * max(value.norm().item() for value in expected.values())
+    return max(
+        ((value - expected[name]).norm() / max(expected[name].norm().item(), floor)).item()
+        for name, value in found.items()
+    )

@@ -1,0 +1,198 @@
+"""Runs of the real worker on GPUs: killed and resumed, resumed under another plan, from a damaged checkpoint; and when
+its actions ran.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import real_worker
+from tests.distributed.harness import launch
+from tests.distributed.real_worker import Ranks, curve, directory, last_step, plan, trained
+from tests.distributed.test_every_plan import part_of
+from tests.distributed.test_training import batch_of
+from tests.gpu.machine import DEVICE, DEVICES, here, needs
+from tests.gpu.test_equivalence import data_parallel_trainer
+from workbench.cost.cluster import Device
+from workbench.execution.actions import SETTLED, ActionLog
+from workbench.execution.checkpoint import Checkpoints, Extras, Progress
+from workbench.execution.checkpoint_files import complete
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.planning.timelines import timeline
+from workbench.rundir import RunDir, read_events
+
+STEPS, EVERY, LAST_LEG = 80, 20, 60
+MACHINE = Device("test", DEVICE, 32 << 30, {"fp32": 5e13, "bf16": 5e14}, 3e12)
+DATA = {"replicas": ("fp32", 0), "shards": ("bf16", 3)}
+"""What is reduced by `DistributedDataParallel`, and by FSDP2."""
+pytestmark = [pytest.mark.gpu, needs(2)]
+
+
+def experiment(precision: str) -> Experiment:
+    """With dropout; not compiled, to be quick."""
+    sizes = {"steps": STEPS, "checkpoint_every": EVERY, "keep_checkpoints": 9, "global_batch": 16}
+    return real_worker.experiment(precision=precision, compile=False, **sizes)
+
+
+def divided(kind: str) -> tuple[Experiment, Plan]:
+    """Over all devices."""
+    precision, zero = DATA[kind]
+    asked = experiment(precision)
+    return asked, plan(asked, device=MACHINE, data=DEVICES, zero=zero)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
+    """One run to the end of each kind."""
+    return {kind: trained(tmp_path_factory.mktemp(kind), *divided(kind), device=DEVICE) for kind in DATA}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
+    kind: str, unbroken: dict[str, RunDir], tmp_path: Path
+) -> None:
+    asked, chosen = divided(kind)
+    run = directory(tmp_path, asked, chosen)
+    ranks = Ranks(run, chosen.world, DEVICE)
+    real_worker.reach(run, EVERY + 7)
+    real_worker.eventually(lambda: complete(run.checkpoints))
+    ranks.kill(first=chosen.world - 1)
+    assert last_step(run) < STEPS, "it had ended before it was killed"
+    newest = complete(run.checkpoints)[-1]
+    run = trained(tmp_path, asked, chosen, newest, device=DEVICE)
+    assert [event["resumed_from"] for event in read_events(run.events) if event["type"] == "start"][-1] == str(newest)
+    expected = curve(unbroken[kind])
+    assert len(expected) == STEPS
+    assert curve(run) == expected
+
+
+def test_every_rank_has_a_device_of_its_own(unbroken: dict[str, RunDir]) -> None:
+    for run in unbroken.values():
+        devices = {event["device"] for event in read_events(run.events) if event["type"] == "memory"}
+        assert len(devices) == DEVICES
+        assert all(name.startswith("cuda:" if DEVICE == "cuda" else "CPU") for name in devices)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    """Steps reduce over the devices' group while the save talks over its own; what is saved is where it began."""
+    steps, continued, repeated = launch(_steps_beside_a_save, 2, tmp_path, device=DEVICE)
+    assert steps >= 2, "the save was over before a second step"
+    assert continued == repeated
+
+
+def _steps_beside_a_save(rank: int, path: Path) -> tuple[int, list[float], list[float]]:
+    """(steps while a save of 256 MB was written, their losses, losses of the same steps from the checkpoint)."""
+    ballast = Extras(unused={"ballast": torch.ones(64 << 20)} if rank == 0 else {})
+    first, second = data_parallel_trainer(), data_parallel_trainer()
+    for step in range(3):
+        _loss(first, step)
+    checkpoints = Checkpoints(first, RunDir(path), extras=ballast)
+    checkpoints.save(Progress(1, 0.0))
+    done, losses = 0, []
+    for step in range(3):
+        losses.append(_loss(first, step))
+        done += not checkpoints.idle
+    checkpoints.finish()
+    assert Checkpoints(second, RunDir(path), extras=ballast).load(RunDir(path).checkpoint(1)) == Progress(1, 0.0)
+    return done, losses, [_loss(second, step) for step in range(3)]
+
+
+def _loss(trainer: Trainer, step: int) -> float:
+    batch = {name: value.to(here()) for name, value in batch_of("bert", step).items()}
+    return float(trainer.step(step, part_of(trainer, batch)).scalars[0])
+
+
+def resumed_from_the_last_leg(unbroken: RunDir, path: Path, asked: Experiment, chosen: Plan) -> RunDir:
+    """A run directory with the checkpoints of an unbroken run up to `LAST_LEG`, to be resumed from the newest."""
+    for step in range(EVERY, LAST_LEG + 1, EVERY):
+        shutil.copytree(unbroken.checkpoint(step), RunDir(path).checkpoint(step))
+    return directory(path, asked, chosen, RunDir(path).checkpoint(LAST_LEG))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: dict[str, RunDir], tmp_path: Path) -> None:
+    asked, chosen = divided("shards")
+    run = resumed_from_the_last_leg(unbroken["shards"], tmp_path, asked, chosen)
+    truncated, flipped = (sorted(run.checkpoint(step).glob("*.distcp"))[-1] for step in (LAST_LEG, LAST_LEG - EVERY))
+    truncated.write_bytes(truncated.read_bytes()[:-10])
+    content = bytearray(flipped.read_bytes())
+    content[-10] ^= 1
+    flipped.write_bytes(content)
+    Ranks(run, chosen.world, DEVICE).wait()
+    events = read_events(run.events)
+    problems = [event["message"] for event in events if event["type"] == "checkpoint_problem"]
+    assert len(problems) == 2
+    assert "bytes instead of" in problems[0]
+    assert "does not hold what was written" in problems[1]
+    [start] = [event for event in events if event["type"] == "start"]
+    assert start["resumed_from"] == str(run.checkpoint(EVERY))
+    assert curve(run) == {step: row for step, row in curve(unbroken["shards"]).items() if step > EVERY}
+
+
+@pytest.fixture(scope="module")
+def repartitioned(unbroken: dict[str, RunDir], tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, RunDir]:
+    """The last steps of the replicas' run as two stages (of two replicas, with four devices)."""
+    asked = experiment("fp32")
+    chosen = plan(asked, device=MACHINE, pipeline=2, data=DEVICES // 2, zero=0)
+    run = resumed_from_the_last_leg(unbroken["replicas"], tmp_path_factory.mktemp("stages"), asked, chosen)
+    Ranks(run, chosen.world, DEVICE).wait()
+    return chosen, run
+
+
+def test_a_run_of_replicas_goes_on_as_stages(unbroken: dict[str, RunDir], repartitioned: tuple[Plan, RunDir]) -> None:
+    """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped."""
+    found, expected = curve(repartitioned[1]), curve(unbroken["replicas"])
+    assert list(found) == list(range(LAST_LEG + 1, STEPS + 1))
+    first = LAST_LEG + 1
+    assert found[first] == pytest.approx(expected[first], rel=1e-5)
+    for step, (loss, norm, rate) in found.items():
+        assert expected[step] == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-3), rate), step
+
+
+def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Plan, RunDir]) -> None:
+    chosen, run = repartitioned
+    events = read_events(run.events)
+    recorded = sorted((e for e in events if e["type"] == "actions"), key=lambda event: event["rank"])
+    step = LAST_LEG + SETTLED + 1
+    assert [(event["rank"], event["step"]) for event in recorded] == [(0, step), (chosen.data, step)]
+    [step_ms] = [event["step_ms"] for event in events if event["type"] == "step" and event["step"] == step]
+    forwards: list[dict[int, float]] = []
+    for lane, event in zip(timeline(chosen).lanes, recorded, strict=True):
+        rows = event["actions"]
+        assert [tuple(row[:3]) for row in rows] == [(a.kind, a.stage, a.micro_batch) for a in lane]
+        assert all(0 <= start <= end for *_, start, end in rows)
+        assert all(end <= start for (*_, end), (*_, start, _) in itertools.pairwise(rows))
+        assert 0.3 * step_ms <= rows[-1][-1] - rows[0][-2] <= step_ms
+        origin_ms = 1e3 * event["origin_s"]
+        forwards.append({row[2]: origin_ms + row[-1] for row in rows if row[0] == "F"})
+    for micro_batch, end_ms in forwards[0].items():
+        assert end_ms <= forwards[1][micro_batch] + 1.0, "the second stage was ready before the first"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="a CPU computes before it returns")
+def test_an_action_lasts_as_long_as_its_kernels_not_as_its_launches() -> None:
+    host_ms, device_ms = launch(_one_action, 1, device=DEVICE)
+    assert device_ms > 3 * host_ms
+
+
+def _one_action(_rank: int) -> tuple[float, float]:
+    """(host's, recorded) duration of matrix products that are launched much faster than they run."""
+    matrix: Any = torch.rand(8192, 8192, device=here())
+    for _ in range(3):
+        matrix = torch.mm(matrix, matrix).div_(8192)
+    log = ActionLog(here())
+    began = time.perf_counter()
+    with log.action("F", 0, 0):
+        for _ in range(10):
+            matrix = torch.mm(matrix, matrix).div_(8192)
+    host_ms = 1e3 * (time.perf_counter() - began)
+    [(*_, start, end)] = log.rows()
+    return host_ms, end - start
