@@ -64,7 +64,8 @@ def assert_equal_to_plain_pytorch(*cases: tuple[str, Case]) -> list[set[int | No
 
 
 def test_heads_over_labelled_rows_equal_plain_pytorch_in_one_process_recomputed_or_not() -> None:
-    cases = [("bert", Case(recompute=recompute)) for recompute in ("none", "selective", "full")]
+    how = (("1f1b", "none"), ("1f1b", "selective"), ("gpipe", "full"))  # GPipe: all forwards, then all backwards
+    cases = [("bert", Case(schedule=schedule, recompute=recompute)) for schedule, recompute in how]
     *masked, causal = assert_equal_to_plain_pytorch(*cases, ("gpt2", Case()))
     assert masked[0] == masked[1] == masked[2]
     assert {2, None} < masked[0], "two of 32 rows where no label stands, all where all do, and some in between"
