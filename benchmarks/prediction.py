@@ -74,6 +74,9 @@ CASES = {
 TRIAL = {"tiny": Case(_tiny, 64, 16)}
 """Of no interest but to see on any machine that this runs."""
 
+SLOWEST = 1.5
+"""Over the choice's step time: nobody would consider what takes longer."""
+
 VARIATIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("ZeRO 3", {"zero": 3, "pipeline": 1}),
     ("a pipeline of all devices, 1F1B", {"data": 1, "tensor": 1, "schedule": "1f1b"}),
@@ -172,7 +175,8 @@ def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> 
         except PlanInfeasible:
             continue
         as_asked = all(getattr(plan, key) == value for key, value in fixed.items())
-        if as_asked and plan.division() not in {other.division() for _, other in found}:
+        worth_it = plan.prediction.step_ms <= SLOWEST * found[0][1].prediction.step_ms
+        if as_asked and worth_it and plan.division() not in {other.division() for _, other in found}:
             found.append((why, plan))
     for text in arguments.plan:
         case_name, degrees = text.split(":")

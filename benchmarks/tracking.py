@@ -1,9 +1,11 @@
-"""What recording costs the training, and how soon `wb.launch` returns.
+"""What recording and sampling cost the training, and how soon `wb.launch` returns.
 
     python benchmarks/tracking.py [--steps 30] [--metrics 50]
 
 Launches the demo's small BERT twice on this machine's CPU (offline W&B recorder beside it) and times what the
 ranks do for recording: one `append_event` a step. W&B itself runs in another process, so it has no part in a step.
+How busy the devices are is asked by the supervisor, every two seconds: printed is the CPU time of one such look, at
+this machine's GPUs if it has some, else at this process and those below it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 
 import workbench as wb
 from workbench.rundir import append_event
+from workbench.runs.devices import SAMPLE_S, open_meter
+from workbench.runs.turns import node_devices
 
 GOAL_SHARE = 0.005
 GOAL_LAUNCH_S = 1.0
@@ -35,6 +39,17 @@ def recording_us(metrics: int, folder: Path) -> dict[str, float]:
         append_event(folder / "events.jsonl", "step", step=step, **row)
         taken.append((time.perf_counter() - started) * 1e6)
     return {"p50_us": statistics.median(taken), "p99_us": statistics.quantiles(taken, n=100)[98]}
+
+
+def sampling(repeats: int = 50) -> dict[str, Any]:
+    """CPU milliseconds of one look at the devices, and their share of a core at the rate at which it is done."""
+    gpus = node_devices("cuda")
+    meter = open_meter("cuda" if gpus else "cpu", gpus, os.getpid())
+    started = time.process_time()
+    for _ in range(repeats):
+        meter.sample()
+    look_s = (time.process_time() - started) / repeats
+    return {"devices": len(gpus) or "cpu", "look_cpu_ms": 1e3 * look_s, "share_of_a_core": look_s / SAMPLE_S}
 
 
 def launch_s(experiment: wb.Experiment, plan: wb.Plan) -> tuple[float, wb.Run]:
@@ -64,11 +79,13 @@ def main() -> None:
         runs = wb.wait([run for _, run in launches])
         step_ms = statistics.median(runs[0].history().step_ms[5:])
         cost = recording_us(asked.metrics, Path(scratch))
+        looks = sampling()
     share = cost["p50_us"] / 1e3 / step_ms
     figures = {
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "metrics_a_step": asked.metrics,
         "recording": cost,
+        "sampling": looks,
         "step_ms": step_ms,
         "share_of_a_step": share,
         "goal_share": GOAL_SHARE,

@@ -64,7 +64,7 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     from workbench.cost import profile as profile_graph
 
     experiment.data.check(experiment)
-    cluster = Cluster.here() if cluster is None else cluster
+    cluster = _cluster(cluster)
     precision = resolved_precision(experiment, cluster)
     costs = profile_graph(
         capture(experiment),
@@ -176,7 +176,7 @@ def search(
     from workbench.planning import Request, weigh
     from workbench.planning.requests import memory_limit_bytes
 
-    cluster = Cluster.here() if cluster is None else cluster
+    cluster = _cluster(cluster)
     costs = profile(experiment, cluster)
     request = Request(
         experiment.global_batch,
@@ -194,6 +194,16 @@ def search(
         offload_optimizer,
     )
     return weigh(costs, costs.precision, request)
+
+
+def _cluster(given: Cluster | None) -> Cluster:
+    """This machine, if none was given; raises `PlanInfeasible` for what is no cluster."""
+    from workbench.planning.requests import check_cluster
+
+    if given is None:
+        return Cluster.here()
+    check_cluster(given)
+    return given
 
 
 def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
@@ -342,15 +352,25 @@ def check_signature(experiment: Experiment, plan: Plan) -> None:
 def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps: int | None = None) -> Run:
     """Continue a stopped or failed run from its last checkpoint, in the same directory.
 
-    `plan` may be another than the run's own: checkpoints do not depend on it. `steps` extends the training.
+    `plan` may be another than the run's own: checkpoints do not depend on it. `steps` extends the training. A model or
+    dataset of one's own is the code that the run kept, which is not loaded here. Raises `PlanMismatch` for a plan
+    of another model.
     """
     handle = load_run(run)
-    experiment = load_experiment(handle)
+    experiment = Experiment.from_json(read_json(handle.directory.experiment))
     if steps is not None:
         experiment = experiment.replace(steps=steps)
     chosen = handle.plan if plan is None else plan
-    check_signature(experiment, chosen)
-    return _launch(experiment, chosen, resume=handle)
+    if not (experiment.model.is_custom or experiment.data.is_custom):
+        check_signature(experiment, chosen)
+    elif chosen.signature != handle.plan.signature:
+        raise PlanMismatch(
+            f"The plan was made for {chosen.model} (signature {chosen.signature}), and {handle.name} trains "
+            f"{handle.plan.model} ({handle.plan.signature}). Plan the run's own experiment.",
+            planned=chosen.signature,
+            found=handle.plan.signature,
+        )
+    return _launch(experiment, chosen, resume=handle, code={})
 
 
 @checked_keywords
@@ -485,7 +505,7 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
     """
     from workbench.widgets import WhatIf
 
-    cluster = Cluster.here() if cluster is None else cluster
+    cluster = _cluster(cluster)
     return WhatIf(profile(experiment, cluster), cluster, experiment.global_batch, experiment.seq_len)
 
 

@@ -167,12 +167,13 @@ def start_all(page: Any) -> None:
 
 
 def run_all(page: Any) -> None:
-    """Run every cell; returns when all have finished."""
+    """Run every cell; returns when all have finished, raises with the error of one that failed."""
     start_all(page)
-    page.wait_for_function(
-        f"() => {CELLS}.every(cell => cell.model.executionState !== 'running' && cell.model.executionCount !== null)",
-        timeout=PATIENCE_MS,
-    )
+    done = f"{CELLS}.every(cell => cell.model.executionState !== 'running' && cell.model.executionCount !== null)"
+    failures = f"{CELLS}.flatMap(cell => cell.model.sharedModel.getOutputs().filter(o => o.output_type === 'error'))"
+    page.wait_for_function(f"() => {done} || {failures}.length", timeout=PATIENCE_MS)
+    found = page.evaluate(f"() => {failures}.map(output => output.traceback.join('\\n'))")
+    assert not found, found[0]
 
 
 def restart_kernel(page: Any) -> None:

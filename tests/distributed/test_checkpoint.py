@@ -166,6 +166,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Run
     [start] = [event for event in events if event["type"] == "start"]
     assert start["resumed_from"] == str(run.checkpoint(6))
     assert "passed over" in run.log(0).read_text()
+    shown = Run(run.path)._repr_html_()
+    assert "The checkpoint step-00000012 is damaged" in shown
+    assert "Training goes on from step-00000006" in shown
     assert curve(run) == {step: row for step, row in curve(unbroken).items() if step > 6}
     assert [path.name for path in complete(run.checkpoints)][-1] == "step-00000012"
     assert damage(run.checkpoint(12), read_facts(run.checkpoint(12))["files"]) is None
@@ -191,6 +194,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(unbroken: RunDir, tm
     [problem] = [event for event in read_events(run.events) if event["type"] == "checkpoint_problem"]
     assert problem["step"] == 3
     assert "NotADirectoryError" in problem["message"]
+    assert "The checkpoint of step 3 could not be written: " in Run(run.path)._repr_html_()
     assert curve(run) == curve(unbroken)
     assert [event["step"] for event in read_events(run.events) if event["type"] == "checkpoint"] == [6, 9, 12]
 

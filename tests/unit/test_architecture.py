@@ -36,6 +36,7 @@ HOMES = {
     "anywidget": {"widgets"},
     "tsdownsample": {"figures"},
     "nbconvert": {"figures"},
+    "PIL": {"figures"},
     "cloudpickle": {"runs"},
     "pyarrow": {"runs"},
     "xxhash": {"runs"},
@@ -90,7 +91,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 
 def test_every_heavy_dependency_has_a_home() -> None:
     light = {"numpy", "nvidia-ml-py", "psutil", "rich", "tqdm", "ipykernel", "jupyterlab", "jupyterlab-templates"}
-    names = {Requirement(line).name for line in PROJECT["dependencies"]}
+    names = {Requirement(line).name.replace("pillow", "PIL") for line in PROJECT["dependencies"]}
     assert names - light == {name for name in HOMES if "." not in name}
 
 

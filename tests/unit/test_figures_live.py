@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,7 +141,7 @@ def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
 def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
     train(directory, 1, 30)
     dashboard = live(Run(directory.path), refresh_s=0.05)
-    x, smoothing, _, log = dashboard.children[1].children
+    x, smoothing, _, log, _ = dashboard.children[1].children
     x.value, smoothing.value, log.value = "step", 0.0, True
     eventually(lambda: dashboard.figure.layout.yaxis.type == "log" and points(dashboard, "raw") == [0])
     assert dashboard.figure.layout.xaxis.title.text == "Step"
@@ -256,7 +258,12 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    [of_running], [of_ended] = (cell.outputs for cell in notebook.cells[1:3])
-    assert "step 10 of 100" in of_running.data["text/html"]
-    assert "application/vnd.plotly.v1+json" in of_ended.data
-    assert "application/vnd.jupyter.widget-view+json" not in of_ended.data
+    for cell, state in zip(notebook.cells[1:3], ("running", "stopped"), strict=True):
+        widget, states, curves, panels = (output.data for output in cell.outputs)
+        assert ("application/vnd.jupyter.widget-view+json" in widget) == (state == "running")
+        assert widget["text/html"] == widget["text/plain"] == ""
+        assert state in states["text/html"]
+        assert "step 10 of 100" in states["text/html"]
+        assert base64.b64decode(curves["image/png"]).startswith(b"\x89PNG")
+        assert len(json.dumps(curves)) < 200_000
+        assert ("application/vnd.plotly.v1+json" in panels) == (state == "stopped")

@@ -142,8 +142,7 @@ def test_without_nvml_nothing_is_recorded_and_nothing_breaks(
 
 
 def _has_nvml() -> bool:
-    import pynvml
-
+    pynvml = pytest.importorskip("pynvml")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

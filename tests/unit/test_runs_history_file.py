@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench.rundir import RunDir, append_event, this_process, write_json
-from workbench.runs import History, HistoryTail, Run, history, history_file, lines
+from workbench.runs import History, HistoryTail, Run, history, history_file, lines, supervisor
 from workbench.runs.history import latest, read_history
 
 KEPT = "history.bin"
@@ -126,6 +126,12 @@ def test_a_long_history_is_kept_and_opened_without_being_parsed(events: Path, mo
     assert tail.events == first_tail.events
     assert [event["type"] for event in tail.events] == ["start", "checkpoint"]
     assert not read_history(events).loss.flags.writeable
+
+
+def test_the_supervisor_leaves_a_long_run_read(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor.keep_history(RunDir(events.parent))
+    monkeypatch.setattr(history, "parsed", lambda _: pytest.fail("parsed again"))
+    assert len(read_history(events)) == STEPS
 
 
 def test_a_short_history_is_not_kept(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ class Efficiency:
     """Least time of the host around one block's forward: hooks, guards, autograd nodes, launches. The device waits
     for the host where its own work is shorter."""
     block_backward_s: float = 60e-6
+    overlapped_link: float = 0.6
+    """Share of a link's bandwidth that collectives reach beside compute, with which they share the device."""
+    in_step: float = 1.05
+    """A block's time in a training step over its time when a probe runs it: the slowest of the devices counts."""
     sharded_block_s: float = 1.0e-3
     """What FSDP2 adds to the host's time, to each of a block's forward and backward."""
 
@@ -77,6 +81,8 @@ class Device:
         return Device(**{**value, "efficiency": Efficiency(**value["efficiency"])})
 
 
+HOST_SHARE = 0.8
+"""Of a host's memory, what optimiser state may fill; the rest is the interpreters', the data's and the system's."""
 FRAGMENTATION = 0.04
 """Share of a device that the caching allocator cannot hand out: reserved over allocated bytes, less one."""
 
@@ -99,16 +105,23 @@ class Cluster:
     gpus_per_node: int
     intra: Link
     inter: Link
+    host_bytes: int | None = None
+    """Of the memory of a node's host, what falls to one device; None where it is not known, and then not checked."""
 
     def __post_init__(self) -> None:
         for name, word in (("gpus", "devices"), ("gpus_per_node", "devices per node")):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise PlanInfeasible(
                     f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
                     f'as in Cluster.of("h200", gpus=4), or use Cluster.here() for this machine.',
                     gpus=value,
                 )
+
+    @property
+    def host_offered_bytes(self) -> float:
+        """What the optimiser's state of one device may fill of the host's memory."""
+        return float("inf") if self.host_bytes is None else HOST_SHARE * self.host_bytes
 
     @property
     def nodes(self) -> int:
@@ -164,23 +177,25 @@ class Cluster:
         Raises `UnknownParameter` for a device that the hardware table lacks, `PlanInfeasible` for
         counts that make no cluster.
         """
-        from workbench.cost.hardware import NODES
+        from workbench.cost.hardware import HOST_BYTES, NODES
 
-        key = name.lower().replace("_", "-").replace(" ", "-")
+        key = str(name).lower().replace("_", "-").replace(" ", "-")
         if key not in NODES:
             raise UnknownParameter(
                 f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}", device=name
             )
         device, largest, intra, inter = NODES[key]
-        if isinstance(gpus, int) and gpus > 0 and nodes is not None and (nodes < 1 or gpus % nodes):
+        if not isinstance(gpus, int) or gpus < 1:
+            return Cluster(device, gpus, largest, intra, inter)  # which refuses it
+        if nodes is not None and (not isinstance(nodes, int) or nodes < 1 or gpus % nodes):
             raise PlanInfeasible(
-                f"{gpus} GPUs cannot be divided evenly over {nodes} nodes. "
+                f"{gpus} GPUs cannot be divided evenly over {nodes!r} nodes. "
                 f"Choose a node count that divides {gpus}, or leave nodes out.",
                 gpus=gpus,
                 nodes=nodes,
             )
         per_node = min(largest, gpus) if nodes is None else gpus // nodes
-        return Cluster(device, gpus, per_node, intra, inter)
+        return Cluster(device, gpus, per_node, intra, inter, HOST_BYTES[key] // largest)
 
     @staticmethod
     def here(processes: int | None = None) -> Cluster:

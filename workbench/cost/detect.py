@@ -27,6 +27,8 @@ CPU_SHARE = 0.8
 """Of the memory that is available now, what the processes together may be planned to take."""
 CPU_RESERVED_BYTES = 500 << 20
 """Of each process: the interpreter, torch and transformers."""
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of control groups, versions 2 and 1."""
 LOOPBACK = Link(0.6e9, 150e-6)
 """gloo over the loopback interface."""
 PCIE = Link(20e9, 20e-6)
@@ -70,7 +72,18 @@ def _detected(processes: int | None) -> Cluster:
         )
     name = torch.cuda.get_device_name(0)
     device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
-    return Cluster(device, chosen, chosen, intra, inter)
+    return Cluster(device, chosen, chosen, intra, inter, _host_bytes() // count)
+
+
+def _host_bytes() -> int:
+    """Memory of this machine, or less where a container is allowed less."""
+    allowed = [int(psutil.virtual_memory().total)]
+    for limit in CONTAINER_LIMITS:
+        try:
+            allowed.append(int(limit.read_text()))
+        except (OSError, ValueError):  # not a container, or one without a limit ("max")
+            continue
+    return min(allowed)
 
 
 def local_gpu() -> str | None:
@@ -139,6 +152,7 @@ def _cpu_cluster(processes: int) -> Cluster:
             attention_backward=0.3,
             bandwidth=0.8,
             launch_s=12e-6,
+            overlapped_link=1.0,
             sharded_block_s=2e-3,
         ),
     )

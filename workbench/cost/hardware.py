@@ -37,12 +37,13 @@ H200 = Device(
         block_backward_s=0.75e-3,
         sharded_block_s=1.0e-3,
     ),
+    host_bandwidth=55e9,
 )
 
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
-_H200_LINKS = (Link(150e9, 10e-6), Link(42e9, 20e-6))  # fitted: NCCL beside compute, without NVLink multicast
+_H200_LINKS = (Link(350e9, 7.5e-6), Link(42e9, 20e-6))  # measured by wb.calibrate(), without NVLink multicast
 
 FITTED = ("H200",)
 """Devices whose `Efficiency` was fitted to whole training steps."""
@@ -56,3 +57,13 @@ NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "h200": (H200, 8, *_H200_LINKS),
 }
 """Name -> device, GPUs in one node, link inside a node, link between nodes (per GPU)."""
+
+HOST_BYTES = {
+    "v100": 512 * GIB,
+    "a100": 2048 * GIB,
+    "a100-80gb": 2048 * GIB,
+    "a100-40gb": 1024 * GIB,
+    "h100": 2048 * GIB,
+    "h200": 2048 * GIB,
+}
+"""Memory of one whole node's host, in the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100 and H200)."""

@@ -55,10 +55,11 @@ def with_measurements(profile: Profile, device: Device, found: Sequence[Measurem
 
 def _speeds(profile: Profile, kind: int, points: Sequence[Measurement], device: Device) -> Speeds:
     priced = [profile.priced_ms(kind, point.micro_batch, device) for point in points]
+    slower = device.efficiency.in_step
     return Speeds(
         tuple(point.micro_batch for point in points),
-        tuple(_ratio(point.forward_ms, forward) for point, (forward, _) in zip(points, priced, strict=True)),
-        tuple(_ratio(point.backward_ms, backward) for point, (_, backward) in zip(points, priced, strict=True)),
+        tuple(_ratio(slower * point.forward_ms, ms) for point, (ms, _) in zip(points, priced, strict=True)),
+        tuple(_ratio(slower * point.backward_ms, ms) for point, (_, ms) in zip(points, priced, strict=True)),
     )
 
 

@@ -125,6 +125,8 @@ def stage_memory(
     sharded = shares.zero >= 1 and shares.data > 1
     divisor = shares.data if sharded else 1
     whole_gradients = not sharded or shares.zero == 1
+    # DistributedDataParallel's buckets hold a second copy while micro-batches before the last accumulate beside them.
+    copies_of_gradients = 2 if shares.zero == 0 and shares.data > 1 and shares.num_microbatches > 1 else 1
     compute_bytes = 2 if profile.precision == "bf16" else FP32
     largest = table.largest
     parameters = FP32 * table.elements / divisor
@@ -138,7 +140,7 @@ def stage_memory(
     moments = ADAMW * table.trained / divisor
     return StageMemory(
         parameters=parameters,
-        gradients=FP32 * table.trained / (1 if whole_gradients else divisor),
+        gradients=FP32 * table.trained * copies_of_gradients / (1 if whole_gradients else divisor),
         optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if shares.offload_optimizer else moments,
         held=held,
         newest=newest,

@@ -124,8 +124,9 @@ def measure(request: Request, micro_batch: int, device: torch.device) -> list[Pr
     batch = random_batch(
         request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
     )
-    probe.run(batch)  # compiles
-    with _alone(device):
+    with _turn(device, fcntl.LOCK_SH):
+        probe.run(batch)  # compiles
+    with _turn(device, fcntl.LOCK_EX):
         logs = _sustained(lambda: probe.run(batch), device)
     return _summary(graph, chain, logs, micro_batch)
 
@@ -285,11 +286,11 @@ def _trained(graph: Graph, block: Block) -> list[str]:
 
 
 @contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """Probes on the same device compile side by side and measure one after the other."""
+def _turn(device: torch.device, kind: int) -> Iterator[None]:
+    """Probes on the same device compile side by side (`LOCK_SH`), then measure one after the other (`LOCK_EX`)."""
     name = f"workbench-probe-{os.getuid()}-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}-{device}.lock".replace(":", "-")
     with (Path(tempfile.gettempdir()) / name).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, kind)
         yield
 
 

@@ -101,6 +101,17 @@ def traces_of(drawn: Sequence[DrawnCurve], x: str, y: str, smooth: bool, complet
     return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
 
 
+def visible_points(curve: DrawnCurve, x: str, smooth: bool) -> dict[str, dict[str, Any]]:
+    """What another stretch of the x axis changes in a run's traces: fields and values of `raw` and `line`."""
+    raw = curve.points("raw") if smooth else np.empty(0, dtype=np.int64)
+    line = curve.points("line")
+    heights = curve.line if smooth else curve.raw
+    return {
+        "raw": {"x": curve.x[x][raw], "y": curve.raw[raw]},
+        "line": {"x": curve.x[x][line], "y": heights[line], "customdata": curve.hover},
+    }
+
+
 def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str | None) -> list[go.Scatter]:
     """One trace for each of `PARTS`, in that order; one legend entry for all."""
     line = curve.line if smooth else curve.raw

@@ -15,6 +15,7 @@ from workbench.figures._devices import Usage, has_samples, utilization_title, ut
 from workbench.figures._memory import latest_by_rank
 from workbench.figures._series import (
     SMOOTHING,
+    Array,
     CurveLike,
     DrawnCurve,
     at_once,
@@ -151,32 +152,45 @@ def rate_traces(
     curves: Sequence[DrawnCurve], name: str, x: str, smooth: bool, window: tuple[float, float] | None = None
 ) -> list[go.Scatter]:
     """Spread and moving average of one column, two traces a run, empty for a run that has not recorded it."""
-    unit = SCALES.get(name, 1.0)
     traces = []
+    points = iter(rate_points(curves, name, x, smooth, window))
     for curve in curves:
-        found = curve.focused(x, window, PANEL_POINTS)
-        raw, line = found.raw_index, found.line_index
         traces += [
             go.Scatter(
-                x=found.x[x][raw] if smooth else np.empty(0),
-                y=unit * found.raw[raw] if smooth else np.empty(0),
+                **next(points),
                 mode="lines",
-                line={"color": theme.pale(found.color, 0.7), "width": 1},
+                line={"color": theme.pale(curve.color, 0.7), "width": 1},
                 hoverinfo="skip",
                 zorder=0,
                 meta="raw",
             ),
             go.Scatter(
-                x=found.x[x][line],
-                y=unit * (found.line if smooth else found.raw)[line],
+                **next(points),
                 mode="lines",
-                line={"color": found.color, "width": 1.8, "dash": found.dash},
+                line={"color": curve.color, "width": 1.8, "dash": curve.dash},
                 hovertemplate=f"{theme.text(curve.name)}: %{{y:.4~g}}<extra></extra>",
                 zorder=1,
                 meta="line",
             ),
         ]
     return traces
+
+
+def rate_points(
+    curves: Sequence[DrawnCurve], name: str, x: str, smooth: bool, window: tuple[float, float] | None = None
+) -> list[dict[str, Array]]:
+    """`x` and `y` of each of `rate_traces`: all that changes of them as a run goes on."""
+    unit = SCALES.get(name, 1.0)
+    points = []
+    for curve in curves:
+        found = curve.focused(x, window, PANEL_POINTS)
+        raw, line = found.raw_index if smooth else found.raw_index[:0], found.line_index
+        heights = found.line if smooth else found.raw
+        points += [
+            {"x": found.x[x][raw], "y": unit * found.raw[raw]},
+            {"x": found.x[x][line], "y": unit * heights[line]},
+        ]
+    return points
 
 
 def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go.Scatter]:

@@ -18,6 +18,7 @@ import plotly.io
 
 from workbench.errors import DataError
 from workbench.figures import theme
+from workbench.figures._picture import WIDTH_PX, curves_png
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -44,7 +45,14 @@ figure {{ margin: 0 0 2rem 0; }}
 
 def mimebundle(figure: go.Figure) -> dict[str, Any]:
     """The figure as JupyterLab stores and draws it, whatever plotly's default renderer is."""
-    return {PLOTLY_MIME: json.loads(figure.to_json())}
+    return {PLOTLY_MIME: {**json.loads(figure.to_json()), "config": dict(theme.CONFIG)}}
+
+
+def pictured(figure: go.Figure) -> dict[str, Any]:
+    """The same for a figure of curves, with a PNG beside it for where no script runs: GitHub, a viewer, an e-mail."""
+    picture = curves_png(figure)
+    static = {} if picture is None else {"image/png": base64.b64encode(picture).decode()}
+    return {**mimebundle(figure), **static, "text/plain": ""}
 
 
 def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
@@ -59,7 +67,7 @@ def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
             include_plotlyjs=False,
             include_mathjax=False,
             validate=False,
-            config={"displaylogo": False, "responsive": True},
+            config=theme.CONFIG,
         )
     )
 
@@ -135,7 +143,7 @@ def without_widgets(notebook_path: str | Path) -> None:
     nbformat.write(notebook, path)
 
 
-def add_pictures(notebook: Any, width: int = theme.ASSUMED_WIDTH_PX) -> tuple[int, str]:
+def add_pictures(notebook: Any, width: int = WIDTH_PX) -> tuple[int, str]:
     """Put beside each Plotly figure of a notebook what shows where no script runs: a PNG, or else a table.
 
     Returns the number of figures, and why there are tables instead of pictures ("" if there are pictures).

@@ -36,6 +36,13 @@ TITLE_PX = 15
 ASSUMED_WIDTH_PX = 1000
 """Figures follow the width of the page; what must be decided beforehand (does a label fit?) assumes this."""
 
+CONFIG: dict[str, object] = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
+}
+"""Of every figure: no button that sends data to a company, none that does nothing here."""
+
 TEMPLATE = go.layout.Template(
     layout=go.Layout(
         font={"family": FONT_FAMILY, "size": FONT_PX, "color": INK},

@@ -65,20 +65,24 @@ def _recorded(notebook: Any, runs: Sequence[Run] | None) -> list[str]:
 
 
 def _drop_widgets(notebook: Any) -> None:
+    from workbench.widgets.saved import HIDE_DEAD_WIDGET
+
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             if WIDGET_MIME in output.get("data", {}):
                 del output["data"][WIDGET_MIME]
+            if "text/html" in output.get("data", {}):
+                output["data"]["text/html"] = "".join(output["data"]["text/html"]).replace(HIDE_DEAD_WIDGET, "")
         if "outputs" in cell:
-            cell["outputs"] = [
-                o for o in cell["outputs"] if "data" not in o or set(o["data"]) - {"text/plain"} or _says(o)
-            ]
+            cell["outputs"] = [o for o in cell["outputs"] if "data" not in o or _says(o["data"])]
 
 
-def _says(output: Any) -> bool:
-    """Whether an output with text alone says something: what is left of a widget is its class name."""
-    return not str(output["data"].get("text/plain", "")).startswith(("FigureWidget(", "VBox(", "HBox(", "Output("))
+def _says(data: Any) -> bool:
+    """Whether an output shows anything: what is left of a widget is nothing, or the name of its class."""
+    shown = {mime: value for mime, value in data.items() if value not in ("", [], [""])}
+    words = "".join(shown.pop("text/plain", ""))
+    return bool(shown) or not words.startswith(("FigureWidget(", "VBox(", "HBox(", "Output(")) and words != ""
 
 
 def _fit(notebook: Any) -> list[str]:

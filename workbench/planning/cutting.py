@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import StageMemory
+from workbench.cost.memory import ADAMW, StageMemory
 from workbench.planning.partition import least_sum, partition, smallest
 from workbench.planning.pricing import Array, Degrees, Pricer
 from workbench.planning.schedules import holdings
@@ -47,13 +47,30 @@ class Cutter:
             for stage in range(degrees.stages)
         ]
         """Micro-batches that each stage holds at its own fullest moment."""
+        self._host_offered = pricer.cluster.host_offered_bytes
         self._sends = pricer.send_ms(degrees)
         self._memories: dict[str, StageMemory] = {}
         self._peaks: dict[tuple[str, int], Array] = {}
 
+        self._host = self._host_bytes()
+
+    def _host_bytes(self) -> Array | None:
+        """Of every stage, optimiser state of one device in the host's memory; None where it is on the device."""
+        if not self.degrees.offload_optimizer:
+            return None
+        shard = self.degrees.data if self.degrees.zero >= 1 else 1
+        return np.asarray(ADAMW * self._pricer.table(self.degrees).trained / shard)
+
+    @property
+    def least_host(self) -> float:
+        """Bytes of the host's memory that a device of some rank needs, whatever the cut."""
+        if self._host is None:
+            return 0.0
+        return max(smallest([self._host] * self.degrees.stages), float(self._host[0, -1]) / self.degrees.pipeline)
+
     def best(self, offered: float) -> tuple[Cut | None, float]:
         """The best cut within `offered` bytes a device, and the bytes of its fullest; or None, and the least that any
-        needs."""
+        needs: infinity, where it is the host's memory that none fits."""
         fastest = self.kinds[0]
         together = float(self.memory(fastest).peak(1)[0, -1])  # no pipeline's devices hold less in all
         if together <= offered * self.degrees.pipeline:
@@ -66,6 +83,11 @@ class Cutter:
         cut = self._within(offered, self.kinds)
         assert cut is not None
         return (cut, max(cut.peaks)) if max(cut.peaks) <= offered else self._tighter(offered, cut)
+
+    def leanest(self) -> float:
+        """Bytes of the fullest device of a cut that needs little; no cut needs less where ranks have one stage each."""
+        cut = self._within(smallest([self._least(count) for count in self._held]), self.kinds)
+        return np.inf if cut is None else max(cut.peaks)
 
     def memory(self, kind: str) -> StageMemory:
         if kind not in self._memories:
@@ -87,7 +109,10 @@ class Cutter:
 
     def _peak(self, kind: str, count: int) -> Array:
         if (kind, count) not in self._peaks:
-            self._peaks[kind, count] = self.memory(kind).peak(count)
+            peak = self.memory(kind).peak(count)
+            if self._host is not None:
+                peak = np.where(self._host <= self._host_offered, peak, np.inf)
+            self._peaks[kind, count] = peak
         return self._peaks[kind, count]
 
     def _least(self, count: int) -> Array:
@@ -125,8 +150,16 @@ class Cutter:
             return None
         spans = zip(self._held, pairwise(cuts), strict=True)
         cut = Cut(cuts, tuple(self._first_that_fits(count, cap, kinds, span) for count, span in spans), ())
-        peaks = tuple(sum(self.shares(rank, cut)) for rank in range(self.degrees.pipeline))
+        peaks = tuple(self._fullest(rank, cut) for rank in range(self.degrees.pipeline))
         return Cut(cut.cuts, cut.recompute, peaks)
+
+    def _fullest(self, rank: int, cut: Cut) -> float:
+        """Bytes of a device of a rank; infinity where its optimiser state does not fit the host."""
+        if self._host is not None:
+            spans = list(pairwise(cut.cuts))[rank :: self.degrees.pipeline]
+            if sum(float(self._host[span]) for span in spans) > self._host_offered:
+                return np.inf
+        return sum(self.shares(rank, cut))
 
     def _fastest_that_fits(self, count: int, cap: float, kinds: Sequence[str]) -> tuple[Array, Array]:
         """Milliseconds and bytes of every stage under the first of `kinds` that fits; where none does, the last."""

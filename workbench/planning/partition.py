@@ -34,11 +34,9 @@ def partition(cost: Sequence[Array], memory: Sequence[Array], limit: float) -> t
 
 
 def smallest(memory: Sequence[Array]) -> float:
-    """The largest stage memory of the cut that minimises it."""
+    """The largest stage memory of the cut that minimises it; infinity where every cut has a stage of infinity."""
     not_empty = _not_empty(len(memory[0]))
-    least, cuts = min_max(_each(lambda m, _: np.where(not_empty, m, np.inf), memory, memory))
-    assert cuts is not None, "more stages than blocks"
-    return least
+    return min_max(_each(lambda m, _: np.where(not_empty, m, np.inf), memory, memory))[0]
 
 
 def least_sum(cost: Sequence[Array]) -> float:

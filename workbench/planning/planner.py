@@ -13,16 +13,17 @@ import numpy as np
 
 from workbench.cost.memory import StageMemory
 from workbench.cost.profiles import Profile
-from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.errors import PlanMismatch
 from workbench.planning.cutting import Cut, Cutter
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage
 from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
-from workbench.planning.requests import Request, check, divisors
+from workbench.planning.refusals import apart, host_need, host_too_small, nothing_to_weigh, too_large
+from workbench.planning.requests import Request, check, check_cluster, divisors
 from workbench.planning.schedules import StageCosts, rounds, step_ms
-from workbench.units import gib
 
 CHUNKS = (1, 2, 3, 4)
-"""Stages of one pipeline rank that are tried under an interleaved schedule, of two blocks or more on average."""
+"""Stages of one pipeline rank that are tried under an interleaved schedule, of two blocks or more on average unless
+the user asked for such a schedule."""
 MAX_ROWS = 400
 """Options that a plan lists, nearest to the chosen one first."""
 
@@ -35,11 +36,13 @@ def checked_search(profile: Profile, precision: str, request: Request) -> Search
 
 
 def _check_profile(profile: Profile, precision: str, request: Request) -> None:
+    check_cluster(request.cluster)
     device = request.cluster.device
     if (profile.precision, profile.device_kind) != (precision, device.kind):
         raise PlanMismatch(
             f"The profile of {profile.model} is for {profile.precision} on {profile.device_kind}, and the plan is for "
-            f"{precision} on {device.kind}. Make the profile again for {device.name}.",
+            f"{precision} on {device.kind}. Make the profile again for {device.name} with wb.profile(experiment, "
+            f"cluster), or plan in {profile.precision} on a {profile.device_kind} cluster.",
             profiled=profile.precision,
             planned=precision,
         )
@@ -81,7 +84,7 @@ class Search:
         options = sorted(map(self._option, self._degrees()), key=lambda option: option.bound_ms)
         self.searched = len(options)
         if not options:
-            raise self._indivisible()
+            raise nothing_to_weigh(self.profile, self.request, lambda other: Search(self.profile, other).has_options())
         best: _Option | None = None
         for option in options:
             if best is not None and best.step_ms is not None and option.bound_ms >= best.step_ms:
@@ -93,10 +96,28 @@ class Search:
             if best is None or best.step_ms is None or option.step_ms < best.step_ms:
                 best = option
         if best is None:
-            raise self._too_large(options)
+            degrees, needed = self._leanest(options)
+            if not np.isfinite(needed):
+                host = min(Cutter(self.pricer, option.degrees, self.kinds).least_host for option in options)
+                raise host_too_small(self.profile, self.request, host)
+            raise too_large(self.profile, self.request, len(options), (degrees, needed), self.kinds[-1])
         return self._plan(best, options)
 
+    def _leanest(self, options: list[_Option]) -> tuple[Degrees, float]:
+        """Which option needs least, and how much; those that are known to need more are not cut for it."""
+        found, least = options[0].degrees, np.inf
+        for option in sorted(options, key=lambda option: option.least_bytes):
+            if option.least_bytes >= least:
+                break
+            needed = Cutter(self.pricer, option.degrees, self.kinds).leanest()
+            if needed < least:
+                found, least = option.degrees, needed
+        return found, float(least)
+
     # What there is to weigh
+
+    def has_options(self) -> bool:
+        return next(self._degrees(), None) is not None
 
     def _degrees(self) -> Iterator[Degrees]:
         request = self.request
@@ -164,15 +185,16 @@ class Search:
                 continue
             for chunks in CHUNKS if request.chunks is None else (request.chunks,):
                 is_1f1b = name == "interleaved" and chunks == 1 and request.chunks is None and pipeline > 1
-                most = len(self.profile.blocks) // (1 if request.chunks or chunks == 1 else 2)
+                asked = request.chunks or request.schedule in INTERLEAVED
+                most = len(self.profile.blocks) // (1 if asked or chunks == 1 else 2)
                 if chunks * pipeline <= most and not is_1f1b:
                     yield name, chunks
 
     def _zero_stages(self, data: int, schedule: str) -> tuple[int, ...]:
-        """On one replica there is nothing to shard, whatever was asked. A zero-bubble schedule's split backward leaves
-        nothing that FSDP2 could reduce."""
+        """On one replica there is nothing to shard. A zero-bubble schedule's split backward leaves nothing that FSDP2
+        could reduce."""
         if data == 1:
-            return (0,)
+            return () if self.request.zero else (0,)
         wanted = self.request.runnable.zero_stages if self.request.zero is None else (self.request.zero,)
         return tuple(stage for stage in wanted if stage == 0) if schedule == "zero_bubble" else wanted
 
@@ -356,7 +378,7 @@ class Search:
             offload_optimizer=degrees.offload_optimizer,
             micro_batch=degrees.micro_batch,
             step_ms=(option.bound_ms if option.step_ms is None else option.step_ms) if fits else None,
-            peak_bytes=int(option.least_bytes) if option.weighed else None,
+            peak_bytes=int(option.least_bytes) if option.weighed and np.isfinite(option.least_bytes) else None,
             verdict=self._verdict(option, best),
             bubble_fraction=option.bubble_fraction,
         )
@@ -364,58 +386,15 @@ class Search:
     def _verdict(self, option: _Option, best: _Option) -> str:
         if option is best:
             return "chosen"
+        if option.weighed and option.cut is None and not np.isfinite(option.least_bytes):
+            host = Cutter(self.pricer, option.degrees, self.kinds).least_host
+            return f"{host_need(host, self.request)} fall to one"
         if option.weighed and option.cut is None:
-            return f"needs at least {gib(option.least_bytes)}, and {self.request.offer()}"
+            needed, offered = apart(option.least_bytes, self.request.offered_bytes)
+            return f"needs at least {needed}, and {self.request.offer(offered)}"
         assert best.step_ms is not None
         step, least = (option.step_ms, "") if option.step_ms is not None else (option.bound_ms, "at least ")
         return f"{least}{step / best.step_ms - 1:.1%} slower"
-
-    # No answer
-
-    def _too_large(self, options: list[_Option]) -> PlanInfeasible:
-        request = self.request
-        least = min(options, key=lambda o: o.least_bytes)
-        d = least.degrees
-        shape = (
-            f"pipeline={d.pipeline}, data={d.data}, zero={d.zero}, micro_batch={d.micro_batch}, "
-            f"recompute={self.kinds[-1]!r}"
-        )
-        return PlanInfeasible(
-            f"{self.profile.model} does not fit {request.cluster.describe()}: the smallest of {len(options)} options "
-            f"({shape}) needs at least {gib(least.least_bytes)} a device, and {request.offer()}. {self._way_out(least)}",
-            needed_bytes=int(least.least_bytes),
-            offered_bytes=request.offered_bytes,
-            options=len(options),
-        )
-
-    def _way_out(self, least: _Option) -> str:
-        request, d = self.request, least.degrees
-        ways = []
-        if request.recompute == "none":
-            ways.append("allow activation checkpointing")
-        if request.zero is not None and request.zero < 3 and d.data > 1:
-            ways.append("allow ZeRO 3")
-        if request.micro_batch is not None and request.micro_batch > 1:
-            ways.append(f"allow micro-batches smaller than {request.micro_batch}")
-        if request.pipeline is not None or request.data is not None:
-            ways.append("leave the degrees to the search")
-        if request.memory_limit_bytes is not None and request.offered_bytes < request.cluster.device.usable_bytes:
-            ways.append("raise the memory limit")
-        ways.append(f"give the plan more than {request.cluster.gpus} devices")
-        text = ", or ".join(ways)
-        return text[0].upper() + text[1:] + "."
-
-    def _indivisible(self) -> PlanInfeasible:
-        request = self.request
-        gpus, batch = request.cluster.gpus, request.global_batch
-        nearest = max(1, round(batch / gpus)) * gpus
-        return PlanInfeasible(
-            f"No division of {gpus} devices suits a global batch of {batch} samples and {len(self.profile.blocks)} "
-            f"blocks: every replica needs an equal share, cut into at least as many micro-batches as there are "
-            f"stages. Choose a global batch that is a multiple of {gpus}, such as {nearest}, or fewer devices.",
-            global_batch=batch,
-            devices=gpus,
-        )
 
 
 def _of_ranks(values: Array, degrees: Degrees) -> Array:

@@ -7,7 +7,7 @@ innermost, so that tensor-parallel ranks are neighbours and stages are `data * t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -268,8 +268,8 @@ class Pricer:
         elements = trained / shard
         seconds = elements * OPTIMIZER_BYTES / (device.memory_bandwidth * device.efficiency.bandwidth)
         if degrees.offload_optimizer:
-            # Both moments come in while the last pair goes out.
-            seconds = seconds + elements * ADAMW / device.host_bandwidth
+            # Both moments come in, and go out again.
+            seconds = seconds + 2 * elements * ADAMW / device.host_bandwidth
         return np.asarray(1e3 * seconds)
 
     def _collectives(self, degrees: Degrees, of: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
@@ -279,6 +279,7 @@ class Pricer:
         if data == 1:
             return nothing, nothing, nothing
         link = self.cluster.group_link(data, degrees.tensor)
+        link = replace(link, bandwidth=link.bandwidth * self.cluster.device.efficiency.overlapped_link)
         reduce, gather, scatter = map(of, self._costs.collectives(data, degrees.tensor, link))
         if degrees.zero == 0:
             return nothing, nothing, reduce

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from workbench.cost.cluster import FRAGMENTATION, Cluster
 from workbench.cost.profiles import Profile
@@ -92,10 +93,12 @@ class Request:
             return usable
         return min(usable, int(self.memory_limit_bytes * (1 - FRAGMENTATION)))
 
-    def offer(self) -> str:
-        """`"each H200 offers 132.7 GiB to tensors"`."""
-        limit = "" if self.memory_limit_bytes is None else f" of the {gib(self.memory_limit_bytes)} allowed"
-        return f"each {self.cluster.device.name} offers {gib(self.offered_bytes)}{limit} to tensors"
+    def offer(self, size: str | None = None) -> str:
+        """`"each H200 offers 132.7 GiB to tensors"`; `size` is what it offers, in other words."""
+        size = size or gib(self.offered_bytes)
+        if self.memory_limit_bytes is None or self.offered_bytes == self.cluster.device.usable_bytes:
+            return f"each {self.cluster.device.name} offers {size} to tensors"
+        return f"your limit of {gib(self.memory_limit_bytes)} leaves {size} to tensors"
 
 
 def memory_limit_bytes(gibibytes: float | None) -> int | None:
@@ -110,11 +113,23 @@ def memory_limit_bytes(gibibytes: float | None) -> int | None:
     return int(gibibytes * GIB)
 
 
+def check_cluster(cluster: object) -> None:
+    """Raises `PlanInfeasible` for what is no cluster."""
+    if not isinstance(cluster, Cluster):
+        raise PlanInfeasible(
+            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or wb.Cluster.here() for this '
+            f"machine.",
+            cluster=cluster,
+        )
+
+
 def check(request: Request, profile: Profile) -> None:
     """Raise `PlanInfeasible` for what no search can satisfy: each in a sentence with the way out."""
     _check_numbers(request)
     _check_runnable(request, profile)
+    _check_schedule(request, profile)
     _check_degrees(request, profile)
+    _check_sharding(request)
     if request.pipeline and request.pipeline > len(profile.blocks):
         raise PlanInfeasible(
             f"pipeline={request.pipeline} asks for more stages than the {len(profile.blocks)} blocks of "
@@ -126,13 +141,36 @@ def check(request: Request, profile: Profile) -> None:
 
 
 DEGREES = ("pipeline", "data", "tensor")
+MEANINGS = {
+    "global_batch": "the samples of one step",
+    "seq_len": "the tokens of one sample",
+    "pipeline": "how many parts the model is cut into",
+    "data": "how many replicas share the global batch",
+    "tensor": "how many devices share each matrix product",
+    "chunks": "how many stages one pipeline rank has",
+    "micro_batch": "the samples of one forward on one replica",
+    "memory_limit_bytes": "what one device may use",
+}
+OPTIONAL = {*DEGREES, "chunks", "micro_batch", "memory_limit_bytes"}
 
 
 def _check_numbers(request: Request) -> None:
-    for name in ("global_batch", "seq_len", *DEGREES, "chunks", "micro_batch", "memory_limit_bytes"):
+    for name, meaning in MEANINGS.items():
         value = getattr(request, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise PlanInfeasible(f"{name}={value!r} must be a whole number of at least 1.", **{name: value})
+        if value is None and name in OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanInfeasible(
+                f"{name}={value!r} must be a whole number of at least 1: {meaning}."
+                + (" Leave it out to have it searched." if name in {*DEGREES, "chunks", "micro_batch"} else ""),
+                **{name: value},
+            )
+    if request.offload_optimizer is not None and not isinstance(request.offload_optimizer, bool):
+        raise PlanInfeasible(
+            f"offload_optimizer={request.offload_optimizer!r} must be True or False: whether the optimiser's state "
+            f"lives in the host's memory. Leave it out to have it searched.",
+            offload_optimizer=request.offload_optimizer,
+        )
 
 
 def _check_runnable(request: Request, profile: Profile) -> None:
@@ -143,22 +181,57 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             f"{', '.join(map(repr, runnable.recompute))}.",
             recompute=request.recompute,
         )
-    if request.zero is not None and (isinstance(request.zero, bool) or request.zero not in runnable.zero_stages):
+    if request.zero is not None and (type(request.zero) is not int or request.zero not in runnable.zero_stages):
         raise PlanInfeasible(
-            f"zero={request.zero!r} is not a ZeRO stage that runs here. Choose "
-            f"{' or '.join(ZERO_WORDS[stage] for stage in runnable.zero_stages)}.",
+            f"zero={request.zero!r} is not a ZeRO stage that runs here. Choose one of "
+            f"{', '.join(ZERO_WORDS[stage] for stage in runnable.zero_stages)}.",
             zero=request.zero,
         )
-    if request.schedule is not None and request.schedule not in runnable.schedules:
+    if request.tensor is not None and request.tensor > 1 and not runnable.tensor:
         raise PlanInfeasible(
-            f"There is no schedule {request.schedule!r}. {suggestion(str(request.schedule), runnable.schedules)}",
-            schedule=request.schedule,
+            f"tensor={request.tensor} does not run here. Leave tensor out, and give those devices to pipeline or data.",
+            tensor=request.tensor,
         )
-    if request.schedule in INTERLEAVED and (request.pipeline == 1 or request.cluster.gpus == 1):
+    if request.tensor is not None and not profile.divides(request.tensor):
+        degrees = [1, *profile.divided]
         raise PlanInfeasible(
-            f"schedule={request.schedule!r} interleaves the stages of several pipeline ranks, and there is one. Leave "
-            f"schedule out, or give the plan a pipeline of at least 2.",
+            f"tensor={request.tensor} does not divide most of {profile.model}: attention heads and widths must be "
+            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}.",
+            tensor=request.tensor,
+        )
+    if request.offload_optimizer and request.cluster.device.kind == "cpu":
+        raise PlanInfeasible(
+            f"offload_optimizer=True moves the optimiser's state to the host's memory, where a "
+            f"{request.cluster.device.name} has it already. Leave it out.",
+            offload_optimizer=True,
+        )
+    if request.offload_optimizer and not runnable.offload_optimizer:
+        raise PlanInfeasible(
+            "offload_optimizer=True does not run here. Leave it out; zero=2 or zero=3 divides the optimiser's state "
+            "over the replicas."
+        )
+
+
+def _check_schedule(request: Request, profile: Profile) -> None:
+    runnable = request.runnable
+    if request.schedule is not None and request.schedule not in runnable.schedules:
+        near = suggestion(str(request.schedule).lower(), runnable.schedules)
+        raise PlanInfeasible(f"There is no schedule {request.schedule!r}. {near}", schedule=request.schedule)
+    if request.chunks is not None and request.chunks > 1 and not _interleaves(request):
+        raise PlanInfeasible(
+            f"chunks={request.chunks} needs an interleaved schedule, and "
+            f"{request.schedule or 'no schedule that runs here'} has one stage a pipeline rank. Leave chunks out, or "
+            f"choose schedule='interleaved'.",
+            chunks=request.chunks,
+        )
+    if (request.schedule in INTERLEAVED or (request.chunks or 1) > 1) and _ranks(request) == 1:
+        what = f"schedule={request.schedule!r}" if request.schedule else f"chunks={request.chunks}"
+        why = "this cluster has one device" if request.cluster.gpus == 1 else "these degrees make one"
+        raise PlanInfeasible(
+            f"{what} interleaves the stages of several pipeline ranks, and {why}. Leave {what.split('=')[0]} out, or "
+            f"give the plan a pipeline of at least 2.",
             schedule=request.schedule,
+            chunks=request.chunks,
         )
     if request.schedule == "zero_bubble" and profile.compiled:
         raise PlanInfeasible(
@@ -173,28 +246,32 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             schedule=request.schedule,
             zero=request.zero,
         )
-    if request.chunks is not None and request.chunks > 1 and not _interleaves(request):
-        raise PlanInfeasible(
-            f"chunks={request.chunks} needs an interleaved schedule, and "
-            f"{request.schedule or 'no schedule that runs here'} has one stage a pipeline rank. Leave chunks out.",
-            chunks=request.chunks,
+
+
+def _ranks(request: Request) -> int | None:
+    """The pipeline degree, where the request leaves one only."""
+    if request.pipeline is not None or request.data is None:
+        return 1 if request.cluster.gpus == 1 else request.pipeline
+    others = request.data * (request.tensor or 1)
+    return 1 if others == request.cluster.gpus else None
+
+
+def _check_sharding(request: Request) -> None:
+    """ZeRO on a single replica is asking for two things at once."""
+    if not request.zero:
+        return
+    gpus, others = request.cluster.gpus, (request.pipeline or 1) * (request.tensor or 1)
+    if request.data == 1 or others == gpus:
+        names = " × ".join(
+            f"{name}={getattr(request, name)}" for name in ("pipeline", "tensor") if getattr(request, name)
         )
-    if request.tensor is not None and request.tensor > 1 and not runnable.tensor:
+        left = f"{names} on {gpus} devices leaves one" if gpus > 1 else "one device holds one"
+        why = "data=1 makes one" if request.data == 1 else left
         raise PlanInfeasible(
-            f"tensor={request.tensor} does not run here. Leave tensor out, and give those devices to pipeline or data.",
-            tensor=request.tensor,
-        )
-    if request.tensor is not None and not profile.divides(request.tensor):
-        degrees = [1, *profile.divided]
-        raise PlanInfeasible(
-            f"tensor={request.tensor} does not divide most of {profile.model}: attention heads and widths must be "
-            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + _listed(degrees)}.",
-            tensor=request.tensor,
-        )
-    if request.offload_optimizer and not runnable.offload_optimizer:
-        raise PlanInfeasible(
-            "offload_optimizer=True does not run here. Leave it out; zero=2 or zero=3 divides the optimiser's state "
-            "over the replicas."
+            f"zero={request.zero} shards over data-parallel replicas, and {why}. Leave zero out, or make room for "
+            f"data=2.",
+            zero=request.zero,
+            devices=gpus,
         )
 
 
@@ -209,7 +286,7 @@ def _check_degrees(request: Request, profile: Profile) -> None:
     for name, degree in fixed.items():
         if gpus % degree:
             raise PlanInfeasible(
-                f"{name}={degree} does not divide {gpus} devices. Choose one of {_listed(divisors(gpus))}.",
+                f"{name}={degree} does not divide {gpus} devices. Choose one of {listed(divisors(gpus))}.",
                 **{name: degree, "devices": gpus},
             )
     product = 1
@@ -241,7 +318,7 @@ def _check_batch(request: Request) -> None:
     least = micro * (data or 1) if micro is not None else 1
     if micro is not None and batch % least:
         replicas = f" on each of {data} replicas" if data else ""
-        choices = _listed(divisors(batch // data if data else batch))
+        choices = listed(divisors(batch // data if data else batch))
         raise PlanInfeasible(
             f"A global batch of {batch} samples cannot be divided into micro-batches of {micro}{replicas}. Choose one "
             f"of {choices}, or a global batch of {_multiple(batch, least)}.",
@@ -260,6 +337,8 @@ def _multiple(number: int, of: int) -> int:
     return max(1, round(number / of)) * of
 
 
-def _listed(numbers: list[int]) -> str:
-    shown = [str(number) for number in numbers]
-    return ", ".join(shown if len(shown) <= 12 else [*shown[:10], "…", shown[-1]])
+def listed(values: list[Any], last: str = ", ") -> str:
+    """`"1, 2, 4"`; of many, the first ten and the last."""
+    shown = [str(value) for value in values]
+    shown = shown if len(shown) <= 12 else [*shown[:10], "…", shown[-1]]
+    return last.join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)

@@ -196,18 +196,22 @@ def simulate(
     backward_ms: Sequence[float],
     send_ms: Sequence[float] | float = 0.0,
     weight_ms: Sequence[float] | None = None,
+    *,
+    queued: bool = False,
 ) -> Timeline:
     """Run a schedule: a rank does its actions in order, each as soon as what it needs has arrived.
 
     `send_ms[s]` is the time from stage `s` to `s + 1`, activations one way and gradients the other; it delays
     the receiver and does not occupy the sender. `weight_ms` is the part of `backward_ms` that `W` takes.
+    `queued`: what a rank sends and receives goes through one queue, in the order in which torch's runtime for several
+    stages a rank (`INTERLEAVED`) posts it.
     """
     stages = len(forward_ms)
     sends = [send_ms] * stages if isinstance(send_ms, (int, float)) else list(send_ms)
     weights = [0.0] * stages if weight_ms is None else weight_ms
     costs = StageCosts(forward_ms, backward_ms, weights, sends)
-    order = _in_order(schedule, stages)
-    ends, lengths = _ends(order, costs), costs.lengths
+    order = _in_order(schedule, stages, queued)
+    ends, lengths = (_queued_ends if queued else _ends)(order, costs), costs.lengths
     lanes: list[list[TimedAction]] = [[] for _ in schedule]
     for action, rank, which, end in zip(order.actions, order.ranks, order.length_of, ends, strict=False):
         lanes[rank].append(TimedAction(action.kind, action.stage, action.micro_batch, end - lengths[which], end))
@@ -236,7 +240,8 @@ class _Order:
 
 
 @lru_cache(maxsize=64)
-def _in_order(schedule: Schedule, stages: int) -> _Order:
+def _in_order(schedule: Schedule, stages: int, queued: bool) -> _Order:
+    """With `queued`, ranks take turns, an action each: so torch's runtime puts sends and receives into its queues."""
     total = sum(map(len, schedule))
     done: dict[tuple[str, int, int], int] = {}
     position = [0] * len(schedule)
@@ -258,6 +263,8 @@ def _in_order(schedule: Schedule, stages: int) -> _Order:
                 actions.append(action)
                 last[rank] = index
                 position[rank] += 1
+                if queued:
+                    break
         assert len(actions) > found, "the schedule waits for itself"
     ranks, before, needs, boundaries, length_of = zip(*columns, strict=True)
     return _Order(tuple(actions), ranks, before, needs, boundaries, length_of)
@@ -286,6 +293,34 @@ def _ends(order: _Order, costs: StageCosts) -> list[float]:
     for index, (before, needed, boundary, which) in enumerate(columns):
         free, arrived = ends[before], ends[needed] + sends[boundary]
         ends[index] = (free if free > arrived else arrived) + lengths[which]
+    return ends
+
+
+def _queued_ends(order: _Order, costs: StageCosts) -> list[float]:
+    """As `_ends`, where one queue a rank carries all that it sends and receives.
+
+    A transfer begins when both ranks' queues have come to it and both have computed all that they were told before:
+    NCCL's batched sends and receives share one stream a communicator, which waits for the computing stream when an
+    operation is posted.
+    """
+    stages, ranks = len(costs.forward_ms), max(order.ranks) + 1
+    ends = [0.0] * (len(order.actions) + 1)
+    lengths, sends = costs.lengths, costs.send_ms
+    computed, queue = [0.0] * ranks, [0.0] * ranks
+    arrived: dict[tuple[str, int, int], float] = {}
+    for index, (action, rank, which) in enumerate(zip(order.actions, order.ranks, order.length_of, strict=True)):
+        kind, stage, i = _result(action)
+        start = max(computed[rank], arrived.pop((kind, stage, i), 0.0))
+        ends[index] = computed[rank] = start + lengths[which]
+        receiver = {"F": stage + 1, "B": stage - 1}.get(kind, -1)
+        if not 0 <= receiver < stages:
+            continue
+        other = receiver % ranks
+        if other == rank:
+            continue
+        begun = max(queue[rank], queue[other], computed[rank], computed[other])
+        queue[rank] = queue[other] = begun + sends[min(stage, receiver)]
+        arrived[kind, receiver, i] = queue[other]
     return ends
 
 
@@ -354,9 +389,11 @@ def step_ms(
     chunks = stages // ranks
     group = num_microbatches // rounds(ranks, num_microbatches)
 
+    queued = name in INTERLEAVED
+
     def simulated_ms(count: int) -> float:
-        order = _in_order(build_schedule(name, ranks, count, chunks), stages)
-        return max(_ends(order, costs))
+        order = _in_order(build_schedule(name, ranks, count, chunks), stages, queued)
+        return max((_queued_ends if queued else _ends)(order, costs))
 
     shown = max(4 * ranks, exact_actions // (2 * stages))
     half = max(1, shown // (2 * group)) * group

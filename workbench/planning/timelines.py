@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workbench.cost.communication import point_to_point_s
-from workbench.planning.plan import Plan
+from workbench.planning.plan import INTERLEAVED, Plan
 from workbench.planning.pricing import boundary_link
 from workbench.planning.schedules import Schedule, Timeline, build_schedule, simulate
 
@@ -21,6 +21,7 @@ def timeline(plan: Plan) -> Timeline:
         [stage.backward_ms for stage in plan.stages],
         send_times_ms(plan),
         [stage.weight_ms for stage in plan.stages],
+        queued=plan.schedule in INTERLEAVED,
     )
 
 

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,8 @@ class _Progress:
     steps: tuple[dict[str, Any], ...]
     end: dict[str, Any] | None
     memory: dict[int, dict[str, Any]]
+    troubles: tuple[str, ...] = ()
+    """What went wrong with checkpoints since the last launch."""
 
     @property
     def step(self) -> dict[str, Any]:
@@ -132,6 +134,8 @@ class Run:
         workers = bool(processes.live_workers(self._dir))
         progress = self._progress()
         recorded = progress.status or Status("queued")
+        if recorded.state == "running" and progress.troubles:
+            recorded = replace(recorded, message=recorded.message or progress.troubles[-1])
         if recorded.final or supervised or self._dir.remote.exists():
             return recorded
         if self._elsewhere or (not self._supervisor() and (workers or self._prepared)):
@@ -277,22 +281,29 @@ class Run:
         seen = self._seen
         events, self._offset = latest(self._dir.events, self._offset)
         status, start, steps, end, memory = seen.status, seen.start, list(seen.steps), seen.end, dict(seen.memory)
+        troubles = list(seen.troubles)
         for event in events:
             if event["type"] == "status":
                 status = Status(event["state"], event.get("message", ""), event["time"])
                 if event["state"] in ("queued", "starting"):
-                    end = None
+                    end, troubles = None, []
             elif event["type"] == "start":
                 start = event
+                if troubles and event.get("resumed_from"):
+                    troubles[-1] += f" Training goes on from {Path(event['resumed_from']).name}."
                 if status is not None and not status.final:  # the supervisor says so a moment later
                     status = Status("running", "", event["time"])
+            elif event["type"] == "checkpoint_problem":
+                training = status is not None and status.state == "running"
+                failed = f"The checkpoint of step {event['step']} could not be written: "
+                troubles.append((failed if training else "") + event["message"])
             elif event["type"] == "step":
                 steps.append(event)
             elif event["type"] == "end":
                 end = event
             elif event["type"] == "memory":
                 memory[int(event["rank"])] = event
-        self._seen = _Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory)
+        self._seen = _Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory, tuple(troubles))
         return self._seen
 
     def summary(self) -> dict[str, Any]:
@@ -371,6 +382,7 @@ class Run:
             ("step", f"{facts['step']:,} of {facts['steps']:,} <progress value='{done:.4f}' max='1'></progress>"),
             ("now", html.escape(", ".join(_figures(facts)) or "no step yet")),
             ("directory", f"<code>{html.escape(str(self.path))}</code>"),
+            *(("checkpoints", html.escape(trouble)) for trouble in self._seen.troubles),
             ("W&amp;B", html.escape(tracking_note(self._dir))),
         ]
         cells = "".join(

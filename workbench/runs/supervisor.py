@@ -89,11 +89,13 @@ def main(directory: str) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _wait_until_known(run)
     try:
-        return _see_through(run)
+        exit_code = _see_through(run)
     except BaseException as error:
         processes.kill_trees(processes.live_workers(run))
         _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
         raise
+    keep_history(run)  # its devices are free by now
+    return exit_code
 
 
 def supervise(run: RunDir, launcher: dict[str, Any]) -> int:
@@ -101,11 +103,21 @@ def supervise(run: RunDir, launcher: dict[str, Any]) -> int:
     _save(run, launcher)
     _status(run, "starting", "")
     try:
-        return _train(run, launcher)
+        exit_code = _train(run, launcher)
     except BaseException as error:
         processes.kill_trees(processes.live_workers(run))
         _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
         raise
+    keep_history(run)
+    return exit_code
+
+
+def keep_history(run: RunDir) -> None:
+    """Read a long run's events once, so that nobody has to who opens it (`history_file`)."""
+    from workbench.runs.history import HistoryTail
+
+    with contextlib.suppress(OSError):
+        HistoryTail(run.events).read()
 
 
 def reap(directory: str) -> int:

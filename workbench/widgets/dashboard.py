@@ -11,6 +11,7 @@ import html
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,10 +22,12 @@ from IPython.display import display
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures._curves import loss_curves
-from workbench.figures._series import SMOOTHING, X_AXES, axes_of
-from workbench.figures.export import mimebundle
+from workbench.figures._series import SMOOTHING, X_AXES, at_once, axes_of
+from workbench.figures.export import mimebundle, pictured
+from workbench.rundir import RunDir, read_json
 from workbench.widgets.drawing import LossFigure, PanelsFigure
-from workbench.widgets.rows import Resume, RunRow, failures_html, heard_while_busy, rows_html
+from workbench.widgets.rows import Resume, RunRow, failures_html, fixed, heard_while_busy, name_width, rows_html
+from workbench.widgets.saved import NOTHING, Shown, hides_its_twin
 from workbench.widgets.watch import Snapshot, Watch
 
 REFRESH_S = 0.1
@@ -33,6 +36,8 @@ FIT_AFTER_S = (0.7, 2.0, 5.0)
 """When figures that came back to the page take its width: the browser says nothing when they are there."""
 REST = 3.0
 """After drawing for so long, rest at least this many times longer: the kernel has other work."""
+SAVED_S = 30.0
+"""Between two pictures of what a notebook keeps that is saved while its runs train."""
 OFFER_S = 1800.0
 """For so long after the last run has ended, a button offers to resume it. A saved notebook cannot show a button."""
 
@@ -50,16 +55,20 @@ class Live(widgets.VBox):
     def __init__(
         self, runs: Sequence[RunLike], x: str, smoothing: float, refresh_s: float, resume: Resume | None = None
     ) -> None:
-        self._watches = [Watch(Path(run.path)) for run in runs]
-        self._snapshots: list[Snapshot] = [watch.read() for watch in self._watches]
+        self._watches = at_once(lambda index: Watch(Path(runs[index].path)), range(len(runs)))
+        self._labels = labels([Path(run.path) for run in runs])
+        self._snapshots: list[Snapshot] = self._read_all()
         self._refresh_s, self._resume = refresh_s, resume
         self._wake, self._closed, self._ended = threading.Event(), threading.Event(), threading.Event()
-        self._handles: list[tuple[Any, Any]] = []
+        self._showings: list[tuple[Shown, Any]] = []
+        self._save_at = 0.0
         self._offer_ends: threading.Timer | None = None
         self._drawn_as: tuple[Any, ...] | None = None
         self._fit_at: list[float] = []
+        width_px = name_width(self._labels)
         self._rows = [
-            RunRow(watch, theme.series_color(index), resume, self._go_on) for index, watch in enumerate(self._watches)
+            RunRow(watch, theme.series_color(index), resume, self._go_on, width_px)
+            for index, watch in enumerate(self._watches)
         ]
         self._controls = Controls(x, smoothing, self._wake.set)
         self._key, self._note = widgets.HTML(), widgets.HTML()
@@ -89,6 +98,8 @@ class Live(widgets.VBox):
         """Figures that were never shown: one that has left the page and comes back is not kept up to date there."""
         x, smoothing, _, _ = self._controls.wish
         self._loss = LossFigure(self._snapshots, x, smoothing, self._wake.set)
+        self._loss.widget.update_layout(margin={"t": 36})  # the buttons of the figure stand there
+        self._loss.widget._config = theme.CONFIG
         self._panels = PanelsFigure()
         self._drawn_as = None
         self._refresh()
@@ -100,6 +111,12 @@ class Live(widgets.VBox):
             self._panels.box,
             self._note,
         )
+
+    def _read_all(self) -> list[Snapshot]:
+        return [self._read(index) for index in range(len(self._watches))]
+
+    def _read(self, index: int) -> Snapshot:
+        return replace(self._watches[index].read(), name=self._labels[index])
 
     def _follow_in_thread(self) -> None:
         self._thread = threading.Thread(target=self._follow, name="workbench-live", daemon=True)
@@ -120,10 +137,12 @@ class Live(widgets.VBox):
                     self._loss.fit()
                     self._panels.fit()
                 self._snapshots = [
-                    last if last.status.final and not watch.grew else watch.read()
-                    for watch, last in zip(self._watches, self._snapshots, strict=True)
+                    last if last.status.final and not self._watches[index].grew else self._read(index)
+                    for index, last in enumerate(self._snapshots)
                 ]
                 self._refresh()
+                if started >= self._save_at:
+                    self._keep_picture()
                 rest_s = max(self._refresh_s, REST * (time.monotonic() - started))
                 if all(snapshot.status.final for snapshot in self._snapshots):
                     self._ended.set()
@@ -154,32 +173,47 @@ class Live(widgets.VBox):
         self._drawn_as = (wish, self._loss.window, points)
 
     def _ipython_display_(self) -> None:
-        shown = display(self._bundle(), raw=True, display_id=True)
-        nothing = {"text/html": "", "text/plain": ""}
-        offer = display(nothing, raw=True, display_id=True) if self._resume is not None else None
-        self._handles.append((shown, offer))
+        shown = Shown(self, self._states(), self._picture())
+        offer = display(dict(NOTHING), raw=True, display_id=True) if self._resume is not None else None
+        self._showings.append((shown, offer))
+        self._save_at = time.monotonic() + SAVED_S
         if self._ended.is_set():  # the runs were over before the dashboard was shown
             self._leave_plain_figure()
 
-    def _bundle(self) -> dict[str, Any]:
-        """The widget, and beside it what shows where no kernel runs: a saved notebook, papermill, GitHub."""
-        return {**self._repr_mimebundle_(), "text/html": rows_html(self._snapshots)}
+    def _states(self) -> str:
+        return rows_html(self._snapshots, [watch.name for watch in self._watches])
+
+    def _picture(self) -> dict[str, Any] | None:
+        """The curves as they stand on the screen, for a notebook that is saved now; None before the first step."""
+        if not any(snapshot.step for snapshot in self._snapshots):
+            return None
+        figure = go.Figure(self._loss.widget)
+        figure.update_layout(title=theme.title("Loss of each run", "as it stood when the notebook was saved"))
+        figure.update_layout(margin={"t": 64}, height=440)
+        return pictured(figure)
+
+    def _keep_picture(self) -> None:
+        self._save_at = time.monotonic() + SAVED_S
+        if self._showings:
+            states, picture = self._states(), self._picture()
+            for shown, _ in self._showings:
+                shown.update(states, picture)
 
     def _leave_plain_figure(self) -> None:
-        """Put a plain figure in the widget's place: a saved notebook then shows the curves without a kernel.
+        """Put plain figures in the widget's place: a saved notebook then shows the curves without a kernel.
 
-        Below it stand the runs that can be resumed, for a while.
+        Below them stand the runs that can be resumed, for a while.
         """
         x, smoothing, _, log_y = self._controls.wish
-        figure = final_figure(self._snapshots, x, smoothing, log_y)
-        bundle = {**mimebundle(figure), "text/html": rows_html(self._snapshots)}
+        figures = [pictured(final_figure(self._snapshots, x, smoothing, log_y))]
+        figures += [mimebundle(go.Figure(panels)) for panels in self._panels.box.children]
         rows = [row for row in self._rows if row.offers_resume]
         offer = self._offer_bundle(rows) if rows else None
-        for shown, below in self._handles:
-            shown.update(bundle, raw=True)
+        for shown, below in self._showings:
+            shown.leave(self._states(), *figures)
             if offer is not None:
                 below.update(offer, raw=True)
-        if offer is not None and self._handles:
+        if offer is not None and self._showings:
             self._offer_ends = threading.Timer(OFFER_S, self._withdraw_offer)
             self._offer_ends.daemon = True
             self._offer_ends.start()
@@ -190,7 +224,7 @@ class Live(widgets.VBox):
 
     def _withdraw_offer(self) -> None:
         words = self._resume_words([row for row in self._rows if row.offers_resume])
-        for _, below in self._handles:
+        for _, below in self._showings:
             below.update({"text/html": words, "text/plain": ""}, raw=True)
 
     @staticmethod
@@ -206,11 +240,11 @@ class Live(widgets.VBox):
         if self._offer_ends is not None:
             self._offer_ends.cancel()
         self._ended.clear()
-        self._snapshots = [watch.read() for watch in self._watches]
+        self._snapshots = self._read_all()
         self._make_figures()
-        for shown, below in self._handles:
-            below.update({"text/html": "", "text/plain": ""}, raw=True)
-            shown.update(self._bundle(), raw=True)
+        for shown, below in self._showings:
+            below.update(dict(NOTHING), raw=True)
+            shown.come_back()
         self._fit_at = [time.monotonic() + wait_s for wait_s in FIT_AFTER_S]
         self._follow_in_thread()
 
@@ -223,7 +257,7 @@ class Controls:
             options=[(axis.label, name) for name, axis in X_AXES.items()],
             value=x,
             description="x axis",
-            layout={"width": "220px"},
+            layout=fixed(220),
         )
         self._smoothing = widgets.FloatSlider(
             value=smoothing,
@@ -233,14 +267,15 @@ class Controls:
             description="smoothing",
             readout_format=".1%",
             continuous_update=False,
+            layout=fixed(300),
         )
-        self._log_x = widgets.ToggleButton(value=False, description="log x", layout={"width": "80px"})
-        self._log_y = widgets.ToggleButton(value=False, description="log loss", layout={"width": "80px"})
+        self._log_x = widgets.ToggleButton(value=False, description="log x", layout=fixed(80))
+        self._log_y = widgets.ToggleButton(value=False, description="log loss", layout=fixed(80))
         controls = (self._x, self._smoothing, self._log_x, self._log_y)
         for control in controls:
             control.observe(lambda _: changed(), names="value")
         heard_while_busy(*controls)
-        self.box = widgets.HBox(controls)
+        self.box = widgets.HBox((*controls, hides_its_twin()), layout={"flex_flow": "row wrap"})
 
     @property
     def wish(self) -> tuple[str, float, bool, bool]:
@@ -270,18 +305,20 @@ def live(
     return Live(chosen, x, smoothing, refresh_s, resume)
 
 
+def labels(paths: Sequence[Path]) -> list[str]:
+    """The experiments' names where they tell the runs apart, else the runs' own."""
+    names = [_experiment_name(path) or path.name for path in paths]
+    return names if len(set(names)) == len(names) else [path.name for path in paths]
+
+
+def _experiment_name(path: Path) -> str | None:
+    try:
+        return str(read_json(RunDir(path).experiment)["name"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def final_figure(snapshots: Sequence[Snapshot], x: str, smoothing: float, log: bool) -> go.Figure:
-    """The curves as `compare` draws them, with how each run ended under the title."""
+    """The curves as `compare` draws them; how each run ended stands above, in a table."""
     curves = [snapshot.curve for snapshot in snapshots]
-    figure = loss_curves(curves, x=x if x in axes_of(curves) else "step", smoothing=smoothing, log_y=log)
-    key = figure.layout.title.subtitle.text
-    lines = [theme.text(_ending(snapshot)) for snapshot in snapshots] + ([key] if key else [])
-    figure.update_layout(title={"subtitle": {"text": "<br>".join(lines)}}, margin={"t": 100 + 18 * len(lines)})
-    figure.update_layout(height=480 + 18 * len(lines))
-    return figure
-
-
-def _ending(snapshot: Snapshot) -> str:
-    """`"scaled: stopped, step 812 of 2,000 · loss 4.31 · 82.1 k tokens/s · Stopped at step 812."`"""
-    why = str(snapshot.failure).splitlines()[0] if snapshot.failure else snapshot.status.message
-    return f"{snapshot.name}: {snapshot.status.state}, {snapshot.facts}" + (f" · {why}" if why else "")
+    return loss_curves(curves, x=x if x in axes_of(curves) else "step", smoothing=smoothing, log_y=log)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
-from workbench.figures._curves import hover_title, loss_layout, mark_key, traces_of
+from workbench.figures._curves import hover_title, loss_layout, mark_key, traces_of, visible_points
 from workbench.figures._devices import utilization_traces
-from workbench.figures._panels import PANEL_POINTS, memory_traces, panel_names, panels, rate_traces
+from workbench.figures._panels import PANEL_POINTS, memory_traces, panel_names, panels, rate_points
 from workbench.figures._series import (
     PARTS,
     DrawnCurve,
@@ -115,16 +115,22 @@ class LossFigure:
         budget = live_points(len(snapshots))
         whole = self._whole_curves(snapshots, x, scale, smoothing)
         visible = [curve.focused(x, window, budget) for curve in whole]
-        fresh = traces_of(visible, x, "loss", smooth=smoothing > 0, complete=True)
+        smooth, kept = smoothing > 0, self._shown
+        changed = [kept[index][0] is not curve or kept[index][2] != smooth for index, curve in enumerate(whole)]
+        fresh = traces_of(visible, x, "loss", smooth=smooth, complete=True) if any(changed) else []
         with self.widget.batch_update():
             for index, curve in enumerate(whole):
-                first = index * len(PARTS)
-                pairs = list(zip(self.widget.data[first : first + len(PARTS)], fresh[first:], strict=False))
-                known, *seen = self._shown[index]
-                same = known is curve and seen == [window, smoothing > 0]
-                for trace, source in pairs[-1:] if same else pairs:
-                    _refill(trace, source)
-                self._shown[index] = (curve, window, smoothing > 0)
+                traces = self.widget.data[index * len(PARTS) : (index + 1) * len(PARTS)]
+                if changed[index]:
+                    for trace, source in zip(traces, fresh[index * len(PARTS) :], strict=False):
+                        _refill(trace, source)
+                elif kept[index][1] != window:
+                    points = visible_points(visible[index], x, smooth)
+                    for trace in traces:
+                        _set(trace, points.get(trace.meta, {}))
+                elif fresh:  # where its label stands depends on the others
+                    _refill(traces[-1], fresh[(index + 1) * len(PARTS) - 1])
+                kept[index] = (curve, window, smooth)
             if moved:
                 self.widget.layout.xaxis.update(
                     title={"text": heading},
@@ -154,6 +160,11 @@ def refit(figure: go.FigureWidget) -> None:
     """plotly.js measures its place again when `autosize` is set to true."""
     figure.layout.autosize = False
     figure.layout.autosize = True
+
+
+def _set(trace: go.Scatter, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        trace[name] = value
 
 
 def _refill(trace: go.Scatter, source: go.Scatter) -> None:
@@ -201,19 +212,17 @@ class PanelsFigure:
             self._rebuild(names, panels(curves, peaks, x, smoothing, names, window, usage, drawn_curves))
         if self._widget is None:
             return
-        fresh: list[Any] = []
+        fresh: list[Mapping[str, Any]] = []
         for name in names:
             if name == "memory":
-                fresh += memory_traces(curves, peaks)
+                fresh += map(_points, memory_traces(curves, peaks))
             elif name == "utilization":
-                fresh += utilization_traces(curves, usage, x, scale, smoothing, window, PANEL_POINTS)
+                fresh += map(_points, utilization_traces(curves, usage, x, scale, smoothing, window, PANEL_POINTS))
             else:
-                fresh += rate_traces(drawn_curves(name), name, x, smoothing > 0, window)
+                fresh += rate_points(drawn_curves(name), name, x, smoothing > 0, window)
         with self._widget.batch_update():
-            for trace, source in zip(self._widget.data, fresh, strict=True):
-                trace.x, trace.y = source.x, source.y
-                if source.meta in ("memory", "utilization"):
-                    trace.customdata = source.customdata
+            for trace, fields in zip(self._widget.data, fresh, strict=True):
+                _set(trace, fields)
             for position, name in enumerate(names):
                 if name != "memory":
                     axis = self._widget.layout[f"xaxis{position + 1 if position else ''}"]
@@ -233,6 +242,12 @@ class PanelsFigure:
         self.box.children = (self._widget,) if self._widget is not None else ()
         if old is not None:
             old.close()
+
+
+def _points(trace: go.Bar | go.Scatter) -> dict[str, Any]:
+    """The fields of a trace that change as a run goes on."""
+    fields = {"x": trace.x, "y": trace.y}
+    return {**fields, "customdata": trace.customdata} if trace.meta in ("memory", "utilization") else fields
 
 
 def _set_window(axis: Any, heading: str, log_x: bool, window: Window) -> None:

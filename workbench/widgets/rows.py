@@ -37,21 +37,26 @@ class RunRow:
     """
 
     def __init__(
-        self, watch: Watch, color: str, resume: Resume | None = None, resumed: Callable[[], None] | None = None
+        self,
+        watch: Watch,
+        color: str,
+        resume: Resume | None = None,
+        resumed: Callable[[], None] | None = None,
+        name_px: int = 210,
     ) -> None:
         self._watch, self._resume, self._resumed = watch, resume, resumed
         self._busy = ""
-        self._key = widgets.HTML(f'<span style="{swatch(color)}"></span>', layout={"width": "22px"})
-        self._badge = widgets.HTML(layout={"width": "76px"})
-        self._name = widgets.HTML(layout={"width": "210px"})
-        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout={"width": "100px"})
-        self._facts = widgets.HTML(layout={"flex": "1 1 0", "margin": "0 0 0 10px"})
-        self.button = widgets.Button(description="Stop", icon="stop", layout={"width": "110px"})
+        self._key = widgets.HTML(f'<span style="{swatch(color)}"></span>', layout=fixed(22))
+        self._badge = widgets.HTML(layout=fixed(76))
+        self._name = widgets.HTML(layout=fixed(name_px))
+        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout=fixed(100))
+        self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 10px"})
+        self.button = widgets.Button(description="Stop", icon="stop", layout=fixed(110))
         self.button.on_click(self._pressed)
         heard_while_busy(self.button)
         self.box = widgets.HBox(
             (self._key, self._badge, self._name, self._bar, self._facts, self.button),
-            layout={"align_items": "center"},
+            layout={"align_items": "center", "flex_flow": "row wrap"},  # in a narrow window the facts go below
         )
 
     @property
@@ -68,8 +73,7 @@ class RunRow:
         state = snapshot.status.state
         self._badge.value = badge(state)
         name = html.escape(snapshot.name)
-        clipped = "display:block;width:204px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;font-size:12px"
-        self._name.value = f'<b title="{name}" style="{clipped}">{name}</b>'
+        self._name.value = f'<b title="{html.escape(self._watch.name)}" style="{ONE_LINE};font-size:12px">{name}</b>'
         self._bar.value = snapshot.progress
         self._bar.style.bar_color = STATE_COLORS[state]
         facts = html.escape(" · ".join(filter(None, (snapshot.facts, _news(snapshot)))))
@@ -140,6 +144,11 @@ def heard_while_busy(*controls: widgets.Widget) -> None:
             control.comm._reply_subshell_for = lambda _data, address: address
 
 
+def fixed(width_px: int) -> dict[str, str]:
+    """The layout of a control that keeps its width in a row."""
+    return {"width": f"{width_px}px", "flex": "0 0 auto"}
+
+
 def swatch(color: str) -> str:
     """Style of a small square in a run's colour."""
     return f"display:inline-block;width:11px;height:11px;border-radius:2px;background:{color}"
@@ -153,15 +162,22 @@ def badge(state: str) -> str:
     )
 
 
-def rows_html(snapshots: Sequence[Snapshot]) -> str:
-    """The same rows without a widget, as they stood when this was written."""
+def name_width(names: Sequence[str]) -> int:
+    """Pixels for the longest of these names in bold, within reason."""
+    return min(320, max(90, 16 + round(7.6 * max(map(len, names), default=0))))
+
+
+def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str] | None = None) -> str:
+    """The same rows without a widget, as they stood when this was written; `full_names` show on hover."""
+    cell = 'style="text-align:left;padding:2px 12px 2px 0"'
     rows = "".join(
-        f"<tr><td style='text-align:left'>{badge(s.status.state)}</td>"
-        f"<td style='text-align:left'><b>{html.escape(s.name)}</b></td>"
-        f"<td style='text-align:left'>{html.escape(s.facts)}</td></tr>"
-        for s in snapshots
+        f"<tr><td {cell}><span style='{swatch(theme.series_color(index))}'></span></td>"
+        f"<td {cell}>{badge(shot.status.state)}</td>"
+        f"<td {cell} title='{html.escape(name)}'><b>{html.escape(shot.name)}</b></td>"
+        f"<td {cell}>{html.escape(' · '.join(filter(None, (shot.facts, _news(shot)))))}</td></tr>"
+        for index, (shot, name) in enumerate(zip(snapshots, full_names or [s.name for s in snapshots], strict=True))
     )
-    return f"<table>{rows}</table>{failures_html(snapshots)}"
+    return f'<table style="margin:0 0 4px 0;font-size:12px">{rows}</table>{failures_html(snapshots)}'
 
 
 def failures_html(snapshots: Sequence[Snapshot]) -> str:

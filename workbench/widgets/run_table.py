@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as widgets
-from IPython.display import display
 
 from workbench.figures import theme
 from workbench.runs.run import HEADER, Run, RunTable, runs
 from workbench.widgets.dashboard import live
-from workbench.widgets.rows import Resume, badge, heard_while_busy
+from workbench.widgets.rows import Resume, badge, fixed, heard_while_busy
+from workbench.widgets.saved import Shown, hides_its_twin
 
 REFRESH_S = 1.0
 FOLLOW_S = 1800.0
 """So long after the last run has ended, a plain table takes the place: a saved notebook cannot show buttons."""
+SAVED_S = 30.0
+"""Between two copies of the table for a notebook that is saved now."""
 SHOWN = 20
 """Runs with a row of their own; older ones are counted below."""
 WIDTHS_PX = (230, 84, 120, 70, 80, 70, 100, 90, 110)
@@ -34,13 +36,14 @@ class LiveTable(widgets.VBox):
         self._closed = threading.Event()
         self._rows: dict[str, _Row] = {}
         self._head = widgets.HBox(
-            [_cell(f"<b>{name}</b>", width) for name, width in zip(HEADER, WIDTHS_PX, strict=True)]
+            [*(_cell(f"<b>{name}</b>", width) for name, width in zip(HEADER, WIDTHS_PX, strict=True)), hides_its_twin()]
         )
         self._more = widgets.HTML()
         self._attached = widgets.VBox()
         self._shown: tuple[widgets.Widget, ...] = ()
-        super().__init__()
-        self._handles: list[Any] = []
+        super().__init__(layout={"overflow": "auto"})
+        self._showings: list[Shown] = []
+        self._save_at = 0.0
         self._refresh()
         self._thread = threading.Thread(target=self._follow, name="workbench-runs", daemon=True)
         self._thread.start()
@@ -91,22 +94,19 @@ class LiveTable(widgets.VBox):
         children = (self._head, *(row.box for row in rows), self._more, self._attached)
         if self._shown != children:
             self.children = self._shown = children
+        if time.monotonic() >= self._save_at:
+            self._save_at = time.monotonic() + SAVED_S
+            for showing in self._showings:
+                showing.update(self._table._repr_html_())
 
     def _ipython_display_(self) -> None:
-        self._handles.append(
-            display(
-                {**self._repr_mimebundle_(), "text/html": self._table._repr_html_(), "text/plain": repr(self._table)},
-                raw=True,
-                display_id=True,
-            )
-        )
+        self._showings.append(Shown(self, self._table._repr_html_()))
 
     def leave_plain_table(self) -> None:
         """Put a plain table in the widget's place, which a saved notebook keeps; the table follows no more."""
         self._closed.set()
-        bundle = {"text/html": self._table._repr_html_(), "text/plain": repr(self._table)}
-        for handle in self._handles:
-            handle.update(bundle, raw=True)
+        for showing in self._showings:
+            showing.leave(self._table._repr_html_())
 
 
 class _Row:
@@ -115,8 +115,8 @@ class _Row:
     def __init__(self, run: Run, resume: Resume | None, attach: Any) -> None:
         self._run, self._resume, self._attach = run, resume, attach
         self._cells = [_cell("", width) for width in WIDTHS_PX]
-        self._open = widgets.Button(description="Attach", layout={"width": "74px"}, tooltip="Show its curves below")
-        self._act = widgets.Button(description="Stop", layout={"width": "84px"})
+        self._open = widgets.Button(description="Attach", layout=fixed(74), tooltip="Show its curves below")
+        self._act = widgets.Button(description="Stop", layout=fixed(84))
         self._open.on_click(lambda _: self._attach(self._run))
         self._act.on_click(self._pressed)
         heard_while_busy(self._open, self._act)
@@ -160,7 +160,7 @@ class _Row:
 
 
 def _cell(value: str, width_px: int) -> widgets.HTML:
-    return widgets.HTML(value, layout={"width": f"{width_px}px", "margin": "0 4px 0 0"})
+    return widgets.HTML(value, layout={**fixed(width_px), "margin": "0 4px 0 0"})
 
 
 def _clipped(value: str, width_px: int) -> str:

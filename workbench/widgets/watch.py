@@ -119,6 +119,9 @@ class Watch:
         self._marks: tuple[Mark, ...] = ()
         self._memory: dict[int, dict[str, Any]] = {}
         self._memory_is_old = False
+        self._tail.read()  # first: the handle then finds what it needs beside the events
+        for event in self._tail.events:
+            self._note(event)
         self._status = self._run.status
         self._status_at = time.monotonic()
 
