@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from tests.distributed import zoo
-from tests.distributed.test_models import ON_FOUR, ON_TWO, captured, differences
+from tests.distributed.test_models import ON_FOUR, ON_TWO, captured, differences, offers
 from workbench.capture import build_meta
 from workbench.errors import CaptureError
 
@@ -40,7 +40,7 @@ def row(name: str) -> str:
     except CaptureError as error:
         return f"| {title} | no: {error} |" + " |" * (len(CASES) + 1)
     found = differences(name, ON_TWO) | differences(name, ON_FOUR)
-    cells = [f"{found[degrees].largest:.0e}" if degrees in found else "not offered" for degrees in CASES]
+    cells = [f"{found[degrees].largest:.0e}{'' if offers(name, degrees) else ' ¹'}" for degrees in CASES]
     return f"| {title} | yes | {len(graph.blocks)} of {len(graph.kinds)} | " + " | ".join(cells) + " |"
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution import export
 from workbench.execution.checkpoint_files import COMPLETE, complete, damage, prune, read_facts
 from workbench.execution.export import export_checkpoint
@@ -172,6 +173,20 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Run
     assert curve(run) == {step: row for step, row in curve(unbroken).items() if step > 6}
     assert [path.name for path in complete(run.checkpoints)][-1] == "step-00000012"
     assert damage(run.checkpoint(12), read_facts(run.checkpoint(12))["files"]) is None
+
+
+def test_a_run_of_ones_own_dataset_resumes_from_the_code_that_it_kept(
+    unbroken: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the dataset's class
+    shutil.copytree(unbroken.path, tmp_path / "run")
+    for folder in ("ranks", "logs"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    with pytest.raises(PlanMismatch, match="signature another"):
+        wb.resume(tmp_path / "run", dataclasses.replace(plan(experiment()), signature="another"))
+    run = wb.resume(tmp_path / "run", steps=14).wait(120)
+    assert run.status.state == "finished"
+    assert list(curve(run.directory)) == list(range(1, 15))
 
 
 def test_without_any_good_checkpoint_the_run_fails_and_says_why(unbroken: RunDir, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, LINK, launch, place
+from tests.distributed.harness import CPU, LINK, forced_plan, launch, place
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost import profile
 from workbench.cost.cluster import Cluster
@@ -94,21 +94,29 @@ def planned(name: str, degrees: Degrees) -> Plan:
 
 
 def differences(name: str, cases: tuple[Degrees, ...]) -> dict[Degrees, Difference]:
-    """Measured on real processes; all cases use equally many. Left out are those that the planner refuses."""
+    """Measured on real processes; all cases use equally many."""
     [world] = {degrees.world for degrees in cases}
-    plans = {degrees: plan for degrees in cases if (plan := _offered(name, degrees))}
+    plans = {degrees: planned(name, degrees) if offers(name, degrees) else _forced(name, degrees) for degrees in cases}
     found: dict[Degrees, Difference] = launch(_measured, world, name, plans)
     return found
 
 
-def _offered(name: str, degrees: Degrees) -> Plan | None:
-    """None for tensor parallelism of a model that mostly cannot be divided."""
+def offers(name: str, degrees: Degrees) -> bool:
+    """All but tensor parallelism of a model that mostly cannot be divided."""
     try:
-        return planned(name, degrees)
+        planned(name, degrees)
     except PlanInfeasible:
         if degrees.tensor == 1:
             raise
-        return None
+        return False
+    return True
+
+
+def _forced(name: str, degrees: Degrees) -> Plan:
+    """Tensor parallelism that the planner refuses: what can be divided is."""
+    graph = captured(name, build_meta(zoo.MODELS[name]))
+    sizes = {"micro_batch": MICRO_BATCH, "num_microbatches": MICRO_BATCHES}
+    return forced_plan(graph, pipeline=degrees.pipeline, data=degrees.data, tensor=degrees.tensor, **sizes)
 
 
 def _measured(_rank: int, name: str, plans: dict[Degrees, Plan]) -> dict[Degrees, Difference]:
@@ -180,7 +188,7 @@ def loss_of(model: nn.Module, batch: zoo.Batch) -> torch.Tensor:
 ON_TWO = (
     Degrees(pipeline=2),
     Degrees(pipeline=2, chunks=2),
-    *(Degrees(data=2, zero=zero) for zero in (1, 2, 3)),
+    *(Degrees(data=2, zero=zero) for zero in (0, 1, 2, 3)),
     Degrees(tensor=2),
 )
 ON_FOUR = (Degrees(pipeline=4), Degrees(pipeline=2, data=2), Degrees(pipeline=2, data=2, zero=3))

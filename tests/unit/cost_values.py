@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from workbench import models
 from workbench.capture import Graph, build_meta, capture
@@ -64,4 +67,36 @@ def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: in
     crossing = (0.0, *([4e6] * (layers + 1)), 0.0)
     return Profile(
         "layered", "0" * 16, "bf16", "cuda", True, (embedding, layer, head), tuple(blocks), sizes, frozenset(), crossing
+    )
+
+
+def uneven_profile(seed: int, layers: int = 6) -> Profile:
+    """As `layered_profile`, with layers that differ in time, parameters, activations and what they send."""
+    rng = np.random.default_rng(seed)
+    even = layered_profile(layers, elements=40_000_000, vocabulary=int(rng.integers(1, 120)) * 10**6)
+    embedding, layer, head = even.kinds
+    sizes, kinds, blocks = dict(even.parameters), [embedding, head], [even.blocks[0]]
+    for index in range(layers):
+        work, weight, kept = rng.uniform((2.0, 0.2, 0.2), (40.0, 3.0, 3.0))
+        sizes[f"layer.{index}.weight"] = int(40e6 * weight)
+        kinds.append(
+            replace(
+                layer,
+                forward=tuple(replace(kernel, flops=kernel.flops * work) for kernel in layer.forward),
+                backward=tuple(replace(kernel, flops=kernel.flops * work) for kernel in layer.backward),
+                saved_bytes=layer.saved_bytes * kept,
+                products_bytes=layer.products_bytes * kept,
+                weight_copy_bytes=layer.weight_copy_bytes * weight,
+            )
+        )
+        blocks.append(replace(even.blocks[index + 1], kind=len(kinds) - 1, input_bytes=4e6 * rng.uniform(0.2, 2.0)))
+    blocks.append(replace(even.blocks[-1], kind=1))
+    crossing = (0.0, *(float(size) for size in rng.uniform(1e6, 9e6, layers + 1)), 0.0)
+    return replace(
+        even,
+        kinds=tuple(kinds),
+        blocks=tuple(blocks),
+        parameters=sizes,
+        crossing_bytes=crossing,
+        signature=f"{seed:016}",
     )

@@ -265,7 +265,7 @@ def rank_bytes(memories: list[Any], spans: list[tuple[int, int]], degrees: Degre
     return most
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 10**6), layers=st.integers(3, 6), drawn=options, tightness=st.floats(0.0, 1.1))
 def test_stages_and_their_recomputation_are_the_best_of_all(
     seed: int, layers: int, drawn: Any, tightness: float
