@@ -16,7 +16,7 @@ from cost_values import bert, graph_of, layered_profile, uneven_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.cost import Cluster, profile
+from workbench.cost import Cluster, Link, profile
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import Action, Plan, Request, bubble_fraction, search, simulate, timeline, weigh, what_if
 from workbench.planning.cutting import Cutter
@@ -494,11 +494,13 @@ def test_what_runs_is_weighed_and_what_does_not_is_not() -> None:
     }
 
 
-def test_an_interleaved_plan_is_faster_than_its_1f1b_and_holds_more() -> None:
-    plain = plan_of(pipeline=4, micro_batch=2, schedule="1f1b", recompute="none")
-    interleaved = plan_of(pipeline=4, micro_batch=2, schedule="interleaved", chunks=3, recompute="none")
-    assert interleaved.chunks == 3
-    assert len(interleaved.stages) == 12
+def test_an_interleaved_plan_is_faster_than_its_1f1b_where_sends_are_free_and_holds_more() -> None:
+    fixed: dict[str, Any] = {"pipeline": 4, "micro_batch": 2, "recompute": "none"}
+    fixed["cluster"] = replace(H200, intra=Link(1e18, 0.0))
+    plain = plan_of(**fixed, schedule="1f1b")
+    interleaved = plan_of(**fixed, schedule="interleaved", chunks=2)
+    assert interleaved.chunks == 2
+    assert len(interleaved.stages) == 8
     assert interleaved.prediction.step_ms < plain.prediction.step_ms
     assert interleaved.peak_bytes > plain.peak_bytes
     assert interleaved.peak_bytes == max(sum(s.memory.total for s in interleaved.stages[rank::4]) for rank in range(4))
@@ -528,11 +530,12 @@ def test_selective_checkpointing_lies_between_none_and_full() -> None:
 
 
 def test_zero_1_shards_the_optimiser_and_nothing_else() -> None:
-    fixed = {"pipeline": 1, "micro_batch": 4, "recompute": "none", "offload_optimizer": False}
-    zero, one, two = (plan_of(**fixed, zero=stage) for stage in (0, 1, 2))
+    fixed = {"pipeline": 1, "recompute": "none", "offload_optimizer": False}
+    zero, one, two = (plan_of(**fixed, zero=stage, micro_batch=16) for stage in (0, 1, 2))
     assert one.stages[0].memory.optimizer == pytest.approx(zero.stages[0].memory.optimizer / 4, abs=1)
     assert one.stages[0].memory.gradients == zero.stages[0].memory.gradients
     assert two.stages[0].memory.gradients == pytest.approx(one.stages[0].memory.gradients / 4, abs=1)
+    one, two = (plan_of(**fixed, zero=stage, micro_batch=4) for stage in (1, 2))
     assert one.prediction.step_ms < two.prediction.step_ms, "four micro-batches, one reduction"
 
 
@@ -542,7 +545,7 @@ def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() 
     assert offloaded.offload_optimizer
     assert offloaded.stages[1].memory.optimizer < here.stages[1].memory.optimizer
     elements = max(stage.parameters for stage in here.stages)
-    transfer_ms = 8 * elements / H200.device.host_bandwidth * 1e3
+    transfer_ms = 2 * 8 * elements / H200.device.host_bandwidth * 1e3
     assert offloaded.prediction.step_ms == pytest.approx(here.prediction.step_ms + transfer_ms, rel=0.01)
 
 
@@ -556,7 +559,8 @@ def test_offloading_is_refused_where_the_host_has_too_little_memory() -> None:
         PlanInfeasible, match=r"needs at least .* of the host's memory for each device, and 4.0 GiB fall"
     ):
         plan_of(profile, **fixed, cluster=replace(H200, host_bytes=5 * GIB))
-    rows = plan_of(profile, cluster=replace(H200, host_bytes=5 * GIB), memory_limit_bytes=14 * GIB).candidates
+    tiny = replace(H200, host_bytes=GIB)
+    rows = plan_of(profile, cluster=tiny, pipeline=1, micro_batch=1, memory_limit_bytes=16 * GIB).candidates
     refused = [row for row in rows if "host's memory" in row.verdict]
     assert refused
     assert all(row.offload_optimizer and row.step_ms is None and row.peak_bytes is None for row in refused)
@@ -646,6 +650,27 @@ def test_every_row_of_the_table_can_be_had_as_a_plan() -> None:
             assert found.prediction.step_ms >= row.step_ms * (1 - 1e-9)
 
 
+def test_no_row_is_said_to_be_faster_than_the_chosen() -> None:
+    """Also those that were never cut: on 16 GPUs, host-offloaded twins of what fits as it is."""
+    for fixed in ({"pipeline": 4}, {"data": 4}, {}):
+        plan = plan_of(layered_profile(layers=14), cluster=Cluster.of("h200", gpus=16), global_batch=128, **fixed)
+        assert not [row for row in plan.candidates if row.verdict.startswith(("-", "at least -"))]
+        steps = [row.step_ms for row in plan.candidates if row.step_ms is not None]
+        assert min(steps) == plan.prediction.step_ms
+
+
+def test_what_nearly_fits_is_in_the_table_however_long_it_is() -> None:
+    profile, limit = layered_profile(layers=24, elements=45_000_000), 20 * GIB
+    plans = weigh(profile, "bf16", Request(1440, 512, Cluster.of("h200", gpus=8), limit))
+    assert plans.searched > 600
+    rejected = [row for row in plans.rows if row.step_ms is None]
+    assert 0 < len(rejected) <= 60
+    sizes = [row.peak_bytes for row in rejected]
+    assert sizes == sorted(sizes, key=lambda size: size or 0)
+    assert all("needs at least" in row.verdict for row in rejected)
+    assert "your limit of 20.0 GiB leaves 19.2 GiB to tensors" in repr(plans)
+
+
 def test_the_table_reads_without_knowing_the_words() -> None:
     plans = weigh(replace(PROFILE, model="<b>mine</b>"), "bf16", Request(64, 512, H200))
     text, page = repr(plans), plans._repr_html_()
@@ -658,6 +683,27 @@ def test_the_table_reads_without_knowing_the_words() -> None:
     assert "<b>mine" not in page
 
 
+def lifted_ms(explanation: Any) -> float:
+    found = next(change for change in explanation.changes if change.constraint == "memory limit")
+    return float(found.plan.prediction.step_ms)
+
+
+def test_an_explanation_names_each_kind_of_constraint() -> None:
+    """Compute, memory, links, divisibility of the batch, and what was asked for."""
+    starved = replace(H200, intra=replace(H200.intra, bandwidth=H200.intra.bandwidth / 400))
+    uneven = plan_of(layered_profile(layers=8), global_batch=33).explain()
+    assert "divisibility" in {change.constraint for change in uneven.changes}
+    assert "the global batch were 32, a multiple of 4 devices" in repr(uneven)
+    kinds = {change.constraint: change.kind for change in uneven.changes}
+    assert (kinds["arithmetic"], kinds["memory"], kinds["links in a node"]) == ("compute", "memory", "link")
+    linked = plan_of(pipeline=1, zero=0, global_batch=8, cluster=starved).explain()
+    gains = {change.constraint: change.gain for change in linked.changes}
+    assert gains["links in a node"] > gains["arithmetic"]
+    assert "PP: the parts that the model is cut into" in repr(linked)
+    whole = plan_of(pipeline=1).explain()
+    assert "Bubble: 0 ms (0.0%)" in repr(whole)
+
+
 def test_an_explanation_names_what_binds_and_what_would_change() -> None:
     profile = layered_profile(layers=54, elements=45_000_000)
     free = plan_of(profile).explain()
@@ -667,6 +713,11 @@ def test_an_explanation_names_what_binds_and_what_would_change() -> None:
     }
     tight = plan_of(profile, memory_limit_bytes=24 * GIB).explain()
     assert tight.binding == "memory limit"
+    assert "Binding constraint: your memory limit of 24.0 GiB. If the memory limit of 24.0 GiB were lifted, " in repr(
+        tight
+    )
+    instead = f"would take {lifted_ms(tight):,.0f} ms instead of {tight.plan.prediction.step_ms:,.0f} ms."
+    assert instead in repr(tight)
     lifted = next(change for change in tight.changes if change.constraint == "memory limit")
     assert lifted.plan.prediction == free.plan.prediction, "computed by planning again"
     assert f"{lifted.gain:.1%} more tokens/s, with {lifted.plan.division()}" in repr(tight)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.cost.cluster import Link
+from workbench.cost.cluster import FRAGMENTATION, Link
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
@@ -16,6 +16,12 @@ from workbench.planning.requests import FIXABLE, Request
 from workbench.units import duration, gib
 
 MEMORY_LIMIT = "memory limit"
+NOTHING = 1e-9
+"""Share of a step that is rounding."""
+GLOSSARY = (
+    "PP: the parts that the model is cut into; DP: the replicas that share the batch; TP: the devices that share each "
+    "matrix product; n × m samples: n micro-batches of m on each replica."
+)
 WORTH_NAMING = 0.005
 """Relative gain below which loosening a constraint changes nothing worth saying."""
 
@@ -42,6 +48,8 @@ class Change:
     plan: Plan
     set_by_user: bool
     """A limit or a degree that was asked for."""
+    kind: str = ""
+    """`compute`, `memory`, `link`, `divisibility`, `batch`, or `request`: a degree that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +72,40 @@ class Explanation:
     def sentences(self) -> list[str]:
         plan = self.plan
         lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}."]
-        lines += [f"{part.name}: {duration(part.ms / 1e3)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
+        lines += [f"{part.name}: {_milliseconds(part.ms)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
         lines.append(self._memory())
         if not self.changes:
             lines.append("What would change it takes the model's profile: plan.explain(profile), or plan again.")
             return lines
-        lines.append(f"Binding constraint: {self.binding or 'none; whatever is loosened, the step stays as long'}.")
-        return lines + [self._sentence(change) for change in self.changes]
+        lines.append(self._binds())
+        return [*lines, *(self._sentence(change) for change in self.changes), GLOSSARY]
+
+    def _binds(self) -> str:
+        """What binds, of which kind, and the step without it."""
+        found = next((change for change in self.changes if change.constraint == self.binding), None)
+        if found is None:
+            return "Binding constraint: none; whatever is loosened, the step stays as long."
+        if found.constraint == MEMORY_LIMIT:
+            name = f"your memory limit of {gib(self.plan.memory_limit_bytes or 0)}"
+        elif found.set_by_user:
+            name = f"{found.constraint}, which you asked for"
+        else:
+            name = found.constraint if found.constraint == found.kind else f"{found.constraint} ({found.kind})"
+        step = found.plan.prediction.step_ms * self.plan.global_batch / found.plan.global_batch
+        return (
+            f"Binding constraint: {name}. If {found.loosened}, {self.plan.global_batch} samples would take "
+            f"{_milliseconds(step)} instead of {_milliseconds(self.plan.prediction.step_ms)}."
+        )
 
     def _memory(self) -> str:
         ranks = range(self.plan.pipeline)
         fullest = max(ranks, key=self.plan.device_bytes)
         usable = self.plan.cluster.device.usable_bytes
-        limit = min(usable, self.plan.memory_limit_bytes or usable)
+        limit = self.plan.memory_limit_bytes
+        offered = usable if limit is None else min(usable, limit * (1 - FRAGMENTATION))
         return (
-            f"Memory: {gib(self.plan.device_bytes(fullest))} of {gib(limit)} on pipeline rank {fullest}, the fullest."
+            f"Memory: {gib(self.plan.device_bytes(fullest))} of the {gib(offered)} that tensors may fill, on a device "
+            f"of pipeline rank {fullest}, the fullest."
         )
 
     def _sentence(self, change: Change) -> str:
@@ -125,57 +152,70 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
         ("Bubble", found.bubble_ms, "the busiest device waits for the other stages"),
         ("Optimiser", found.optimizer_ms, "the update, after the last backward"),
     )
-    return tuple(Part(name, ms, ms / step, meaning) for name, ms, meaning in rows)
+    shown = ((name, ms if abs(ms) > NOTHING * step else 0.0, meaning) for name, ms, meaning in rows)
+    return tuple(Part(name, ms, ms / step, meaning) for name, ms, meaning in shown)
 
 
 def _changes(plan: Plan, profile: Profile, request: Request) -> list[Change]:
     found = []
-    for constraint, words, loosened in _loosened(request):
+    for constraint, kind, words, loosened in _loosened(request):
         try:
             other = Search(profile, loosened).plan()
         except PlanInfeasible:
             continue
         gain = other.prediction.tokens_per_s / plan.prediction.tokens_per_s - 1
         own = constraint == MEMORY_LIMIT or "=" in constraint
-        found.append(Change(constraint, words, gain, other, own))
+        found.append(Change(constraint, words, gain, other, own, kind))
     return sorted(found, key=lambda change: -change.gain)
 
 
-def _loosened(request: Request) -> Iterator[tuple[str, str, Request]]:
-    """Each constraint by name, in words what is loosened, and the request without it."""
+def _loosened(request: Request) -> Iterator[tuple[str, str, str, Request]]:
+    """Each constraint by name and kind, in words what is loosened, and the request without it."""
     cluster, device = request.cluster, request.cluster.device
 
     def on(**changes: object) -> Request:
         return replace(request, cluster=replace(cluster, device=replace(device, **changes)))  # type: ignore[arg-type]
 
     faster = {precision: 2 * flops for precision, flops in device.peak_flops.items()}
-    yield "arithmetic", "matrix products ran twice as fast", on(peak_flops=faster)
+    yield "arithmetic", "compute", "matrix products ran twice as fast", on(peak_flops=faster)
     wider = on(memory_bandwidth=2 * device.memory_bandwidth)
-    yield "memory bandwidth", "memory were read and written twice as fast", wider
+    yield "memory bandwidth", "compute", "memory were read and written twice as fast", wider
     if request.memory_limit_bytes is not None:
         limit = gib(request.memory_limit_bytes)
-        yield MEMORY_LIMIT, f"the memory limit of {limit} were lifted", replace(request, memory_limit_bytes=None)
+        lifted = replace(request, memory_limit_bytes=None)
+        yield MEMORY_LIMIT, "memory", f"the memory limit of {limit} were lifted", lifted
     else:
-        yield "memory", "each device had twice the memory", on(memory_bytes=2 * device.memory_bytes)
+        yield "memory", "memory", "each device had twice the memory", on(memory_bytes=2 * device.memory_bytes)
     if cluster.gpus > 1:
         yield from _faster_links(request)
     larger = replace(request, global_batch=2 * request.global_batch)
-    yield "global batch", "the global batch were twice as large", larger
+    yield "global batch", "batch", "the global batch were twice as large", larger
+    if request.global_batch % cluster.gpus:
+        even = max(1, round(request.global_batch / cluster.gpus)) * cluster.gpus
+        words = f"the global batch were {even}, a multiple of {cluster.gpus} devices"
+        yield "divisibility", "divisibility", words, replace(request, global_batch=even)
     for name in FIXABLE:
         value = getattr(request, name)
         cleared: dict[str, Any] = {name: None}
         if value is not None:
-            yield f"{name}={value!r}", f"{name} were left to the search", replace(request, **cleared)
+            yield f"{name}={value!r}", "request", f"{name} were left to the search", replace(request, **cleared)
 
 
-def _faster_links(request: Request) -> Iterator[tuple[str, str, Request]]:
+def _faster_links(request: Request) -> Iterator[tuple[str, str, str, Request]]:
     cluster = request.cluster
 
     def twice(link: Link) -> Link:
         return Link(2 * link.bandwidth, link.latency_s / 2)
 
     inside = replace(request, cluster=replace(cluster, intra=twice(cluster.intra)))
-    yield "links in a node", "links inside a node were twice as fast", inside
+    yield "links in a node", "link", "links inside a node were twice as fast", inside
     if cluster.nodes > 1:
         between = replace(request, cluster=replace(cluster, inter=twice(cluster.inter)))
-        yield "links between nodes", "links between nodes were twice as fast", between
+        yield "links between nodes", "link", "links between nodes were twice as fast", between
+
+
+def _milliseconds(ms: float) -> str:
+    """`"1,421 ms"`: as exact as the difference between two plans."""
+    if ms >= 1e5:
+        return duration(ms / 1e3)
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

@@ -26,6 +26,8 @@ CHUNKS = (1, 2, 3, 4)
 the user asked for such a schedule."""
 MAX_ROWS = 400
 """Options that a plan lists, nearest to the chosen one first."""
+MAX_REJECTED = 60
+"""Of these, such as do not fit, nearest to fitting first."""
 
 
 def checked_search(profile: Profile, precision: str, request: Request) -> Search:
@@ -223,7 +225,7 @@ class Search:
         twin = self._weighed.get(replace(option.degrees, offload_optimizer=False))
         if twin is None or twin.cut is None or set(twin.cut.recompute) != {self.kinds[0]}:
             return False
-        option.bound_ms = max(option.bound_ms, twin.bound_ms)
+        option.bound_ms = max(option.bound_ms, twin.bound_ms if twin.step_ms is None else twin.step_ms)
         return True
 
     # Cutting
@@ -360,8 +362,12 @@ class Search:
 
     def _rows(self, best: _Option, options: list[_Option]) -> tuple[Candidate, ...]:
         rows = [self._row(option, best) for option in options]
-        rows.sort(key=lambda row: (row.verdict != "chosen", row.step_ms if row.step_ms is not None else np.inf))
-        return tuple(rows[:MAX_ROWS])
+        fitting = [row for row in rows if row.step_ms is not None]
+        rejected = [row for row in rows if row.step_ms is None]
+        fitting.sort(key=lambda row: (row.verdict != "chosen", row.step_ms))
+        rejected.sort(key=lambda row: (row.peak_bytes is None, row.peak_bytes))
+        rejected = rejected[:MAX_REJECTED]
+        return (*fitting[: MAX_ROWS - len(rejected)], *rejected)
 
     def _row(self, option: _Option, best: _Option) -> Candidate:
         degrees, cut = option.degrees, option.cut
@@ -391,7 +397,7 @@ class Search:
             return f"{host_need(host, self.request)} fall to one"
         if option.weighed and option.cut is None:
             needed, offered = apart(option.least_bytes, self.request.offered_bytes)
-            return f"needs at least {needed}, and {self.request.offer(offered)}"
+            return f"needs at least {needed} of {offered}"
         assert best.step_ms is not None
         step, least = (option.step_ms, "") if option.step_ms is not None else (option.bound_ms, "at least ")
         return f"{least}{step / best.step_ms - 1:.1%} slower"

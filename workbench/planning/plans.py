@@ -25,11 +25,14 @@ COLUMNS = {
     "recompute": "activation checkpointing: what the backward computes again instead of keeping",
     "schedule": "the order of forwards and backwards; × n: every pipeline rank has n stages",
     "micro-batches": "forwards of one step on one replica, and samples in each",
-    "step": "predicted time of one step",
-    "memory": "predicted peak of the fullest device",
+    "step": "predicted time of one step; ≥: at least that, which was enough to rule it out",
+    "memory": "predicted peak of the fullest device, of what it offers to tensors",
     "bubble": "share of the pipeline's time that devices wait",
     "verdict": "why it was chosen or not",
 }
+
+LEGEND = ("PP", "DP", "TP", "ZeRO", "step", "memory", "bubble")
+"""Columns that are explained below the table where no mouse can hover over it."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,15 @@ class Plans:
         request = self.request
         return (
             f"{self.best.model} on {request.cluster.describe()}, {request.global_batch} samples of "
-            f"{request.seq_len} tokens a step: {self.searched} plans weighed, {len(self.shown())} shown"
+            f"{request.seq_len} tokens a step: {self.searched} plans weighed, {len(self.shown())} shown; "
+            f"{request.offer()}"
         )
 
     def __repr__(self) -> str:
         table = [tuple(COLUMNS), *self._cells()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if name in ("PP", "DP", "TP", "ZeRO")]
+        legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if name in LEGEND]
         return "\n".join([self._heading(), *(line.rstrip() for line in lines), *legend])
 
     def _repr_html_(self) -> str:
@@ -91,7 +95,7 @@ class Plans:
         rows = []
         for (_, row), cells in zip(self.shown(), self._cells(), strict=True):
             weight = "font-weight:600" if row.verdict == "chosen" else ""
-            muted = "color:#6B7280" if row.step_ms is None else ""
+            muted = "opacity:0.6" if row.step_ms is None else ""
             tds = "".join(f'<td style="{style}">{html.escape(cell)}</td>' for cell in cells)
             rows.append(f'<tr style="{weight}{muted}">{tds}</tr>')
         legend = " · ".join(
@@ -100,7 +104,7 @@ class Plans:
         return (
             f"<p><b>{html.escape(self._heading())}</b></p><table><thead><tr>{head}</tr></thead>"
             f"<tbody>{''.join(rows)}</tbody></table>"
-            f'<p style="font-size:85%;color:#6B7280;max-width:70em">{legend}</p>'
+            f'<p style="font-size:85%;opacity:0.75;max-width:70em">{legend}</p>'
         )
 
 

@@ -1,0 +1,137 @@
+"""Blocks that were run correct the profile that was counted; the probe runs every kind of block once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.cost_values import bert, layered_profile
+from workbench import data, models
+from workbench.cost import Cluster, Profile
+from workbench.cost.measured import Measurement, with_measurements
+from workbench.execution.block_probe import chosen, measure
+from workbench.execution.probe_request import KEPT, Request
+from workbench.execution.random_batch import IGNORED, random_batch
+from workbench.experiment import Experiment
+from workbench.runs import probing
+from workbench.runs.probing import kept_blocks, measured_blocks, micro_batches
+from workbench.tensors import TensorSpec
+
+H200 = Cluster.of("h200", gpus=4)
+SLOWER = H200.device.efficiency.in_step
+LAYER = 1
+"""The first layer of `layered_profile`."""
+
+
+def layers_measured(*points: tuple[int, float, float], held: float = 0.0, once: float = 0.0) -> list[Measurement]:
+    return [Measurement(LAYER, size, forward, back, size * held + once, 7e6 * size) for size, forward, back in points]
+
+
+def test_a_measured_block_takes_what_was_measured_and_the_share_of_a_step() -> None:
+    found = with_measurements(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
+    for size, forward, backward in ((4, 3.0, 7.0), (16, 11.0, 25.0)):
+        costs = found.at(size, H200.device)
+        assert costs.forward_ms[LAYER : LAYER + 12] == pytest.approx(SLOWER * forward)
+        assert costs.backward_ms[LAYER] == pytest.approx(SLOWER * backward)
+
+
+def test_between_two_micro_batches_the_ratio_to_what_was_priced_is_interpolated() -> None:
+    counted = layered_profile()
+    priced = {size: counted.priced_ms(1, size, H200.device)[0] for size in (4, 8, 16, 64)}
+    points = [(4, 2.0 * priced[4], 1.0), (16, 1.0 * priced[16], 1.0)]
+    found = with_measurements(counted, H200.device, layers_measured(*points))
+    assert found.at(8, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * 1.5 * priced[8])
+    assert found.at(64, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * priced[64])
+
+
+def test_what_was_not_measured_and_other_devices_stay_as_priced() -> None:
+    counted = layered_profile()
+    found = with_measurements(counted, H200.device, layers_measured((4, 30.0, 70.0)))
+    assert found.at(4, H200.device).forward_ms[-1] == counted.at(4, H200.device).forward_ms[-1]
+    h100 = Cluster.of("h100").device
+    assert (found.at(4, h100).forward_ms == counted.at(4, h100).forward_ms).all()
+
+
+def test_memory_held_is_a_line_through_the_measurements() -> None:
+    points = layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0), held=20e6, once=5e6)
+    costs = with_measurements(layered_profile(), H200.device, points).at(8, H200.device)
+    assert costs.saved_bytes[LAYER] == pytest.approx(8 * 20e6)
+    assert costs.weight_copy_bytes[LAYER] == pytest.approx(5e6)
+    assert costs.workspace_bytes[LAYER] == pytest.approx(8 * 7e6)
+
+
+def test_a_device_without_an_allocator_to_ask_keeps_the_counted_memory() -> None:
+    counted = layered_profile()
+    point = replace(layers_measured((4, 3.0, 7.0))[0], workspace_bytes=0.0)
+    found = with_measurements(counted, H200.device, [point])
+    assert found.kinds[1].saved_bytes == counted.kinds[1].saved_bytes
+
+
+def test_a_measured_profile_survives_json() -> None:
+    found = with_measurements(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_probed_micro_batches_fall_by_quarters_within_the_global_batch() -> None:
+    assert micro_batches(layered_profile(), H200, 8) == (8, 2, 1)
+    largest, *rest = micro_batches(layered_profile(), H200, 1 << 20)
+    assert rest == [largest // 4, largest // 16]
+    assert micro_batches(layered_profile(), H200, 1) == (1,)
+
+
+def request_of(model: models.Model, seq_len: int = 16) -> Request:
+    experiment = Experiment(model=model, data=data.corpus("demo", vocab_size=512), seq_len=seq_len, global_batch=8)
+    samples = experiment.data.batch_specs(experiment)
+    return Request(model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", compiled=False)
+
+
+@pytest.mark.parametrize("make", [lambda: bert(num_layers=7), lambda: models.gpt2(64, 7, 4, vocab_size=512)])
+def test_the_probe_runs_each_kind_of_block_and_few_of_a_kind(make: object) -> None:
+    assert callable(make)
+    found = measure(request_of(make()), 2, torch.device("cpu"))
+    assert [one.micro_batch for one in found] == [2, 2, 2]
+    assert [one.first_block for one in found] == [0, 1, 8]
+    assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in found)
+
+
+def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
+    from tests.unit.cost_values import graph_of
+
+    graph = graph_of(bert(num_layers=7))
+    picked = chosen(graph)
+    kinds = [graph.blocks[index].kind for index in picked]
+    assert set(kinds) == set(graph.kinds)
+    assert max(map(kinds.count, kinds)) == KEPT
+
+
+def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:
+    specs = {"input_ids": TensorSpec("input_ids", (500,), "int64"), "labels": TensorSpec("labels", (500,), "int64")}
+    batch = random_batch(specs, 20, vocab_size=50, labelled=0.15, device=torch.device("cpu"))
+    assert 0.13 < (batch["labels"] != IGNORED).float().mean() < 0.17
+    assert set(batch["input_ids"].unique().tolist()) <= set(range(50))
+
+
+def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(probing, "SIZES", 1)
+    cpu, counted, request = Cluster.here(1), layered_profile(), request_of(bert(num_layers=12))
+    assert kept_blocks(counted, cpu) == ()
+    found = measured_blocks(request, counted, cpu, global_batch=1)
+    assert [one.first_block for one in found] == [0, 1, 13]
+    assert kept_blocks(counted, cpu) == found
+
+
+def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(probing, "SIZES", 1)
+    request = replace(request_of(bert()), samples={})
+    with pytest.warns(UserWarning, match="could not be measured"):
+        assert measured_blocks(request, layered_profile(), Cluster.here(1), global_batch=1) == ()
