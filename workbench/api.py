@@ -66,7 +66,13 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     experiment.data.check(experiment)
     cluster = _cluster(cluster)
     precision = resolved_precision(experiment, cluster)
-    costs = profile_graph(capture(experiment), cluster.device, precision, compiled=_compiled(experiment, cluster))
+    costs = profile_graph(
+        capture(experiment),
+        cluster.device,
+        precision,
+        compiled=_compiled(experiment, cluster),
+        labelled_share=experiment.data.labelled_share(experiment),
+    )
     return _measured(experiment, costs, cluster)
 
 

@@ -18,7 +18,8 @@ from workbench.capture.graph import LabelCount
 from workbench.capture.regions import close_regions
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2
+_MEAN, SUM = 1, 2
+"""How torch numbers a loss's reductions."""
 _Arguments = tuple[tuple[str, Any], ...]
 _PAIR: _Arguments = (("self", None), ("target", None))
 _REDUCTION = ("reduction", _MEAN)
@@ -59,7 +60,7 @@ def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
 
 
 def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
-    given = _arguments(node)
+    given = loss_arguments(node)
     target, weight = given["target"], given.get("weight")
     if given["reduction"] != _MEAN or target not in flow.free:
         return None
@@ -73,7 +74,7 @@ def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
     return MeanLoss(node, target, weight, int(given["ignore_index"]))
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def loss_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a loss by name, defaults filled in."""
     formal = _LOSSES[node.target]
     return dict(formal) | dict(zip((name for name, _ in formal), node.args, strict=False)) | node.kwargs
@@ -81,7 +82,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def emit_sum_over_count(graph: fx.Graph, copied: fx.Node, count: fx.Node) -> fx.Node:
     """After the copy of a mean loss: make it a sum, and return that sum over `count`."""
-    copied.args, copied.kwargs = tuple((_arguments(copied) | {"reduction": _SUM}).values()), {}
+    copied.args, copied.kwargs = tuple((loss_arguments(copied) | {"reduction": SUM}).values()), {}
     quotient = graph.call_function(aten.div.Tensor, (copied, count))
     quotient.meta = dict(copied.meta)
     return quotient

@@ -52,7 +52,7 @@ class Ran:
     node: str = ""
     """Its name in the block's code."""
     share: float = 1.0
-    """Of its work, what one device of a tensor-parallel axis does."""
+    """Of its work, what one device of a tensor-parallel axis does, or what labelled rows take."""
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved: list[torch.Tensor] = field(default_factory=list)

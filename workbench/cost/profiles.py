@@ -150,6 +150,8 @@ class Profile:
     """`crossing_bytes[c]` is sent forward, per sample, when a stage ends before block `c`."""
     divided: Mapping[int, DividedCosts] = field(default_factory=dict, hash=False)
     """By tensor-parallel degree, those that divide most of the model."""
+    labelled_share: float = 1.0
+    """Of the labels, how many are not ignored on average: what a head that runs over their rows only is priced for."""
     measured_on: str = ""
     """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
     speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)

@@ -5,6 +5,7 @@ The only module of this room, with `ops`, that imports torch at its top.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._pytree import tree_flatten
 
 from workbench.capture.graph import Block, Graph
+from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
 from workbench.cost.cluster import Device
 from workbench.cost.ops import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
@@ -32,11 +34,12 @@ CAST_BYTES = 6
 """Per weight element: read fp32 and write bf16, or back."""
 
 
-def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> Profile:
+def profile(graph: Graph, device: Device, precision: str, *, compiled: bool, labelled_share: float = 1.0) -> Profile:
     """What each block of a captured model costs under `precision` (`fp32`, or `bf16` autocast over fp32 weights).
 
     `device` says which kernels there are (`cuda` or `cpu`), not how fast: `Profile.at` prices any device of
-    that kind. `compiled`: blocks run through torch.compile, which fuses operations bound by memory.
+    that kind. `compiled`: blocks run through torch.compile, which fuses operations bound by memory. `labelled_share`:
+    of the labels, how many are not ignored on average; a head that needs only their rows is priced for these.
     """
     settings = Settings(precision, device.kind, compiled)
     dtypes = {name: getattr(torch, spec.dtype) for name, spec in graph.batch.items()}
@@ -53,7 +56,7 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> 
             kinds[key] = len(costs)
             # A selection by a mask is priced as if it kept everything.
             with symbolic_sizes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
-                walk = _Walk(graph, block, received, settings)
+                walk = _Walk(graph, block, received, settings, _Rows.of(block, labelled_share))
             walks.append((index, walk))
             costs.append(walk.cost())
             results.append(walk.sent)
@@ -74,13 +77,14 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool) -> 
         frozen=graph.frozen,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
         divided=_divided(graph, walks, costs),
+        labelled_share=labelled_share,
     )
 
 
 def _divided(graph: Graph, walks: Sequence[tuple[int, _Walk]], whole: Sequence[KindCost]) -> dict[int, DividedCosts]:
     """What one device computes and holds for each degree that divides most of the model's arithmetic."""
     found = {}
-    flops = _product_flops(graph, walks, whole)
+    flops = _nominal_flops(graph, walks, whole)
     for degree in TENSOR_DEGREES:
         division = plan_tensor(graph, degree)
         for index, walk in walks:
@@ -90,6 +94,13 @@ def _divided(graph: Graph, walks: Sequence[tuple[int, _Walk]], whole: Sequence[K
             sizes = {name: _part(spec, division.parameters.get(name)) for name, spec in graph.parameters.items()}
             found[degree] = DividedCosts(kinds, sizes)
     return found
+
+
+def _nominal_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[KindCost]) -> float:
+    """Forward FLOPs of the whole model for one sample, labelled or not."""
+    blocks = Counter(block.kind for block in graph.blocks)
+    pairs = zip(walks, kinds, strict=True)
+    return sum(kind.model_flops * blocks[graph.blocks[index].kind] for (index, _), kind in pairs)
 
 
 def _product_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[KindCost]) -> float:
@@ -110,6 +121,20 @@ def _per_sample(specs: Iterable[TensorSpec], graph: Graph) -> float:
     return sum(spec.nbytes for spec in specs) / graph.micro_batch
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The operations of a block that run over labelled rows only, and the share of the rows that is."""
+
+    operations: frozenset[str] = frozenset()
+    share: float = 1.0
+
+    @staticmethod
+    def of(block: Block, labelled_share: float) -> _Rows:
+        part = labelled_part(block)
+        kept = None if part is None else part.kept(math.ceil(labelled_share * part.rows))
+        return _Rows() if part is None or kept is None else _Rows(frozenset(part.reads), kept / part.rows)
+
+
 @dataclass
 class _Value:
     """One piece of memory inside a block."""
@@ -122,7 +147,7 @@ class _Value:
     gradient: bool = False
     first_saved: int | None = None
     share: float = 1.0
-    """What one device of a tensor-parallel axis holds of it."""
+    """What one device of a tensor-parallel axis, or a selection of rows, holds of it."""
 
     @property
     def nbytes(self) -> float:
@@ -145,7 +170,9 @@ class _Group:
 class _Walk:
     """One block, operation by operation, on meta tensors."""
 
-    def __init__(self, graph: Graph, block: Block, received: tuple[torch.dtype, ...], settings: Settings) -> None:
+    def __init__(
+        self, graph: Graph, block: Block, received: tuple[torch.dtype, ...], settings: Settings, rows: _Rows
+    ) -> None:
         self._samples = graph.micro_batch
         self._kind = block.kind
         self._settings = settings
@@ -158,23 +185,32 @@ class _Walk:
         self.sent: tuple[torch.dtype, ...] = ()
         self._division, self._degree = Division(), 1
         self._of_node: dict[str, list[torch.Tensor]] = {}
+        self._rows = rows
         self._run(graph, block, received)
+        self.divide(Division(), 1)
 
     def divide(self, division: Division, degree: int) -> None:
         """From now on, `cost` is that of one device of a tensor-parallel axis."""
         self._division, self._degree = division, degree
         part = 1 / degree
+        rows = self._rows if not division.divided else _Rows()  # a divided head runs over all of them
         for value in self._values.values():
             value.share = 1.0
         for position, (key, value) in enumerate(self._weights_in_order()):
             if position in division.parameters:
                 self._values[key].share = value.share = part
         for step, (_, ran) in enumerate(self._steps):
-            ran.share = part if ran.node in division.divided else 1.0
-            own = _tensors(ran.outputs) if ran.node in division.sharded else []
-            kept = [t for t in (*ran.saved, *ran.own_results) if ran.node in division.divided and self._born(t, step)]
+            selects = ran.node in rows.operations
+            ran.share = part if ran.node in division.divided else rows.share if selects else 1.0
+            own = [
+                tensor
+                for tensor in _tensors(ran.outputs)
+                if ran.node in division.sharded or (selects and self._values[identity(tensor)].born == step)
+            ]
+            shares = selects or ran.node in division.divided
+            kept = [t for t in (*ran.saved, *ran.own_results) if shares and self._born(t, step)]
             for tensor in [*own, *kept]:
-                self._values[identity(tensor)].share = part
+                self._values[identity(tensor)].share = ran.share
             for source, copy in ran.casts:
                 self._values[identity(copy)].share = self._values[identity(source)].share
 

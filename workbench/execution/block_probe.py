@@ -32,6 +32,7 @@ from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
 from workbench.execution.build import runners
 from workbench.execution.context import StepContext
+from workbench.execution.labelled import LabelCounter
 from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import random_batch
 from workbench.execution.stage import BlockModule
@@ -196,12 +197,16 @@ class _Chain:
             block.index: BlockModule(block, ready[block.kind], own, buffers, self._context, "none", Division())
             for block in blocks
         }
+        selecting = (module.selecting_count for module in self._modules.values())
+        counted = {index: graph.label_counts[index] for index in selecting if index is not None}
+        self._counter = LabelCounter(counted, graph.micro_batch)
         self._context.counts = [torch.ones((), device=device) for _ in graph.label_counts]
 
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
         """One forward and backward of the chain."""
         log = _Log(self._device)
         autocast: Any = torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
+        self._context.labelled = self._counter.of(batch)
         log.forward.append(log.note())
         with autocast:
             loss = self._forward(batch, log)

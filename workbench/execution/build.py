@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ from torch import fx, nn
 
 from workbench.capture import Graph, capture
 from workbench.capture.division import TensorDivision
+from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.errors import PlanInfeasible
 from workbench.execution.context import StepContext
+from workbench.execution.labelled import LabelledRows, Runner, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
 from workbench.execution.recompute import checkpointed_when_compiled, mode_for
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
-from workbench.execution.stage import HeldStages, Runner, StageModule
+from workbench.execution.stage import HeldStages, StageModule
 from workbench.execution.tensor_parallel import divide, part
 from workbench.planning.plan import Plan, Stage
 from workbench.tensors import TensorSpec
@@ -60,19 +63,28 @@ def runners(
     Without compilation, `BlockModule` checkpoints. With it, the recomputation is part of what is compiled: the
     compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
     traced again in the backward.) With `deferral`, blocks run uncompiled: the compiler cannot split a backward.
+
+    A block with a part that only labelled rows need becomes `LabelledRows`, unless tensor parallelism divides it.
     """
     for code in codes.values():
-        _retarget(code, device)
-    if deferral is not None:
-        counts = {block.kind: len(block.parameters) for block in graph.blocks}
-        return {kind: defer_weight_gradients(code, counts[kind], deferral) for kind, code in codes.items()}
-    if not compile:
-        return dict(codes)
-    torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
-    return {
-        kind: torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
-        for kind, code in codes.items()
-    }
+        retarget(code, device)
+    blocks = {block.kind: block for block in graph.blocks}
+
+    def runner(kind: str, code: fx.GraphModule) -> Runner:
+        if deferral is not None:
+            return defer_weight_gradients(code, len(blocks[kind].parameters), deferral)
+        if not compile:
+            return code
+        return torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
+
+    if compile:
+        torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
+    found: dict[str, Runner] = {}
+    for kind, code in codes.items():
+        part = labelled_part(blocks[kind]) if code is blocks[kind].code else None
+        finish = partial(runner, kind)
+        found[kind] = finish(code) if part is None else LabelledRows(code, part, finish)
+    return found
 
 
 def _with_checkpoint_inside(code: fx.GraphModule, recompute: str) -> fx.GraphModule:
@@ -84,18 +96,6 @@ def _with_checkpoint_inside(code: fx.GraphModule, recompute: str) -> fx.GraphMod
     inner = graph.get_attr("block")
     graph.output(graph.call_function(checkpointed_when_compiled, (recompute, inner, *inputs)))
     return fx.GraphModule({"block": code}, graph)
-
-
-def _retarget(code: fx.GraphModule, device: torch.device) -> None:
-    """Point factory calls that capture fixed to the model's device at this rank's."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) and value.type in ("meta", "cpu", device.type) else value
-
-    for node in code.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-    code.recompile()
 
 
 def build_stage(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from workbench.execution.labelled import LabelCounts
 from workbench.execution.split_backward import Deferral
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class StepContext:
     microbatch: int = 0
     counts: list[torch.Tensor] = field(default_factory=list)
     """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
+    labelled: LabelCounts = field(default_factory=dict)
+    """Labels of each micro-batch, of those mean losses whose rows are selected by them."""
     deferral: Deferral = field(default_factory=Deferral)
     """Weight gradients left for later by a zero-bubble schedule's backwards."""
     actions: ActionLog | None = None
@@ -56,6 +59,10 @@ class StepContext:
         if self.actions is None:
             return nullcontext()
         return self.actions.action(kind, stage, micro_batch)
+
+    def labels(self, count: int) -> int | None:
+        """How many labels of mean loss `count` this micro-batch has, if the host has counted them."""
+        return self.labelled[count][self.microbatch] if count in self.labelled else None
 
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)

@@ -19,11 +19,11 @@ from workbench.capture import Block, Graph
 from workbench.capture.dataflow import is_random
 from workbench.capture.division import Division, Sharding, TensorDivision
 from workbench.execution.context import StepContext
+from workbench.execution.labelled import LabelledRows, Runner
 from workbench.execution.recompute import checkpointed, mode_for
 from workbench.tensors import TensorSpec
 
 Values = tuple[torch.Tensor, ...]
-Runner = Callable[..., Values]
 
 
 class BlockModule(nn.Module):
@@ -61,11 +61,23 @@ class BlockModule(nn.Module):
         context = self._context
         counts = tuple(context.counts[index] for index in self.block.counts)
         seed = context.block_seed(self.block.index) if self._random else None
+        run = self._runner()  # now: a recomputation happens when another micro-batch is the context's
         if self.recompute == "none":
-            return cast(Values, self._compute(seed, shared, *values, *counts))
-        return cast(Values, checkpointed(self.recompute, self._compute, seed, shared, *values, *counts))
+            return cast(Values, self._compute(run, seed, shared, *values, *counts))
+        return cast(Values, checkpointed(self.recompute, self._compute, run, seed, shared, *values, *counts))
 
-    def _compute(self, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
+    @property
+    def selecting_count(self) -> int | None:
+        """The mean loss (an index into `Graph.label_counts`) by whose labels the block selects rows, if it can."""
+        return self.block.counts[self._run.part.count] if isinstance(self._run, LabelledRows) else None
+
+    def _runner(self) -> Runner:
+        """What runs this micro-batch: over the labelled rows only, where the host knows how many they are."""
+        count = self.selecting_count
+        labels = None if count is None else self._context.labels(count)
+        return self._run if labels is None else cast(LabelledRows, self._run).over(labels)
+
+    def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         if seed is not None:
             self._context.seed_generator(self._context.own_seed(seed) if self._draws_own else seed)
         if seed is not None and self._draws_own:
@@ -74,7 +86,7 @@ class BlockModule(nn.Module):
             getattr(self, self.own[name]) if name in self.own else shared[name] for name in self.block.parameters
         ]
         buffers = [getattr(self, attribute) for attribute in self.kept.values()]
-        return self._run(*weights, *buffers, *values)
+        return run(*weights, *buffers, *values)
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -225,6 +237,12 @@ class HeldStages:
     @property
     def computes_loss(self) -> bool:
         return self.stages[-1].is_last
+
+    @property
+    def selecting_counts(self) -> frozenset[int]:
+        """The mean losses by whose labels some block selects its rows."""
+        found = (module.selecting_count for stage in self.stages for module in stage.block_modules())
+        return frozenset(count for count in found if count is not None)
 
     @property
     def label_counts_needed(self) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from workbench.capture import Graph
 from workbench.execution.context import StepContext
+from workbench.execution.labelled import LabelCounter, LabelCounts, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.optim import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
 from workbench.execution.pipe import SPLIT_BACKWARD, PipeStage, build_schedule
@@ -52,6 +53,10 @@ class Trainer:
         self._label_counts = [
             count.code.to(context.device) for count in graph.label_counts if stage.label_counts_needed
         ]
+        for code in self._label_counts:
+            retarget(code, context.device)
+        selecting = {index: graph.label_counts[index] for index in stage.selecting_counts}
+        self._counter = LabelCounter(selecting, plan.micro_batch)
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
         """This rank's `index`-th stage, made ready for the data-parallel axis, at its place in the pipeline."""
@@ -73,12 +78,20 @@ class Trainer:
         """Samples of one step on this replica."""
         return self.plan.micro_batch * self.plan.num_microbatches
 
-    def gradients(self, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def labels_of(self, batch: Mapping[str, torch.Tensor]) -> LabelCounts:
+        """Labels of each micro-batch, where this rank selects rows by them; `batch` had better be on the host still."""
+        return self._counter.of(batch)
+
+    def gradients(
+        self, step: int, batch: Mapping[str, torch.Tensor], labelled: LabelCounts | None = None
+    ) -> torch.Tensor:
         """Forward and backward of step `step` (0-based) over this replica's part of the global batch.
 
         Leaves every gradient of the mean loss over the global batch in place (tied ones summed over the stages that
-        hold them); returns this rank's part of that loss: summed over all ranks, it is the loss.
+        hold them); returns this rank's part of that loss: summed over all ranks, it is the loss. `labelled` are
+        `labels_of(batch)`, taken before the batch went to the device; without, a new batch is waited for.
         """
+        self.context.labelled = self.labels_of(batch) if labelled is None else labelled
         self.context.step = step
         self.context.first_microbatch = self.place.data_rank * self.plan.num_microbatches
         self._count_labels(batch)
@@ -108,9 +121,18 @@ class Trainer:
             return gathered
         return whole(gathered, sharding, self.place.tensor_group)
 
-    def step(self, step: int, batch: Mapping[str, torch.Tensor], stop: bool = False) -> StepResult:
-        """One update; `step` counts from 0. `stop` is summed over the ranks along with the loss."""
-        part = self.gradients(step, batch)
+    def step(
+        self,
+        step: int,
+        batch: Mapping[str, torch.Tensor],
+        stop: bool = False,
+        labelled: LabelCounts | None = None,
+    ) -> StepResult:
+        """One update; `step` counts from 0. `stop` is summed over the ranks along with the loss.
+
+        `labelled` as for `gradients`.
+        """
+        part = self.gradients(step, batch, labelled)
         norm_part = squared_norm(self._owned_gradients(), self.context.device)
         scalars = torch.stack([part.float(), norm_part, torch.full_like(norm_part, float(stop))])
         dist.all_reduce(scalars)

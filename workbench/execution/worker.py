@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, send_to_device
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
@@ -36,6 +36,7 @@ from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
 from workbench.execution.checkpoint_files import step_of
 from workbench.execution.context import StepContext
 from workbench.execution.export import describe_model
+from workbench.execution.labelled import LabelCounts
 from workbench.execution.mesh import Place, parallelism
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
@@ -285,8 +286,8 @@ class _Worker:
             resumed_from=resumed_from,
         )
 
-    def _batches(self, trainer: Trainer, first_step: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """This replica's part of every global batch, in training order, on its device."""
+    def _batches(self, trainer: Trainer, first_step: int) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
+        """This replica's part of every global batch, in training order, on its device; and its labels, counted."""
         dataset = self.experiment.data.dataset(self.experiment)
         loader = DataLoader(
             dataset,
@@ -300,11 +301,11 @@ class _Worker:
             self.device,
             num_processes=self.place.data,
             process_index=self.place.data_rank,
-            put_on_device=True,
+            put_on_device=False,
             rng_types=None,
-            non_blocking=True,
         )
-        return iter(skip_first_batches(sharded, first_step))
+        for batch in skip_first_batches(sharded, first_step):
+            yield send_to_device(batch, self.device, non_blocking=True), trainer.labels_of(batch)
 
     def _train(self, trainer: Trainer, progress: Progress) -> Progress:
         log = _StepLog(self, progress)
@@ -312,9 +313,9 @@ class _Worker:
         every = self.experiment.checkpoint_every
         stop = False
         step = progress.step
-        for batch in self._batches(trainer, progress.step):
+        for batch, labelled in self._batches(trainer, progress.step):
             with recorded(trainer.context, self.place, self.run_dir, step, progress.step):
-                result = trainer.step(step, batch, stop=self._wants_stop())
+                result = trainer.step(step, batch, stop=self._wants_stop(), labelled=labelled)
             if pending is not None:
                 stop = log.write(pending)
             pending = _Pending.of(step, result)

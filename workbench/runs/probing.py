@@ -27,7 +27,7 @@ from workbench.home import cache_home
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
 
-FORMAT = 1
+FORMAT = 2
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
 LONGEST_MS = 120.0
@@ -76,7 +76,8 @@ def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tupl
 
 
 def _kept_at(profile: Profile, cluster: Cluster) -> Path:
-    what = [FORMAT, profile.signature, profile.precision, profile.compiled, cluster.device.name]
+    how = [profile.precision, profile.compiled, profile.labelled_share]
+    what = [FORMAT, profile.signature, *how, cluster.device.name]
     key = hashlib.sha256(json.dumps([*what, metadata.version("torch").partition("+")[0]]).encode()).hexdigest()[:16]
     return cache_home() / "blocks" / f"{key}.json"
 

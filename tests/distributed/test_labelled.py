@@ -1,0 +1,88 @@
+"""Heads that run only where a label stands give plain PyTorch's loss and gradients under every plan."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from tests.distributed import zoo
+from tests.distributed.harness import launch
+from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured, part_of, plan_of, trainer_of
+from tests.distributed.test_training import worst
+from workbench.execution.labelled import LabelledRows
+from workbench.execution.trainer import Trainer
+
+
+def batch_of(name: str, size: int) -> zoo.Batch:
+    """15 % of the labels stand; none in the first micro-batch, all in the second (in all of them, for GPT-2)."""
+    batch = zoo.batch(name, size)
+    generator = torch.Generator().manual_seed(1)
+    share = torch.full((size, 1), 0.15 if name != "gpt2" else 1.0)
+    if name != "gpt2":
+        share[:MICRO_BATCH], share[MICRO_BATCH : 2 * MICRO_BATCH] = 0, 1
+    stands = torch.rand(size, zoo.SEQ, generator=generator) < share
+    batch["labels"] = torch.randint(1, zoo.VOCAB, (size, zoo.SEQ), generator=generator).masked_fill(~stands, -100)
+    return batch
+
+
+def sizes(trainer: Trainer) -> set[int | None]:
+    """The numbers of rows over which this rank's heads have run."""
+    runners = (module._run for stage in trainer.stage.stages for module in stage.block_modules())
+    return {size for run in runners if isinstance(run, LabelledRows) for size in run.sizes}
+
+
+def _measured(_rank: int, cases: list[tuple[str, Case]]) -> list[tuple[float, float, set[int | None]]]:
+    found = []
+    for name, case in cases:
+        model, graph = captured(name)
+        plan = plan_of(graph, case)
+        batch = batch_of(name, plan.global_batch)
+        plain = copy.deepcopy(model)
+        expected = plain(**batch).loss
+        expected.backward()
+        trainer = trainer_of(model, graph, plan)
+        part = trainer.gradients(0, part_of(trainer, batch))
+        torch.distributed.all_reduce(part)
+        gradients = {key: trainer.full_gradient(key) for key in trainer.stage.named()}
+        right = {key: value.grad for key, value in plain.named_parameters() if key in gradients}
+        errors: list[float] = [None] * case.world  # type: ignore[list-item]
+        torch.distributed.all_gather_object(errors, worst(gradients, right))
+        of_ranks: list[set[int | None]] = [set()] * case.world
+        torch.distributed.all_gather_object(of_ranks, sizes(trainer))
+        found.append((abs(part.item() / expected.item() - 1), max(errors), set().union(*of_ranks)))
+    return found
+
+
+def assert_equal_to_plain_pytorch(*cases: tuple[str, Case]) -> list[set[int | None]]:
+    """Returns the numbers of rows that each case ran over."""
+    [world] = {case.world for _, case in cases}
+    found = launch(_measured, world, list(cases))
+    wrong = [(case, error) for case, error in zip(cases, found, strict=True) if not max(error[:2]) <= TOLERANCE]
+    assert not wrong, wrong
+    return [rows for _, _, rows in found]
+
+
+def test_heads_over_labelled_rows_equal_plain_pytorch_in_one_process_recomputed_or_not() -> None:
+    how = (("1f1b", "none"), ("1f1b", "selective"), ("gpipe", "full"))  # GPipe: all forwards, then all backwards
+    cases = [("bert", Case(schedule=schedule, recompute=recompute)) for schedule, recompute in how]
+    *masked, causal = assert_equal_to_plain_pytorch(*cases, ("gpt2", Case()))
+    assert masked[0] == masked[1] == masked[2]
+    assert {2, None} < masked[0], "two of 32 rows where no label stands, all where all do, and some in between"
+    assert causal == {None}, "all of GPT-2's labels stand"
+
+
+def test_heads_over_labelled_rows_equal_plain_pytorch_on_two_devices() -> None:
+    plans = (
+        Case(pipeline=2),
+        Case(data=2, num_microbatches=2),
+        Case(data=2, num_microbatches=2, zero=3, recompute="full"),
+        Case(pipeline=2, schedule="zero_bubble"),
+    )
+    cases = [*(("bert", case) for case in plans), ("t5", plans[0]), ("bart", plans[1])]
+    for rows in assert_equal_to_plain_pytorch(*cases):
+        assert {2, None} < rows
+
+
+def test_a_head_divided_over_its_vocabulary_runs_over_all_rows() -> None:
+    assert assert_equal_to_plain_pytorch(("bert", Case(tensor=2))) == [set()]

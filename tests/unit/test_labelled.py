@@ -1,0 +1,207 @@
+"""A vocabulary head and its loss run only where a label stands, and nothing changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.distributed import zoo
+from workbench.capture import Block, Graph, capture, spec_of
+from workbench.capture.labelled import PARTS, WORTHWHILE, LabelledPart, labelled_part
+from workbench.cost import profile
+from workbench.cost.cluster import Device
+from workbench.execution.build import runners
+from workbench.execution.labelled import LabelCounter, LabelledRows, labelled_first, over_labelled_rows
+
+HEADS = {
+    "bert": ["linear", "gelu", "layer_norm", "linear", "view", "cross_entropy_loss"],
+    "gpt2": ["layer_norm", "view", "alias", "linear", "to", "view", "cross_entropy_loss"],
+    "t5": ["to", "pow", "mean", "add", "rsqrt", "mul", "mul", "mul", "linear", "view", "cross_entropy_loss"],
+    "bart": ["linear", "add", "view", "cross_entropy_loss"],
+}
+CPU = torch.device("cpu")
+A100 = Device("A100", "cuda", 80 << 30, {"bf16": 312e12, "fp32": 19e12}, 2e12)
+
+
+def captured(model: nn.Module, batch: zoo.Batch) -> Graph:
+    return capture(model.train(), {name: spec_of(name, value) for name, value in batch.items()})
+
+
+def head_of(graph: Graph) -> tuple[Block, LabelledPart]:
+    [found] = [(block, part) for block in graph.blocks if (part := labelled_part(block)) is not None]
+    return found
+
+
+def arguments(graph: Graph, block: Block, labels: torch.Tensor) -> list[torch.Tensor]:
+    """Random weights and values for a block's code, equal from call to call."""
+    generator = torch.Generator().manual_seed(0)
+    specs = [graph.parameters[name] for name in block.parameters] + [graph.buffers[name] for name in block.buffers]
+    specs += [graph.values[name] for name in block.receives]
+    found = [torch.randn(spec.shape, generator=generator).requires_grad_() for spec in specs]
+    inputs = {"labels": labels, "next_sentence_label": torch.tensor([0, 1])}
+    counts = [torch.tensor(7.0) for _ in block.counts]
+    return [*found, *(inputs[name] for name in block.inputs), *counts]
+
+
+def outcome(run: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The loss, then every gradient."""
+    given = [value.detach().requires_grad_(value.requires_grad) for value in given]
+    [loss] = run(*given)
+    loss.backward()
+    gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in given if v.requires_grad]
+    return [loss.detach(), *gradients]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * max(1.0, theirs.norm().item())
+
+
+def labels_of(rows: int, standing: int, offset: int = 0) -> torch.Tensor:
+    """Two samples whose labels stand at `standing` positions that depend on `offset`."""
+    generator = torch.Generator().manual_seed(offset)
+    labels = torch.randint(0, zoo.VOCAB, (rows,), generator=generator)
+    labels[torch.randperm(rows, generator=generator)[standing:]] = -100
+    return labels.view(2, -1)
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Callable[[str], Graph]:
+    made: dict[str, Graph] = {}
+
+    def graph(name: str) -> Graph:
+        if name not in made:
+            made[name] = captured(zoo.MODELS[name](), zoo.batch(name, 2))
+        return made[name]
+
+    return graph
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_part_reaches_back_to_the_last_operation_that_mixes_rows(name: str, graphs: Callable[[str], Graph]) -> None:
+    block, part = head_of(graphs(name))
+    operations = {node.name: getattr(node.target, "_opname", "") for node in block.code.graph.nodes}
+    assert [operations[member] for member in part.reads] == HEADS[name]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_loss_and_gradients_are_those_of_all_rows(name: str, graphs: Callable[[str], Graph]) -> None:
+    graph = graphs(name)
+    block, part = head_of(graph)
+    shift = 1 if name == "gpt2" else 0  # its labels are those of the next position: a sample's first is never used
+    for standing in (0, 1, 5, part.rows * 3 // 4):
+        labels = labels_of(part.rows, standing)
+        labels[:, :shift] = -100
+        given = arguments(graph, block, labels)
+        kept = part.kept(int((labels >= 0).sum()))
+        assert kept is not None
+        selected = over_labelled_rows(block.code, part, kept)
+        assert_equal(outcome(selected, given), outcome(block.code, given))
+
+
+class Head(nn.Module):
+    """A dropout, a product that only the loss reads, and one whose result somebody else reads too."""
+
+    def __init__(self, mixes: Callable[[torch.Tensor], torch.Tensor], **loss: Any) -> None:
+        super().__init__()
+        self.body, self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 12)
+        self.mixes, self.loss = mixes, loss
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.mixes(self.inner(functional.dropout(self.body(x), 0.1))))
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), **self.loss)}
+
+
+def head(mixes: Callable[[torch.Tensor], torch.Tensor], **loss: Any) -> list[str]:
+    """The operations of `Head` that may run on labelled rows."""
+    batch = {"x": torch.randn(2, 16, 8), "labels": torch.randint(0, 12, (2, 16))}
+    graph = captured(Head(mixes, **loss), batch)
+    parts = [part for block in graph.blocks if (part := labelled_part(block)) is not None]
+    return [name.rsplit("_", 1)[0] if name[-1].isdigit() else name for part in parts for name in part.reads]
+
+
+def test_what_draws_random_numbers_or_mixes_rows_stays_outside() -> None:
+    tail = ["linear", "flatten", "cross_entropy_loss"]
+    assert head(torch.tanh) == ["linear", "tanh", *tail], "the dropout before it draws"
+    assert head(lambda x: x.softmax(1)) == tail
+    assert head(lambda x: x.cumsum(0)) == tail
+    assert head(lambda x: x.transpose(0, 1).reshape(2, 16, 8)) == ["reshape", *tail], "another order"
+    assert head(lambda x: x.reshape(2, 8, 16).reshape(2, 16, 8)) == tail, "in between, a row is half of two"
+    assert head(lambda x: x + x.mean(1, keepdim=True)) == tail, "every row needs all of them"
+    assert head(lambda x: x - torch.arange(16.0)[None, :, None]) == tail, "positions differ"
+    assert head(lambda x: x * torch.arange(8.0)[None, None]) == ["linear", "mul", *tail], "features differ"
+
+
+def test_losses_that_count_otherwise_are_left_alone() -> None:
+    assert head(torch.tanh, label_smoothing=0.1) == []
+    assert head(torch.tanh, weight=torch.rand(12)) == []
+    assert head(torch.tanh, reduction="sum") == []
+    assert head(torch.tanh, ignore_index=3) != []
+
+
+def test_few_numbers_of_rows_are_ever_computed() -> None:
+    part = LabelledPart(0, 1000, -100, "labels", "loss", {}, frozenset())
+    kept = [part.kept(labels) for labels in range(1001)]
+    assert all(rows is None or labels <= rows <= WORTHWHILE * 1000 for labels, rows in enumerate(kept))
+    assert kept[1000] is None
+    assert kept[0] == 63, "a loss of no labels is still zero, not nothing"
+    assert len(set(kept)) <= PARTS
+
+
+def test_labelled_rows_come_first_and_none_twice() -> None:
+    labels = torch.tensor([-100, 4, -100, -100, 2, 0])
+    place = labelled_first(labels, -100)
+    assert place.tolist() == [3, 0, 4, 5, 1, 2]
+
+
+def test_labels_are_counted_for_each_micro_batch_and_again_when_they_change(graphs: Callable[[str], Graph]) -> None:
+    graph = graphs("gpt2")
+    counter = LabelCounter(dict(enumerate(graph.label_counts)), micro_batch=2)
+    batch = zoo.batch("gpt2", 6)
+    expected = [int((part[:, 1:] >= 0).sum()) for part in batch["labels"].split(2)]
+    assert counter.of(batch) == {0: expected}
+    batch["labels"][:2] = -100
+    assert counter.of(batch) == {0: [0, *expected[1:]]}
+
+
+def test_compiled_heads_are_few_and_compute_the_same(graphs: Callable[[str], Graph]) -> None:
+    graph = graphs("bert")
+    block, part = head_of(graph)
+    eager = copy.deepcopy(block.code)
+    compilations = 0
+
+    def backend(module: Any, _examples: Any) -> Any:
+        nonlocal compilations
+        compilations += 1
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile
+    for recompute in ("none", "full"):
+        compilations = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "compile", lambda code, **how: compiled(code, backend=backend, **how))
+            run = runners(graph, {block.kind: block.code}, CPU, True, recompute)[block.kind]
+            assert isinstance(run, LabelledRows)
+            for standing in [*range(part.rows + 1)] * 2:
+                given = arguments(graph, block, labels_of(part.rows, standing, offset=standing))
+                assert_equal(outcome(run.over(standing), given), outcome(eager, given))
+        assert compilations == PARTS * WORTHWHILE + 1, "one for each sixteenth up to three quarters, one for all rows"
+
+
+def test_the_head_is_priced_for_the_labels_that_are_expected(graphs: Callable[[str], Graph]) -> None:
+    graph = graphs("bert")
+    whole, part = (profile(graph, A100, "bf16", compiled=True, labelled_share=share) for share in (1.0, 0.15))
+    assert part.flops_per_sample == whole.flops_per_sample, "MFU counts the model's arithmetic"
+    *layers, head = zip(whole.blocks, part.blocks, strict=True)
+    assert all(whole.kinds[a.kind] == part.kinds[b.kind] for a, b in layers)
+    full, fewer = whole.kinds[head[0].kind], part.kinds[head[1].kind]
+    flops = [sum(kernel.flops for kernel in (*kind.forward, *kind.backward)) for kind in (fewer, full)]
+    assert flops[0] < 0.25 * flops[1], "3 of 16 rows, and the next-sentence head"
+    assert fewer.saved_bytes + fewer.workspace_bytes < 0.5 * (full.saved_bytes + full.workspace_bytes)
