@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import workbench as wb
 from workbench import models
@@ -80,7 +80,7 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
 def sliders(costs: Profile) -> None:
     """Every position of each slider, moved alone: to the plan, and to its picture."""
     cluster = Cluster.of("h200", gpus=4)
-    settings = {"global_batch": 256, "seq_len": 512}
+    settings: dict[str, Any] = {"global_batch": 256, "seq_len": 512}
     show_plan(what_if(costs, cluster, **settings))  # plotly is imported here
     planned, drawn = [], []
     for name, value in itertools.chain.from_iterable(((name, v) for v in values) for name, values in MOVES.items()):

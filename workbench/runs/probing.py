@@ -47,6 +47,8 @@ def measured_blocks(request: Request, profile: Profile, cluster: Cluster, global
     What cannot be measured (a GPU in use, too little memory) is left out, with a warning where nothing is left.
     """
     path = _kept_at(profile, cluster)
+    text = f"Measuring the blocks of {profile.model} on this machine's {cluster.device.name}: once, under a minute …"
+    print(text, file=sys.stderr, flush=True)
     found, reasons = _probe(
         request, micro_batches(profile, cluster, global_batch), local_gpus() if cluster.device.kind == "cuda" else [""]
     )
