@@ -58,6 +58,37 @@ def test_a_cluster_needs_a_device(gpus: int) -> None:
         Cluster.of("h200", gpus=gpus)
 
 
+def test_a_containers_memory_is_its_limit(tmp_path: Any, monkeypatch: Any) -> None:
+    from workbench.cost import detect
+
+    limit, none = tmp_path / "memory.max", tmp_path / "none"
+    monkeypatch.setattr(detect, "CONTAINER_LIMITS", (limit, none))
+    whole = detect._host_bytes()
+    limit.write_text("max\n")
+    assert detect._host_bytes() == whole
+    limit.write_text("1073741824\n")
+    assert detect._host_bytes() == 1 << 30
+
+
+def test_a_devices_share_of_its_host_is_known_and_stored() -> None:
+    one, eight = Cluster.of("h200", gpus=1), Cluster.of("h200", gpus=8)
+    assert one.host_bytes == eight.host_bytes == 256 << 30
+    assert Cluster.from_json(json.loads(json.dumps(one.to_json()))).host_offered_bytes == 0.8 * (256 << 30)
+    older = {key: value for key, value in one.to_json().items() if key != "host_bytes"}
+    assert Cluster.from_json(older).host_offered_bytes == float("inf"), "not known, not checked"
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "4", True, None])
+def test_numbers_of_devices_are_whole(wrong: Any) -> None:
+    with pytest.raises(PlanInfeasible, match="cannot train anything"):
+        Cluster.of("h200", gpus=wrong)
+    if wrong is not None:
+        with pytest.raises(PlanInfeasible, match="cannot train anything"):
+            Cluster.here(wrong)
+        with pytest.raises(PlanInfeasible, match=r"8 GPUs cannot be divided evenly"):
+            Cluster.of("h200", gpus=8, nodes=wrong if wrong is not True else 0)
+
+
 def test_nodes_must_share_the_gpus_evenly() -> None:
     with pytest.raises(PlanInfeasible, match="10 GPUs cannot be divided evenly over 4 nodes"):
         Cluster.of("h200", gpus=10, nodes=4)

@@ -22,7 +22,7 @@ from workbench.planning import Action, Plan, Request, bubble_fraction, search, s
 from workbench.planning.cutting import Cutter
 from workbench.planning.partition import partition
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
-from workbench.planning.planner import Search
+from workbench.planning.planner import Search, _device_costs
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart
 from workbench.planning.requests import EVERYTHING, Runnable
@@ -748,6 +748,20 @@ def test_a_slider_is_answered_as_a_search_would_and_once() -> None:
     for wrong in (0, -3, "32", float("nan")):
         with pytest.raises(PlanInfeasible, match=r"memory_limit_gib=.* must be a number greater than 0"):
             what_if(PROFILE, H200, global_batch=64, seq_len=512, memory_limit_gib=wrong)
+
+
+def test_what_earlier_moves_left_behind_changes_no_answer() -> None:
+    """Prices are kept between moves of a slider; a search that starts from nothing finds the same."""
+    profile, settings = layered_profile(layers=16), {"global_batch": 64, "seq_len": 512}
+    moves: list[dict[str, Any]] = [{}, {"micro_batch": 2}, {"gpus": 2}, {"gpus": 8}, {"micro_batch": 8}]
+    moves += [{"memory_limit_gib": float(limit)} for limit in (5, 6, 8, 12, 80)]
+    warm = [what_if(profile, H200, **{**settings, **move}) for move in moves]
+    for move, found in zip(moves, warm, strict=True):
+        _device_costs.cache_clear()
+        limit = move.get("memory_limit_gib")
+        asked = {**settings, "micro_batch": move.get("micro_batch"), "cluster": H200.resized(move.get("gpus", 4))}
+        cold = plan_of(profile, **asked, memory_limit_bytes=None if limit is None else int(limit * GIB))
+        assert cold == found
 
 
 # What is refused, and how
