@@ -156,6 +156,7 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
 
     stop_buttons(page).first.click()
     eventually(lambda: stopped.status.final)
+    page.locator(".jp-RenderedPlotly").first.hover()
     page.wait_for_selector(".jp-RenderedPlotly .main-svg")
     lab.save(page)
     assert_each_step_once(stopped)

@@ -12,6 +12,7 @@ from typing import Any
 
 import lab
 import pytest
+from nbconvert import HTMLExporter
 
 SMALL_RUN = Path(__file__).with_name("small_run.py")
 LIVE_CELL = """
@@ -81,10 +82,47 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     page.wait_for_timeout(1000)
     picture(page, "live-ended")
     lab.save(page)
-    [kept] = outputs(server.root / "live.ipynb", 0)
-    assert "application/vnd.plotly.v1+json" in kept
-    assert "application/vnd.jupyter.widget-view+json" not in kept
+    widget, states, curves, panels = outputs(server.root / "live.ipynb", 0)
+    assert not any(widget.values())
+    assert "shapes &lt;b&gt;4&lt;/b&gt; and 5 differ" in "".join(states["text/html"])
+    assert "application/vnd.plotly.v1+json" in curves
+    assert "application/vnd.plotly.v1+json" in panels
     assert page.refused == []
+
+
+def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel(
+    lab_page: Any, server: lab.Server, start: Any, picture: Any
+) -> None:
+    page, name = lab_page, "saved.ipynb"
+    page.set_default_timeout(lab.PATIENCE_MS)
+    cells = [f"from workbench.widgets import dashboard\ndashboard.SAVED_S = 0.5\n{LIVE_CELL}", "6 * 7"]
+    lab.write_notebook(server.root / name, [cells[0].format(paths=[start("training", 5000)]), cells[1]])
+    lab.open_notebook(page, server, name)
+    lab.run_all(page)
+    wait_for_points(page, 30)
+    assert page.locator(".workbench-saved").first.is_hidden()
+    picture_of_it = "() => document.querySelector('.jp-RenderedPlotly img')?.src.length > 5000"
+    page.wait_for_function(picture_of_it)
+    lab.save(page)
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown().then(() => 1)")
+    page.goto("about:blank")
+
+    lab.open_notebook(page, server, name)  # a new kernel, which knows no widget
+    page.locator(".workbench-saved").first.wait_for()
+    page.locator(".jp-RenderedPlotly").first.wait_for()
+    page.wait_for_function(picture_of_it)
+    page.get_by_text("Error displaying widget").first.wait_for(state="hidden")
+    assert page.locator(".workbench-saved b").first.inner_text() == "training"
+    picture(page, "saved-without-kernel")
+
+    converted, _ = HTMLExporter().from_filename(str(server.root / name))
+    (server.root / "saved.html").write_text(converted)
+    page.context.unroute("**/*")
+    page.context.set_offline(True)
+    page.goto((server.root / "saved.html").as_uri())
+    shown = page.locator(".jp-RenderedImage img").first
+    assert shown.evaluate("image => image.decode().then(() => image.naturalWidth)") == 860
+    assert page.get_by_text("Error").count() == 0
 
 
 def test_a_dashboard_reattaches_after_a_kernel_restart_and_keeps_the_users_zoom(

@@ -72,7 +72,7 @@ class Live(widgets.VBox):
         ]
         self._controls = Controls(x, smoothing, self._wake.set)
         self._key, self._note = widgets.HTML(), widgets.HTML()
-        super().__init__()
+        super().__init__(_view_count=0)  # 0: the page counts its views
         self._make_figures()
         self._follow_in_thread()
 
@@ -207,7 +207,8 @@ class Live(widgets.VBox):
         Below them stand the runs that can be resumed, for a while.
         """
         x, smoothing, _, log_y = self._controls.wish
-        figures = [pictured(final_figure(self._snapshots, x, smoothing, log_y))]
+        figure = final_figure(self._snapshots, x, smoothing, log_y)
+        figures = [mimebundle(figure) if self._view_count else pictured(figure)]  # JupyterLab adds its own picture
         figures += [mimebundle(panels) for panels in self._panels.box.children]
         rows = [row for row in self._rows if row.offers_resume]
         offer = self._offer_bundle(rows) if rows else None
