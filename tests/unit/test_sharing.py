@@ -15,11 +15,13 @@ import pytest
 
 from workbench import notebooks
 from workbench.errors import RunNotFound, WorkbenchError
+from workbench.figures import Curve, loss_curves
 from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import _record, _reproduce, _share, _templates
 from workbench.notebooks._verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.runs import Run
+from workbench.widgets.saved import HIDE_DEAD_WIDGET, NOTHING
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
@@ -139,6 +141,21 @@ def test_without_a_browser_a_shared_notebook_has_tables_and_says_so(tmp_path):
     assert re.findall(r"<td>(.*?)</td>", table) == ["&lt;b&gt;a&lt;/b&gt;", "50", "7", "5", "5", "7"]
     assert any("tables beside them" in note for note in shared.notes)
     assert any("cannot be reproduced" in note for note in shared.notes)
+
+
+@pytest.mark.usefixtures("no_browser")
+def test_curves_have_a_picture_without_a_browser_and_a_dead_widget_leaves_nothing(tmp_path):
+    path, step = tmp_path / "mine.ipynb", np.arange(1, 300)
+    curves = [Curve("a", {"step": step, "loss": 5 + 1 / step}), Curve("b", {"step": step, "loss": 6 + 1 / step})]
+    drawn = json.loads(loss_curves(curves, x="step").to_json())
+    widget = {WIDGET_MIME: {"model_id": "0"}, **NOTHING}
+    twin = {"text/html": f"{HIDE_DEAD_WIDGET}<b>a</b>: running", "text/plain": ""}
+    nbformat.write(notebook_with(widget, twin, {PLOTLY_MIME: drawn, "text/plain": ""}, dict(NOTHING)), path)
+    shared = notebooks.share(path, tmp_path / "to", runs=[])
+    states, figure, _ = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
+    assert states["data"]["text/html"] == "<b>a</b>: running"
+    assert figure["data"]["image/png"].startswith("iVBOR")
+    assert not any("tables" in note for note in shared.notes)
 
 
 @pytest.mark.usefixtures("no_browser")

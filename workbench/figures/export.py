@@ -154,10 +154,32 @@ def add_pictures(notebook: Any, width: int = WIDTH_PX) -> tuple[int, str]:
         for data, picture in zip(bare, _pngs([data[PLOTLY_MIME] for data in bare], width), strict=True):
             data["image/png"] = picture
     except DataError as error:
-        for data in bare:
+        left = [data for data in bare if not _drawn_without_browser(data)]
+        for data in left:
             data.setdefault("text/html", figure_table(data[PLOTLY_MIME]))
-        return len(bare), str(error)
+        return len(bare), str(error) if left else ""
     return len(bare), ""
+
+
+def _drawn_without_browser(data: dict[str, Any]) -> bool:
+    """Add the PNG of a figure of curves; False for any other figure, and without Pillow."""
+    figure = data[PLOTLY_MIME]
+    if "xaxis2" in figure.get("layout", {}) or not any(trace.get("meta") == "line" for trace in figure.get("data", [])):
+        return False
+    value = go.Figure({key: _decoded(figure[key]) for key in ("data", "layout") if key in figure}, skip_invalid=True)
+    picture = curves_png(value)
+    if picture is not None:
+        data["image/png"] = base64.b64encode(picture).decode()
+    return picture is not None
+
+
+def _decoded(value: Any) -> Any:
+    """Plotly's JSON with its base64 columns as lists."""
+    if isinstance(value, Mapping):
+        if "bdata" in value:
+            return np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"]).tolist()
+        return {key: _decoded(item) for key, item in value.items()}
+    return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def _pngs(figures: Sequence[Mapping[str, Any]], width: int) -> list[str]:
