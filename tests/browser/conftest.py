@@ -17,7 +17,6 @@ sys.path.insert(0, str(HERE))
 
 import lab  # noqa: E402
 
-FAILED = pytest.StashKey[bool]()
 REPOSITORY = HERE.parents[1]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -60,19 +59,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Of a test that fails, what its page shows is kept as a picture, before anything is cleaned up."""
     report = yield
-    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    page = getattr(item, "funcargs", {}).get("lab_page")
+    if report.when == "call" and report.failed and page is not None:
+        item.funcargs["picture"](page, f"failed-{getattr(item, 'originalname', item.name)}")
+        report.sections.append(("Browser console", "\n".join(page.said[-30:])))
     return report
 
 
 @pytest.fixture
-def lab_page(page: Any, server: lab.Server, request: pytest.FixtureRequest, picture: Any) -> Iterator[Any]:
-    """A page that reaches the server alone; `page.refused` lists what else it asked for, `page.said` what it logged.
-
-    Of a test that fails, what the page shows is kept as a picture.
-    """
+def lab_page(page: Any, server: lab.Server, picture: Any) -> Any:  # noqa: ARG001
+    """A page that reaches the server alone; `page.refused` lists what else it asked for, `page.said` what it logged."""
     page.refused, page.said = [], []
-    page.on("console", lambda message: page.said.append(message.text[:500]))
+    page.on("console", lambda message: "jupytext" in message.text or page.said.append(message.text[:500]))
 
     def route(request: Any) -> None:
         if request.request.url.startswith((server.url, "data:", "blob:")):
@@ -82,10 +82,7 @@ def lab_page(page: Any, server: lab.Server, request: pytest.FixtureRequest, pict
             request.abort()
 
     page.context.route("**/*", route)
-    yield page
-    if request.node.stash.get(FAILED, False):
-        picture(page, f"failed-{request.node.originalname}")
-        print(*page.said[-20:], sep="\n")
+    return page
 
 
 SCREENSHOTS = Path(os.environ.get("WORKBENCH_SCREENSHOTS") or REPOSITORY / "reports" / "screenshots")
