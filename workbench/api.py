@@ -58,8 +58,8 @@ def capture(experiment: Experiment, micro_batch: int = PROBE_BATCH) -> Graph:
 def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     """What each block of the experiment's model costs on a cluster's device: what `plan` and `search` plan from.
 
-    Where this machine has the cluster's GPU, every kind of block is measured on it (under half a minute, once per
-    model, device and torch version); elsewhere it is priced from the device's constants.
+    Where this machine has the cluster's GPU, every kind of block is measured on it (under a minute, once per model,
+    device and torch version); elsewhere it is priced from the device's constants.
     """
     from workbench.cost import profile as profile_graph
 

@@ -27,7 +27,9 @@ class Measurement:
     forward_ms: float
     backward_ms: float
     held_bytes: float
+    """What its forward leaves for its backward."""
     workspace_bytes: float
+    """What it needs besides while it runs, but for its parameters' gradients; forward or backward, the larger."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

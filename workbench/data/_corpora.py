@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,15 +54,15 @@ class Prepared:
         )
 
 
-class _Text:
+class _Text(ABC):
     """What packaged, local and hub text share: everything but where it comes from."""
 
     vocab_size: int
     objective: str | None
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self) -> str: ...
 
     @property
     def is_custom(self) -> bool:
@@ -160,8 +161,8 @@ class _Text:
     def _fingerprint(self) -> str:
         return self._source().fingerprint()
 
-    def _source(self) -> TextSource:
-        raise NotImplementedError
+    @abstractmethod
+    def _source(self) -> TextSource: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from workbench.tensors import TensorSpec
 Batch = dict[str, torch.Tensor]
 
 
-class _TrainingOrder(Dataset[Batch]):
+class _TrainingOrder(Dataset[Batch], ABC):
     """Item i is the i-th sample of training; `__getitems__` makes a whole batch at once, already collated."""
 
     def __init__(self, length: int) -> None:
@@ -34,8 +35,8 @@ class _TrainingOrder(Dataset[Batch]):
             raise IndexError(f"sample {index_B.max()} of a training of {self.length} samples")
         return self._batch(index_B)
 
-    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
-        raise NotImplementedError
+    @abstractmethod
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch: ...
 
     @staticmethod
     def collate(batch: Batch | Sequence[Batch]) -> Batch:

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import nn
 
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
+from workbench.cost.measured import Measurement
 from workbench.execution.build import runners
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
@@ -47,20 +48,6 @@ FREE_SHARE = 0.5
 CYCLES_PER_S = 1.8e9
 HEAD_START_S = 0.03
 """The device first sleeps, so that the host is ahead and the times are the device's own."""
-
-
-@dataclass(frozen=True)
-class Probed:
-    """One kind of block at one micro-batch."""
-
-    first_block: int
-    micro_batch: int
-    forward_ms: float
-    backward_ms: float
-    held_bytes: float
-    """What its forward leaves for its backward."""
-    workspace_bytes: float
-    """What it needs besides while it runs, but for its parameters' gradients; forward or backward, the larger."""
 
 
 @dataclass
@@ -114,7 +101,7 @@ class _Boundary(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def measure(request: Request, micro_batch: int, device: torch.device) -> list[Probed]:
+def measure(request: Request, micro_batch: int, device: torch.device) -> list[Measurement]:
     """Every kind of block of the requested model at one micro-batch."""
     model = build_meta(request.build)
     specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
@@ -252,7 +239,7 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _summary(graph: Graph, chain: list[int], logs: list[_Log], micro_batch: int) -> list[Probed]:
+def _summary(graph: Graph, chain: list[int], logs: list[_Log], micro_batch: int) -> list[Measurement]:
     """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
     before a first one is of another kind."""
     positions: dict[str, list[int]] = defaultdict(list)
@@ -262,7 +249,7 @@ def _summary(graph: Graph, chain: list[int], logs: list[_Log], micro_batch: int)
     for places in positions.values():
         seen = [_of_block(graph, chain, position, log) for position in (places[1:] or places) for log in logs]
         forward, backward, held, workspace = (statistics.median(column) for column in zip(*seen, strict=True))
-        found.append(Probed(chain[places[0]], micro_batch, forward, backward, held, workspace))
+        found.append(Measurement(chain[places[0]], micro_batch, forward, backward, held, workspace))
     return found
 
 
@@ -306,7 +293,7 @@ def main() -> None:
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
     found = measure(request, int(micro_batch), device)
-    Path(result).write_text(json.dumps([asdict(probed) for probed in found]))
+    Path(result).write_text(json.dumps([one.to_json() for one in found]))
 
 
 if __name__ == "__main__":

@@ -99,10 +99,15 @@ def _probe(request: Request, sizes: Sequence[int], gpus: Sequence[str]) -> tuple
         started = [(size, _start(folder, size, gpus[index % len(gpus)])) for index, size in enumerate(sizes)]
         found: list[Measurement] = []
         reasons: list[str] = []
-        for size, process in started:
-            blocks, reason = _finished(folder, size, process)
-            found += blocks
-            reasons += [f"micro-batch {size}: {reason}"] if reason else []
+        try:
+            for size, process in started:
+                blocks, reason = _finished(folder, size, process)
+                found += blocks
+                reasons += [f"micro-batch {size}: {reason}"] if reason else []
+        finally:
+            for _, process in started:  # still there if this was interrupted
+                process.kill()
+                process.wait()
         return tuple(found), reasons
 
 
