@@ -105,11 +105,16 @@ def forced_plan(
     micro_batch: int,
     num_microbatches: int,
     recompute: str = "none",
+    recompute_first: int | None = None,
+    recompute_rest: str = "none",
     schedule: str = "1f1b",
     seq_len: int = 16,
     offload_optimizer: bool = False,
 ) -> Plan:
-    """A plan of evenly many blocks a stage, with no prediction: for running, not for judging."""
+    """A plan of evenly many blocks a stage, with no prediction: for running, not for judging.
+
+    `recompute` is for the first `recompute_first` blocks of every stage, None for all of them.
+    """
     count, num_stages, world = len(graph.blocks), pipeline * chunks, pipeline * data * tensor
     cuts = [count * index // num_stages for index in range(num_stages + 1)]
     stages = tuple(
@@ -123,6 +128,8 @@ def forced_plan(
             0,
             recompute,
             NOTHING,
+            recompute_first=recompute_first,
+            recompute_rest=recompute_rest,
         )
         for index, (first, end) in enumerate(itertools.pairwise(cuts))
     )

@@ -7,8 +7,11 @@ share one launch.
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -34,6 +37,8 @@ from workbench.planning import search
 from workbench.planning.plan import Plan
 
 TOLERANCE = 1e-5
+BACKEND = "aot_eager_decomp_partition"
+"""Traces blocks and decides what the backward computes again as the default compiler does, and generates no code."""
 MICRO_BATCH = 2
 EVERYTHING = bool(os.environ.get("WORKBENCH_TEST_ALL"))
 slow = pytest.mark.skipif(not EVERYTHING, reason="WORKBENCH_TEST_ALL runs it")
@@ -59,8 +64,12 @@ class Case:
     zero: int = 0
     schedule: str = "1f1b"
     recompute: str = "none"
+    recompute_first: int | None = None
+    """Of each stage; None: all of its blocks."""
+    recompute_rest: str = "none"
     num_microbatches: int = 4
     offload_optimizer: bool = False
+    compile: bool = False
 
     @property
     def world(self) -> int:
@@ -97,8 +106,12 @@ def captured(name: str) -> tuple[nn.Module, Graph]:
 
 def _measured(_rank: int, name: str, cases: tuple[Case | Plan, ...]) -> list[Difference]:
     model, graph = captured(name)
-    plans = [case if isinstance(case, Plan) else plan_of(graph, case) for case in cases]
-    return [_difference(name, copy.deepcopy(model), graph, plan) for plan in plans]
+    found = []
+    for case in cases:
+        plan = case if isinstance(case, Plan) else plan_of(graph, case)
+        compiles = isinstance(case, Case) and case.compile
+        found.append(_difference(name, copy.deepcopy(model), graph, plan, compiles))
+    return found
 
 
 def plan_of(graph: Graph, case: Case) -> Plan:
@@ -112,22 +125,33 @@ def plan_of(graph: Graph, case: Case) -> Plan:
         micro_batch=MICRO_BATCH,
         num_microbatches=case.num_microbatches,
         recompute=case.recompute,
+        recompute_first=case.recompute_first,
+        recompute_rest=case.recompute_rest,
         schedule=case.schedule,
         offload_optimizer=case.offload_optimizer,
     )
 
 
-def trainer_of(model: nn.Module, graph: Graph, plan: Plan) -> Trainer:
+def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = False) -> Trainer:
     here = place(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
-    stage = build_stage(plan, here, model, graph, context)
+    with compiler(BACKEND) if compiles else nullcontext():
+        stage = build_stage(plan, here, model, graph, context, compile=compiles)
     return Trainer(experiment_of("bert"), plan, graph, stage, context, here)
 
 
-def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Difference:
+@contextmanager
+def compiler(backend: str) -> Iterator[None]:
+    """What `torch.compile` returns meanwhile is compiled by `backend`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        yield
+
+
+def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles: bool) -> Difference:
     batch = zoo.batch(name, plan.global_batch)
     expected_loss, expected = _plainly(name, copy.deepcopy(model), batch)
-    trainer = trainer_of(model, graph, plan)
+    trainer = trainer_of(model, graph, plan, compiles)
     part = trainer.gradients(0, part_of(trainer, batch))
     torch.distributed.all_reduce(part)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
@@ -174,6 +198,50 @@ def test_optimiser_sharding_alone_equals_plain_pytorch() -> None:
 
 def test_selective_recomputation_changes_no_gradient() -> None:
     assert_equal_to_plain_pytorch("bert", Case(recompute="selective"))
+
+
+def test_recomputing_some_blocks_of_a_stage_changes_no_gradient() -> None:
+    """Of three blocks a stage: the first two, the other not or less."""
+    some = Case(pipeline=2, recompute="selective", recompute_first=2)
+    less = replace(some, recompute="full", recompute_rest="selective")
+    assert_equal_to_plain_pytorch("bert", some, less, Case(data=2, zero=3, recompute="full", recompute_first=4))
+
+
+def test_recomputing_some_blocks_of_a_compiled_stage_changes_no_gradient() -> None:
+    some = Case(recompute="selective", recompute_first=3, num_microbatches=1, compile=True)
+    less = replace(some, recompute="full", recompute_rest="selective", pipeline=2, num_microbatches=2)
+    assert_equal_to_plain_pytorch("bert", some)
+    if EVERYTHING:
+        assert_equal_to_plain_pytorch("bert", less, replace(less, schedule="interleaved", chunks=2))
+
+
+def _recomputed_at(_rank: int) -> dict[str, list[int]]:
+    """In one step of one micro-batch, how often each block runs; under three plans."""
+    (model, graph), batch = captured("bert"), zoo.batch("bert", MICRO_BATCH)
+    found = {}
+    for first in (0, 3, None):
+        case = Case(recompute="selective" if first != 0 else "none", recompute_first=first or None, num_microbatches=1)
+        stage = (trainer := trainer_of(copy.deepcopy(model), graph, plan_of(graph, case))).stage.stages[0]
+        runs = [0] * len(graph.blocks)
+        for block in stage.block_modules():
+            block._compute = _counted(block._compute, runs, block.block.index)  # type: ignore[method-assign]
+        trainer.gradients(0, batch)
+        found[str(first)] = runs
+    return found
+
+
+def _counted(compute: Any, runs: list[int], block: int) -> Any:
+    def counting(*arguments: Any) -> Any:
+        runs[block] += 1
+        return compute(*arguments)
+
+    return counting
+
+
+def test_so_many_blocks_run_twice_as_the_plan_says_and_they_are_the_first() -> None:
+    found = launch(_recomputed_at, 1)
+    blocks = len(found["0"])
+    assert found == {"0": [1] * blocks, "3": [2] * 3 + [1] * (blocks - 3), "None": [2] * blocks}
 
 
 def test_several_stages_a_rank_equal_plain_pytorch() -> None:

@@ -40,6 +40,7 @@ class Division:
     data: int = 1
     zero: int = 0
     recompute: str = "none"
+    recompute_first: int | None = None
 
     @property
     def world(self) -> int:
@@ -112,6 +113,7 @@ def trainer_of(name: str, division: Division) -> Trainer:
         micro_batch=MICRO_BATCH,
         num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
         recompute=division.recompute,
+        recompute_first=division.recompute_first,
     )
     here = place(division.pipeline, division.data)
     context = StepContext(seed=7, device=torch.device("cpu"))
@@ -211,7 +213,12 @@ def dropout_on_one_process() -> Outcome:
 
 @pytest.mark.parametrize(
     "division",
-    [Division(pipeline=2), Division(pipeline=2, recompute="full"), Division(data=2), Division(data=2, zero=3)],
+    [
+        Division(pipeline=2),
+        Division(pipeline=2, recompute="full", recompute_first=2),
+        Division(data=2),
+        Division(data=2, zero=3),
+    ],
     ids=str,
 )
 def test_dropout_draws_the_same_under_every_plan(division: Division, dropout_on_one_process: Outcome) -> None:

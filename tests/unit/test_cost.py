@@ -16,7 +16,7 @@ from workbench import models
 from workbench.capture import Block, Graph
 from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
-from workbench.cost.memory import ParameterTable, Shares, StageMemory, stage_memory
+from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
 from workbench.cost.profiles import KindCost
 from workbench.errors import PlanInfeasible, UnknownParameter
 
@@ -260,9 +260,13 @@ def _flops(kind: KindCost) -> float:
 # Memory of a stage
 
 
-def memory_of(found: Profile, **changes: Any) -> StageMemory:
-    shares = Shares(**{"zero": 0, "data": 1, "recompute": "none", "num_microbatches": 8, **changes})
-    return stage_memory(found, ParameterTable(found), found.at(4, H200.device), 4, shares)
+def state_of(found: Profile, **changes: Any) -> StageState:
+    shares = Shares(**{"zero": 0, "data": 1, "num_microbatches": 8, **changes})
+    return stage_state(found, ParameterTable(found), 4, shares)
+
+
+def activations_of(found: Profile) -> Activations:
+    return activations(found.at(4, H200.device), ("none", "full"), copied=True)
 
 
 def test_a_tied_parameter_is_counted_once_in_a_stage_and_once_in_each_that_holds_it() -> None:
@@ -275,7 +279,7 @@ def test_a_tied_parameter_is_counted_once_in_a_stage_and_once_in_each_that_holds
 
 def test_training_state_is_sixteen_bytes_a_parameter_without_sharding() -> None:
     found = layered_profile()
-    memory = memory_of(found)
+    memory = state_of(found)
     whole = (0, len(found.blocks))
     state = memory.parameters[whole] + memory.gradients[whole] + memory.optimizer[whole]
     assert state == 16 * found.parameter_count
@@ -284,7 +288,7 @@ def test_training_state_is_sixteen_bytes_a_parameter_without_sharding() -> None:
 def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
     found = layered_profile()
     whole = (0, len(found.blocks))
-    two, three = memory_of(found, zero=2, data=4), memory_of(found, zero=3, data=4)
+    two, three = state_of(found, zero=2, data=4), state_of(found, zero=3, data=4)
     for memory in (two, three):
         assert memory.gradients[whole] + memory.optimizer[whole] == 12 * found.parameter_count / 4
     assert two.parameters[whole] == (4 / 4 + 2) * found.parameter_count
@@ -293,23 +297,22 @@ def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
 
 def test_checkpointing_holds_block_inputs_and_one_blocks_activations() -> None:
     found = layered_profile()
-    plain, checkpointed = memory_of(found), memory_of(found, recompute="full")
-    whole = (0, len(found.blocks))
+    memory, plain, checkpointed = activations_of(found), (0, 0, len(found.blocks)), (1, 0, len(found.blocks))
     inputs = 4 * sum(block.input_bytes for block in found.blocks)
-    assert checkpointed.held[whole] == pytest.approx(inputs)
-    assert checkpointed.activations(1)[whole] < 0.5 * plain.activations(1)[whole]
-    assert checkpointed.activations(1)[whole] > checkpointed.held[whole]
+    assert memory.held[checkpointed] == pytest.approx(inputs)
+    assert memory.newest[checkpointed] < 0.5 * memory.newest[plain]
+    assert memory.newest[checkpointed] > memory.held[checkpointed]
 
 
 def test_each_further_micro_batch_in_flight_holds_as_much_as_the_last() -> None:
-    memory = memory_of(layered_profile())
-    assert memory.peak(3)[1, 5] - memory.peak(2)[1, 5] == pytest.approx(memory.held[1, 5])
+    memory, stage = activations_of(layered_profile()), (0, 1, 5)
+    assert memory.of(3)[stage] - memory.of(2)[stage] == pytest.approx(memory.held[stage])
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state() -> None:
     from dataclasses import replace
 
     found = replace(layered_profile(layers=2, elements=100, vocabulary=1000), frozen=frozenset({"layer.0.weight"}))
-    memory = memory_of(found)
+    memory = state_of(found)
     assert memory.parameters[1, 2] == 400
     assert memory.gradients[1, 2] == memory.optimizer[1, 2] == 0

@@ -6,7 +6,8 @@ import itertools
 import json
 import re
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -17,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.cost import Cluster, Link, profile
+from workbench.cost.memory import activations
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import Action, Plan, Request, bubble_fraction, search, simulate, timeline, weigh, what_if
+from workbench.planning.checkpointing import Mixed
 from workbench.planning.cutting import Cutter
 from workbench.planning.partition import partition
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
@@ -43,7 +46,7 @@ def plan_of(profile: Any = PROFILE, **changes: Any) -> Plan:
 
 
 def pricer_of(profile: Any) -> Pricer:
-    return Pricer(DeviceCosts(profile, H200.device), H200)
+    return Pricer(DeviceCosts(profile, H200.device), H200, RECOMPUTE)
 
 
 # Schedules
@@ -233,8 +236,8 @@ def test_the_partition_is_the_best_of_all_cuts(blocks: int, data: st.DataObject)
 options = st.tuples(
     st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (1, 4), (1, 1)]),
     st.integers(0, 3),
-    st.sampled_from(["1f1b", "gpipe", "interleaved"]),
-    st.integers(1, 2),
+    st.sampled_from(["1f1b", "gpipe", "interleaved", "interleaved"]),
+    st.sampled_from([2, 1]),
     st.booleans(),
     st.sampled_from([1, 2, 4]),
 )
@@ -249,65 +252,189 @@ def degrees_of(drawn: Any) -> Degrees:
     return Degrees(pipeline, data, 1, zero, schedule, chunks, offload, micro_batch, 4 * pipeline)
 
 
-def rank_bytes(memories: list[Any], spans: list[tuple[int, int]], degrees: Degrees, rank: int) -> float:
-    """A rank's fullest moment, by walking its whole schedule."""
+@dataclass(frozen=True)
+class Priced:
+    """One stage at one level."""
+
+    busy_ms: float
+    state: float
+    held: float
+    newest: float
+
+
+def kinds_of(level: int, blocks: int) -> list[str]:
+    """From no block to all: one block more to the next kind, the first ones first."""
+    found = [0] * blocks
+    for step in range(level):
+        found[step % blocks] += 1
+    return [RECOMPUTE[kind] for kind in found]
+
+
+class OneByOne:
+    """Stages priced block by block, each by its own kind of checkpointing; no code of levels or sums in common."""
+
+    def __init__(self, pricer: Pricer, degrees: Degrees) -> None:
+        self.degrees = degrees
+        sharded = degrees.zero > 0 and degrees.data > 1
+        self.memory = {kind: activations(pricer.costs(degrees), (kind,), copied=not sharded) for kind in RECOMPUTE}
+        self.times = {kind: Pricer(pricer._costs, pricer.cluster, (kind,)) for kind in RECOMPUTE}
+        self.state = pricer.state(degrees).total
+        self.priced: dict[tuple[int, int], list[Priced]] = {}
+
+    def price(self, first: int, end: int, level: int) -> Priced:
+        kinds = kinds_of(level, end - first)
+        held = newest = more_ms = 0.0
+        for block, kind in enumerate(kinds, first):
+            one = (0, block, block + 1)
+            newest = max(newest, held + float(self.memory[kind].newest[one]))
+            held += float(self.memory[kind].held[one])
+            both = [self.backward(block, block + 1, k) for k in (kind, "none")]
+            more_ms += both[0] - both[1]
+        plain = self.times["none"].times(self.degrees, Mixed.at(first, end, 0))
+        waiting = self.times["none"]._collectives(self.degrees, Mixed.at(first, end, 0))[1]
+        backward = float(plain.backward) + more_ms
+        exposed = float(waiting) - 0.7 * min(float(waiting), 0.8 * backward)
+        busy = float(plain.forward + plain.forward_wait) + backward + exposed
+        return Priced(busy, float(self.state[first, end]), held, newest)
+
+    def backward(self, first: int, end: int, kind: str) -> float:
+        return float(self.times[kind].times(self.degrees, Mixed.at(first, end, 0)).backward)
+
+    def levels(self, first: int, end: int) -> list[Priced]:
+        if (first, end) not in self.priced:
+            self.priced[first, end] = [self.price(first, end, level) for level in range(2 * (end - first) + 1)]
+        return self.priced[first, end]
+
+
+def moments(degrees: Degrees, rank: int) -> set[tuple[int, ...]]:
+    """What a rank holds of each of its stages, and last which of them runs: at every action of the whole schedule."""
     lane = build_schedule(degrees.schedule, degrees.pipeline, degrees.num_microbatches, degrees.chunks)[rank]
-    mine, most, held = range(rank, degrees.stages, degrees.pipeline), 0.0, [0] * degrees.chunks
+    held, found = [0] * degrees.chunks, set()
     for action in lane:
         running = action.stage // degrees.pipeline
         held[running] += action.kind == "F"
-        total = sum(
-            memories[s].state[spans[s]] + held[chunk] * memories[s].held[spans[s]] for chunk, s in enumerate(mine)
-        )
-        now = mine[running]
-        most = max(most, float(total + memories[now].newest[spans[now]] - memories[now].held[spans[now]]))
+        found.add((*held, running))
         held[running] -= action.kind == "B"
-    return most
+    return found
 
 
-@settings(max_examples=80)
+def rank_bytes(stages: Sequence[Priced], found: set[tuple[int, ...]]) -> float:
+    """Of a rank's stages, at its fullest moment."""
+    return max(
+        sum(stage.state + count * stage.held for stage, count in zip(stages, counts, strict=True))
+        + stages[running].newest
+        - stages[running].held
+        for *counts, running in found
+    )
+
+
+@settings(max_examples=250)
 @given(seed=st.integers(0, 10**6), layers=st.integers(3, 6), drawn=options, tightness=st.floats(0.0, 1.1))
 def test_stages_and_their_recomputation_are_the_best_of_all(
     seed: int, layers: int, drawn: Any, tightness: float
 ) -> None:
-    """Against every cut with every kind of checkpointing of each stage; with ZeRO, and several stages a rank."""
+    """Against every cut with every level of checkpointing of each stage; with ZeRO, and several stages a rank."""
     degrees, profile = degrees_of(drawn), uneven_profile(seed, layers)
     if degrees.stages > len(profile.blocks):
         return
     cluster = Cluster.of("h200", gpus=degrees.pipeline * degrees.data)
-    pricer = Pricer(DeviceCosts(profile, cluster.device), cluster)
-    memory = {kind: pricer.memory(degrees, kind) for kind in RECOMPUTE}
-    busy = {kind: pricer.times(degrees, kind).busy for kind in RECOMPUTE}
-    sends = pricer.send_ms(degrees)
-    tried = []
+    pricer = Pricer(DeviceCosts(profile, cluster.device), cluster, RECOMPUTE)
+    oracle, sends = OneByOne(pricer, degrees), pricer.send_ms(degrees)
+    walked = [moments(degrees, rank) for rank in range(degrees.pipeline)]
+    cuts: list[list[list[tuple[float, float]]]] = []
+    """For each cut and rank: (slowest stage, bytes) for each choice of levels of the rank's stages."""
     for inner in combinations(range(1, len(profile.blocks)), degrees.stages - 1):
         spans = list(pairwise((0, *inner, len(profile.blocks))))
-        for kinds in itertools.product(RECOMPUTE, repeat=degrees.stages):
-            slowest = max(
-                busy[k][span] + sends[s][span[1]] for s, (k, span) in enumerate(zip(kinds, spans, strict=True))
+        cuts.append([])
+        for rank in range(degrees.pipeline):
+            mine = list(range(rank, degrees.stages, degrees.pipeline))
+            cuts[-1].append(
+                [
+                    (
+                        max(p.busy_ms + float(sends[s][spans[s][1]]) for s, p in zip(mine, chosen, strict=True)),
+                        rank_bytes(chosen, walked[rank]),
+                    )
+                    for chosen in itertools.product(*(oracle.levels(*spans[s]) for s in mine))
+                ]
             )
-            held = [memory[kind] for kind in kinds]
-            fullest = max(rank_bytes(held, spans, degrees, rank) for rank in range(degrees.pipeline))
-            tried.append((float(slowest), fullest))
-    least, most = min(f for _, f in tried), max(f for _, f in tried)
-    offered = least + tightness * (most - least) * 0.5
-    cutter = Cutter(pricer, degrees, RECOMPUTE)
-    cut, needed = cutter.best(offered * (1 + 1e-9))
+    least = min(max(min(b for _, b in rank) for rank in ranks) for ranks in cuts)
+    most = max(b for ranks in cuts for rank in ranks for _, b in rank)
+    offered = (least + tightness * (most - least) * 0.5) * (1 + 1e-9)
+    cutter = Cutter(pricer, degrees)
+    cut, needed = cutter.best(offered)
     assert cutter._least_together() <= least * (1 + 1e-9)
     assert cutter.leanest() == pytest.approx(least) if degrees.chunks == 1 else cutter.leanest() >= least * (1 - 1e-9)
-    fitting = [slowest for slowest, fullest in tried if fullest <= offered * (1 + 1e-9)]
+    fastest = min(max(min((ms for ms, b in rank if b <= offered), default=np.inf) for rank in ranks) for ranks in cuts)
     if cut is None:
         assert degrees.chunks > 1, "only what several stages of a rank may take together is found by halving"
         assert needed > offered
         return
-    held = [memory[kind] for kind in cut.recompute]
-    spans = [span for _, span in cut.stages]
-    assert max(cut.peaks) == pytest.approx(max(rank_bytes(held, spans, degrees, r) for r in range(degrees.pipeline)))
-    assert max(cut.peaks) == needed <= offered * (1 + 1e-9)
-    slowest = max(busy[k][span] + sends[s][span[1]] for s, (k, span) in enumerate(cut.stages))
-    assert slowest >= min(fitting) * (1 - 1e-9)
+    spans = list(pairwise(cut.cuts))
+    chosen = [oracle.levels(*span)[level] for span, level in zip(spans, cut.levels, strict=True)]
+    for rank in range(degrees.pipeline):
+        assert cut.peaks[rank] == pytest.approx(rank_bytes(chosen[rank :: degrees.pipeline], walked[rank]))
+    assert max(cut.peaks) == needed <= offered
+    slowest = max(stage.busy_ms + sends[s][spans[s][1]] for s, stage in enumerate(chosen))
+    assert slowest >= fastest * (1 - 1e-9)
     if degrees.chunks == 1:
-        assert slowest <= min(fitting) * (1 + 1e-6)
+        assert slowest <= fastest * (1 + 1e-6)
+
+
+def test_every_level_recomputes_one_block_more_and_takes_no_less() -> None:
+    for blocks in (1, 2, 5):
+        levels = range(2 * blocks + 1)
+        mixed = Mixed.at(np.full(len(levels), 3), np.full(len(levels), 3 + blocks), np.array(levels))
+        for level in levels:
+            first, middle, end = (int(part[level]) for part in (mixed.first, mixed.middle, mixed.end))
+            kinds = [RECOMPUTE[mixed.heavier[level]]] * (middle - first)
+            kinds += [RECOMPUTE[mixed.lighter[level]]] * (end - middle)
+            assert kinds == kinds_of(level, blocks)
+    degrees = Degrees(1, 4, 1, 2, "1f1b", 1, False, 64, 4)
+    times = pricer_of(PROFILE).times(degrees, mixed_of_all(len(PROFILE.blocks)))
+    for ms in (times.busy, times.busy * degrees.num_microbatches + times.ending):
+        assert (np.diff(ms) >= 0).all()
+        assert ms[0] < ms[len(PROFILE.blocks)] < ms[-1]
+
+
+def mixed_of_all(blocks: int) -> Mixed:
+    """All blocks as one stage, at every level."""
+    levels = np.arange(2 * blocks + 1)
+    return Mixed.at(np.zeros_like(levels), np.full_like(levels, blocks), levels)
+
+
+def test_no_more_blocks_are_recomputed_than_memory_asks_for() -> None:
+    profile = layered_profile(layers=20)
+    fixed = {"pipeline": 1, "zero": 2, "micro_batch": 16, "schedule": "1f1b", "offload_optimizer": False}
+    none, selective, full = (plan_of(profile, **fixed, recompute=kind) for kind in RECOMPUTE)
+    for heavy, light in ((selective, none), (full, selective)):
+        limit = (heavy.peak_bytes + light.peak_bytes) // 2
+        some = plan_of(profile, **fixed, memory_limit_bytes=int(limit / 0.96))
+        [stage] = some.stages
+        assert (stage.recompute, stage.recompute_rest) == (heavy.recompute, light.recompute)
+        assert stage.recompute_first is not None
+        assert some.recompute == "mixed"
+        assert light.prediction.step_ms < some.prediction.step_ms < heavy.prediction.step_ms
+        assert heavy.peak_bytes < some.peak_bytes <= limit
+        counts = some.recomputed_blocks
+        assert counts[heavy.recompute] == stage.recompute_first
+        assert sum(counts.values()) == len(profile.blocks)
+        words = f"selective activation checkpointing in {counts['selective']} of 22 blocks"
+        if heavy is full:
+            words = f"activation checkpointing in {counts['full']} and selective in {counts['selective']} of 22 blocks"
+        assert words in some.describe()
+        fewer = limit - (light.peak_bytes - heavy.peak_bytes) // 8
+        tighter = plan_of(profile, **fixed, memory_limit_bytes=int(fewer / 0.96))
+        assert tighter.recomputed_blocks[heavy.recompute] > counts[heavy.recompute]
+        assert Plan.from_json(json.loads(json.dumps(some.to_json()))) == some
+
+
+def test_the_table_says_in_how_many_blocks() -> None:
+    profile = layered_profile(layers=20)
+    plans = weigh(profile, "bf16", Request(64, 512, H200, 14 * GIB))
+    row = next(row for row in plans.rows if row.recompute == "mixed" and row.selective_blocks and not row.full_blocks)
+    again = plans[plans.rows.index(row)]
+    assert again.recomputed_blocks["selective"] == row.selective_blocks
+    assert re.search(r"selective in \d+ of 22 blocks", repr(plans))
 
 
 # Search
@@ -330,7 +457,7 @@ def test_pruning_loses_nothing(seed: int, gpus: int, limit_gib: int | None, comp
     steps = []
     for degrees in every._degrees():
         option = every._option(degrees)
-        cut, needed = Cutter(every.pricer, degrees, every.kinds).best(request.offered_bytes)
+        cut, needed = Cutter(every.pricer, degrees).best(request.offered_bytes)
         assert option.least_bytes <= needed * (1 + 1e-9)
         if cut is not None:
             steps.append(every._predict(degrees, cut).step_ms)
@@ -399,13 +526,15 @@ def test_a_plan_stored_before_recompute_was_a_word_is_still_read() -> None:
     del old["offload_optimizer"]
     for stage in old["stages"]:
         stage["recompute"] = True
-        del stage["weight_ms"]
+        del stage["weight_ms"], stage["recompute_first"], stage["recompute_rest"]
     for row in old["candidates"]:
         row["recompute"] = row["recompute"] == "full"
-        for name in ("tensor", "schedule", "chunks", "offload_optimizer"):
+        for name in ("tensor", "schedule", "chunks", "offload_optimizer", "selective_blocks", "full_blocks"):
             del row[name]
     found = Plan.from_json(old)
-    assert found == replace(plan, stages=tuple(replace(stage, weight_ms=0.0) for stage in plan.stages))
+    assert found.stages == tuple(replace(stage, weight_ms=0.0) for stage in plan.stages)
+    assert [row.recompute for row in found.candidates] == ["full"] * len(plan.candidates)
+    assert found.recomputed_blocks == {"none": 0, "selective": 0, "full": len(PROFILE.blocks)}
     with pytest.raises(PlanMismatch, match=r"format 99.*Update workbench"):
         Plan.from_json({**old, "format": 99})
 

@@ -48,39 +48,41 @@ class Shares:
 
     zero: int
     data: int
-    recompute: str
     num_microbatches: int
-    tensor: int = 1
     offload_optimizer: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        return self.zero >= 1 and self.data > 1
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """Bytes for every stage `[i, j]`; `peak(in_flight)` completes them for a place in the pipeline."""
+class StageState:
+    """Bytes for every stage `[i, j]` that stay all step long."""
 
     parameters: Array
     gradients: Array
     optimizer: Array
-    held: Array
-    """Activations of one whole micro-batch, between its forward and its backward."""
-    newest: Array
-    """Activations of the micro-batch that runs, at its own worst moment."""
     workspace: Array
     """Buffers that do not depend on the schedule."""
-    elements: Array
-    """Parameters resident, each tied one once per stage."""
 
     @cached_property
-    def state(self) -> Array:
-        """What stays all step long."""
+    def total(self) -> Array:
         return np.asarray(self.parameters + self.gradients + self.optimizer + self.workspace)
 
-    def activations(self, in_flight: int) -> Array:
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """Bytes for every kind of activation checkpointing and every stage: `[kind, i, j]`. Equal to itself only."""
+
+    held: Array
+    """Of one whole micro-batch, between its forward and its backward."""
+    newest: Array
+    """Of the micro-batch that runs, at its own worst moment."""
+
+    def of(self, in_flight: int) -> Array:
         """Of `in_flight` micro-batches, the newest of which runs."""
         return (in_flight - 1) * self.held + self.newest
-
-    def peak(self, in_flight: int) -> Array:
-        return self.state + self.activations(in_flight)
 
 
 class ParameterTable:
@@ -118,11 +120,9 @@ def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int)
     return np.asarray(total[None, :] - total[:, None] - again)
 
 
-def stage_memory(
-    profile: Profile, table: ParameterTable, costs: BlockCosts, micro_batch: int, shares: Shares
-) -> StageMemory:
-    """Memory of every stage for one choice of micro-batch, sharding and recomputation."""
-    sharded = shares.zero >= 1 and shares.data > 1
+def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, shares: Shares) -> StageState:
+    """State of every stage for one choice of micro-batch and sharding."""
+    sharded = shares.sharded
     divisor = shares.data if sharded else 1
     whole_gradients = not sharded or shares.zero == 1
     # DistributedDataParallel's buckets hold a second copy while micro-batches before the last accumulate beside them.
@@ -134,24 +134,29 @@ def stage_memory(
         parameters = parameters + compute_bytes * table.elements
     elif sharded:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
-    held, newest = _activations(costs, shares.recompute, copied=not sharded)
     # One block's gradients whole, and the fp32 buffer that is reduced.
     reduction = (compute_bytes + FP32) * largest if shares.data > 1 else FP32 * largest
     moments = ADAMW * table.trained / divisor
-    return StageMemory(
+    return StageState(
         parameters=parameters,
         gradients=FP32 * table.trained * copies_of_gradients / (1 if whole_gradients else divisor),
         optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if shares.offload_optimizer else moments,
-        held=held,
-        newest=newest,
         workspace=reduction + _boundary(profile, micro_batch, shares.num_microbatches),
-        elements=table.elements,
     )
 
 
-@lru_cache(maxsize=256)
-def _activations(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
-    """Held by one micro-batch in flight, and by the one that runs at its worst moment; `copied`: with the weights'.
+@lru_cache(maxsize=64)
+def activations(costs: BlockCosts, kinds: tuple[str, ...], *, copied: bool) -> Activations:
+    """Of every stage whose blocks are all recomputed alike, by each of `kinds`; `copied`: with the weights' copies.
+
+    A stage recomputed in two ways is two such stages, one after the other.
+    """
+    held, newest = zip(*(_of_kind(costs, kind, copied=copied) for kind in kinds), strict=True)
+    return Activations(np.stack(held), np.stack(newest))
+
+
+def _of_kind(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
+    """Held by one micro-batch in flight, and by the one that runs at its worst moment.
 
     Backward frees from the last block on, so at block k everything before it is still held.
     """

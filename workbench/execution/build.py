@@ -110,7 +110,7 @@ def build_stage(
 ) -> HeldStages:
     """The stages of one rank with their own weights, moved off the model; `model` may be dropped afterwards.
 
-    Stages of one recompute mode share their runners: a kind of block is compiled once.
+    Blocks that are recomputed alike share their runners: a kind of block is compiled once for each way.
     """
     _refuse_sharded_split(plan)
     division = plan_tensor(graph, plan.tensor)
@@ -121,8 +121,10 @@ def build_stage(
     ready: dict[str, dict[str, Runner]] = {}
     held = []
     for stage in plan.stages_of(place.pipeline_rank):
-        if stage.recompute not in ready:
-            ready[stage.recompute] = runners(graph, codes, context.device, compile, stage.recompute, deferral)
+        modes = [stage.recompute_of(block) for block in range(stage.first_block, stage.end_block)]
+        for mode in modes:
+            if mode not in ready:
+                ready[mode] = runners(graph, codes, context.device, compile, mode, deferral)
         parameters, buffers = _tensors(stage, model, graph, division, context)
         if compile and (plan.data == 1 or plan.zero == 0):
             for parameter in parameters.values():
@@ -134,10 +136,13 @@ def build_stage(
                 stage.end_block,
                 parameters=parameters,
                 buffers=buffers,
-                runners=ready[stage.recompute],
+                runners=[
+                    ready[mode][block.kind]
+                    for mode, block in zip(modes, graph.blocks[stage.first_block : stage.end_block], strict=True)
+                ],
                 context=context,
                 num_microbatches=plan.num_microbatches,
-                recompute="none" if compile else stage.recompute,
+                recompute=["none" if compile else mode for mode in modes],
                 division=division,
                 autocast=autocast,
             )

@@ -104,7 +104,8 @@ class _ContiguousGradient(torch.autograd.Function):
 class StageModule(nn.Module):
     """Blocks `first` … `end - 1` of a graph: `forward(*received, **batch) -> sends`, or the loss at the end.
 
-    The loss is divided by `num_microbatches`: a step's loss is the sum over its micro-batches.
+    `runners` and `recompute` have one entry a block. The loss is divided by `num_microbatches`: a step's loss is the
+    sum over its micro-batches.
     """
 
     def __init__(
@@ -115,10 +116,10 @@ class StageModule(nn.Module):
         *,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
-        runners: Mapping[str, Runner],
+        runners: Sequence[Runner],
         context: StepContext,
         num_microbatches: int,
-        recompute: str = "none",
+        recompute: Sequence[str],
         division: TensorDivision | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -134,14 +135,14 @@ class StageModule(nn.Module):
         self.blocks = nn.ModuleList(
             BlockModule(
                 block,
-                runners[block.kind],
+                run,
                 exclusive,
                 buffers,
                 context,
-                recompute,
+                mode,
                 division.blocks[block.index] if division is not None else Division(),
             )
-            for block in blocks
+            for block, run, mode in zip(blocks, runners, recompute, strict=True)
         )
         self._receives = graph.crossing(first) if first else ()
         self._sends = graph.crossing(end) if end < len(graph.blocks) else ()

@@ -245,8 +245,8 @@ def _block_hover(plan: Plan, stage: Stage, index: int, blocks: Sequence[BlockVie
         f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
         f"{duration(stage.backward_ms / 1e3)} backward"
     )
-    if stage.recompute != "none":
-        lines.append(RECOMPUTE_WORDS[stage.recompute])
+    if (recompute := stage.recompute_of(index)) != "none":
+        lines.append(RECOMPUTE_WORDS[recompute])
     if stage.index < len(plan.stages) - 1:
         lines.append(f"sends {gib(stage.send_bytes)} a micro-batch to stage {stage.index + 1}")
     return "<br>".join(lines)

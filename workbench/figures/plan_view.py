@@ -28,7 +28,7 @@ from workbench.figures._partition import (
 )
 from workbench.figures._timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
 from workbench.figures.export import mimebundle
-from workbench.planning.plan import RECOMPUTE_WORDS, SCHEDULE_WORDS, Memory, Plan, Stage
+from workbench.planning.plan import SCHEDULE_WORDS, Memory, Plan, Stage, recompute_words
 from workbench.units import count, duration, gib
 
 GAP_PX = 118
@@ -93,7 +93,7 @@ def degrees(plan: Plan) -> str:
         sharding = f", ZeRO {plan.zero}" if plan.zero else ""
         parts.append(f"data parallel {plan.data}{sharding}")
     words = " × ".join(parts) or "one device"
-    return words if plan.recompute == "none" else f"{words}, {RECOMPUTE_WORDS[plan.recompute]}"
+    return words if plan.recompute == "none" else f"{words}, {recompute_words(plan)}"
 
 
 def headline(plan: Plan) -> list[tuple[str, str]]:

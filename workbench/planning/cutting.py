@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import ADAMW, StageMemory
+from workbench.cost.memory import ADAMW, Activations, StageState
+from workbench.planning.checkpointing import Levels, Mixed, Part, activations_of_levels, levels_of
 from workbench.planning.partition import least_sum, partition, smallest
 from workbench.planning.pricing import Array, Degrees, Pricer
 from workbench.planning.schedules import holdings
@@ -22,24 +24,21 @@ class Cut:
     """Stages of one option."""
 
     cuts: tuple[int, ...]
-    recompute: tuple[str, ...]
-    """Of each stage."""
-    peaks: tuple[float, ...]
+    levels: tuple[int, ...]
+    """Of activation checkpointing, of each stage: see `workbench.planning.checkpointing`."""
+    peaks: tuple[float, ...] = ()
     """Bytes of one device of each pipeline rank."""
 
-    @property
-    def stages(self) -> list[tuple[str, tuple[int, int]]]:
-        """Kind of checkpointing and blocks of each stage."""
-        return list(zip(self.recompute, pairwise(self.cuts), strict=True))
+    @cached_property
+    def stages(self) -> Mixed:
+        return Mixed.at(np.array(self.cuts[:-1]), np.array(self.cuts[1:]), np.array(self.levels))
 
 
 class Cutter:
     """Cuts one option. Matrices are made when they are needed, and once for stages that are alike."""
 
-    def __init__(self, pricer: Pricer, degrees: Degrees, kinds: Sequence[str]) -> None:
-        """`kinds` of activation checkpointing, fastest first."""
+    def __init__(self, pricer: Pricer, degrees: Degrees) -> None:
         self.degrees = degrees
-        self.kinds = tuple(kinds)
         self._pricer = pricer
         self._holdings = holdings(degrees.schedule, degrees.pipeline, degrees.num_microbatches, degrees.chunks)
         self._held = [
@@ -49,9 +48,6 @@ class Cutter:
         """Micro-batches that each stage holds at its own fullest moment."""
         self._host_offered = pricer.cluster.host_offered_bytes
         self._sends = pricer.send_ms(degrees)
-        self._memories: dict[str, StageMemory] = {}
-        self._peaks: dict[tuple[str, int], Array] = {}
-
         self._host = self._host_bytes()
 
     def _host_bytes(self) -> Array | None:
@@ -68,55 +64,89 @@ class Cutter:
             return 0.0
         return max(smallest([self._host] * self.degrees.stages), float(self._host[0, -1]) / self.degrees.pipeline)
 
+    @cached_property
+    def state(self) -> StageState:
+        return self._pricer.state(self.degrees)
+
+    @cached_property
+    def _activations(self) -> Activations:
+        return self._pricer.activations(self.degrees)
+
     def best(self, offered: float) -> tuple[Cut | None, float]:
         """The best cut within `offered` bytes a device, and the bytes of its fullest; or None, and the least that any
         needs: infinity, where it is the host's memory that none fits."""
-        fastest = self.kinds[0]
-        together = float(self.memory(fastest).peak(1)[0, -1])  # no pipeline's devices hold less in all
+        newest = self._activations.newest[0, 0, -1]
+        together = float(self.state.total[0, -1] + newest)  # no pipeline's devices hold less in all
         if together <= offered * self.degrees.pipeline:
-            cut = self._within(np.inf, (fastest,))
+            cut = self._as_fast_as_can_be()
             if cut is not None and max(cut.peaks) <= offered:  # where it fits as it is, no other cut is better
                 return cut, max(cut.peaks)
-        least = max(smallest([self._least(count) for count in self._held]), self._least_together())
-        if least > offered:
-            return None, least
-        cut = self._within(offered, self.kinds)
-        assert cut is not None
-        return (cut, max(cut.peaks)) if max(cut.peaks) <= offered else self._tighter(offered, cut)
+        cut = self._within(offered)
+        if cut is not None and max(cut.peaks) <= offered:
+            return cut, max(cut.peaks)
+        together = self._least_together()
+        if cut is not None and together <= offered:
+            return self._tighter(offered, cut)
+        return None, max(together, self._least_of_one())
 
     def leanest(self) -> float:
         """Bytes of the fullest device of a cut that needs little; no cut needs less where ranks have one stage each."""
-        cut = self._within(smallest([self._least(count) for count in self._held]), self.kinds)
+        cut = self._within(self._least_of_one())
         return np.inf if cut is None else max(cut.peaks)
-
-    def memory(self, kind: str) -> StageMemory:
-        if kind not in self._memories:
-            self._memories[kind] = self._pricer.memory(self.degrees, kind)
-        return self._memories[kind]
 
     def shares(self, rank: int, cut: Cut) -> list[float]:
         """Bytes of each of a rank's stages at the rank's fullest moment, by the schedule's own order of actions."""
-        of = [(self.memory(kind), span) for kind, span in cut.stages[rank :: self.degrees.pipeline]]
+        mine = slice(rank, None, self.degrees.pipeline)
+        state = cut.stages.whole(self.state.total)[mine].tolist()
+        activations = cut.stages.activations(self._activations)
+        held, newest = activations.held[mine].tolist(), activations.newest[mine].tolist()
         best: list[float] = []
         for *counts, running in self._holdings[rank]:
             parts = []
-            for chunk, ((memory, span), count) in enumerate(zip(of, counts, strict=True)):
-                extra = float(memory.newest[span] - memory.held[span]) if chunk == running else 0.0
-                parts.append(float(memory.state[span]) + count * float(memory.held[span]) + extra)
+            for chunk, count in enumerate(counts):
+                of_running = (count - 1) * held[chunk] + newest[chunk]
+                parts.append(state[chunk] + (of_running if chunk == running else count * held[chunk]))
             if sum(parts) > sum(best, 0.0):
                 best = parts
         return best
 
-    def _peak(self, kind: str, count: int) -> Array:
-        if (kind, count) not in self._peaks:
-            peak = self.memory(kind).peak(count)
-            if self._host is not None:
-                peak = np.where(self._host <= self._host_offered, peak, np.inf)
-            self._peaks[kind, count] = peak
-        return self._peaks[kind, count]
+    # Every stage at every level
 
-    def _least(self, count: int) -> Array:
-        return np.asarray(np.minimum.reduce([self._peak(kind, count) for kind in self.kinds]))
+    @cached_property
+    def _levels(self) -> Levels:
+        return levels_of(len(self.state.total) - 1, len(self._pricer.kinds), self.degrees.stages)
+
+    @cached_property
+    def _state_of_levels(self) -> Array:
+        """Infinite where the optimiser's state does not fit the host."""
+        return self._levels.spread(self._fitting_host(self.state.total))
+
+    @cached_property
+    def _activations_of_levels(self) -> Activations:
+        return activations_of_levels(self._activations, self._levels)
+
+    @cached_property
+    def _parts(self) -> dict[int, Part]:
+        """By the micro-batches that a stage holds: what can be such a stage."""
+        return {
+            count: self._levels.part(self._held.index(count), len(self._held) - 1 - self._held[::-1].index(count))
+            for count in set(self._held)
+        }
+
+    def _fitting_host(self, bytes: Array) -> Array:
+        return bytes if self._host is None else np.where(self._host <= self._host_offered, bytes, np.inf)
+
+    def _peak(self, count: int, part: Part, running: bool = True) -> Array:
+        """Of some stages at every level, while they hold `count` micro-batches and run, or another does."""
+        state, held = self._state_of_levels[part.of_all], self._activations_of_levels.held[part.of_all]
+        if not running:
+            return state + count * held
+        return state + ((count - 1) * held + self._activations_of_levels.newest[part.of_all])
+
+    def _least_of_one(self) -> float:
+        """Of all cuts, the least that the fullest stage holds."""
+        least = {count: part.least(self._peak(count, part)) for count, part in self._parts.items()}
+        return smallest([least[count] for count in self._held])
 
     def _least_together(self) -> float:
         """No cut's fullest device holds less, where each has several stages: a weighted mean over devices is no more
@@ -125,33 +155,54 @@ class Cutter:
             return 0.0
         fullest = [max(entries, key=lambda entry: sum(entry[:-1])) for entries in self._holdings]
         weights = [sum(entry[:-1]) ** -0.5 for entry in fullest]
-        memories = [self.memory(kind) for kind in self.kinds]
+        every = self._levels.part(0, self.degrees.stages - 1)
+        least: dict[tuple[int, bool], Array] = {}
         stages = []
         for stage in range(self.degrees.stages):
             rank, chunk = stage % self.degrees.pipeline, stage // self.degrees.pipeline
             count, running = fullest[rank][chunk], fullest[rank][-1] == chunk
-            each = [m.peak(count) if running else m.state + count * m.held for m in memories]
-            stages.append(weights[rank] * np.minimum.reduce(each))
+            if (count, running) not in least:
+                least[count, running] = every.least(self._peak(count, every, running))
+            stages.append(weights[rank] * least[count, running])
         return float(least_sum(stages) / sum(weights))
 
-    def _within(self, cap: float, kinds: Sequence[str]) -> Cut | None:
-        """The cut whose slowest stage is fastest, each stage within `cap` by the fastest kind of checkpointing."""
-        chosen = {count: self._fastest_that_fits(count, cap, kinds) for count in set(self._held)}
+    # Cuts
+
+    def _as_fast_as_can_be(self) -> Cut | None:
+        """The cut whose slowest stage is fastest, nothing recomputed that need not be, whatever memory that takes."""
+        busy = self._pricer.busy(self.degrees)
+        first = Activations(self._activations.held[0], self._activations.newest[0])
+        peaks = {count: self._fitting_host(self.state.total) + first.of(count) for count in set(self._held)}
+        cuts = self._partition(dict.fromkeys(peaks, busy), peaks, np.inf)
+        return None if cuts is None else self._cut(cuts, (0,) * self.degrees.stages)
+
+    def _within(self, cap: float) -> Cut | None:
+        """The cut whose slowest stage is fastest, each stage within `cap` at the lowest level that fits."""
+        busy, levels, peaks = {}, {}, {}
+        for count, part in self._parts.items():
+            stages, levels[count], peaks[count] = part.lowest(self._peak(count, part), cap)
+            busy[count] = part.matrix(self._pricer.times(self.degrees, stages).busy)
+        cuts = self._partition(busy, peaks, cap)
+        if cuts is None:
+            return None
+        chosen = (int(levels[count][span]) for count, span in zip(self._held, pairwise(cuts), strict=True))
+        return self._cut(cuts, tuple(chosen))
+
+    def _partition(self, busy: Mapping[int, Array], peaks: Mapping[int, Array], cap: float) -> tuple[int, ...] | None:
+        """Both by the micro-batches that a stage holds."""
         costs: dict[tuple[int, int], Array] = {}
         for count, send in zip(self._held, self._sends, strict=True):
             if (count, id(send)) not in costs:
-                costs[count, id(send)] = chosen[count][0] + send
-        cuts = partition(
+                costs[count, id(send)] = busy[count] + send
+        return partition(
             [costs[count, id(send)] for count, send in zip(self._held, self._sends, strict=True)],
-            [chosen[count][1] for count in self._held],
+            [peaks[count] for count in self._held],
             cap,
         )
-        if cuts is None:
-            return None
-        spans = zip(self._held, pairwise(cuts), strict=True)
-        cut = Cut(cuts, tuple(self._first_that_fits(count, cap, kinds, span) for count, span in spans), ())
-        peaks = tuple(self._fullest(rank, cut) for rank in range(self.degrees.pipeline))
-        return Cut(cut.cuts, cut.recompute, peaks)
+
+    def _cut(self, cuts: tuple[int, ...], levels: tuple[int, ...]) -> Cut:
+        cut = Cut(cuts, levels)
+        return replace(cut, peaks=tuple(self._fullest(rank, cut) for rank in range(self.degrees.pipeline)))
 
     def _fullest(self, rank: int, cut: Cut) -> float:
         """Bytes of a device of a rank; infinity where its optimiser state does not fit the host."""
@@ -161,26 +212,13 @@ class Cutter:
                 return np.inf
         return sum(self.shares(rank, cut))
 
-    def _fastest_that_fits(self, count: int, cap: float, kinds: Sequence[str]) -> tuple[Array, Array]:
-        """Milliseconds and bytes of every stage under the first of `kinds` that fits; where none does, the last."""
-        cost, memory = self._pricer.times(self.degrees, kinds[-1]).busy, self._peak(kinds[-1], count)
-        for kind in reversed(kinds[:-1]):
-            peak = self._peak(kind, count)
-            fits = peak <= cap
-            cost = np.where(fits, self._pricer.times(self.degrees, kind).busy, cost)
-            memory = np.where(fits, peak, memory)
-        return cost, memory
-
-    def _first_that_fits(self, count: int, cap: float, kinds: Sequence[str], span: tuple[int, int]) -> str:
-        return next((kind for kind in kinds[:-1] if self._peak(kind, count)[span] <= cap), kinds[-1])
-
     def _tighter(self, offered: float, first: Cut) -> tuple[Cut | None, float]:
         """Where the stages of one rank together take too much: the largest cap on each stage with which they fit."""
         low, high = offered / self.degrees.chunks, offered
         found, least = None, max(first.peaks)
         for step in range(CAP_STEPS + 1):
             cap = low if step == 0 else (low + high) / 2
-            cut = self._within(cap, self.kinds)
+            cut = self._within(cap)
             fits = cut is not None and max(cut.peaks) <= offered
             least = least if cut is None else min(least, max(cut.peaks))
             found = cut if fits else found

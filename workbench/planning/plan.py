@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from workbench.cost.profiles import Profile
     from workbench.planning.explaining import Explanation
 
-FORMAT = 2
-"""1 had `recompute` as a truth value; such plans are still read."""
+FORMAT = 3
+"""1 had `recompute` as a truth value, 2 the same for all blocks of a stage; such plans are still read."""
 RECOMPUTE = ("none", "selective", "full")
-"""What a stage's backward computes again: nothing; what is cheap in FLOPs and large in bytes (outputs of matrix
-products and attention are kept); or everything from each block's inputs."""
+"""What a block's backward computes again: nothing; what is cheap in FLOPs and large in bytes (outputs of matrix
+products and attention are kept); or everything from the block's inputs."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 INTERLEAVED = ("interleaved", "zero_bubble")
 """Schedules under which a pipeline rank may hold several stages."""
@@ -62,10 +62,19 @@ class Stage:
     send_bytes: int
     """To the next stage, one micro-batch, forward; the backward returns as much."""
     recompute: str
-    """One of `RECOMPUTE`."""
+    """One of `RECOMPUTE`: of its first `recompute_first` blocks."""
     memory: Memory
     weight_ms: float = 0.0
     """Of `backward_ms`, the gradients of weights, which a zero-bubble schedule leaves for later."""
+    recompute_first: int | None = None
+    """None: all of its blocks."""
+    recompute_rest: str = "none"
+    """One of `RECOMPUTE`: of the blocks after those."""
+
+    def recompute_of(self, block: int) -> str:
+        """One of `RECOMPUTE`, of one of its blocks (by its index in the model)."""
+        first = self.recompute_first
+        return self.recompute if first is None or block < self.first_block + first else self.recompute_rest
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Candidate:
     tensor: int
     zero: int
     recompute: str
-    """One of `RECOMPUTE` if all stages agree, else `mixed`; `any` where no cut was chosen."""
+    """One of `RECOMPUTE` if all blocks agree, else `mixed`; `any` where no cut was chosen."""
     schedule: str
     chunks: int
     """Stages of one pipeline rank."""
@@ -106,6 +115,10 @@ class Candidate:
     """`chosen`, or a sentence."""
     bubble_fraction: float | None = None
     """Where the step was simulated."""
+    selective_blocks: int = 0
+    """Blocks recomputed selectively, where a cut was chosen."""
+    full_blocks: int = 0
+    """Blocks recomputed as a whole."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +170,14 @@ class Plan:
 
     @property
     def recompute(self) -> str:
-        """One of `RECOMPUTE` if all stages agree, else `mixed`."""
-        words = {stage.recompute for stage in self.stages}
-        return words.pop() if len(words) == 1 else "mixed"
+        """One of `RECOMPUTE` if all blocks agree, else `mixed`."""
+        return recompute_of_all(self.recomputed_blocks, len(self.block_names))
+
+    @property
+    def recomputed_blocks(self) -> dict[str, int]:
+        """How many blocks are recomputed by each of `RECOMPUTE`."""
+        each = [s.recompute_of(block) for s in self.stages for block in range(s.first_block, s.end_block)]
+        return {kind: each.count(kind) for kind in RECOMPUTE}
 
     def device_bytes(self, pipeline_rank: int) -> int:
         """Predicted peak of one device of a pipeline rank."""
@@ -213,7 +231,7 @@ class Plan:
         tensor = f" × TP {self.tensor}" if self.tensor > 1 else ""
         sharding = f" (ZeRO {self.zero})" if self.zero else ""
         chunks = f" × {self.chunks}" if self.chunks > 1 else ""
-        extras = [RECOMPUTE_WORDS[self.recompute]] if self.recompute != "none" else []
+        extras = [recompute_words(self)] if self.recompute != "none" else []
         extras += ["optimiser state on the host"] if self.offload_optimizer else []
         return ", ".join(
             (
@@ -233,8 +251,23 @@ RECOMPUTE_WORDS = {
     "none": "no activation checkpointing",
     "selective": "selective activation checkpointing",
     "full": "activation checkpointing",
-    "mixed": "activation checkpointing in some stages",
 }
+
+
+def recompute_of_all(blocks: Mapping[str, int], total: int) -> str:
+    """The kind by which all blocks are recomputed, `mixed` if there is none; `blocks` says how many are by each."""
+    return next((kind for kind, count in blocks.items() if count == total), "mixed")
+
+
+def recompute_words(plan: Plan) -> str:
+    """`"selective activation checkpointing in 20 of 56 blocks"`."""
+    if plan.recompute != "mixed":
+        return RECOMPUTE_WORDS[plan.recompute]
+    full, selective, total = plan.recomputed_blocks["full"], plan.recomputed_blocks["selective"], len(plan.block_names)
+    if full and selective:
+        return f"{RECOMPUTE_WORDS['full']} in {full} and selective in {selective} of {total} blocks"
+    kind, count = ("full", full) if full else ("selective", selective)
+    return f"{RECOMPUTE_WORDS[kind]} in {count} of {total} blocks"
 
 
 def _upgraded(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import StageMemory
+from workbench.cost.memory import StageState
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanMismatch
 from workbench.planning.cutting import Cut, Cutter
-from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage
-from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
+from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage, recompute_of_all
+from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart, host_need, host_too_small, nothing_to_weigh, too_large
 from workbench.planning.requests import Request, check, check_cluster, divisors
 from workbench.planning.schedules import StageCosts, rounds, step_ms
@@ -75,11 +76,11 @@ class Search:
     def __init__(self, profile: Profile, request: Request) -> None:
         self.profile = profile
         self.request = request
-        self.pricer = Pricer(_device_costs(profile, request.cluster.device), request.cluster)
         allowed = request.runnable.recompute if request.recompute is None else (request.recompute,)
+        self.kinds = tuple(kind for kind in RECOMPUTE if kind in allowed)
+        self.pricer = Pricer(_device_costs(profile, request.cluster.device), request.cluster, self.kinds)
         self.searched = 0
         self._weighed: dict[Degrees, _Option] = {}
-        self.kinds = tuple(kind for kind in RECOMPUTE if kind in allowed)
 
     def plan(self) -> Plan:
         """The fastest that fits; `searched` then says how many options there were."""
@@ -100,7 +101,7 @@ class Search:
         if best is None:
             degrees, needed = self._leanest(options)
             if not np.isfinite(needed):
-                host = min(Cutter(self.pricer, option.degrees, self.kinds).least_host for option in options)
+                host = min(Cutter(self.pricer, option.degrees).least_host for option in options)
                 raise host_too_small(self.profile, self.request, host)
             raise too_large(self.profile, self.request, len(options), (degrees, needed), self.kinds[-1])
         return self._plan(best, options)
@@ -111,7 +112,7 @@ class Search:
         for option in sorted(options, key=lambda option: option.least_bytes):
             if option.least_bytes >= least:
                 break
-            needed = Cutter(self.pricer, option.degrees, self.kinds).leanest()
+            needed = Cutter(self.pricer, option.degrees).leanest()
             if needed < least:
                 found, least = option.degrees, needed
         return found, float(least)
@@ -208,7 +209,7 @@ class Search:
 
     def _option(self, degrees: Degrees) -> _Option:
         """With what can be said of it before it is cut."""
-        whole = self.pricer.whole(degrees, self.kinds[0])
+        whole = self.pricer.whole(degrees)
         ranks, count, busy = degrees.pipeline, degrees.num_microbatches, float(whole.busy)
         length = count * busy / ranks
         if degrees.schedule not in INTERLEAVED:
@@ -223,7 +224,7 @@ class Search:
         if not option.degrees.offload_optimizer:
             return False
         twin = self._weighed.get(replace(option.degrees, offload_optimizer=False))
-        if twin is None or twin.cut is None or set(twin.cut.recompute) != {self.kinds[0]}:
+        if twin is None or twin.cut is None or any(twin.cut.levels):
             return False
         option.bound_ms = max(option.bound_ms, twin.bound_ms if twin.step_ms is None else twin.step_ms)
         return True
@@ -236,7 +237,7 @@ class Search:
         self._weighed[option.degrees] = option
         if option.least_bytes > self.request.offered_bytes:
             return
-        cutter = Cutter(self.pricer, option.degrees, self.kinds)
+        cutter = Cutter(self.pricer, option.degrees)
         option.cut, option.least_bytes = cutter.best(self.request.offered_bytes)
         if option.cut is not None:
             option.bound_ms = max(option.bound_ms, self._bound(option.degrees, option.cut))
@@ -247,17 +248,13 @@ class Search:
     def _bound(self, degrees: Degrees, cut: Cut) -> float:
         """The longest of these: all of a rank's own work, and, with one stage a rank, before it what the first
         micro-batch takes down to it and the last one back up; then the step's end."""
-        times = self._stage_times(degrees, cut)
-        busy = np.array([times[kind].busy[i, j] for kind, (i, j) in cut.stages])
-        ends = np.array([times[kind].ending[i, j] for kind, (i, j) in cut.stages])
+        times = self.pricer.times(degrees, cut.stages)
+        busy, ends = times.busy, times.ending
         longest = degrees.num_microbatches * _of_ranks(busy, degrees)
         if degrees.schedule not in INTERLEAVED:
             sends = self._sends(degrees, cut)
             longest = longest + np.concatenate([[0.0], np.cumsum(busy[:-1] + 2 * sends[:-1])])
         return float(longest.max() + _of_ranks(ends, degrees).max())
-
-    def _stage_times(self, degrees: Degrees, cut: Cut) -> dict[str, StageTimes]:
-        return {kind: self.pricer.times(degrees, kind) for kind in set(cut.recompute)}
 
     def _sends(self, degrees: Degrees, cut: Cut) -> Array:
         """From each stage to the next; 0 after the last."""
@@ -267,21 +264,17 @@ class Search:
     # Predicting
 
     def _predict(self, degrees: Degrees, cut: Cut) -> Prediction:
-        times, count = self._stage_times(degrees, cut), degrees.num_microbatches
-
-        def of_stages(name: str) -> Array:
-            return np.array([getattr(times[kind], name)[i, j] for kind, (i, j) in cut.stages])
-
-        forward, backward = of_stages("forward"), of_stages("backward")
-        waits = of_stages("forward_wait") + of_stages("backward_wait")
+        times, count = self.pricer.times(degrees, cut.stages), degrees.num_microbatches
+        forward, backward = times.forward, times.backward
+        waits = times.forward_wait + times.backward_wait
         costs = StageCosts(
-            (forward + of_stages("forward_wait")).tolist(),
-            (backward + of_stages("backward_wait")).tolist(),
-            of_stages("weight").tolist(),
+            (forward + times.forward_wait).tolist(),
+            (backward + times.backward_wait).tolist(),
+            times.weight.tolist(),
             self._sends(degrees, cut).tolist(),
         )
         length, bubble = step_ms(degrees.schedule, degrees.pipeline, count, costs)
-        ends = _of_ranks(of_stages("ending"), degrees)
+        ends = _of_ranks(times.ending, degrees)
         tied = self.pricer.tied_ms(degrees, cut.cuts)
         total = length + float(ends.max()) + tied
         last, busiest = int(ends.argmax()), int(_of_ranks(forward + backward + waits, degrees).argmax())
@@ -291,8 +284,8 @@ class Search:
             step_ms=total,
             compute_ms=compute,
             bubble_ms=length - compute - waiting,
-            communication_ms=waiting + float(_of_ranks(of_stages("step_wait"), degrees)[last]) + tied,
-            optimizer_ms=float(_of_ranks(of_stages("optimizer"), degrees)[last]),
+            communication_ms=waiting + float(_of_ranks(times.step_wait, degrees)[last]) + tied,
+            optimizer_ms=float(_of_ranks(times.optimizer, degrees)[last]),
             bubble_fraction=bubble,
             tokens_per_s=self.request.global_batch * self.request.seq_len / (total / 1e3),
             mfu=self._mfu(total),
@@ -336,26 +329,27 @@ class Search:
         return plan
 
     def _stages(self, degrees: Degrees, cut: Cut) -> tuple[Stage, ...]:
-        times = self._stage_times(degrees, cut)
-        cutter = Cutter(self.pricer, degrees, self.kinds)
+        times, cutter, mixed = self.pricer.times(degrees, cut.stages), Cutter(self.pricer, degrees), cut.stages
         shares = [cutter.shares(rank, cut) for rank in range(degrees.pipeline)]
         crossing = self.profile.crossing_bytes
         found = []
-        for s, (kind, (i, j)) in enumerate(cut.stages):
+        for s, (i, j) in enumerate(pairwise(cut.cuts)):
             at_peak = shares[s % degrees.pipeline][s // degrees.pipeline]
-            of = times[kind]
+            recomputed = int(mixed.middle[s]) - i
             found.append(
                 Stage(
                     index=s,
                     first_block=i,
                     end_block=j,
                     parameters=int(self.pricer.elements[i, j]),
-                    forward_ms=float(of.forward[i, j] + of.forward_wait[i, j]),
-                    backward_ms=float(of.backward[i, j] + of.backward_wait[i, j]),
+                    forward_ms=float(times.forward[s] + times.forward_wait[s]),
+                    backward_ms=float(times.backward[s] + times.backward_wait[s]),
                     send_bytes=int(crossing[j] * degrees.micro_batch) if j < len(crossing) - 1 else 0,
-                    recompute=kind,
-                    memory=_memory(cutter.memory(kind), i, j, at_peak),
-                    weight_ms=float(of.weight[i, j]),
+                    recompute=self.kinds[mixed.heavier[s]],
+                    memory=_memory(cutter.state, i, j, at_peak),
+                    weight_ms=float(times.weight[s]),
+                    recompute_first=recomputed if 0 < recomputed < j - i else None,
+                    recompute_rest=self.kinds[mixed.lighter[s]] if 0 < recomputed < j - i else "none",
                 )
             )
         return tuple(found)
@@ -370,15 +364,15 @@ class Search:
         return (*fitting[: MAX_ROWS - len(rejected)], *rejected)
 
     def _row(self, option: _Option, best: _Option) -> Candidate:
-        degrees, cut = option.degrees, option.cut
-        words = set(cut.recompute) if cut else set(self.kinds)
+        degrees, cut, blocks = option.degrees, option.cut, len(self.profile.blocks)
+        recomputed = self._recomputed(cut)
         fits = cut is not None or not option.weighed
         return Candidate(
             pipeline=degrees.pipeline,
             data=degrees.data,
             tensor=degrees.tensor,
             zero=degrees.zero,
-            recompute=words.pop() if len(words) == 1 else ("mixed" if cut else "any"),
+            recompute=self.kinds[0] if len(self.kinds) == 1 else recompute_of_all(recomputed, blocks) if cut else "any",
             schedule=degrees.schedule,
             chunks=degrees.chunks,
             offload_optimizer=degrees.offload_optimizer,
@@ -387,13 +381,24 @@ class Search:
             peak_bytes=int(option.least_bytes) if option.weighed and np.isfinite(option.least_bytes) else None,
             verdict=self._verdict(option, best),
             bubble_fraction=option.bubble_fraction,
+            selective_blocks=recomputed.get("selective", 0),
+            full_blocks=recomputed.get("full", 0),
         )
+
+    def _recomputed(self, cut: Cut | None) -> dict[str, int]:
+        """How many blocks are recomputed by each kind."""
+        if cut is None:
+            return {}
+        mixed, blocks = cut.stages, np.zeros(len(self.kinds), dtype=int)
+        np.add.at(blocks, mixed.heavier, mixed.middle - mixed.first)
+        np.add.at(blocks, mixed.lighter, mixed.end - mixed.middle)
+        return dict(zip(self.kinds, blocks.tolist(), strict=True))
 
     def _verdict(self, option: _Option, best: _Option) -> str:
         if option is best:
             return "chosen"
         if option.weighed and option.cut is None and not np.isfinite(option.least_bytes):
-            host = Cutter(self.pricer, option.degrees, self.kinds).least_host
+            host = Cutter(self.pricer, option.degrees).least_host
             return f"{host_need(host, self.request)} fall to one"
         if option.weighed and option.cut is None:
             needed, offered = apart(option.least_bytes, self.request.offered_bytes)
@@ -408,12 +413,12 @@ def _of_ranks(values: Array, degrees: Degrees) -> Array:
     return np.asarray(values.reshape(degrees.chunks, degrees.pipeline).sum(axis=0))
 
 
-def _memory(memory: StageMemory, i: int, j: int, total: float) -> Memory:
+def _memory(state: StageState, i: int, j: int, total: float) -> Memory:
     """The kinds of memory that make up `total` bytes of a stage."""
     return Memory(
-        parameters=int(memory.parameters[i, j]),
-        gradients=int(memory.gradients[i, j]),
-        optimizer=int(memory.optimizer[i, j]),
-        activations=int(total - memory.state[i, j]),
-        workspace=int(memory.workspace[i, j]),
+        parameters=int(state.parameters[i, j]),
+        gradients=int(state.gradients[i, j]),
+        optimizer=int(state.optimizer[i, j]),
+        activations=int(total - state.total[i, j]),
+        workspace=int(state.workspace[i, j]),
     )

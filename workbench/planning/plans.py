@@ -111,7 +111,6 @@ class Plans:
 def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
     share = best.global_batch // (row.data * row.micro_batch)
     chunks = f" × {row.chunks}" if row.chunks > 1 else ""
-    recompute = row.recompute if row.recompute in (*RECOMPUTE, "mixed") else "–"
     known = "" if row.bubble_fraction is not None else "≥ "
     return (
         str(number),
@@ -119,7 +118,7 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         str(row.data),
         str(row.tensor),
         str(row.zero) + (", optimiser on host" if row.offload_optimizer else ""),
-        recompute,
+        _recompute(row, len(best.block_names)),
         SCHEDULE_WORDS[row.schedule] + chunks if row.pipeline > 1 else "–",
         f"{share} × {row.micro_batch}",
         "–" if row.step_ms is None else known + _milliseconds(row.step_ms),
@@ -127,6 +126,18 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",
         row.verdict,
     )
+
+
+def _recompute(row: Candidate, blocks: int) -> str:
+    """`"selective in 20 of 56 blocks"`."""
+    if row.recompute != "mixed":
+        return row.recompute if row.recompute in RECOMPUTE else "–"
+    each = [
+        f"{kind} in {count}"
+        for kind, count in (("full", row.full_blocks), ("selective", row.selective_blocks))
+        if count
+    ]
+    return f"{', '.join(each)} of {blocks} blocks" if each else row.recompute
 
 
 def _milliseconds(ms: float) -> str:

@@ -6,7 +6,7 @@ innermost, so that tensor-parallel ranks are neighbours and stages are `data * t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from workbench.cost.cluster import Cluster, Device, Link
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
-from workbench.cost.memory import ADAMW, FP32, ParameterTable, Shares, StageMemory, stage_memory
+from workbench.cost.memory import ADAMW, FP32, Activations, ParameterTable, Shares, StageState, activations, stage_state
 from workbench.cost.profiles import BlockCosts, Profile
+from workbench.planning.checkpointing import Mixed, Uniform
 
 Array = npt.NDArray[np.float64]
 
@@ -51,7 +52,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Milliseconds of every stage `[i, j]`."""
+    """Milliseconds of some stages, one entry each."""
 
     forward: Array
     backward: Array
@@ -98,35 +99,30 @@ class DeviceCosts:
         return self._tables[tensor]
 
     def compute(
-        self, micro_batch: int, tensor: int, recompute: str, host_ms: tuple[float, float], link: Link
+        self, micro_batch: int, tensor: int, kinds: tuple[str, ...], host_ms: tuple[float, float], link: Link
     ) -> Compute:
-        """Of one micro-batch; `host_ms` is the host's least time for a block's forward and backward, `link` joins
-        tensor-parallel ranks."""
-        key = (micro_batch, tensor, recompute, host_ms, link)
+        """Of one micro-batch; `kinds` of activation checkpointing, `host_ms` the host's least time for a block's
+        forward and backward, `link` joins tensor-parallel ranks."""
+        key = (micro_batch, tensor, kinds, host_ms, link)
         if key not in self._computes:
-            self._computes[key] = self._compute(micro_batch, tensor, recompute, host_ms, link)
+            self._computes[key] = self._compute(self.at(micro_batch, tensor), tensor, kinds, host_ms, link)
         return self._computes[key]
 
     def _compute(
-        self, micro_batch: int, tensor: int, recompute: str, host_ms: tuple[float, float], link: Link
+        self, costs: BlockCosts, tensor: int, kinds: tuple[str, ...], host_ms: tuple[float, float], link: Link
     ) -> Compute:
-        costs = self.at(micro_batch, tensor)
-        again = {
-            "none": np.zeros_like(costs.forward_ms),
-            "selective": costs.replay_ms,
-            "full": costs.forward_ms,
-        }[recompute]
+        nothing = np.zeros_like(costs.forward_ms)
+        again = {"none": nothing, "selective": costs.replay_ms, "full": costs.forward_ms}
         # A GPU works while its host prepares the next block; a CPU is its own host.
         joined = np.add if self.device.kind == "cpu" else np.maximum
         reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
-        if recompute != "none":
-            reduced_backward = reduced_backward + reduced_forward
+        reduced_again = {"none": nothing, "selective": reduced_forward, "full": reduced_forward}
         return Compute(
             forward=spans(joined(costs.forward_ms, host_ms[0])),
-            backward=spans(joined(costs.backward_ms + again, host_ms[1])),
+            backward=np.stack([spans(joined(costs.backward_ms + again[kind], host_ms[1])) for kind in kinds]),
             weight=spans(costs.weight_ms),
             forward_reduced=spans(reduced_forward),
-            backward_reduced=spans(reduced_backward),
+            backward_reduced=np.stack([spans(reduced_backward + reduced_again[kind]) for kind in kinds]),
         )
 
     def collectives(self, data: int, tensor: int, link: Link) -> tuple[Array, Array, Array]:
@@ -149,22 +145,24 @@ class Compute:
 
     forward: Array
     backward: Array
+    """`[kind, i, j]`: by each kind of activation checkpointing."""
     weight: Array
     forward_reduced: Array
     """All-reduces over the tensor axis: nothing runs beside them."""
     backward_reduced: Array
+    """`[kind, i, j]`."""
 
 
 class Pricer:
     """Prices stages of one model on one cluster."""
 
-    def __init__(self, costs: DeviceCosts, cluster: Cluster) -> None:
+    def __init__(self, costs: DeviceCosts, cluster: Cluster, kinds: Sequence[str]) -> None:
+        """`kinds` of activation checkpointing that stages may have, fastest first."""
         assert costs.device == cluster.device
         self.profile = costs.profile
         self.cluster = cluster
+        self.kinds = tuple(kinds)
         self._costs = costs
-        self._kept_for: Degrees | None = None
-        self._kept: dict[str, StageTimes] = {}
 
     def costs(self, degrees: Degrees) -> BlockCosts:
         return self._costs.at(degrees.micro_batch, degrees.tensor)
@@ -177,43 +175,37 @@ class Pricer:
         """Parameters of every stage, before any sharding."""
         return self._costs.table(1).elements
 
-    def memory(self, degrees: Degrees, recompute: str) -> StageMemory:
-        shares = Shares(
-            degrees.zero,
-            degrees.data,
-            recompute,
-            degrees.num_microbatches,
-            degrees.tensor,
-            degrees.offload_optimizer,
-        )
-        return stage_memory(self.profile, self.table(degrees), self.costs(degrees), degrees.micro_batch, shares)
+    def state(self, degrees: Degrees) -> StageState:
+        return stage_state(self.profile, self.table(degrees), degrees.micro_batch, _shares(degrees))
 
-    def times(self, degrees: Degrees, recompute: str) -> StageTimes:
-        """Of every stage `[i, j]`; kept until other degrees are asked for."""
-        if self._kept_for != degrees:
-            self._kept_for, self._kept = degrees, {}
-        if recompute not in self._kept:
-            self._kept[recompute] = self._times(degrees, recompute, lambda matrix: matrix)
-        return self._kept[recompute]
+    def activations(self, degrees: Degrees) -> Activations:
+        return activations(self.costs(degrees), self.kinds, copied=not _shares(degrees).sharded)
 
-    def whole(self, degrees: Degrees, recompute: str) -> StageTimes:
-        """Of all blocks as one stage, as scalars: what a bound needs."""
-        return self._times(degrees, recompute, lambda matrix: matrix[0, -1])
+    def whole(self, degrees: Degrees) -> StageTimes:
+        """Of all blocks as one stage, by the first kind, as scalars: what a bound needs."""
+        return self.times(degrees, Mixed.everything(len(self.profile.blocks)))
 
-    def _times(self, degrees: Degrees, recompute: str, of: Callable[[Array], Array]) -> StageTimes:
+    def busy(self, degrees: Degrees) -> Array:
+        """`[i, j]`: one micro-batch in all, every block by the first kind."""
+        return self.times(degrees, Uniform()).busy
+
+    def times(self, degrees: Degrees, stages: Mixed | Uniform) -> StageTimes:
+        """Of each of `stages`."""
         tensor_link = self.cluster.group_link(degrees.tensor)
-        found = self._costs.compute(degrees.micro_batch, degrees.tensor, recompute, self._host_ms(degrees), tensor_link)
-        forward, backward = of(found.forward), of(found.backward)
-        in_forward, in_backward, at_end = self._collectives(degrees, of)
+        found = self._costs.compute(
+            degrees.micro_batch, degrees.tensor, self.kinds, self._host_ms(degrees), tensor_link
+        )
+        forward, backward = stages.whole(found.forward), stages.sum(found.backward)
+        in_forward, in_backward, at_end = self._collectives(degrees, stages)
         overlapped = degrees.schedule != "zero_bubble"
         return StageTimes(
             forward=forward,
             backward=backward,
-            weight=of(found.weight),
-            forward_wait=_exposed(in_forward, forward) + of(found.forward_reduced),
-            backward_wait=_exposed(in_backward, backward) + of(found.backward_reduced),
+            weight=stages.whole(found.weight),
+            forward_wait=_exposed(in_forward, forward) + stages.whole(found.forward_reduced),
+            backward_wait=_exposed(in_backward, backward) + stages.sum(found.backward_reduced),
             step_wait=_exposed(at_end, backward) if overlapped else at_end,
-            optimizer=self._optimizer(degrees, of(self.table(degrees).trained)),
+            optimizer=self._optimizer(degrees, stages.whole(self.table(degrees).trained)),
         )
 
     def whole_state(self, degrees: Degrees) -> float:
@@ -272,15 +264,15 @@ class Pricer:
             seconds = seconds + 2 * elements * ADAMW / device.host_bandwidth
         return np.asarray(1e3 * seconds)
 
-    def _collectives(self, degrees: Degrees, of: Callable[[Array], Array]) -> tuple[Array, Array, Array]:
+    def _collectives(self, degrees: Degrees, stages: Mixed | Uniform) -> tuple[Array, Array, Array]:
         """Milliseconds of the data axis's collectives: in one forward, in one backward, at the step's end."""
         data = degrees.data
-        nothing = of(np.zeros_like(self.elements))
+        nothing = np.zeros_like(stages.whole(self.elements))
         if data == 1:
             return nothing, nothing, nothing
         link = self.cluster.group_link(data, degrees.tensor)
         link = replace(link, bandwidth=link.bandwidth * self.cluster.device.efficiency.overlapped_link)
-        reduce, gather, scatter = map(of, self._costs.collectives(data, degrees.tensor, link))
+        reduce, gather, scatter = map(stages.whole, self._costs.collectives(data, degrees.tensor, link))
         if degrees.zero == 0:
             return nothing, nothing, reduce
         once = gather / degrees.num_microbatches
@@ -289,6 +281,10 @@ class Pricer:
         if degrees.zero == 2:
             return once, scatter, nothing
         return gather, gather + scatter, nothing
+
+
+def _shares(degrees: Degrees) -> Shares:
+    return Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer)
 
 
 def _tensor_reductions(costs: BlockCosts, tensor: int, link: Link) -> tuple[Array, Array]:
