@@ -226,8 +226,9 @@ def test_memory_of_every_rank_stands_in_its_panel_against_the_limit(directory: R
         append_event(directory.events, "memory", rank=rank, **event)
     dashboard = live(Run(directory.path), refresh_s=0.05)
     [panels] = dashboard.children[4].children
-    [bars] = [trace for trace in panels.data if trace.meta == "memory"]
-    assert list(bars.y) == [1.0, 2.0]
+    traces = [json.loads(getattr(panels, name)) for name in panels.keys if name.startswith("trace_")]
+    [bars] = [trace for trace in traces if trace["meta"] == "memory"]
+    assert bars["y"] == [1.0, 2.0]
     dashboard.close()
 
 

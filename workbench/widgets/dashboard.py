@@ -32,8 +32,6 @@ from workbench.widgets.watch import Snapshot, Watch
 
 REFRESH_S = 0.1
 """Between two looks at the runs' directories."""
-FIT_AFTER_S = (0.7, 2.0, 5.0)
-"""When figures that came back to the page take its width: the browser says nothing when they are there."""
 REST = 3.0
 """After drawing for so long, rest at least this many times longer: the kernel has other work."""
 SAVED_S = 30.0
@@ -64,7 +62,6 @@ class Live(widgets.VBox):
         self._save_at = 0.0
         self._offer_ends: threading.Timer | None = None
         self._drawn_as: tuple[Any, ...] | None = None
-        self._fit_at: list[float] = []
         width_px = name_width(self._labels)
         self._rows = [
             RunRow(watch, theme.series_color(index), resume, self._go_on, width_px)
@@ -73,13 +70,23 @@ class Live(widgets.VBox):
         self._controls = Controls(x, smoothing, self._wake.set)
         self._key, self._note = widgets.HTML(), widgets.HTML()
         super().__init__(_view_count=0)  # 0: the page counts its views
-        self._make_figures()
+        self._loss = LossFigure(self._snapshots, x, smoothing, self._wake.set)
+        self._panels = PanelsFigure()
+        self._refresh()
+        self.children = (
+            *(row.box for row in self._rows),
+            self._controls.box,
+            self._loss.widget,
+            self._key,
+            self._panels.box,
+            self._note,
+        )
         self._follow_in_thread()
 
     @property
-    def figure(self) -> go.FigureWidget:
-        """The loss curves."""
-        return self._loss.widget
+    def figure(self) -> go.Figure:
+        """The loss curves as they were last drawn."""
+        return self._loss.figure
 
     @property
     def following(self) -> bool:
@@ -93,24 +100,6 @@ class Live(widgets.VBox):
         if self._offer_ends is not None:
             self._offer_ends.cancel()
         super().close()
-
-    def _make_figures(self) -> None:
-        """Figures that were never shown: one that has left the page and comes back is not kept up to date there."""
-        x, smoothing, _, _ = self._controls.wish
-        self._loss = LossFigure(self._snapshots, x, smoothing, self._wake.set)
-        self._loss.widget.update_layout(margin={"t": 36})  # the buttons of the figure stand there
-        self._loss.widget._config = theme.CONFIG
-        self._panels = PanelsFigure()
-        self._drawn_as = None
-        self._refresh()
-        self.children = (
-            *(row.box for row in self._rows),
-            self._controls.box,
-            self._loss.widget,
-            self._key,
-            self._panels.box,
-            self._note,
-        )
 
     def _read_all(self) -> list[Snapshot]:
         return [self._read(index) for index in range(len(self._watches))]
@@ -132,10 +121,6 @@ class Live(widgets.VBox):
                 if self._closed.is_set():
                     return
                 started = time.monotonic()
-                if self._fit_at and started >= self._fit_at[0]:
-                    self._fit_at = self._fit_at[1:]
-                    self._loss.fit()
-                    self._panels.fit()
                 self._snapshots = [
                     last if last.status.final and not self._watches[index].grew else self._read(index)
                     for index, last in enumerate(self._snapshots)
@@ -173,7 +158,7 @@ class Live(widgets.VBox):
         self._drawn_as = (wish, self._loss.window, points)
 
     def _ipython_display_(self) -> None:
-        shown = Shown(self, self._states())  # at once: a FigureWidget that is updated before it shows loses what it had
+        shown = Shown(self, self._states())
         offer = display(dict(NOTHING), raw=True, display_id=True) if self._resume is not None else None
         self._showings.append((shown, offer))
         if self._ended.is_set():  # the runs were over before the dashboard was shown
@@ -209,7 +194,8 @@ class Live(widgets.VBox):
         x, smoothing, _, log_y = self._controls.wish
         figure = final_figure(self._snapshots, x, smoothing, log_y)
         figures = [mimebundle(figure) if self._view_count else pictured(figure)]  # JupyterLab adds its own picture
-        figures += [mimebundle(panels) for panels in self._panels.box.children]
+        if self._panels.figure is not None:
+            figures.append(mimebundle(self._panels.figure))
         rows = [row for row in self._rows if row.offers_resume]
         offer = self._offer_bundle(rows) if rows else None
         for shown, below in self._showings:
@@ -244,11 +230,10 @@ class Live(widgets.VBox):
             self._offer_ends.cancel()
         self._ended.clear()
         self._snapshots = self._read_all()
-        self._make_figures()
+        self._refresh()
         for shown, below in self._showings:
             below.update(dict(NOTHING), raw=True)
             shown.come_back()
-        self._fit_at = [time.monotonic() + wait_s for wait_s in FIT_AFTER_S]
         self._follow_in_thread()
 
 

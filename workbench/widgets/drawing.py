@@ -23,6 +23,7 @@ from workbench.figures._series import (
     smoothing_axis,
     smoothing_width,
 )
+from workbench.widgets.plot import GrowingPlot, growing
 from workbench.widgets.rows import heard_while_busy
 from workbench.widgets.watch import Snapshot
 
@@ -72,79 +73,68 @@ class LossFigure:
         curves = [snapshot.curve for snapshot in snapshots]
         axes = axes_of(curves)
         x = x if x in axes else "step"
-        figure = loss_layout(curves, x)
-        figure.update_layout(margin={"t": 16, "b": 40}, height=400, autosize=True)
+        self.figure = loss_layout(curves, x)
+        self.figure.update_layout(margin={"t": 36, "b": 40}, height=400, autosize=True)  # its buttons stand above it
         smooth = smoothing > 0
-        figure.add_traces(
+        self.figure.add_traces(
             traces_of(self._whole_curves(snapshots, x, axes[x][0], smoothing), x, "loss", smooth=smooth, complete=True)
         )
-        self.widget = go.FigureWidget(figure)
-        self.widget._config = {"responsive": True, "displaylogo": False}  # plotly's own way to set a widget's config
-        self._on_zoom = on_zoom
-        self._range: Window = None
-        self._whole = True
-        self.widget.layout.on_change(self._zoomed, "xaxis.range", "xaxis.autorange")
+        self.widget = growing(self.figure)
+        self.widget.observe(lambda _: on_zoom(), names="visible")
         heard_while_busy(self.widget)
         self._heading = axes[x][1]
-
-    def _zoomed(self, _: Any, visible: Any, autorange: Any) -> None:
-        """A drag reports a range and leaves `autorange` as it was; a double click reports `autorange` alone."""
-        moved = visible is not None and tuple(visible) != self._range
-        if moved:
-            low, high = sorted(map(float, visible))
-            self._range, self._whole = (low, high), False
-        elif autorange:
-            self._whole = True
-        self._on_zoom()
 
     @property
     def window(self) -> Window:
         """The part of the x axis that the user zoomed into, in the axis' unit; None for the whole."""
-        if self._whole or self._range is None:
+        if self.widget.visible is None:
             return None
-        low, high = self._range
-        return (10**low, 10**high) if self.widget.layout.xaxis.type == "log" else (low, high)
+        low, high = sorted(self.widget.visible)
+        return (10**low, 10**high) if self.figure.layout.xaxis.type == "log" else (low, high)
 
     def draw(self, snapshots: Sequence[Snapshot], x: str, smoothing: float, log_x: bool, log_y: bool) -> None:
         """Bring every run up to date, with points chosen for what is visible."""
         axes = axes_of([snapshot.curve for snapshot in snapshots])
         x = x if x in axes else "step"
         scale, heading = axes[x]
-        moved = heading != self._heading or (self.widget.layout.xaxis.type == "log") != log_x
-        window = None if moved else self.window
+        moved = heading != self._heading or (self.figure.layout.xaxis.type == "log") != log_x
+        if moved:
+            self.widget.visible = None
+        window = self.window
         budget = live_points(len(snapshots))
         whole = self._whole_curves(snapshots, x, scale, smoothing)
         visible = [curve.focused(x, window, budget) for curve in whole]
-        smooth, kept = smoothing > 0, self._shown
+        smooth, kept, redrawn = smoothing > 0, self._shown, set[int]()
         changed = [kept[index][0] is not curve or kept[index][2] != smooth for index, curve in enumerate(whole)]
         fresh = traces_of(visible, x, "loss", smooth=smooth, complete=True) if any(changed) else []
-        with self.widget.batch_update():
-            for index, curve in enumerate(whole):
-                traces = self.widget.data[index * len(PARTS) : (index + 1) * len(PARTS)]
-                if changed[index]:
-                    for trace, source in zip(traces, fresh[index * len(PARTS) :], strict=False):
-                        _refill(trace, source)
-                elif kept[index][1] != window:
-                    points = visible_points(visible[index], x, smooth)
-                    for trace in traces:
-                        _set(trace, points.get(trace.meta, {}))
-                elif fresh:  # where its label stands depends on the others
-                    _refill(traces[-1], fresh[(index + 1) * len(PARTS) - 1])
-                kept[index] = (curve, window, smooth)
-            if moved:
-                self.widget.layout.xaxis.update(
-                    title={"text": heading},
-                    unifiedhovertitle={"text": hover_title(heading)},
-                    type="log" if log_x else "linear",
-                    autorange=True,
-                )
-            if (self.widget.layout.yaxis.type == "log") != log_y:
-                self.widget.layout.yaxis.update(type="log" if log_y else "linear", autorange=True)
-        self._heading = heading
+        for index, curve in enumerate(whole):
+            first, end = index * len(PARTS), (index + 1) * len(PARTS)
+            if changed[index]:
+                for trace, source in zip(self.figure.data[first:end], fresh[first:end], strict=True):
+                    _refill(trace, source)
+                redrawn.update(range(first, end))
+            elif kept[index][1] != window:
+                points = visible_points(visible[index], x, smooth)
+                for number in range(first, end):
+                    _set(self.figure.data[number], points.get(self.figure.data[number].meta, {}))
+                redrawn.update(number for number in range(first, end) if self.figure.data[number].meta in points)
+            elif fresh:  # where its label stands depends on the others
+                _refill(self.figure.data[end - 1], fresh[end - 1])
+                redrawn.add(end - 1)
+            kept[index] = (curve, window, smooth)
+        self._lay_out(heading, log_x, log_y)
+        self.widget.show(self.figure, sorted(redrawn))
 
-    def fit(self) -> None:
-        """Take the width of the page: a view that came in place of another output was measured before it had one."""
-        refit(self.widget)
+    def _lay_out(self, heading: str, log_x: bool, log_y: bool) -> None:
+        """A zoom is kept while its axis stays what it is: `uirevision` says so to plotly.js."""
+        self._heading = heading
+        self.figure.layout.xaxis.update(
+            title={"text": heading},
+            unifiedhovertitle={"text": hover_title(heading)},
+            type="log" if log_x else "linear",
+            uirevision=f"{heading}, {log_x}",
+        )
+        self.figure.layout.yaxis.update(type="log" if log_y else "linear", uirevision=str(log_y))
 
     def plain(self, snapshots: Sequence[Snapshot], x: str, smooth: bool, log_y: bool) -> go.Figure:
         """A figure of its own with the curves as they were last drawn, whole."""
@@ -162,12 +152,6 @@ class LossFigure:
     def _whole_curves(self, snapshots: Sequence[Snapshot], x: str, scale: float, smoothing: float) -> list[DrawnCurve]:
         self._latest = self._drawings.of(snapshots, "loss", x, scale, smoothing, live_points(len(snapshots)))
         return self._latest
-
-
-def refit(figure: go.FigureWidget) -> None:
-    """plotly.js measures its place again when `autosize` is set to true."""
-    figure.layout.autosize = False
-    figure.layout.autosize = True
 
 
 def _set(trace: go.Scatter, fields: Mapping[str, Any]) -> None:
@@ -195,7 +179,8 @@ class PanelsFigure:
         self._names: list[str] = []
         self._state: Any = None
         self._drawn_at = -PANELS_S
-        self._widget: go.FigureWidget | None = None
+        self.figure: go.Figure | None = None
+        self._widget: GrowingPlot | None = None
 
     def draw(
         self, snapshots: Sequence[Snapshot], x: str, smoothing: float, log_x: bool, window: Window, now: bool
@@ -218,7 +203,7 @@ class PanelsFigure:
 
         if names != self._names or self._widget is None:
             self._rebuild(names, panels(curves, peaks, x, smoothing, names, window, usage, drawn_curves))
-        if self._widget is None:
+        if self.figure is None or self._widget is None:
             return
         fresh: list[Mapping[str, Any]] = []
         for name in names:
@@ -228,24 +213,18 @@ class PanelsFigure:
                 fresh += map(_points, utilization_traces(curves, usage, x, scale, smoothing, window, PANEL_POINTS))
             else:
                 fresh += rate_points(drawn_curves(name), name, x, smoothing > 0, window)
-        with self._widget.batch_update():
-            for trace, fields in zip(self._widget.data, fresh, strict=True):
-                _set(trace, fields)
-            for position, name in enumerate(names):
-                if name != "memory":
-                    axis = self._widget.layout[f"xaxis{position + 1 if position else ''}"]
-                    _set_window(axis, heading, log_x, window)
-
-    def fit(self) -> None:
-        """As `LossFigure.fit`."""
-        if self._widget is not None:
-            refit(self._widget)
+        for trace, fields in zip(self.figure.data, fresh, strict=True):
+            _set(trace, fields)
+        for position, name in enumerate(names):
+            if name != "memory":
+                _set_window(self.figure.layout[f"xaxis{position + 1 if position else ''}"], heading, log_x, window)
+        self._widget.show(self.figure)
 
     def _rebuild(self, names: list[str], figure: go.Figure) -> None:
         self._names = names
-        old, self._widget = self._widget, go.FigureWidget(figure) if names else None
-        if self._widget is not None:
-            self._widget._config = {"responsive": True, "displayModeBar": False}
+        old, self._widget, self.figure = self._widget, None, None
+        if names:
+            self.figure, self._widget = figure, growing(figure, displayModeBar=False)
             heard_while_busy(self._widget)
         self.box.children = (self._widget,) if self._widget is not None else ()
         if old is not None:

@@ -1,40 +1,106 @@
-"""A figure that is replaced whole, many times: one message and one drawing each, where a `FigureWidget` takes several.
+"""Figures that change while they are looked at: the page draws the last state that it was given, whenever it can.
 
-A `FigureWidget` brings plotly.js, 5 MB, with every new one, and changes of its traces and its layout are drawn one by
-one. This widget keeps its plotly.js, and `Plotly.react` draws what differs from the last figure.
+Plotly's own `FigureWidget` sends changes, and a page that was not ready for one never learns of it: one that is still
+drawing for the first time, or was loaded again. It also answers every change with all that plotly.js made of it. Here
+everything is state: whatever is lost or late, the next drawing has it, and many changes in a row are one drawing.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import anywidget
+import numpy as np
 import plotly.graph_objects as go
 import traitlets
+from plotly.utils import PlotlyJSONEncoder
 
 from workbench.figures import theme
 from workbench.figures.export import plotly_js
 
+COLUMNS = ("x", "y", "customdata")
+"""Of a trace: what is sent as bytes where it is an array of numbers."""
+
+LIBRARY = "if (!globalThis.workbenchPlotly) {{ {source}\nglobalThis.workbenchPlotly = globalThis.Plotly; }}\n"
+"""Every widget brings plotly.js; the first of a page runs it."""
+
 RENDER = """
-const Plotly = globalThis.Plotly;
+function bytes(text) {
+  return Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), c => c.charCodeAt(0));
+}
+
+function decoded(trace) {
+  for (const [name, column] of Object.entries(trace)) {
+    if (typeof column?.float64 !== "string") continue;
+    const values = new Float64Array(bytes(column.float64).buffer), width = column.width;
+    trace[name] = !width ? values
+      : Array.from({ length: values.length / width }, (_, row) => values.subarray(row * width, (row + 1) * width));
+  }
+  return trace;
+}
+
 function render({ model, el }) {
+  const Plotly = globalThis.workbenchPlotly;
   const node = document.createElement("div");
   el.append(node);
-  const draw = () => {
-    const { data, layout, config } = JSON.parse(model.get("figure"));
-    return data ? Plotly.react(node, data, layout, config) : Plotly.purge(node);
+  const kept = [];  // of each trace, the text that it came as, and itself
+  let timer = null, behind = true, ended = 0, took = 0, listens = false;
+
+  const trace = index => {
+    const text = model.get(`trace_${index}`);
+    if (kept[index]?.text !== text) kept[index] = { text, value: decoded(JSON.parse(text)) };
+    return { ...kept[index].value };
   };
+
+  const draw = () => {
+    timer = null;
+    if (!node.offsetWidth) return;  // off the page: the observer asks when it is there
+    if (node._dragging) return ask(50);
+    const started = performance.now();
+    const { traces, data, layout, config } = JSON.parse(model.get("figure"));
+    behind = false;
+    if (!layout) return listens && Plotly.purge(node);
+    Plotly.react(node, data ?? Array.from({ length: traces }, (_, index) => trace(index)), layout, config);
+    if (!listens) node.on("plotly_relayout", tell);
+    listens = true;
+    ended = performance.now();
+    took = ended - started;
+  };
+
+  const ask = (after = 0) => {  // after a drawing, the page has as long for other things
+    behind = true;
+    timer ??= setTimeout(draw, Math.max(after, ended + took - performance.now()));
+  };
+
+  const changed = () => ask();
+
+  const tell = change => {
+    if (!Object.keys(change).some(key => key.startsWith("xaxis."))) return;
+    const { range, autorange } = node.layout.xaxis;
+    model.set("visible", autorange || !range ? null : range.map(Number));
+    model.save_changes();
+  };
+
   const fit = new ResizeObserver(() => {
-    if (node.offsetWidth && node._fullLayout && node._fullLayout.width !== node.offsetWidth) Plotly.Plots.resize(node);
+    if (!node.offsetWidth) return;
+    if (behind) ask();
+    else if (node._fullLayout && node._fullLayout.width !== node.offsetWidth) Plotly.Plots.resize(node);
   });
+
+  if (model.get("visible")) {  // a page that was loaded again shows the whole
+    model.set("visible", null);
+    model.save_changes();
+  }
   draw();
   fit.observe(el);
-  model.on("change:figure", draw);
+  model.on("change", changed);
   return () => {
-    model.off("change:figure", draw);
+    model.off("change", changed);
     fit.disconnect();
+    clearTimeout(timer);
     Plotly.purge(node);
   };
 }
@@ -46,12 +112,56 @@ class Plot(anywidget.AnyWidget):
     """Shows the last figure that was given to `show`, as wide as its place."""
 
     figure = traitlets.Unicode("{}").tag(sync=True)
+    visible = traitlets.Any(None).tag(sync=True)
+    """Low and high end of the first x axis where the user zoomed in, of a log axis in powers of ten; or None."""
 
     def __init__(self, **options: Any) -> None:
-        self._esm = plotly_js() + RENDER
+        self._esm = LIBRARY.format(source=plotly_js()) + RENDER
         super().__init__(**options)
 
     def show(self, figure: go.Figure) -> None:
         """Draw this figure in place of the last."""
-        value: Mapping[str, Any] = {**json.loads(figure.to_json()), "config": {**theme.CONFIG, "displayModeBar": False}}
-        self.figure = json.dumps(value)
+        self.figure = json.dumps({**json.loads(figure.to_json()), "config": {**theme.CONFIG, "displayModeBar": False}})
+
+
+class GrowingPlot(Plot):
+    """A figure whose traces change, not their number; only those that changed are sent. Make one by `growing`."""
+
+    def show(self, figure: go.Figure, changed: Iterable[int] | None = None) -> None:
+        """Draw the figure as it is now; `changed` names the traces that may have changed (default: all)."""
+        numbers = range(len(figure.data)) if changed is None else changed
+        with self.hold_sync():
+            self.figure = _frame(figure, json.loads(self.figure)["config"])
+            for number in numbers:
+                setattr(self, _trait(number), _sent(figure.data[number]))
+
+
+def growing(figure: go.Figure, **config: Any) -> GrowingPlot:
+    """A widget that holds the whole figure from its first message on; `config` is plotly's, beside `theme.CONFIG`."""
+    traces = {_trait(number): _sent(trace) for number, trace in enumerate(figure.data)}
+    kind = type("GrowingPlot", (GrowingPlot,), {name: traitlets.Unicode().tag(sync=True) for name in traces})
+    widget: GrowingPlot = kind(figure=_frame(figure, {**theme.CONFIG, **config}), **traces)
+    return widget
+
+
+def _trait(number: int) -> str:
+    return f"trace_{number}"
+
+
+def _frame(figure: go.Figure, config: dict[str, Any]) -> str:
+    layout = figure.layout.to_plotly_json()
+    return json.dumps({"traces": len(figure.data), "layout": layout, "config": config}, cls=PlotlyJSONEncoder)
+
+
+def _sent(trace: Any) -> str:
+    fields = trace.to_plotly_json()
+    for name in COLUMNS:
+        if isinstance(fields.get(name), np.ndarray) and fields[name].dtype.kind in "fiu":
+            fields[name] = _packed(fields[name])
+    return json.dumps(fields, cls=PlotlyJSONEncoder)
+
+
+def _packed(values: Any) -> dict[str, Any]:
+    """An array as the page reads it; `width` is that of a row, of a table."""
+    packed = {"float64": base64.b64encode(np.ascontiguousarray(values, dtype="<f8").tobytes()).decode()}
+    return packed if values.ndim == 1 else {**packed, "width": values.shape[1]}
