@@ -362,7 +362,7 @@ def test_stages_and_their_recomputation_are_the_best_of_all(
     offered = (least + tightness * (most - least) * 0.5) * (1 + 1e-9)
     cutter = Cutter(pricer, degrees)
     cut, needed = cutter.best(offered)
-    assert cutter._least_together() <= least * (1 + 1e-9)
+    assert cutter.least <= least * (1 + 1e-9)
     assert cutter.leanest() == pytest.approx(least) if degrees.chunks == 1 else cutter.leanest() >= least * (1 - 1e-9)
     fastest = min(max(min((ms for ms, b in rank if b <= offered), default=np.inf) for rank in ranks) for ranks in cuts)
     if cut is None:

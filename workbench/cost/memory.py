@@ -73,7 +73,7 @@ class StageState:
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Bytes for every kind of activation checkpointing and every stage: `[kind, i, j]`. Equal to itself only."""
+    """Bytes of stages, mostly for every kind of activation checkpointing: `[kind, i, j]`. Equal to itself only."""
 
     held: Array
     """Of one whole micro-batch, between its forward and its backward."""
@@ -151,15 +151,19 @@ def activations(costs: BlockCosts, kinds: tuple[str, ...], *, copied: bool) -> A
 
     A stage recomputed in two ways is two such stages, one after the other.
     """
-    held, newest = zip(*(_of_kind(costs, kind, copied=copied) for kind in kinds), strict=True)
+    held, newest = zip(*(_held(*_of_blocks(costs, kind, copied=copied)) for kind in kinds), strict=True)
     return Activations(np.stack(held), np.stack(newest))
 
 
-def _of_kind(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
-    """Held by one micro-batch in flight, and by the one that runs at its worst moment.
+@lru_cache(maxsize=64)
+def least_activations(costs: BlockCosts, kinds: tuple[str, ...], *, copied: bool) -> Activations:
+    """Of every stage `[i, j]`, less than which no mixture of `kinds` holds: of each block the least of any kind."""
+    kept, own = zip(*(_of_blocks(costs, kind, copied=copied) for kind in kinds), strict=True)
+    return Activations(*_held(np.minimum.reduce(kept), np.minimum.reduce(own)))
 
-    Backward frees from the last block on, so at block k everything before it is still held.
-    """
+
+def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
+    """What each block keeps for its backward, and what it takes in all at its own worst moment."""
     copies = costs.weight_copy_bytes if copied else np.zeros_like(costs.weight_copy_bytes)
     if recompute == "full":
         kept = costs.input_bytes
@@ -170,10 +174,18 @@ def _of_kind(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array,
     else:
         kept = costs.saved_bytes + copies
         peak = costs.workspace_bytes
+    return kept, kept + peak
+
+
+def _held(kept: Array, own: Array) -> tuple[Array, Array]:
+    """`[i, j]`: held by one micro-batch in flight, and by the one that runs at its worst moment.
+
+    Backward frees from the last block on, so at block k everything before it is still held.
+    """
     total = np.concatenate([[0.0], kept.cumsum()])
     blocks = len(kept)
     held = total[None, :] - total[:, None]
-    worst = np.tile(total[1:] + peak, (blocks, 1))
+    worst = np.tile(total[:-1] + own, (blocks, 1))
     worst[np.tril_indices(blocks, -1)] = -np.inf
     newest = np.zeros((blocks + 1, blocks + 1))
     newest[:-1, 1:] = np.maximum.accumulate(worst, axis=1) - total[:-1, None]

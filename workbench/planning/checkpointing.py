@@ -87,15 +87,13 @@ def joined(of_kinds: Activations, early: Any, late: Any) -> Activations:
 
 
 class Levels:
-    """Every stage that a cut into `stages` may have, at every level, as flat arrays: a stage's levels in a row, stages
-    by their first block."""
+    """Every stage of at most `longest` blocks that a cut into `stages` may have, at every level, as flat arrays: a
+    stage's levels in a row, stages by their first block."""
 
-    def __init__(self, blocks: int, kinds: int, stages: int) -> None:
+    def __init__(self, blocks: int, kinds: int, stages: int, longest: int) -> None:
         first, end = np.triu_indices(blocks + 1, 1)
-        possible = end - first <= blocks - stages + 1
-        if stages == 1:
-            possible = (first == 0) & (end == blocks)
-        elif stages == 2:
+        possible = end - first <= longest
+        if stages <= 2:  # there are no stages between the first and the last
             possible &= (first == 0) | (end == blocks)
         self._blocks, self._stages = blocks, stages
         self._first, self._end = first[possible], end[possible]
@@ -105,9 +103,13 @@ class Levels:
         every = Mixed.at(np.repeat(self._first, self._sizes), np.repeat(self._end, self._sizes), level)
         self._places = every.places(blocks + 1)
 
-    def spread(self, matrix: Array) -> Array:
-        """What does not depend on recomputation, for every stage and level."""
+    def whole(self, matrix: Array) -> Array:
+        """As `Mixed.whole`, of every stage at every level."""
         return np.repeat(matrix[self._first, self._end], self._sizes)
+
+    def sum(self, matrices: Array) -> Array:
+        early, late = self._places
+        return np.asarray(matrices.take(early) + matrices.take(late))
 
     def activations(self, of_kinds: Activations) -> Activations:
         return joined(of_kinds, *self._places)
@@ -143,15 +145,14 @@ class Part:
         """`[i, j]`: the least of each stage's flat values; infinity for others."""
         return self.matrix(np.minimum.reduceat(values, self._starts))
 
-    def lowest(self, values: Array, cap: float) -> tuple[Mixed, Array, Array]:
-        """Each stage at the lowest level whose value is at most `cap` (the highest, where none is); and as matrices
-        `[i, j]` these levels, and their values: infinity where none is."""
+    def lowest(self, values: Array, cap: float) -> tuple[Indices, Array, Array]:
+        """Where in the flat arrays of these stages each is at the lowest level whose value is at most `cap` (the
+        highest, where none is); and as matrices `[i, j]` these levels, and their values: infinity where none is."""
         fitting = np.append(np.flatnonzero(values <= cap), len(values))
         found = fitting[np.searchsorted(fitting, self._starts)]
         place = np.minimum(found, self._last)
-        level = place - self._starts
         at_place = np.where(found <= self._last, values[place], np.inf)
-        return Mixed.at(self.first, self.end, level), self.matrix(level), self.matrix(at_place)
+        return place, self.matrix(place - self._starts), self.matrix(at_place)
 
     def matrix(self, values: npt.NDArray[Any]) -> Array:
         """`[i, j]`: one value a stage; infinity for others."""
@@ -160,12 +161,12 @@ class Part:
         return matrix
 
 
-@lru_cache(maxsize=16)
-def levels_of(blocks: int, kinds: int, stages: int) -> Levels:
-    return Levels(blocks, kinds, stages)
+@lru_cache(maxsize=32)
+def levels_of(blocks: int, kinds: int, stages: int, longest: int) -> Levels:
+    return Levels(blocks, kinds, stages, longest)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def activations_of_levels(of_kinds: Activations, levels: Levels) -> Activations:
     """Kept, because options that differ in what they shard share it."""
     return levels.activations(of_kinds)

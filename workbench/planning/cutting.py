@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -10,13 +10,15 @@ from itertools import pairwise
 import numpy as np
 
 from workbench.cost.memory import ADAMW, Activations, StageState
-from workbench.planning.checkpointing import Levels, Mixed, Part, activations_of_levels, levels_of
-from workbench.planning.partition import least_sum, partition, smallest
+from workbench.planning.checkpointing import Mixed, Part, activations_of_levels, levels_of
+from workbench.planning.partition import SLACK, least_sum, partition, smallest
 from workbench.planning.pricing import Array, Degrees, Pricer
 from workbench.planning.schedules import holdings
 
 CAP_STEPS = 3
 """Halvings of what each of a rank's several stages may take, when together they take too much."""
+LONGER_THAN_EQUAL = 1.5
+"""Stages up to so much longer than equal ones are priced at every level first; longer ones if they can be faster."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Cutter:
     def __init__(self, pricer: Pricer, degrees: Degrees) -> None:
         self.degrees = degrees
         self._pricer = pricer
+        self._blocks = len(pricer.profile.blocks)
         self._holdings = holdings(degrees.schedule, degrees.pipeline, degrees.num_microbatches, degrees.chunks)
         self._held = [
             max(entry[stage // degrees.pipeline] for entry in self._holdings[stage % degrees.pipeline])
@@ -49,6 +52,7 @@ class Cutter:
         self._host_offered = pricer.cluster.host_offered_bytes
         self._sends = pricer.send_ms(degrees)
         self._host = self._host_bytes()
+        self._priced: dict[int, _Priced] = {}
 
     def _host_bytes(self) -> Array | None:
         """Of every stage, optimiser state of one device in the host's memory; None where it is on the device."""
@@ -69,8 +73,19 @@ class Cutter:
         return self._pricer.state(self.degrees)
 
     @cached_property
+    def _fitting_state(self) -> Array:
+        """`state.total`; infinite where the optimiser's state does not fit the host."""
+        state = self.state.total
+        return state if self._host is None else np.where(self._host <= self._host_offered, state, np.inf)
+
+    @cached_property
     def _activations(self) -> Activations:
         return self._pricer.activations(self.degrees)
+
+    @cached_property
+    def _busy(self) -> Array:
+        """Of every stage, nothing recomputed that need not be."""
+        return self._pricer.busy(self.degrees)
 
     def best(self, offered: float) -> tuple[Cut | None, float]:
         """The best cut within `offered` bytes a device, and the bytes of its fullest; or None, and the least that any
@@ -81,13 +96,12 @@ class Cutter:
             cut = self._as_fast_as_can_be()
             if cut is not None and max(cut.peaks) <= offered:  # where it fits as it is, no other cut is better
                 return cut, max(cut.peaks)
+        if self.least * (1 - SLACK) > offered:
+            return None, self.least
         cut = self._within(offered)
-        if cut is not None and max(cut.peaks) <= offered:
-            return cut, max(cut.peaks)
-        together = self._least_together()
-        if cut is not None and together <= offered:
-            return self._tighter(offered, cut)
-        return None, max(together, self._least_of_one())
+        if cut is None:
+            return None, self._least_of_one()
+        return (cut, max(cut.peaks)) if max(cut.peaks) <= offered else self._tighter(offered, cut)
 
     def leanest(self) -> float:
         """Bytes of the fullest device of a cut that needs little; no cut needs less where ranks have one stage each."""
@@ -110,83 +124,105 @@ class Cutter:
                 best = parts
         return best
 
-    # Every stage at every level
+    # What no cut is below
+
+    @property
+    def least(self) -> float:
+        """No cut's fullest device holds less: every block by the kind that keeps least of it, whatever the mixture."""
+        return max(self._least_alone, self._least_together)
 
     @cached_property
-    def _levels(self) -> Levels:
-        return levels_of(len(self.state.total) - 1, len(self._pricer.kinds), self.degrees.stages)
+    def _least_activations(self) -> Activations:
+        return self._pricer.least_activations(self.degrees)
 
     @cached_property
-    def _state_of_levels(self) -> Array:
-        """Infinite where the optimiser's state does not fit the host."""
-        return self._levels.spread(self._fitting_host(self.state.total))
+    def _least_alone(self) -> float:
+        """No cut's fullest stage holds less."""
+        each = {count: self._fitting_state + self._least_activations.of(count) for count in set(self._held)}
+        return smallest([each[count] for count in self._held])
 
     @cached_property
-    def _activations_of_levels(self) -> Activations:
-        return activations_of_levels(self._activations, self._levels)
-
-    @cached_property
-    def _parts(self) -> dict[int, Part]:
-        """By the micro-batches that a stage holds: what can be such a stage."""
-        return {
-            count: self._levels.part(self._held.index(count), len(self._held) - 1 - self._held[::-1].index(count))
-            for count in set(self._held)
-        }
-
-    def _fitting_host(self, bytes: Array) -> Array:
-        return bytes if self._host is None else np.where(self._host <= self._host_offered, bytes, np.inf)
-
-    def _peak(self, count: int, part: Part, running: bool = True) -> Array:
-        """Of some stages at every level, while they hold `count` micro-batches and run, or another does."""
-        state, held = self._state_of_levels[part.of_all], self._activations_of_levels.held[part.of_all]
-        if not running:
-            return state + count * held
-        return state + ((count - 1) * held + self._activations_of_levels.newest[part.of_all])
-
-    def _least_of_one(self) -> float:
-        """Of all cuts, the least that the fullest stage holds."""
-        least = {count: part.least(self._peak(count, part)) for count, part in self._parts.items()}
-        return smallest([least[count] for count in self._held])
-
     def _least_together(self) -> float:
-        """No cut's fullest device holds less, where each has several stages: a weighted mean over devices is no more
-        than their maximum, and its least is found stage by stage."""
+        """Where each device has several stages: a weighted mean over devices is no more than their maximum, and its
+        least is found stage by stage."""
         if self.degrees.chunks == 1:
             return 0.0
+        found = self._least_activations
         fullest = [max(entries, key=lambda entry: sum(entry[:-1])) for entries in self._holdings]
         weights = [sum(entry[:-1]) ** -0.5 for entry in fullest]
-        every = self._levels.part(0, self.degrees.stages - 1)
-        least: dict[tuple[int, bool], Array] = {}
         stages = []
         for stage in range(self.degrees.stages):
             rank, chunk = stage % self.degrees.pipeline, stage // self.degrees.pipeline
             count, running = fullest[rank][chunk], fullest[rank][-1] == chunk
-            if (count, running) not in least:
-                least[count, running] = every.least(self._peak(count, every, running))
-            stages.append(weights[rank] * least[count, running])
+            held = found.of(count) if running else count * found.held
+            stages.append(weights[rank] * (self._fitting_state + held))
         return float(least_sum(stages) / sum(weights))
 
     # Cuts
 
     def _as_fast_as_can_be(self) -> Cut | None:
         """The cut whose slowest stage is fastest, nothing recomputed that need not be, whatever memory that takes."""
-        busy = self._pricer.busy(self.degrees)
         first = Activations(self._activations.held[0], self._activations.newest[0])
-        peaks = {count: self._fitting_host(self.state.total) + first.of(count) for count in set(self._held)}
-        cuts = self._partition(dict.fromkeys(peaks, busy), peaks, np.inf)
+        peaks = {count: self._fitting_state + first.of(count) for count in set(self._held)}
+        cuts = self._partition(dict.fromkeys(peaks, self._busy), peaks, np.inf)
         return None if cuts is None else self._cut(cuts, (0,) * self.degrees.stages)
 
     def _within(self, cap: float) -> Cut | None:
         """The cut whose slowest stage is fastest, each stage within `cap` at the lowest level that fits."""
+        if cap < self._least_alone * (1 - SLACK):
+            return None
+        for longest in self._lengths():
+            cut = self._within_of(self._priced_up_to(longest), cap)
+            if cut is not None and self._longer_are_slower(longest, cut):
+                return cut
+        return cut
+
+    def _lengths(self) -> Iterator[int]:
+        """Most blocks of a stage: first a few more than of equal stages, then twice as many, …, then what there is."""
+        most = self._blocks - self.degrees.stages + 1
+        longest = int(LONGER_THAN_EQUAL * self._blocks / self.degrees.stages) + 1
+        while self.degrees.stages > 2 and longest < most:
+            yield longest
+            longest *= 2
+        yield most
+
+    def _longer_are_slower(self, longest: int, cut: Cut) -> bool:
+        """Is every stage of more than `longest` blocks slower than the slowest of a cut, whatever it recomputes?"""
+        sends = [float(send[j]) for send, j in zip(self._sends, cut.cuts[1:], strict=True)]
+        slowest = (self._pricer.times(self.degrees, cut.stages).busy + sends).max()
+        longer = self._busy[np.triu_indices(self._blocks + 1, longest + 1)]
+        return bool(longer.min(initial=np.inf) > slowest * (1 + 2 * SLACK))
+
+    def _within_of(self, priced: _Priced, cap: float) -> Cut | None:
         busy, levels, peaks = {}, {}, {}
-        for count, part in self._parts.items():
-            stages, levels[count], peaks[count] = part.lowest(self._peak(count, part), cap)
-            busy[count] = part.matrix(self._pricer.times(self.degrees, stages).busy)
+        for count, part in priced.parts.items():
+            place, levels[count], peaks[count] = part.lowest(priced.peak(count), cap)
+            busy[count] = part.matrix(priced.busy[part.of_all][place])
         cuts = self._partition(busy, peaks, cap)
         if cuts is None:
             return None
         chosen = (int(levels[count][span]) for count, span in zip(self._held, pairwise(cuts), strict=True))
         return self._cut(cuts, tuple(chosen))
+
+    def _priced_up_to(self, longest: int) -> _Priced:
+        if longest not in self._priced:
+            levels = levels_of(self._blocks, len(self._pricer.kinds), self.degrees.stages, longest)
+            self._priced[longest] = _Priced(
+                levels.whole(self._fitting_state),
+                activations_of_levels(self._activations, levels),
+                self._pricer.times(self.degrees, levels).busy,
+                {
+                    count: levels.part(self._held.index(count), len(self._held) - 1 - self._held[::-1].index(count))
+                    for count in set(self._held)
+                },
+            )
+        return self._priced[longest]
+
+    def _least_of_one(self) -> float:
+        """Of all cuts, the least that the fullest stage holds."""
+        priced = self._priced_up_to(self._blocks - self.degrees.stages + 1)
+        least = {count: part.least(priced.peak(count)) for count, part in priced.parts.items()}
+        return smallest([least[count] for count in self._held])
 
     def _partition(self, busy: Mapping[int, Array], peaks: Mapping[int, Array], cap: float) -> tuple[int, ...] | None:
         """Both by the micro-batches that a stage holds."""
@@ -227,3 +263,22 @@ class Cutter:
             else:
                 high = cap
         return found, max(found.peaks) if found else least
+
+
+class _Priced:
+    """Stages at every level, as flat arrays, for one option."""
+
+    def __init__(self, state: Array, activations: Activations, busy: Array, parts: Mapping[int, Part]) -> None:
+        self.busy = busy
+        self.parts = parts
+        """By the micro-batches that a stage holds: what can be such a stage."""
+        self._state = state
+        self._activations = activations
+        self._peaks: dict[int, Array] = {}
+
+    def peak(self, count: int) -> Array:
+        """Bytes of what can be a stage that holds `count` micro-batches, while it runs."""
+        if count not in self._peaks:
+            part, of = self.parts[count].of_all, self._activations
+            self._peaks[count] = self._state[part] + ((count - 1) * of.held[part] + of.newest[part])
+        return self._peaks[count]

@@ -15,9 +15,19 @@ import numpy.typing as npt
 
 from workbench.cost.cluster import Cluster, Device, Link
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
-from workbench.cost.memory import ADAMW, FP32, Activations, ParameterTable, Shares, StageState, activations, stage_state
+from workbench.cost.memory import (
+    ADAMW,
+    FP32,
+    Activations,
+    ParameterTable,
+    Shares,
+    StageState,
+    activations,
+    least_activations,
+    stage_state,
+)
 from workbench.cost.profiles import BlockCosts, Profile
-from workbench.planning.checkpointing import Mixed, Uniform
+from workbench.planning.checkpointing import Levels, Mixed, Uniform
 
 Array = npt.NDArray[np.float64]
 
@@ -179,7 +189,12 @@ class Pricer:
         return stage_state(self.profile, self.table(degrees), degrees.micro_batch, _shares(degrees))
 
     def activations(self, degrees: Degrees) -> Activations:
+        """`[kind, i, j]`."""
         return activations(self.costs(degrees), self.kinds, copied=not _shares(degrees).sharded)
+
+    def least_activations(self, degrees: Degrees) -> Activations:
+        """`[i, j]`: no mixture of kinds holds less."""
+        return least_activations(self.costs(degrees), self.kinds, copied=not _shares(degrees).sharded)
 
     def whole(self, degrees: Degrees) -> StageTimes:
         """Of all blocks as one stage, by the first kind, as scalars: what a bound needs."""
@@ -189,7 +204,7 @@ class Pricer:
         """`[i, j]`: one micro-batch in all, every block by the first kind."""
         return self.times(degrees, Uniform()).busy
 
-    def times(self, degrees: Degrees, stages: Mixed | Uniform) -> StageTimes:
+    def times(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> StageTimes:
         """Of each of `stages`."""
         tensor_link = self.cluster.group_link(degrees.tensor)
         found = self._costs.compute(
@@ -264,7 +279,7 @@ class Pricer:
             seconds = seconds + 2 * elements * ADAMW / device.host_bandwidth
         return np.asarray(1e3 * seconds)
 
-    def _collectives(self, degrees: Degrees, stages: Mixed | Uniform) -> tuple[Array, Array, Array]:
+    def _collectives(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
         """Milliseconds of the data axis's collectives: in one forward, in one backward, at the step's end."""
         data = degrees.data
         nothing = np.zeros_like(stages.whole(self.elements))
