@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from workbench.cost.memory import ADAMW, Activations, StageState
-from workbench.planning.checkpointing import Mixed, Part, activations_of_levels, levels_of
+from workbench.planning.checkpointing import Indices, Mixed, Part, activations_of_levels, levels_of
 from workbench.planning.partition import SLACK, least_sum, partition, smallest
 from workbench.planning.pricing import Array, Degrees, Pricer
 from workbench.planning.schedules import holdings
@@ -172,9 +172,9 @@ class Cutter:
         if cap < self._least_alone * (1 - SLACK):
             return None
         for longest in self._lengths():
-            cut = self._within_of(self._priced_up_to(longest), cap)
-            if cut is not None and self._longer_are_slower(longest, cut):
-                return cut
+            cut, slowest = self._within_of(self._priced_up_to(longest), cap)
+            if cut is not None and self._least_busy_of_longer(longest) > slowest * (1 + 2 * SLACK):
+                break
         return cut
 
     def _lengths(self) -> Iterator[int]:
@@ -186,23 +186,22 @@ class Cutter:
             longest *= 2
         yield most
 
-    def _longer_are_slower(self, longest: int, cut: Cut) -> bool:
-        """Is every stage of more than `longest` blocks slower than the slowest of a cut, whatever it recomputes?"""
-        sends = [float(send[j]) for send, j in zip(self._sends, cut.cuts[1:], strict=True)]
-        slowest = (self._pricer.times(self.degrees, cut.stages).busy + sends).max()
-        longer = self._busy[np.triu_indices(self._blocks + 1, longest + 1)]
-        return bool(longer.min(initial=np.inf) > slowest * (1 + 2 * SLACK))
+    def _least_busy_of_longer(self, longest: int) -> float:
+        """No stage of more blocks is faster, whatever it recomputes."""
+        return float(self._busy[_longer(self._blocks, longest)].min(initial=np.inf))
 
-    def _within_of(self, priced: _Priced, cap: float) -> Cut | None:
+    def _within_of(self, priced: _Priced, cap: float) -> tuple[Cut | None, float]:
+        """Of the stages priced; with the milliseconds of its slowest."""
         busy, levels, peaks = {}, {}, {}
         for count, part in priced.parts.items():
             place, levels[count], peaks[count] = part.lowest(priced.peak(count), cap)
             busy[count] = part.matrix(priced.busy[part.of_all][place])
         cuts = self._partition(busy, peaks, cap)
         if cuts is None:
-            return None
-        chosen = (int(levels[count][span]) for count, span in zip(self._held, pairwise(cuts), strict=True))
-        return self._cut(cuts, tuple(chosen))
+            return None, np.inf
+        stages = list(zip(self._held, self._sends, pairwise(cuts), strict=True))
+        slowest = max(float(busy[count][span] + send[span[1]]) for count, send, span in stages)
+        return self._cut(cuts, tuple(int(levels[count][span]) for count, _, span in stages)), slowest
 
     def _priced_up_to(self, longest: int) -> _Priced:
         if longest not in self._priced:
@@ -263,6 +262,12 @@ class Cutter:
             else:
                 high = cap
         return found, max(found.peaks) if found else least
+
+
+@lru_cache(maxsize=64)
+def _longer(blocks: int, longest: int) -> tuple[Indices, ...]:
+    """Where in a matrix `[i, j]` stages of more blocks are."""
+    return np.triu_indices(blocks + 1, longest + 1)
 
 
 class _Priced:

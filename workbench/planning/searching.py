@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from workbench.cost.cluster import Cluster
@@ -98,22 +101,34 @@ def what_if(
     is; every other None leaves a choice to the search. Prices of blocks are shared between calls. Raises
     `PlanInfeasible` where nothing fits: show its sentence in place of the picture.
     """
-    return _what_if(
-        profile,
-        Request(
-            global_batch,
-            seq_len,
-            cluster if gpus is None else cluster.resized(gpus),
-            memory_limit_bytes(memory_limit_gib),
-            pipeline,
-            data,
-            tensor,
-            zero,
-            micro_batch,
-            recompute,
-            schedule,
-        ),
+    request = Request(
+        global_batch,
+        seq_len,
+        cluster if gpus is None else cluster.resized(gpus),
+        memory_limit_bytes(memory_limit_gib),
+        pipeline,
+        data,
+        tensor,
+        zero,
+        micro_batch,
+        recompute,
+        schedule,
     )
+    with uncollected():
+        return _what_if(profile, request)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: a full one takes longer than a plan where a model has been captured, and can as
+    well come when nobody waits."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @lru_cache(maxsize=512)

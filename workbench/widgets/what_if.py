@@ -17,6 +17,7 @@ from workbench.cost.profiles import Profile
 from workbench.errors import WorkbenchError
 from workbench.figures import plan_mimebundle, show_plan, theme
 from workbench.planning import Plan, what_if
+from workbench.planning.searching import uncollected
 from workbench.units import GIB
 from workbench.widgets.plot import Plot
 from workbench.widgets.rows import fixed, heard_while_busy
@@ -91,7 +92,8 @@ class WhatIf(widgets.VBox):
                     return
                 self._wake.clear()
             if wished:
-                self._answer()
+                with uncollected():
+                    self._answer()
             else:
                 for shown in self._showings:
                     shown.update(*self._twin())
