@@ -265,8 +265,9 @@ def state_of(found: Profile, **changes: Any) -> StageState:
     return stage_state(found, ParameterTable(found), 4, shares)
 
 
-def activations_of(found: Profile) -> Activations:
-    return activations(found.at(4, H200.device), ("none", "full"), copied=True)
+def activations_of(found: Profile, **changes: Any) -> Activations:
+    shares = Shares(**{"zero": 0, "data": 1, "num_microbatches": 8, **changes})
+    return activations(found.at(4, H200.device), ParameterTable(found), shares, ("none", "full"))
 
 
 def test_a_tied_parameter_is_counted_once_in_a_stage_and_once_in_each_that_holds_it() -> None:
@@ -307,6 +308,29 @@ def test_checkpointing_holds_block_inputs_and_one_blocks_activations() -> None:
 def test_each_further_micro_batch_in_flight_holds_as_much_as_the_last() -> None:
     memory, stage = activations_of(layered_profile()), (0, 1, 5)
     assert memory.of(3)[stage] - memory.of(2)[stage] == pytest.approx(memory.held[stage])
+
+
+def test_gradients_of_a_steps_only_micro_batch_come_as_activations_go() -> None:
+    found = layered_profile(layers=4, elements=50_000_000, vocabulary=1000)
+    whole, (embedding, layer, head) = (0, 0, len(found.blocks)), (kind.saved_bytes * 4 for kind in found.kinds)
+
+    def peak(**changes: Any) -> float:
+        state = state_of(found, zero=1, data=4, **changes)
+        return float(state.total[whole[1:]] + activations_of(found, zero=1, data=4, **changes).newest[whole])
+
+    def resident(gradients: float, **changes: Any) -> float:
+        state = state_of(found, zero=1, data=4, **changes)
+        return float((state.total - state.gradients)[whole[1:]]) + gradients
+
+    everything = embedding + 4 * layer + head + 4 * 90e6
+    tied_and_head = 1000 + 30_000
+    assert peak() == pytest.approx(resident(4 * found.parameter_count) + everything), "of the micro-batch before"
+    assert peak(num_microbatches=1) == pytest.approx(resident(4 * tied_and_head / 4, num_microbatches=1) + everything)
+    wide = layered_profile(layers=4, elements=50_000_000_000, vocabulary=1000)
+    state = state_of(wide, zero=1, data=4, num_microbatches=1)
+    newest = activations_of(wide, zero=1, data=4, num_microbatches=1).newest[whole]
+    assert state.gradients[whole[1:]] == wide.parameter_count
+    assert newest == pytest.approx(embedding + layer + 4 * 9e6), "all are there when the first layer runs backward"
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state() -> None:

@@ -13,6 +13,7 @@ from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
 from workbench.cost import Cluster, Profile
 from workbench.cost.measured import Measurement, with_measurements
+from workbench.cost.profiles import DividedCosts
 from workbench.execution.block_probe import chosen, measure
 from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
@@ -62,6 +63,29 @@ def test_memory_held_is_a_line_through_the_measurements() -> None:
     assert costs.saved_bytes[LAYER] == pytest.approx(8 * 20e6)
     assert costs.weight_copy_bytes[LAYER] == pytest.approx(5e6)
     assert costs.workspace_bytes[LAYER] == pytest.approx(8 * 7e6)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (86.0, 50.0),
+        (50.0, 14.0 + (50.0 - 14.0) / 2),
+        (10.0, 10.0),
+        (90.0, 50.0 * 90 / 86),
+    ],
+)
+def test_what_the_compiler_does_not_save_is_taken_off_what_tensor_parallelism_divides(
+    seen: float, expected: float
+) -> None:
+    """A layer counted to save 86 of which 14 are on both devices; less than those 14 cannot be divided at all."""
+    whole = layered_profile()
+    kinds = tuple(replace(kind, saved_bytes=86.0) for kind in whole.kinds)
+    halves = tuple(replace(kind, saved_bytes=50.0) for kind in whole.kinds)
+    counted = replace(whole, kinds=kinds, divided={2: DividedCosts(halves, whole.parameters)})
+    found = with_measurements(counted, H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0), held=seen))
+    assert found.kinds[1].saved_bytes == pytest.approx(seen)
+    assert found.on_tensor_axis(2).kinds[1].saved_bytes == pytest.approx(expected)
+    assert found.on_tensor_axis(2).kinds[2].saved_bytes == 50.0, "not measured"
 
 
 def test_a_device_without_an_allocator_to_ask_keeps_the_counted_memory() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.cost import Cluster, Link, profile
-from workbench.cost.memory import activations
+from workbench.cost.memory import Shares, activations
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import Action, Plan, Request, bubble_fraction, search, simulate, timeline, weigh, what_if
 from workbench.planning.checkpointing import Mixed
@@ -240,16 +240,18 @@ options = st.tuples(
     st.sampled_from([2, 1]),
     st.booleans(),
     st.sampled_from([1, 2, 4]),
+    st.booleans(),
 )
-"""Pipeline and data degrees, ZeRO stage, schedule, chunks, offload, micro-batch."""
+"""Pipeline and data degrees, ZeRO stage, schedule, chunks, offload, micro-batch, and whether one is the whole step."""
 
 
 def degrees_of(drawn: Any) -> Degrees:
-    (pipeline, data), zero, schedule, chunks, offload, micro_batch = drawn
+    (pipeline, data), zero, schedule, chunks, offload, micro_batch, alone = drawn
     chunks, schedule = (1, "1f1b") if pipeline == 1 else (chunks, schedule)
     chunks = chunks if schedule == "interleaved" else 1
     zero = 0 if data == 1 else zero
-    return Degrees(pipeline, data, 1, zero, schedule, chunks, offload, micro_batch, 4 * pipeline)
+    count = 1 if alone and (pipeline == 1 or schedule == "gpipe") else 4 * pipeline
+    return Degrees(pipeline, data, 1, zero, schedule, chunks, offload, micro_batch, count)
 
 
 @dataclass(frozen=True)
@@ -275,8 +277,9 @@ class OneByOne:
 
     def __init__(self, pricer: Pricer, degrees: Degrees) -> None:
         self.degrees = degrees
-        sharded = degrees.zero > 0 and degrees.data > 1
-        self.memory = {kind: activations(pricer.costs(degrees), (kind,), copied=not sharded) for kind in RECOMPUTE}
+        costs, table = pricer.costs(degrees), pricer.table(degrees)
+        shares = Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer)
+        self.memory = {kind: activations(costs, table, shares, (kind,)) for kind in RECOMPUTE}
         self.times = {kind: Pricer(pricer._costs, pricer.cluster, (kind,)) for kind in RECOMPUTE}
         self.state = pricer.state(degrees).total
         self.priced: dict[tuple[int, int], list[Priced]] = {}
@@ -660,12 +663,22 @@ def test_selective_checkpointing_lies_between_none_and_full() -> None:
 
 def test_zero_1_shards_the_optimiser_and_nothing_else() -> None:
     fixed = {"pipeline": 1, "recompute": "none", "offload_optimizer": False}
-    zero, one, two = (plan_of(**fixed, zero=stage, micro_batch=16) for stage in (0, 1, 2))
+    zero, one, two = (plan_of(**fixed, zero=stage, micro_batch=4) for stage in (0, 1, 2))
     assert one.stages[0].memory.optimizer == pytest.approx(zero.stages[0].memory.optimizer / 4, abs=1)
-    assert one.stages[0].memory.gradients == zero.stages[0].memory.gradients
+    assert one.stages[0].memory.gradients == zero.stages[0].memory.gradients / 2 == 4 * PROFILE.parameter_count
     assert two.stages[0].memory.gradients == pytest.approx(one.stages[0].memory.gradients / 4, abs=1)
-    one, two = (plan_of(**fixed, zero=stage, micro_batch=4) for stage in (1, 2))
     assert one.prediction.step_ms < two.prediction.step_ms, "four micro-batches, one reduction"
+
+
+def test_a_step_of_one_micro_batch_reduces_gradients_as_they_come() -> None:
+    """Where the head's backward is the fullest moment, no layer has any yet; ZeRO 1 holds what ZeRO 2 does."""
+    fixed = {"pipeline": 1, "recompute": "none", "offload_optimizer": False, "micro_batch": 16}
+    one, two = (plan_of(**fixed, zero=stage).stages[0].memory for stage in (1, 2))
+    assert one == two
+    table = 60_030_000
+    assert one.gradients == pytest.approx(table, abs=1), "fp32, over four devices"
+    kept = [PROFILE.kinds[block.kind].saved_bytes for block in PROFILE.blocks]
+    assert one.activations == pytest.approx(16 * (sum(kept) + PROFILE.kinds[2].workspace_bytes), abs=1)
 
 
 def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() -> None:

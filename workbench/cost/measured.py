@@ -43,7 +43,7 @@ def with_measurements(profile: Profile, device: Device, found: Sequence[Measurem
     speeds = {kind: _speeds(profile, kind, points, device) for kind, points in of_kind.items()}
     kinds = {kind: _with_memory(profile.kinds[kind], points) for kind, points in of_kind.items()}
     divided = {
-        degree: DividedCosts(_divided(profile.kinds, costs.kinds, kinds), costs.parameters)
+        degree: DividedCosts(_divided(degree, profile.kinds, costs.kinds, kinds), costs.parameters)
         for degree, costs in profile.divided.items()
     }
     return replace(
@@ -97,20 +97,35 @@ def _line(samples: Any, values: Any) -> tuple[float, float]:
 
 
 def _divided(
-    whole: Sequence[KindCost], parts: Sequence[KindCost], measured: Mapping[int, KindCost]
+    degree: int, whole: Sequence[KindCost], parts: Sequence[KindCost], measured: Mapping[int, KindCost]
 ) -> tuple[KindCost, ...]:
-    """What one tensor-parallel device holds, in the proportion in which it was counted."""
+    """What one tensor-parallel device holds: of activations see `_part_of`, else in the proportion in which it was
+    counted."""
     found = []
     for kind, part in enumerate(parts):
         if kind in measured:
             counted, seen = whole[kind], measured[kind]
             part = replace(
                 part,
+                saved_bytes=_part_of(degree, counted.saved_bytes, part.saved_bytes, seen.saved_bytes),
                 **{
                     name: getattr(part, name) * _ratio(getattr(seen, name), getattr(counted, name))
-                    for name in ("saved_bytes", "workspace_bytes", "products_bytes")
+                    for name in ("workspace_bytes", "products_bytes")
                 },
                 weight_copy_bytes=seen.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
             )
         found.append(part)
     return tuple(found)
+
+
+def _part_of(degree: int, counted: float, part: float, seen: float) -> float:
+    """Bytes that one of `degree` devices saves, where a whole block was `counted` to save more than it was `seen` to.
+
+    What the compiler does not save after all lies between two products, mostly an activation function's steps, and so
+    where the block is divided: it is taken off that share first, and what the devices hold alike stays.
+    """
+    divided = (counted - part) * degree / (degree - 1)
+    if divided <= 0 or not 0 < seen < counted:
+        return part * _ratio(seen, counted)
+    left_out = counted - seen
+    return part - min(left_out, divided) / degree - max(0.0, left_out - divided)

@@ -15,8 +15,11 @@ Compute copies: under bf16, autocast casts each fp32 weight once per micro-batch
 copy (seen on H200 for compiled blocks too). FSDP2 gathers them in bf16 to begin with; with
 `reshard_after_forward=False` (ZeRO 1 and 2) they stay through the step, otherwise (ZeRO 3) a block and the one
 gathered ahead of it. ZeRO 1 keeps whole gradients until the last micro-batch; from ZeRO 2 on they are reduced after
-every micro-batch's backward, so that only one block's are ever whole. Optimiser state that is offloaded takes nothing
-on the device but the part that travels. (ZeRO: arXiv:1910.02054; FSDP2: torch.distributed.fsdp.fully_shard.)
+every micro-batch's backward, so that only one block's are ever whole. In a step of a single micro-batch that holds for
+ZeRO 1 too, and gradients come block by block while activations go: where the last block's backward is the fullest
+moment, there are none yet but its own. (DistributedDataParallel's buckets are there all the time.) Optimiser state
+that is offloaded takes nothing on the device but the part that travels. (ZeRO: arXiv:1910.02054; FSDP2:
+torch.distributed.fsdp.fully_shard.)
 """
 
 from __future__ import annotations
@@ -55,6 +58,20 @@ class Shares:
     def sharded(self) -> bool:
         return self.zero >= 1 and self.data > 1
 
+    @property
+    def gradient_bytes(self) -> float:
+        """Of each trained element on one device, between two micro-batches or when the last one's backward is over."""
+        whole = not self.sharded or (self.zero == 1 and self.num_microbatches > 1)
+        # DistributedDataParallel's buckets hold a second copy while micro-batches before the last accumulate beside.
+        copies = 2 if self.zero == 0 and self.data > 1 and self.num_microbatches > 1 else 1
+        return FP32 * copies / (1 if whole else self.data)
+
+    @property
+    def coming_bytes(self) -> float:
+        """Of these, what is not there yet before a block's backward: all of it, or nothing."""
+        in_buckets = self.zero == 0 and self.data > 1
+        return 0.0 if in_buckets or self.num_microbatches > 1 else self.gradient_bytes
+
 
 @dataclass(frozen=True)
 class StageState:
@@ -79,6 +96,8 @@ class Activations:
     """Of one whole micro-batch, between its forward and its backward."""
     newest: Array
     """Of the micro-batch that runs, at its own worst moment."""
+    least: Activations | None = None
+    """`[i, j]`: of each block the least of any kind, less than which no mixture of them holds."""
 
     def of(self, in_flight: int) -> Array:
         """Of `in_flight` micro-batches, the newest of which runs."""
@@ -103,6 +122,9 @@ class ParameterTable:
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )
+        own = [[name for name in block.parameters if name not in self.shared] for block in profile.blocks]
+        self.own_trained = np.array([sum(trained[name] for name in names) for names in own], dtype=np.float64)
+        """Of every block, elements of trained parameters that no other block uses."""
         self.largest = _span_max(self.block_elements)
         """Of every stage, elements of its largest block."""
 
@@ -124,9 +146,6 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
     """State of every stage for one choice of micro-batch and sharding."""
     sharded = shares.sharded
     divisor = shares.data if sharded else 1
-    whole_gradients = not sharded or shares.zero == 1
-    # DistributedDataParallel's buckets hold a second copy while micro-batches before the last accumulate beside them.
-    copies_of_gradients = 2 if shares.zero == 0 and shares.data > 1 and shares.num_microbatches > 1 else 1
     compute_bytes = 2 if profile.precision == "bf16" else FP32
     largest = table.largest
     parameters = FP32 * table.elements / divisor
@@ -139,27 +158,31 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
     moments = ADAMW * table.trained / divisor
     return StageState(
         parameters=parameters,
-        gradients=FP32 * table.trained * copies_of_gradients / (1 if whole_gradients else divisor),
+        gradients=shares.gradient_bytes * table.trained,
         optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if shares.offload_optimizer else moments,
         workspace=reduction + _boundary(profile, micro_batch, shares.num_microbatches),
     )
 
 
-@lru_cache(maxsize=64)
-def activations(costs: BlockCosts, kinds: tuple[str, ...], *, copied: bool) -> Activations:
-    """Of every stage whose blocks are all recomputed alike, by each of `kinds`; `copied`: with the weights' copies.
+def activations(costs: BlockCosts, table: ParameterTable, shares: Shares, kinds: tuple[str, ...]) -> Activations:
+    """Of every stage whose blocks are all recomputed alike, by each of `kinds`.
 
-    A stage recomputed in two ways is two such stages, one after the other.
+    A stage recomputed in two ways is two such stages, one after the other. Where gradients come block by block, a
+    block that is still to run backward holds so much less than the stage's state, which counts all of them.
     """
-    held, newest = zip(*(_held(*_of_blocks(costs, kind, copied=copied)) for kind in kinds), strict=True)
-    return Activations(np.stack(held), np.stack(newest))
+    return _activations(costs, table, kinds, copied=not shares.sharded, coming_bytes=shares.coming_bytes)
 
 
 @lru_cache(maxsize=64)
-def least_activations(costs: BlockCosts, kinds: tuple[str, ...], *, copied: bool) -> Activations:
-    """Of every stage `[i, j]`, less than which no mixture of `kinds` holds: of each block the least of any kind."""
+def _activations(
+    costs: BlockCosts, table: ParameterTable, kinds: tuple[str, ...], *, copied: bool, coming_bytes: float
+) -> Activations:
+    """`copied`: with the weights' copies."""
+    coming = coming_bytes * table.own_trained
     kept, own = zip(*(_of_blocks(costs, kind, copied=copied) for kind in kinds), strict=True)
-    return Activations(*_held(np.minimum.reduce(kept), np.minimum.reduce(own)))
+    held, newest = zip(*(_held(k - coming, o) for k, o in zip(kept, own, strict=True)), strict=True)
+    least = _held(np.minimum.reduce(kept) - coming, np.minimum.reduce(own))
+    return Activations(np.stack(held), np.stack(newest), Activations(*least))
 
 
 def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:

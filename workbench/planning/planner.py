@@ -346,7 +346,7 @@ class Search:
                     backward_ms=float(times.backward[s] + times.backward_wait[s]),
                     send_bytes=int(crossing[j] * degrees.micro_batch) if j < len(crossing) - 1 else 0,
                     recompute=self.kinds[mixed.heavier[s]],
-                    memory=_memory(cutter.state, i, j, at_peak),
+                    memory=_memory(cutter.state, i, j, at_peak, cutter.gradients_to_come(cut, s)),
                     weight_ms=float(times.weight[s]),
                     recompute_first=recomputed if 0 < recomputed < j - i else None,
                     recompute_rest=self.kinds[mixed.lighter[s]] if 0 < recomputed < j - i else "none",
@@ -413,12 +413,12 @@ def _of_ranks(values: Array, degrees: Degrees) -> Array:
     return np.asarray(values.reshape(degrees.chunks, degrees.pipeline).sum(axis=0))
 
 
-def _memory(state: StageState, i: int, j: int, total: float) -> Memory:
+def _memory(state: StageState, i: int, j: int, total: float, gradients_to_come: float) -> Memory:
     """The kinds of memory that make up `total` bytes of a stage."""
     return Memory(
         parameters=int(state.parameters[i, j]),
-        gradients=int(state.gradients[i, j]),
+        gradients=int(state.gradients[i, j] - gradients_to_come),
         optimizer=int(state.optimizer[i, j]),
-        activations=int(total - state.total[i, j]),
+        activations=int(total - state.total[i, j] + gradients_to_come),
         workspace=int(state.workspace[i, j]),
     )

@@ -23,7 +23,6 @@ from workbench.cost.memory import (
     Shares,
     StageState,
     activations,
-    least_activations,
     stage_state,
 )
 from workbench.cost.profiles import BlockCosts, Profile
@@ -186,15 +185,10 @@ class Pricer:
         return self._costs.table(1).elements
 
     def state(self, degrees: Degrees) -> StageState:
-        return stage_state(self.profile, self.table(degrees), degrees.micro_batch, _shares(degrees))
+        return stage_state(self.profile, self.table(degrees), degrees.micro_batch, shares_of(degrees))
 
     def activations(self, degrees: Degrees) -> Activations:
-        """`[kind, i, j]`."""
-        return activations(self.costs(degrees), self.kinds, copied=not _shares(degrees).sharded)
-
-    def least_activations(self, degrees: Degrees) -> Activations:
-        """`[i, j]`: no mixture of kinds holds less."""
-        return least_activations(self.costs(degrees), self.kinds, copied=not _shares(degrees).sharded)
+        return activations(self.costs(degrees), self.table(degrees), shares_of(degrees), self.kinds)
 
     def whole(self, degrees: Degrees) -> StageTimes:
         """Of all blocks as one stage, by the first kind, as scalars: what a bound needs."""
@@ -225,13 +219,11 @@ class Pricer:
 
     def whole_state(self, degrees: Degrees) -> float:
         """Bytes of all blocks' parameters, gradients and optimiser state: no pipeline holds less in all."""
-        table = self.table(degrees)
-        sharded = degrees.zero >= 1 and degrees.data > 1
-        divisor = degrees.data if sharded else 1
-        gradients = divisor if degrees.zero >= 2 else 1
+        table, shares = self.table(degrees), shares_of(degrees)
+        divisor = degrees.data if shares.sharded else 1
         moments = 0.0 if degrees.offload_optimizer else ADAMW / divisor
-        trained = float(table.trained[0, -1])
-        return FP32 * float(table.elements[0, -1]) / divisor + (FP32 / gradients + moments) * trained
+        elements, trained = float(table.elements[0, -1]), float(table.trained[0, -1])
+        return FP32 * elements / divisor + (shares.gradient_bytes + moments) * trained
 
     def send_ms(self, degrees: Degrees) -> list[Array]:
         """`[s][j]`: one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
@@ -298,7 +290,7 @@ class Pricer:
         return gather, gather + scatter, nothing
 
 
-def _shares(degrees: Degrees) -> Shares:
+def shares_of(degrees: Degrees) -> Shares:
     return Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer)
 
 
