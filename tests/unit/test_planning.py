@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.cost import Cluster, Link, profile
-from workbench.cost.memory import Shares, activations
+from workbench.cost.memory import ParameterTable, Shares, activations
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import Action, Plan, Request, bubble_fraction, search, simulate, timeline, weigh, what_if
 from workbench.planning.checkpointing import Mixed
@@ -751,6 +751,18 @@ def test_tensor_parallelism_divides_memory_and_compute_and_costs_its_all_reduces
     volume = 6 * 2 * (2 + 4) * hidden_BSD  # two all-reduces of bf16 forward, and of fp32 backward, a layer
     least = divided.num_microbatches * volume / H200.intra.bandwidth * 1e3
     assert divided.prediction.communication_ms > least
+
+
+def test_what_is_reduced_over_the_tensor_axis_is_kept_and_reduced_again_only_where_a_whole_block_is() -> None:
+    fixed = {"pipeline": 1, "micro_batch": 16, "zero": 0, "tensor": 2, "offload_optimizer": False}
+    none, selective, full = (plan_of(DIVIDED, **fixed, recompute=kind) for kind in RECOMPUTE)
+    assert selective.prediction.communication_ms == pytest.approx(none.prediction.communication_ms)
+    assert full.prediction.communication_ms > none.prediction.communication_ms
+    costs = DIVIDED.on_tensor_axis(2).at(16, H200.device)
+    table, shares = ParameterTable(DIVIDED.on_tensor_axis(2)), Shares(0, 2, 2)
+    held = activations(costs, table, shares, ("selective",)).held[0, 1, 2]
+    assert costs.forward_reduced[1], "a layer"
+    assert held == costs.input_bytes[1] + costs.products_bytes[1] + sum(costs.forward_reduced[1])
 
 
 def test_tensor_parallelism_is_offered_where_the_model_can_be_divided_and_within_a_node() -> None:

@@ -192,7 +192,8 @@ def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Arra
         kept = costs.input_bytes
         peak = costs.saved_bytes + copies + costs.workspace_bytes
     elif recompute == "selective":
-        kept = np.minimum(costs.input_bytes + costs.products_bytes, costs.saved_bytes + copies)
+        reduced = np.array([sum(sizes) for sizes in costs.forward_reduced])  # kept besides the partial products
+        kept = np.minimum(costs.input_bytes + costs.products_bytes + reduced, costs.saved_bytes + copies)
         peak = costs.saved_bytes + copies + costs.workspace_bytes - (kept - costs.input_bytes)
     else:
         kept = costs.saved_bytes + copies

@@ -125,7 +125,7 @@ class DeviceCosts:
         # A GPU works while its host prepares the next block; a CPU is its own host.
         joined = np.add if self.device.kind == "cpu" else np.maximum
         reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
-        reduced_again = {"none": nothing, "selective": reduced_forward, "full": reduced_forward}
+        reduced_again = {"none": nothing, "selective": nothing, "full": reduced_forward}
         return Compute(
             forward=spans(joined(costs.forward_ms, host_ms[0])),
             backward=np.stack([spans(joined(costs.backward_ms + again[kind], host_ms[1])) for kind in kinds]),
