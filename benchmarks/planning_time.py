@@ -26,6 +26,7 @@ from workbench.errors import PlanInfeasible
 from workbench.figures import show_plan
 from workbench.models import Model
 from workbench.planning import Request, weigh, what_if
+from workbench.planning.searching import uncollected
 from workbench.tensors import TensorSpec
 
 Result = TypeVar("Result")
@@ -78,21 +79,22 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
 
 
 def sliders(costs: Profile) -> list[str]:
-    """Every position of each slider, moved alone: to the plan, and to its picture."""
+    """Every position of each slider, moved alone: to the plan, and to its picture; as `wb.what_if` answers a move."""
     cluster = Cluster.of("h200", gpus=4)
     settings: dict[str, Any] = {"global_batch": 256, "seq_len": 512}
     show_plan(what_if(costs, cluster, **settings))  # plotly is imported here
     planned, drawn = [], []
     for name, value in itertools.chain.from_iterable(((name, v) for v in values) for name, values in MOVES.items()):
-        started = time.perf_counter()
-        try:
-            plan = what_if(costs, cluster, **{**settings, name: value})
-        except PlanInfeasible:
+        with uncollected():
+            started = time.perf_counter()
+            try:
+                plan = what_if(costs, cluster, **{**settings, name: value})
+            except PlanInfeasible:
+                planned.append(time.perf_counter() - started)
+                continue
             planned.append(time.perf_counter() - started)
-            continue
-        planned.append(time.perf_counter() - started)
-        show_plan(plan)
-        drawn.append(time.perf_counter() - started)
+            show_plan(plan)
+            drawn.append(time.perf_counter() - started)
     return [
         f"slider to {what}: {len(times)} moves, median {1e3 * statistics.median(times):.0f} ms, "
         f"longest {1e3 * max(times):.0f} ms"

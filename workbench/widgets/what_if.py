@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import ipywidgets as widgets
@@ -83,21 +84,25 @@ class WhatIf(widgets.VBox):
                 self._thread.start()
 
     def _follow(self) -> None:
+        """What is sent leaves on other threads, so nothing is collected until the sliders rest."""
         saved = True
-        while True:
-            wished = self._wake.wait(IDLE_S if saved else SAVED_AFTER_S)
-            with self._lock:
-                if not wished and saved:
-                    self._thread = None
-                    return
-                self._wake.clear()
-            if wished:
-                with uncollected():
+        with ExitStack() as moving:
+            while True:
+                wished = self._wake.wait(IDLE_S if saved else SAVED_AFTER_S)
+                with self._lock:
+                    if not wished and saved:
+                        self._thread = None
+                        return
+                    self._wake.clear()
+                if wished:
+                    if saved:
+                        moving.enter_context(uncollected())
                     self._answer()
-            else:
-                for shown in self._showings:
-                    shown.update(*self._twin())
-            saved = not wished
+                else:
+                    moving.close()
+                    for shown in self._showings:
+                        shown.update(*self._twin())
+                saved = not wished
 
     def _answer(self) -> None:
         """Plan what the sliders say now, and show it."""
