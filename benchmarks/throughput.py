@@ -18,8 +18,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from training import random_batch, trainer_for
 import workbench as wb
 from workbench import api
 from workbench.units import GIB
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,14 @@ def main() -> None:
     arguments = _arguments()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
+    on_hosts = dist.new_group(backend="gloo")  # waiting in it leaves the GPUs to the blocks that are measured
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     found: list[dict[str, Any]] = []
     for name in arguments.rows:
-        contenders = _contenders(name, arguments.plan, device)
+        contenders = _contenders(name, _shared(partial(_plans, name, arguments.plan), on_hosts), device)
         for _ in range(arguments.rounds):
             for label, build in contenders.items():
                 found.append({"row": name, "contender": label, **_measured(name, build, arguments.steps, device)})
@@ -117,18 +121,29 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _contenders(name: str, forced: list[str], device: torch.device) -> dict[str, Callable[[], Any]]:
-    row, experiment = ROWS[name], _experiment(name)
-    plans = {"ours": row.ours} | {f"ours {text}": _degrees(text) for text in forced}
+def _shared(make: Callable[[], Result], group: Any) -> Result:
+    """What rank 0 makes, on every rank."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, 0, group)
+    return cast(Result, made[0])
+
+
+def _plans(name: str, forced: list[str]) -> dict[str, wb.Plan]:
+    """Ours, by label: the planner's choice, then those asked for."""
     cluster = replace(wb.Cluster.here(), gpus=dist.get_world_size(), gpus_per_node=dist.get_world_size())
+    wanted = {"ours": ROWS[name].ours} | {f"ours {text}": _degrees(text) for text in forced}
+    return {
+        label: replace(api.plan(_experiment(name), cluster, **fixed), candidates=()) for label, fixed in wanted.items()
+    }
+
+
+def _contenders(name: str, plans: Mapping[str, wb.Plan], device: torch.device) -> dict[str, Callable[[], Any]]:
+    row, experiment = ROWS[name], _experiment(name)
     found: dict[str, Callable[[], Any]] = {}
-    for label, wanted in plans.items():
-        plan = api.plan(experiment, cluster, **wanted)
-        found[f"{label}: {plan.describe()}"] = lambda plan=plan: Ours(experiment, plan, device)
+    for label, plan in plans.items():
+        found[f"{label}: {plan.describe()}"] = partial(Ours, experiment, plan, device)
     for kind, micro_batch in row.peers:
-        found[f"{kind}, {micro_batch}"] = lambda kind=kind, size=micro_batch: Peer(
-            kind, experiment.model.build, size, device
-        )
+        found[f"{kind}, {micro_batch}"] = partial(Peer, kind, experiment.model.build, micro_batch, device)
     return found
 
 
