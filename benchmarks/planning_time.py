@@ -1,7 +1,7 @@
 """How long planning takes on this machine, without any GPU but for `--cold`.
 
     python benchmarks/planning_time.py                  # analytic plans, and the moves of a slider
-    python benchmarks/planning_time.py --cold           # also: planned for this machine from nothing; then calibrated
+    python benchmarks/planning_time.py --cold           # scaled BERT for this machine, from nothing; then calibrated
 
 Goals, on two idle cores: scaled BERT for 4 GPUs in 5 s, a GPT of 100 billion parameters for 1,024 GPUs in 20 s, both
 with capture; 300 ms from a slider's move to its picture; 30 s from nothing to a plan on a node with GPUs.
@@ -23,7 +23,6 @@ from workbench import models
 from workbench.capture import build_meta, capture
 from workbench.cost import Cluster, Profile, profile
 from workbench.errors import PlanInfeasible
-from workbench.figures import show_plan
 from workbench.models import Model
 from workbench.planning import Request, weigh, what_if
 from workbench.planning.searching import uncollected
@@ -47,9 +46,12 @@ MOVES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="only for this machine, from nothing; then calibrated")
     from_nothing = parser.parse_args().cold
     scaled = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
+    if from_nothing:
+        cold(scaled)
+        return
     gpt = models.gpt2(hidden_size=10240, num_layers=80, num_heads=80, max_positions=2048, name="gpt-100b")
     print("| model | cluster | capture | profile | search | all | options | plan |")
     print("|---|---|--:|--:|--:|--:|--:|---|")
@@ -58,8 +60,6 @@ def main() -> None:
     row(scaled, 1024, 4096, 512)
     row(gpt, 1024, 2048, 2048)
     print("\n".join(moved))
-    if from_nothing:
-        cold(scaled)
 
 
 def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
@@ -80,6 +80,8 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
 
 def sliders(costs: Profile) -> list[str]:
     """Every position of each slider, moved alone: to the plan, and to its picture; as `wb.what_if` answers a move."""
+    from workbench.figures import show_plan  # plotly, which a node without a browser may lack
+
     cluster = Cluster.of("h200", gpus=4)
     settings: dict[str, Any] = {"global_batch": 256, "seq_len": 512}
     show_plan(what_if(costs, cluster, **settings))  # plotly is imported here
