@@ -1,7 +1,7 @@
 """The planner's predictions against measurements: first written down, then measured, then compared.
 
     python benchmarks/prediction.py predict plans.json                 # on the GPU machine, or --device h200 --gpus 4
-    python benchmarks/prediction.py measure plans.json                 # one launch a plan; go on where it stopped
+    python benchmarks/prediction.py measure plans.json                 # one after the other; goes on where it stopped
     python benchmarks/prediction.py report plans.json                  # the table, and how far predictions lie
 
 Which plans: every case (a model, a batch, a memory limit) contributes the planner's choice and, in turn, the best
@@ -74,6 +74,8 @@ CASES = {
 TRIAL = {"tiny": Case(_tiny, 64, 16)}
 """Of no interest but to see on any machine that this runs."""
 
+KEPT_BYTES = 64 << 20
+"""Processes that keep more than this of one plan measure no other."""
 SLOWEST = 1.5
 """Over the choice's step time: nobody would consider what takes longer."""
 
@@ -120,10 +122,8 @@ def _arguments() -> argparse.Namespace:
     measure.add_argument("--timeout-s", type=float, default=300)
     measure.add_argument("--budget-s", type=float, default=float("inf"), help="start no further plan after so long")
     measure.add_argument("--again", action="store_true", help="measure anew what failed")
-    worker.add_argument("--index", type=int, required=True)
+    worker.add_argument("--indices", type=int, nargs="+", required=True)
     worker.add_argument("--steps", type=int, required=True)
-    worker.add_argument("--result", type=Path, required=True)
-    worker.add_argument("--gate", type=Path, required=True)
     return parser.parse_args()
 
 
@@ -220,66 +220,76 @@ def _row(name: str, case: Case, why: str, plan: Plan) -> Row:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    """Every plan in processes of their own: what one of them breaks, the next does not see.
+    """Plans one after the other in the same processes, each with process groups of its own.
 
-    While one plan is timed, the processes of the next start and wait at a gate before they touch a GPU.
+    Processes that failed, took too long or kept memory of a plan are replaced: no plan sees what another one broke.
     """
     begun = time.monotonic()
     rows = _read(arguments.file)["rows"]
     left = [i for i, row in enumerate(rows) if "measured_ms" not in row and ("error" not in row or arguments.again)]
-    waiting = _Launch(arguments, left[0], rows[left[0]]) if left else None
-    for index, following in itertools.zip_longest(left, left[1:]):
-        assert waiting is not None
-        if time.monotonic() - begun > arguments.budget_s:
-            waiting.stop()
-            print(f"out of time before plan {index}; run `measure` again to go on")
-            break
-        current, waiting = waiting, None if following is None else _Launch(arguments, following, rows[following])
-        print(f"{index} {rows[index]['case']}: {rows[index]['division']} …", flush=True)
-        found = current.finished()
-        content = _read(arguments.file)
-        row = {key: value for key, value in content["rows"][index].items() if key != "error"}
-        content["rows"][index] = row | {key: value for key, value in found.items() if key != "machine"}
-        content["machine"] = content.get("machine") or found.get("machine")
-        _write(arguments.file, content)
-        print(f"  {_outcome(content['rows'][index])}", flush=True)
+    while left and time.monotonic() - begun <= arguments.budget_s:
+        workers = _Workers(arguments, left, Plan.from_json(rows[left[0]]["plan"]).world)
+        try:
+            while left and time.monotonic() - begun <= arguments.budget_s:
+                print(f"{left[0]} {rows[left[0]]['case']}: {rows[left[0]]['division']} …", flush=True)
+                found = workers.measured(left[0])
+                if found is None:
+                    print("  … in new processes", flush=True)
+                    break
+                _record(arguments.file, left.pop(0), found)
+        finally:
+            workers.stop()
+    if left:
+        print(f"out of time before plan {left[0]}; run `measure` again to go on")
     print(report(_read(arguments.file)))
 
 
-class _Launch:
-    """The processes of one plan, waiting at their gate."""
+def _record(file: Path, index: int, found: Row) -> None:
+    content = _read(file)
+    row = {key: value for key, value in content["rows"][index].items() if key != "error"}
+    content["rows"][index] = row | {key: value for key, value in found.items() if key != "machine"}
+    content["machine"] = content.get("machine") or found.get("machine")
+    _write(file, content)
+    print(f"  {_outcome(content['rows'][index])}", flush=True)
 
-    def __init__(self, arguments: argparse.Namespace, index: int, row: Row) -> None:
-        self._timeout_s = arguments.timeout_s
-        self._gate = arguments.file.with_suffix(f".{index}.gate")
-        self._result = arguments.file.with_suffix(f".{index}.json")
-        self._log = arguments.file.with_suffix(f".{index}.log")
-        for file in (self._gate, self._result):
-            file.unlink(missing_ok=True)
-        world = Plan.from_json(row["plan"]).world
+
+class _Workers:
+    """Processes that measure the plans of `indices` in that order, each when its gate opens."""
+
+    def __init__(self, arguments: argparse.Namespace, indices: list[int], world: int) -> None:
+        self._file, self._timeout_s = arguments.file, arguments.timeout_s
+        self._log = arguments.file.with_suffix(f".{indices[0]}.log")
+        for index in indices:
+            for file in (_gate(self._file, index), _result(self._file, index)):
+                file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-        command += [__file__, "worker", str(arguments.file), "--index", str(index), "--gate", str(self._gate)]
-        command += ["--steps", str(arguments.steps), "--result", str(self._result)]
+        command += [__file__, "worker", str(arguments.file), "--steps", str(arguments.steps)]
+        command += ["--indices", *map(str, indices)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with self._log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
-    def finished(self) -> Row:
-        """Opens the gate and waits for the result."""
-        self._gate.touch()
+    def measured(self, index: int) -> Row | None:
+        """What came of a plan; None if the processes left before it, as they do when memory was left over."""
+        result, deadline = _result(self._file, index), time.monotonic() + self._timeout_s
+        _gate(self._file, index).touch()
         try:
-            code = self._process.wait(self._timeout_s)
-        except subprocess.TimeoutExpired:
-            self.stop()
-            return {"error": f"no result after {self._timeout_s:.0f} s; see {self._log.name}"}
+            while not result.exists():
+                code = self._process.poll()
+                if code == 0:
+                    return None
+                if code is not None and not result.exists():
+                    return {"error": f"exit status {code}: {_last_error(self._log)}; see {self._log.name}"}
+                if time.monotonic() > deadline:
+                    self.stop()
+                    return {"error": f"no result after {self._timeout_s:.0f} s; see {self._log.name}"}
+                time.sleep(0.05)
         finally:
-            self._gate.unlink()
-        if not self._result.exists():
-            return {"error": f"exit status {code}: {_last_error(self._log)}; see {self._log.name}"}
-        found: Row = json.loads(self._result.read_text())
-        self._result.unlink()
-        if "error" not in found:
-            self._log.unlink()
+            _gate(self._file, index).unlink()
+        found: Row = json.loads(result.read_text())
+        result.unlink()
+        if "error" in found:
+            self.stop()
         return found
 
     def stop(self) -> None:
@@ -288,6 +298,14 @@ class _Launch:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+
+
+def _gate(file: Path, index: int) -> Path:
+    return file.with_suffix(f".{index}.gate")
+
+
+def _result(file: Path, index: int) -> Path:
+    return file.with_suffix(f".{index}.json")
 
 
 def _last_error(log: Path) -> str:
@@ -303,32 +321,52 @@ def _outcome(row: Row) -> str:
 
 
 def _worker(arguments: argparse.Namespace) -> None:
-    """One rank of one plan; rank 0 writes the result."""
+    """One rank of every plan, in turn; rank 0 writes the results."""
     import torch
     import torch._inductor.compile_fx  # what takes long to import, before the gate
     import torch.distributed as dist
     import training  # noqa: F401
     import transformers  # noqa: F401
 
-    while not arguments.gate.exists():
-        time.sleep(0.05)
-    row = _read(arguments.file)["rows"][arguments.index]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        found = _timed(row, arguments.steps, device)
-    except torch.OutOfMemoryError as error:
-        found = {"error": f"out of memory: {str(error).splitlines()[0]}"}
-        arguments.result.write_text(json.dumps(found))
-        os._exit(1)  # the other ranks wait for this one
-    if dist.get_rank() == 0:
-        arguments.result.write_text(json.dumps(found | {"machine": _machine()}))
-    dist.barrier()
-    dist.destroy_process_group()
+    meeting = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
+    rows = _read(arguments.file)["rows"]
+    for index in arguments.indices:
+        while not _gate(arguments.file, index).exists():
+            time.sleep(0.02)
+        if on_gpu:
+            torch.cuda.set_device(device)
+            torch.set_float32_matmul_precision("high")
+        store = dist.PrefixStore(f"plan{index}", meeting)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world)
+        try:
+            found = _timed(rows[index], arguments.steps, device)
+        except torch.OutOfMemoryError as error:
+            _write(_result(arguments.file, index), {"error": f"out of memory: {str(error).splitlines()[0]}"})
+            os._exit(1)  # the other ranks wait for this one
+        is_clean = _is_clean(device)
+        dist.destroy_process_group()
+        if rank == 0:
+            _write(_result(arguments.file, index), found | {"machine": _machine()})
+        if not is_clean:
+            return
+
+
+def _is_clean(device: Any) -> bool:
+    """Whether nothing of the last plan is left on any rank's device."""
+    import torch
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    gc.collect()
+    kept = torch.zeros((), device=device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        kept += torch.cuda.memory_allocated()
+    dist.all_reduce(kept, op=dist.ReduceOp.MAX)
+    return kept.item() <= KEPT_BYTES
 
 
 def _timed(row: Row, steps: int, device: Any) -> Row:
@@ -339,9 +377,10 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
     experiment = _experiment((CASES | TRIAL)[row["case"]])
-    if row["memory_limit_gib"] is not None and device.type == "cuda":
+    if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, row["memory_limit_gib"] * GIB / whole), device)
+        limit = whole if row["memory_limit_gib"] is None else row["memory_limit_gib"] * GIB
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device)
     trainer = trainer_for(experiment, plan, device)
     batch = random_batch(experiment, trainer.samples, trainer.place.data_rank, device)
     gc.collect()

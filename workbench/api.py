@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from workbench.notebooks import Reproduction, Shared
     from workbench.planning.plans import Plans
     from workbench.runs import Report
+    from workbench.runs.probing import Probes
     from workbench.runs.summary import Summary
     from workbench.runs.tracking import Delivery
     from workbench.widgets import Live, WhatIf
@@ -62,41 +64,47 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     device and torch version); elsewhere it is priced from the device's constants.
     """
     from workbench.cost import profile as profile_graph
+    from workbench.cost.measured import with_measurements
+    from workbench.runs.probing import kept_blocks, measured_blocks, seems_kept
 
     experiment.data.check(experiment)
     cluster = _cluster(cluster)
-    precision = resolved_precision(experiment, cluster)
-    costs = profile_graph(
-        capture(experiment),
-        cluster.device,
-        precision,
-        compiled=_compiled(experiment, cluster),
-        labelled_share=experiment.data.labelled_share(experiment),
-    )
-    return _measured(experiment, costs, cluster)
-
-
-def _measured(experiment: Experiment, costs: Profile, cluster: Cluster) -> Profile:
-    """`costs` with what was measured of its blocks on the cluster's device, now if this machine has one."""
-    from workbench.cost.detect import local_gpu
-    from workbench.cost.measured import with_measurements
-    from workbench.execution.probe_request import Request
-    from workbench.runs.probing import kept_blocks, measured_blocks
-
-    if cluster.device.kind != "cuda":
-        return costs
-    found = kept_blocks(costs, cluster)
-    if not found and local_gpu() == cluster.device.name:
-        request = Request(
-            experiment.model.build,
-            dict(experiment.data.batch_specs(experiment)),
-            experiment.model.vocab_size or 2,
-            experiment.data.labelled_share(experiment),
-            costs.precision,
-            costs.compiled,
+    with ExitStack() as stack:
+        ahead = None if seems_kept(experiment.model.name) else _probes(experiment, cluster, stack)
+        costs = profile_graph(
+            capture(experiment),
+            cluster.device,
+            resolved_precision(experiment, cluster),
+            compiled=_compiled(experiment, cluster),
+            labelled_share=experiment.data.labelled_share(experiment),
         )
-        found = measured_blocks(request, costs, cluster, experiment.global_batch)
-    return with_measurements(costs, cluster.device, found) if found else costs
+        if cluster.device.kind != "cuda":
+            return costs
+        found = kept_blocks(costs, cluster)
+        probes = None if found else ahead or _probes(experiment, cluster, stack)
+        if probes is not None:
+            found = measured_blocks(probes, costs, cluster, experiment.global_batch)
+        return with_measurements(costs, cluster.device, found) if found else costs
+
+
+def _probes(experiment: Experiment, cluster: Cluster, stack: ExitStack) -> Probes | None:
+    """Processes that will measure the model's blocks, if this machine has the cluster's GPU; they end with `stack`."""
+    from workbench.cost.detect import local_gpu
+    from workbench.execution.probe_request import Request
+    from workbench.runs.probing import Probes
+
+    if cluster.device.kind != "cuda" or local_gpu() != cluster.device.name:
+        return None
+    request = Request(
+        experiment.model.name,
+        experiment.model.build,
+        dict(experiment.data.batch_specs(experiment)),
+        experiment.model.vocab_size or 2,
+        experiment.data.labelled_share(experiment),
+        resolved_precision(experiment, cluster),
+        _compiled(experiment, cluster),
+    )
+    return stack.enter_context(Probes(request, cluster.device))
 
 
 @checked_keywords

@@ -19,7 +19,7 @@ from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
 from workbench.runs import probing
-from workbench.runs.probing import kept_blocks, measured_blocks, micro_batches
+from workbench.runs.probing import Probes, kept_blocks, measured_blocks, micro_batches, seems_kept
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
@@ -110,7 +110,9 @@ def test_probed_micro_batches_fall_by_quarters_within_the_global_batch() -> None
 def request_of(model: models.Model, seq_len: int = 16) -> Request:
     experiment = Experiment(model=model, data=data.corpus("demo", vocab_size=512), seq_len=seq_len, global_batch=8)
     samples = experiment.data.batch_specs(experiment)
-    return Request(model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", compiled=False)
+    return Request(
+        model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", compiled=False
+    )
 
 
 @pytest.mark.parametrize("make", [lambda: bert(num_layers=7), lambda: models.gpt2(64, 7, 4, vocab_size=512)])
@@ -139,23 +141,35 @@ def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:
     assert set(batch["input_ids"].unique().tolist()) <= set(range(50))
 
 
-def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
     monkeypatch.setattr(probing, "SIZES", 1)
+
+
+@pytest.mark.usefixtures("one_size")
+def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
     cpu, counted, request = Cluster.here(1), layered_profile(), request_of(bert(num_layers=12))
     assert kept_blocks(counted, cpu) == ()
-    found = measured_blocks(request, counted, cpu, global_batch=1)
+    assert not seems_kept(counted.model)
+    with Probes(request, cpu.device) as probes:
+        found = measured_blocks(probes, counted, cpu, global_batch=1)
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
+    assert seems_kept(counted.model)
 
 
-def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    monkeypatch.setattr(probing, "SIZES", 1)
+@pytest.mark.usefixtures("one_size")
+def test_probes_that_were_never_told_what_to_measure_end_with_their_context() -> None:
+    with Probes(request_of(bert()), Cluster.here(1).device) as probes:
+        [process] = probes._processes
+        assert process.poll() is None
+    assert process.poll() is not None
+
+
+@pytest.mark.usefixtures("one_size")
+def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning() -> None:
     request = replace(request_of(bert()), samples={})
-    with pytest.warns(UserWarning, match="could not be measured"):
-        assert measured_blocks(request, layered_profile(), Cluster.here(1), global_batch=1) == ()
+    cpu = Cluster.here(1)
+    with Probes(request, cpu.device) as probes, pytest.warns(UserWarning, match="could not be measured"):
+        assert measured_blocks(probes, layered_profile(), cpu, global_batch=1) == ()

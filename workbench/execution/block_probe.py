@@ -1,18 +1,20 @@
 """What one block of each kind takes on this device, as training runs it: run in a process of its own by `runs.probing`.
 
-    python -m workbench.execution.block_probe REQUEST MICRO_BATCH RESULT
+    python -m workbench.execution.block_probe FOLDER NUMBER
+
+It imports what takes long, then waits for the file in FOLDER that tells probe NUMBER its micro-batch.
 
 Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
 with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
-and what the allocator holds, so that a block is seen between its real neighbours. The result is a JSON list with one
-entry a kind, named by the index of its first block.
+and what the allocator holds, so that a block is seen between its real neighbours. The result has one entry a kind,
+named by the index of its first block.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import importlib
 import os
 import pickle
 import statistics
@@ -34,9 +36,10 @@ from workbench.cost.measured import Measurement
 from workbench.execution.build import runners
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
-from workbench.execution.probe_request import KEPT, Request
+from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.execution.random_batch import random_batch
 from workbench.execution.stage import BlockModule
+from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
@@ -282,8 +285,8 @@ def _turn(device: torch.device, kind: int) -> Iterator[None]:
 
 
 def main() -> None:
-    request_file, micro_batch, result = sys.argv[1:]
-    request: Request = pickle.loads(Path(request_file).read_bytes())
+    folder, number = Path(sys.argv[1]), sys.argv[2]
+    request: Request = pickle.loads((folder / REQUEST).read_bytes())
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -292,8 +295,22 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
-    found = measure(request, int(micro_batch), device)
-    Path(result).write_text(json.dumps([one.to_json() for one in found]))
+    build_meta(request.build)  # imports the model's code
+    if request.compiled:
+        importlib.import_module("torch._inductor.compile_fx")  # and starts the compiler's processes
+    micro_batch = _told(folder / f"{number}{MICRO_BATCH}")
+    found = measure(request, micro_batch, device)
+    write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found]})
+
+
+def _told(file: Path) -> int:
+    """The content of `file`, once it is there."""
+    parent = os.getppid()
+    while not file.exists():
+        if os.getppid() != parent:
+            raise SystemExit("whoever asked is gone")
+        time.sleep(0.02)
+    return int(read_json(file))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,17 @@ from workbench.tensors import TensorSpec
 
 KEPT = 4
 """Blocks of each kind that a probe runs."""
+REQUEST = "request.pkl"
+MICRO_BATCH = "-micro-batch.json"
+RESULT = "-blocks.json"
+"""Files of a folder of probes: what is asked of all; after its number, what one is told, and what it found."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A model and its batch, as training would run them."""
 
+    name: str
     build: Callable[[], Any]
     """Makes the `nn.Module`."""
     samples: Mapping[str, TensorSpec]

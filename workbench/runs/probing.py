@@ -1,7 +1,8 @@
 """The blocks of a model measured on this machine's GPUs before it is planned for: seconds, once per model and device.
 
 Each micro-batch is a process of its own (`execution.block_probe`), spread over the GPUs; the kernel that plans never
-touches one. What was measured is kept under `$WORKBENCH_HOME/blocks` for this model, device and torch version.
+touches one. They start while the kernel captures the model, and are told their micro-batches once it is priced. What
+was measured is kept under `$WORKBENCH_HOME/blocks` for this model, device and torch version.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from workbench.cost import Cluster, Profile
+from workbench.cost import Cluster, Device, Profile
 from workbench.cost.detect import local_gpus
 from workbench.cost.measured import Measurement
-from workbench.execution.probe_request import KEPT, Request
+from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.home import cache_home
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
@@ -41,19 +42,20 @@ def kept_blocks(profile: Profile, cluster: Cluster) -> tuple[Measurement, ...]:
     return _read(_kept_at(profile, cluster))
 
 
-def measured_blocks(request: Request, profile: Profile, cluster: Cluster, global_batch: int) -> tuple[Measurement, ...]:
+def seems_kept(model: str) -> bool:
+    """Whether blocks of a model of that name were measured here, for whatever device and version: a cheap guess."""
+    return any(_content(path).get("model") == model for path in (cache_home() / "blocks").glob("*.json"))
+
+
+def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_batch: int) -> tuple[Measurement, ...]:
     """Every kind of block of `profile` measured on this machine's device, and kept.
 
     What cannot be measured (a GPU in use, too little memory) is left out, with a warning where nothing is left.
     """
-    path = _kept_at(profile, cluster)
-    text = f"Measuring the blocks of {profile.model} on this machine's {cluster.device.name}: once, under a minute …"
-    print(text, file=sys.stderr, flush=True)
-    found, reasons = _probe(
-        request, micro_batches(profile, cluster, global_batch), local_gpus() if cluster.device.kind == "cuda" else [""]
-    )
+    found, reasons = probes.measure(micro_batches(profile, cluster, global_batch))
     if found:
-        write_json(path, {"format": FORMAT, "model": profile.model, "blocks": [one.to_json() for one in found]})
+        blocks = [one.to_json() for one in found]
+        write_json(_kept_at(profile, cluster), {"format": FORMAT, "model": profile.model, "blocks": blocks})
     else:
         warnings.warn(
             f"The blocks of {profile.model} could not be measured on this machine ({'; '.join(reasons)}). The plan is "
@@ -86,52 +88,77 @@ def _kept_at(profile: Profile, cluster: Cluster) -> Path:
 
 def _read(path: Path) -> tuple[Measurement, ...]:
     try:
-        return tuple(Measurement(**one) for one in read_json(path)["blocks"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return tuple(Measurement(**one) for one in _content(path)["blocks"])
+    except (KeyError, TypeError):
         return ()
 
 
-def _probe(request: Request, sizes: Sequence[int], gpus: Sequence[str]) -> tuple[tuple[Measurement, ...], list[str]]:
-    """The measurements of every size, and why those that lack do."""
-    with tempfile.TemporaryDirectory(prefix="workbench-probe-") as name:
-        folder = Path(name)
-        (folder / "request.pkl").write_bytes(pickled("model", request))
-        started = [(size, _start(folder, size, gpus[index % len(gpus)])) for index, size in enumerate(sizes)]
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class Probes:
+    """Processes for one model, as many as there are micro-batches to measure; importing meanwhile, they wait for them.
+
+    A context: what still runs at its end is killed.
+    """
+
+    def __init__(self, request: Request, device: Device) -> None:
+        text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, under a minute …"
+        print(text, file=sys.stderr, flush=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
+        (self._path / REQUEST).write_bytes(pickled("model", request))
+        gpus = local_gpus() if device.kind == "cuda" else [""]
+        self._processes = [self._start(slot, gpus[slot % len(gpus)]) for slot in range(SIZES)]
+
+    def __enter__(self) -> Probes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
+
+    def measure(self, sizes: Sequence[int]) -> tuple[tuple[Measurement, ...], list[str]]:
+        """The measurements at up to `SIZES` micro-batches, and why those that lack do."""
+        assert len(sizes) <= SIZES
+        for slot, size in enumerate(sizes):
+            write_json(self._path / f"{slot}{MICRO_BATCH}", size)
         found: list[Measurement] = []
         reasons: list[str] = []
-        try:
-            for size, process in started:
-                blocks, reason = _finished(folder, size, process)
-                found += blocks
-                reasons += [f"micro-batch {size}: {reason}"] if reason else []
-        finally:
-            for _, process in started:  # still there if this was interrupted
-                process.kill()
-                process.wait()
+        for slot, size in enumerate(sizes):
+            blocks, reason = self._finished(slot)
+            found += blocks
+            reasons += [f"micro-batch {size}: {reason}"] if reason else []
         return tuple(found), reasons
 
+    @property
+    def _path(self) -> Path:
+        return Path(self._folder.name)
 
-def _start(folder: Path, size: int, gpu: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", PROBE, str(folder / "request.pkl"), str(size), str(folder / f"{size}.json")]
-    environment: Mapping[str, str] = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(user_path()),
-        "CUDA_VISIBLE_DEVICES": gpu,
-    }
-    with (folder / f"{size}.log").open("wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+    def _start(self, slot: int, gpu: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", PROBE, str(self._path), str(slot)]
+        environment: Mapping[str, str] = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(user_path()),
+            "CUDA_VISIBLE_DEVICES": gpu,
+        }
+        with (self._path / f"{slot}.log").open("wb") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
-
-def _finished(folder: Path, size: int, process: subprocess.Popen[bytes]) -> tuple[list[Measurement], str]:
-    try:
-        process.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return [], f"no result after {TIMEOUT_S:.0f} s"
-    try:
-        blocks: list[dict[str, Any]] = json.loads((folder / f"{size}.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        lines = (folder / f"{size}.log").read_text(errors="replace").strip().splitlines()
-        return [], lines[-1][:200] if lines else f"exit status {process.returncode}"
-    return [Measurement(**block) for block in blocks], ""
+    def _finished(self, slot: int) -> tuple[list[Measurement], str]:
+        process = self._processes[slot]
+        try:
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return [], f"no result after {TIMEOUT_S:.0f} s"
+        blocks = _read(self._path / f"{slot}{RESULT}")
+        if not blocks:
+            lines = (self._path / f"{slot}.log").read_text(errors="replace").strip().splitlines()
+            return [], lines[-1][:200] if lines else f"exit status {process.returncode}"
+        return list(blocks), ""
