@@ -429,6 +429,14 @@ def stop(runs: Runs, *, wait: bool = False) -> list[Run]:
     return handles
 
 
+def kill(runs: Runs) -> list[Run]:
+    """End runs at once, without a checkpoint, and wait until they have left their devices."""
+    handles = _handles(runs)
+    for run in handles:
+        run.kill(wait=False)
+    return [run.wait() for run in handles]
+
+
 def wait(runs: Runs, *, timeout: float | None = None) -> list[Run]:
     """Block until all runs have ended; raises `RunFailed` with the first dead rank's own traceback.
 

@@ -309,11 +309,12 @@ def compare(
 def stop(
     runs: Annotated[list[str], typer.Argument(help="Names or directories of runs.")],
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until they have left.")] = True,
+    now: Annotated[bool, typer.Option("--now", help="Kill them: no checkpoint is written.")] = False,
 ) -> None:
     """Ask runs to write a checkpoint and leave."""
     from workbench import api
 
-    for stopped in api.stop(list(runs), wait=wait):
+    for stopped in api.kill(list(runs)) if now else api.stop(list(runs), wait=wait):
         typer.echo(repr(stopped))
 
 

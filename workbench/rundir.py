@@ -60,6 +60,7 @@ import psutil
 
 STATES = ("queued", "starting", "running", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
+KILLED = "Killed; what was trained since the last checkpoint is lost."
 _CLOCK_SLACK_S = 2.0  # start times are reckoned from the boot time, which moves when the clock is set
 
 
@@ -131,6 +132,10 @@ class RunDir:
     @property
     def stop_file(self) -> Path:
         return self.path / "STOP"
+
+    @property
+    def kill_file(self) -> Path:
+        return self.path / "KILL"
 
     @property
     def checkpoints(self) -> Path:

@@ -164,6 +164,31 @@ def test_a_rank_killed_without_a_word_is_named_and_the_others_are_ended(monkeypa
     assert not processes.live_workers(run.directory)
 
 
+def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    run, waiting = start(steps=10_000), start(steps=2)
+    first_step(run)
+    begun = time.monotonic()
+    run.kill()
+    assert time.monotonic() - begun < 10
+    assert (run.status.state, run.alive) == ("stopped", False)
+    assert run.status.message.startswith("Killed")
+    assert not run.checkpoints
+    assert waiting.wait(timeout=60).status.state == "finished", waiting.logs("launcher")
+    assert run.kill().status.state == "stopped"
+
+
+def test_ranks_without_a_supervisor_can_be_killed(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    run = start(steps=10_000)
+    first_step(run)
+    os.kill(read_json(run.path / "launcher.json")["supervisor"]["pid"], signal.SIGKILL)
+    eventually(lambda: "vanished" in run.status.message)
+    run.kill()
+    assert run.status.message.startswith("Killed")
+    assert not processes.live_workers(run.directory)
+
+
 def test_runs_that_need_the_same_devices_queue_in_order(monkeypatch):
     monkeypatch.setenv("STANDIN_STEP_S", "0.05")
     first, second, third = start(steps=10_000), start(steps=2), start(steps=2)

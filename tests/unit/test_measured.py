@@ -100,8 +100,8 @@ def test_a_measured_profile_survives_json() -> None:
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-def test_probed_micro_batches_fall_by_quarters_within_the_global_batch() -> None:
-    assert micro_batches(layered_profile(), H200, 8) == (8, 2, 1)
+def test_probed_micro_batches_fall_by_quarters_from_a_devices_share_of_the_global_batch() -> None:
+    assert micro_batches(layered_profile(), H200, 32) == (8, 2, 1)
     largest, *rest = micro_batches(layered_profile(), H200, 1 << 20)
     assert rest == [largest // 4, largest // 16]
     assert micro_batches(layered_profile(), H200, 1) == (1,)

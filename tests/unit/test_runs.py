@@ -216,6 +216,9 @@ def test_the_ranks_inherit_the_callers_environment_but_no_other_launch(tmp_path)
     assert (cpu["ACCELERATE_USE_CPU"], cpu["CUDA_VISIBLE_DEVICES"]) == ("true", "")
     gpu = worker_environment({**base, "OMP_NUM_THREADS": "3"}, world=2, kind="cuda", devices=("GPU-1", "GPU-2"))
     assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["OMP_NUM_THREADS"]) == ("GPU-1,GPU-2", "3")
+    assert gpu["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    own = worker_environment({**base, "PYTORCH_CUDA_ALLOC_CONF": "mine"}, world=2, kind="cuda", devices=("GPU-1",))
+    assert "PYTORCH_ALLOC_CONF" not in own
     command = accelerate_command(tmp_path / "a.yaml", 2, "cuda", "bf16", "worker", tmp_path)
     assert command[command.index("--mixed_precision") + 1] == "bf16"
 

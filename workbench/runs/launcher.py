@@ -242,7 +242,7 @@ def clear_attempt(run: RunDir) -> None:
     for path in (run.experiment, run.plan, run.environment, run.tracker):
         if path.exists():  # stays until it is replaced: the directory is a run at every moment
             shutil.copy2(path, aside)
-    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file, run.tracking_settings):
+    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file, run.kill_file, run.tracking_settings):
         if path.exists():
             path.rename(aside / path.name)
 

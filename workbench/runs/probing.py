@@ -66,7 +66,8 @@ def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_b
 
 
 def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tuple[int, ...]:
-    """Powers of two, descending by quarters from the largest that is quick enough to probe."""
+    """Powers of two, descending by quarters from the largest that is quick enough to probe and that devices would run
+    if they shared the batch; what is between two sizes is interpolated, so a size that nobody runs would mislead."""
     kinds = Counter(block.kind for block in profile.blocks)
 
     def chain_ms(size: int) -> float:
@@ -74,7 +75,7 @@ def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tupl
         return sum(min(count, KEPT) * sum(times) for count, times in costs)
 
     largest = 1
-    while 2 * largest <= global_batch and chain_ms(2 * largest) <= LONGEST_MS:
+    while 2 * largest <= global_batch // cluster.gpus and chain_ms(2 * largest) <= LONGEST_MS:
         largest *= 2
     return tuple(dict.fromkeys(max(1, largest // 4**index) for index in range(SIZES)))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import RunFailed, RunNotFound
-from workbench.rundir import FINAL_STATES, RunDir, is_elsewhere, process_alive, read_events, read_json
+from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_events, read_json
 from workbench.runs import processes
 from workbench.runs.failure import log_tail, run_failed
 from workbench.units import count, duration, gib
@@ -29,6 +29,7 @@ SUPERVISOR_LEAVES_S = 5.0
 """After the final status, until its devices are free again."""
 RECENT_STEPS = 20
 """Steps that the speed of a run is the median of."""
+VANISHED = "The launcher vanished."
 LAUNCH_LIMIT_S = 30.0
 """From a new run's first event until its supervisor is known."""
 
@@ -150,7 +151,8 @@ class Run:
         if not self._dir.launcher.exists() and time.time() - recorded.time < LAUNCH_LIMIT_S:
             return recorded  # `launch` is about to start it
         if progress.end is None:
-            return Status("failed", "The launcher vanished.", recorded.time)
+            killed = self._dir.kill_file.exists()
+            return Status("stopped", KILLED, recorded.time) if killed else Status("failed", VANISHED, recorded.time)
         steps, target = int(progress.end["steps"]), int(self.experiment.get("steps", 0))
         if steps >= target:
             return Status("finished", f"{steps} steps (the launcher had vanished).", progress.end["time"])
@@ -162,14 +164,25 @@ class Run:
         Harmless when the run has ended. Ranks that hang are ended by force after a few minutes, also when
         the launcher is gone.
         """
+        self._ask_to_leave(self._dir.stop_file)
+        return self.wait() if wait else self
+
+    def kill(self, wait: bool = True) -> Run:
+        """End the ranks at once; what was trained since the last checkpoint is lost.
+
+        Harmless when the run has ended. Processes of another host are ended by their own supervisor, if it lives.
+        """
+        self._ask_to_leave(self._dir.kill_file)
+        return self.wait() if wait else self
+
+    def _ask_to_leave(self, request: Path) -> None:
         supervisor = self._supervisor()
         elsewhere = not self.status.final and self._elsewhere
         if not self.alive and not elsewhere:
-            return self
-        self._dir.stop_file.touch()
+            return
+        request.touch()
         if supervisor and not elsewhere and not any(map(process_alive, supervisor)):
             self._reap()
-        return self.wait() if wait else self
 
     @property
     def _elsewhere(self) -> bool:
@@ -187,7 +200,9 @@ class Run:
         return [supervisor] if supervisor else []
 
     def _reap(self) -> None:
-        processes.send_signal(processes.rank_records(self._dir), signal.SIGTERM)
+        """Start what ends the ranks in the place of a supervisor that is gone."""
+        if not self._dir.kill_file.exists():
+            processes.send_signal(processes.rank_records(self._dir), signal.SIGTERM)
         with self._dir.log("launcher").open("ab") as log:
             subprocess.Popen(
                 [sys.executable, "-m", "workbench.runs.supervisor", "--reap", str(self.path)],

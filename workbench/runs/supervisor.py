@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.machine import available_cores
-from workbench.rundir import EventTail, RunDir, append_event, process_record, read_json, write_json
+from workbench.rundir import KILLED, EventTail, RunDir, append_event, process_record, read_json, write_json
 from workbench.runs import processes, turns
 from workbench.runs.devices import sampled
 from workbench.runs.failure import record_silent_death, root_cause
@@ -31,6 +31,10 @@ STOP_GRACE_S = 300.0
 TERMINATE_GRACE_S = 60.0
 """After SIGTERM, how long until SIGKILL."""
 ELASTIC_SHUTDOWN_S = "30"
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Variables by which a user may set torch's CUDA allocator; the second is their older name."""
+GROWING = "expandable_segments:True"
+"""Memory that is mapped as it is needed: near a limit, fixed segments waste what no tensor fits into."""
 FOREIGN_LAUNCH = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "WANDB_SERVICE", "WANDB_RUN_ID"),
@@ -127,6 +131,8 @@ def reap(directory: str) -> int:
     watch.read()
     watch.steps = None
     workers = processes.live_workers(run)
+    if run.kill_file.exists():
+        processes.kill_trees(workers)
     processes.send_signal(processes.rank_records(run), signal.SIGTERM)
     while not processes.wait_gone(workers, POLL_S):
         watch.read()
@@ -134,7 +140,8 @@ def reap(directory: str) -> int:
             processes.kill_trees(workers)
     watch.read()
     saved = f" at step {watch.steps}" if watch.steps is not None else ""
-    _status(run, "stopped", f"Stopped{saved} after the launcher had vanished.")
+    message = KILLED if run.kill_file.exists() else f"Stopped{saved} after the launcher had vanished."
+    _status(run, "stopped", message)
     return 0
 
 
@@ -155,7 +162,7 @@ def _see_through(run: RunDir) -> int:
 def _wait_for_turn(run: RunDir, ticket: turns.Ticket) -> tuple[str, ...] | None:
     """Block until devices are free; None when the run was stopped first."""
     announced: list[str] | None = None
-    while not run.stop_file.exists():
+    while not (run.stop_file.exists() or run.kill_file.exists()):
         devices = ticket.try_start()
         if devices is not None:
             return devices
@@ -254,6 +261,8 @@ def worker_environment(base: dict[str, str], world: int, kind: str, devices: tup
     environment["ACCELERATE_USE_CPU"] = str(kind == "cpu").lower()
     environment["CUDA_VISIBLE_DEVICES"] = "" if kind == "cpu" else ",".join(devices)
     environment["PYTHONUNBUFFERED"] = "1"
+    if kind == "cuda" and not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = GROWING
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = ELASTIC_SHUTDOWN_S
     return environment
 
@@ -292,7 +301,11 @@ def _enforce_failure(watch: _Watch) -> None:
 
 
 def _enforce_stop(watch: _Watch) -> None:
-    """The ranks honour STOP by themselves; a rank that hangs gets SIGTERM, then SIGKILL."""
+    """The ranks honour STOP by themselves; a rank that hangs gets SIGTERM, then SIGKILL. `run.kill()` asks nobody."""
+    if watch.run.kill_file.exists():
+        watch.forced = True
+        processes.kill_trees(_ranks(watch.run))
+        return
     if not watch.run.stop_file.exists():
         return
     now = time.monotonic()
@@ -346,6 +359,8 @@ def _orderly_ending(run: RunDir, watch: _Watch, exit_code: int) -> tuple[str, st
         if watch.steps >= target:
             return "finished", f"{watch.steps} steps."
         return "stopped", f"Stopped at step {watch.steps} of {target}."
+    if watch.run.kill_file.exists():
+        return "stopped", KILLED
     if watch.stopping:
         return "stopped", "Stopped; the ranks did not leave by themselves and were ended."
     return None
