@@ -35,6 +35,7 @@ import workbench as wb
 from workbench import api
 from workbench.errors import PlanInfeasible, WorkbenchError
 from workbench.planning import Plan, search
+from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 Row = dict[str, Any]
@@ -222,7 +223,8 @@ def _row(name: str, case: Case, why: str, plan: Plan) -> Row:
 def _measure(arguments: argparse.Namespace) -> None:
     """Plans one after the other in the same processes, each with process groups of its own.
 
-    Processes that failed, took too long or kept memory of a plan are replaced: no plan sees what another one broke.
+    Processes that failed, took too long or kept memory of a plan are replaced: no plan sees what another one broke. A
+    plan that fails where others ran before it has a second try, in new processes.
     """
     begun = time.monotonic()
     rows = _read(arguments.file)["rows"]
@@ -233,7 +235,8 @@ def _measure(arguments: argparse.Namespace) -> None:
             while left and time.monotonic() - begun <= arguments.budget_s:
                 print(f"{left[0]} {rows[left[0]]['case']}: {rows[left[0]]['division']} …", flush=True)
                 found = workers.measured(left[0])
-                if found is None:
+                if found is None or ("error" in found and not workers.new):
+                    print(f"  {found['error']}" if found else "  memory was left over", flush=True)
                     print("  … in new processes", flush=True)
                     break
                 _record(arguments.file, left.pop(0), found)
@@ -259,18 +262,20 @@ class _Workers:
     def __init__(self, arguments: argparse.Namespace, indices: list[int], world: int) -> None:
         self._file, self._timeout_s = arguments.file, arguments.timeout_s
         self._log = arguments.file.with_suffix(f".{indices[0]}.log")
+        self._first = self._last = indices[0]
         for index in indices:
             for file in (_gate(self._file, index), _result(self._file, index)):
                 file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
         command += [__file__, "worker", str(arguments.file), "--steps", str(arguments.steps)]
         command += ["--indices", *map(str, indices)]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment = {"OMP_NUM_THREADS": "1", ALLOCATOR[0]: GROWING, **os.environ}  # as runs are launched
         with self._log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def measured(self, index: int) -> Row | None:
         """What came of a plan; None if the processes left before it, as they do when memory was left over."""
+        self._last = index
         result, deadline = _result(self._file, index), time.monotonic() + self._timeout_s
         _gate(self._file, index).touch()
         try:
@@ -291,6 +296,11 @@ class _Workers:
         if "error" in found:
             self.stop()
         return found
+
+    @property
+    def new(self) -> bool:
+        """Whether no plan ran before the last one."""
+        return self._last == self._first
 
     def stop(self) -> None:
         self._process.terminate()
@@ -404,6 +414,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         dist.all_gather(peaks, torch.tensor(own, device=device))
         found["measured_gib"] = max(peak[0].item() for peak in peaks) / GIB
         found["allocated_gib_of_ranks"] = [peak[0].item() / GIB for peak in peaks]
+        found["expandable_segments"] = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
         found["reserved_gib_of_ranks"] = [peak[1].item() / GIB for peak in peaks]
     return found
 
@@ -445,8 +456,25 @@ def report(content: Row) -> str:
         "",
         *_errors(rows),
         *_choices(rows),
+        *_pipelines(rows),
     ]
     return "\n".join(lines)
+
+
+def _pipelines(rows: list[Row]) -> Iterator[str]:
+    """How near pipelines of all devices come to the best replicas' rate less the bubble, (p - 1) / (m + p - 1)."""
+    for row in rows:
+        plan = row["plan"]
+        alone = plan["pipeline"] > 1 and plan["data"] == plan["tensor"] == 1 and plan["schedule"] == "1f1b"
+        replicas = [
+            other["measured_ms"]
+            for other in rows
+            if other["case"] == row["case"] and other["plan"]["pipeline"] == 1 and "measured_ms" in other
+        ]
+        if alone and replicas and "measured_ms" in row:
+            bubble = (plan["pipeline"] - 1) / (plan["num_microbatches"] + plan["pipeline"] - 1)
+            share = min(replicas) / (1 - bubble) / row["measured_ms"]
+            yield f"{row['case']}: {row['division']}: {share:.3f} of (the fastest without stages × {1 - bubble:.3f})"
 
 
 def _line(row: Row) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
+from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 Result = TypeVar("Result")
@@ -90,6 +92,7 @@ class Ours:
 
 def main() -> None:
     arguments = _arguments()
+    os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     on_hosts = dist.new_group(backend="gloo")  # waiting in it leaves the GPUs to the blocks that are measured
