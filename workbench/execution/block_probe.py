@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib
 import os
 import pickle
 import statistics
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
@@ -297,10 +297,20 @@ def main() -> None:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
     build_meta(request.build)  # imports the model's code
     if request.compiled:
-        importlib.import_module("torch._inductor.compile_fx")  # and starts the compiler's processes
+        _rouse_compiler(device)
     micro_batch = _told(folder / f"{number}{MICRO_BATCH}")
     found = measure(request, micro_batch, device)
     write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found]})
+
+
+def _rouse_compiler(device: torch.device) -> None:
+    """Compile something small: what the compiler imports and starts the first time takes seconds."""
+
+    def something(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(functional.gelu(functional.linear(value, weight)), 0.1).sum()
+
+    value, weight = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
+    torch.compile(something)(value, weight).backward()
 
 
 def _told(file: Path) -> int:
