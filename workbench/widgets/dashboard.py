@@ -153,8 +153,10 @@ class Live(widgets.VBox):
             key = self._loss.key
             self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{key or ""}</small>'
             self._key.layout.display = None if key else "none"
-        asked = self._drawn_as is None or state[:2] != self._drawn_as[:2]
-        self._panels.draw(self._snapshots, x, smoothing, log_x, self._loss.window, now=asked or final)
+        zoomed = self._drawn_as is not None and state[1] != self._drawn_as[1]
+        if not zoomed:  # the curves first: the panels follow at the next look
+            asked = self._drawn_as is None or wish != self._drawn_as[0]
+            self._panels.draw(self._snapshots, x, smoothing, log_x, self._loss.window, now=asked or final)
         self._drawn_as = (wish, self._loss.window, points)
 
     def _ipython_display_(self) -> None:

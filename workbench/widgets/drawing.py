@@ -29,7 +29,7 @@ from workbench.widgets.watch import Snapshot
 
 PANELS_S = 1.0
 """Between two drawings of the panels: rates and memory change slowly."""
-LIVE_POINTS = 12_000
+LIVE_POINTS = 6_000
 """Of the raw traces of all runs together: what a browser draws anew without a pause while the user drags."""
 WIDTH_STEP = 1.02
 """A run's smoothed line is computed anew when the width that all runs share has grown by so much."""

@@ -29,7 +29,10 @@ LIBRARY = "if (!globalThis.workbenchPlotly) {{ {source}\nglobalThis.workbenchPlo
 
 RENDER = """
 function bytes(text) {
-  return Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const letters = atob(text), values = new Uint8Array(letters.length);
+  for (let at = 0; at < values.length; at++) values[at] = letters.charCodeAt(at);
+  return values;
 }
 
 function decoded(trace) {
@@ -47,7 +50,7 @@ function render({ model, el }) {
   const node = document.createElement("div");
   el.append(node);
   const kept = [];  // of each trace, the text that it came as, and itself
-  let timer = null, behind = true, ended = 0, took = 0, listens = false;
+  let timer = null, behind = true, ended = 0, took = 0, listens = false, gone = false;
 
   const trace = index => {
     const text = model.get(`trace_${index}`);
@@ -57,30 +60,39 @@ function render({ model, el }) {
 
   const draw = () => {
     timer = null;
-    if (!node.offsetWidth) return;  // off the page: the observer asks when it is there
+    if (gone || !node.offsetWidth) return;  // off the page: the observer asks when it is there
     if (node._dragging) return ask(50);
     const started = performance.now();
     const { traces, data, layout, config } = JSON.parse(model.get("figure"));
     behind = false;
     if (!layout) return listens && Plotly.purge(node);
     Plotly.react(node, data ?? Array.from({ length: traces }, (_, index) => trace(index)), layout, config);
-    if (!listens) node.on("plotly_relayout", tell);
-    listens = true;
+    if (!listens) {
+      node.on("plotly_afterplot", tell);
+      setTimeout(ask, 1000);  // plotly.js is twice as fast the second time: not when somebody waits for it
+      listens = true;
+    }
     ended = performance.now();
     took = ended - started;
   };
 
   const ask = (after = 0) => {  // after a drawing, the page has as long for other things
     behind = true;
-    timer ??= setTimeout(draw, Math.max(after, ended + took - performance.now()));
+    if (timer !== null) return;
+    const wait = Math.max(after, ended + took - performance.now());
+    timer = wait > 0 ? setTimeout(draw, wait) : 0;
+    if (timer === 0) queueMicrotask(draw);  // when all that came with one message is in place
   };
 
   const changed = () => ask();
+  const { traces: count = 0 } = JSON.parse(model.get("figure"));
+  const states = ["figure", ...Array.from({ length: count }, (_, index) => `trace_${index}`)];
 
-  const tell = change => {
-    if (!Object.keys(change).some(key => key.startsWith("xaxis."))) return;
-    const { range, autorange } = node.layout.xaxis;
-    model.set("visible", autorange || !range ? null : range.map(Number));
+  const tell = () => {  // plotly_relayout comes later than the drawing that it reports
+    const { range, autorange } = node._fullLayout.xaxis ?? {};
+    const seen = autorange || !range ? null : range.map(Number);
+    if (JSON.stringify(seen) === JSON.stringify(model.get("visible"))) return;
+    model.set("visible", seen);
     model.save_changes();
   };
 
@@ -96,11 +108,12 @@ function render({ model, el }) {
   }
   draw();
   fit.observe(el);
-  model.on("change", changed);
+  states.forEach(name => model.on(`change:${name}`, changed));
   return () => {
-    model.off("change", changed);
+    states.forEach(name => model.off(`change:${name}`, changed));
     fit.disconnect();
     clearTimeout(timer);
+    gone = true;
     Plotly.purge(node);
   };
 }
