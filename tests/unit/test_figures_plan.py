@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,21 @@ def test_known_block_times_share_out_the_stages_time() -> None:
     first = parts(partition(plan(2, 4), views), "blocks")[0]
     assert first.x[0] == pytest.approx(3 * first.x[1])
     assert "1 M parameters" in first.hovertext[0]
+
+
+def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> None:
+    value = plan(2, 8)
+    first, second = value.stages
+    some = replace(first, recompute="full", recompute_first=1, recompute_rest="selective")
+    value = replace(value, stages=(some, replace(second, recompute="selective", recompute_first=2)))
+    texts = [text for trace in parts(partition(value), "blocks") for text in trace.hovertext]
+    found = [re.findall(r"(?:<br>|^)((?:selective )?activation checkpointing)", text) for text in texts]
+    selective = ["selective activation checkpointing"]
+    assert found == [["activation checkpointing"], selective, selective, selective, selective, selective, [], []]
+    words = "activation checkpointing in 1 and selective in 5 of 8 blocks"
+    assert words in show_plan(value).layout.title.text
+    assert words in plan_html(value)
+    assert words in value.describe()
 
 
 def test_memory_is_stacked_by_kind_up_to_each_stages_total() -> None:

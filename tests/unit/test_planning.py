@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -30,6 +31,7 @@ from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart
 from workbench.planning.requests import EVERYTHING, Runnable
 from workbench.planning.schedules import Schedule, StageCosts, build_schedule, holdings, most_held, rounds, step_ms
+from workbench.planning.searching import uncollected
 from workbench.units import GIB
 
 settings.register_profile("no deadline", deadline=None)
@@ -902,6 +904,32 @@ def test_a_slider_is_answered_as_a_search_would_and_once() -> None:
     for wrong in (0, -3, "32", float("nan")):
         with pytest.raises(PlanInfeasible, match=r"memory_limit_gib=.* must be a number greater than 0"):
             what_if(PROFILE, H200, global_batch=64, seq_len=512, memory_limit_gib=wrong)
+
+
+def test_garbage_is_collected_after_a_move_not_within_and_only_where_it_was() -> None:
+    collections = 0
+
+    def counted(phase: str, _: Any) -> None:
+        nonlocal collections
+        collections += phase == "start"
+
+    assert gc.isenabled()
+    gc.callbacks.append(counted)
+    try:
+        with uncollected(), uncollected():
+            collections = 0
+            kept: list[list[int]] = [[] for _ in range(20 * gc.get_threshold()[0])]
+        assert collections == 0
+        assert gc.isenabled()
+        kept += [[] for _ in range(20 * gc.get_threshold()[0])]
+        assert collections > 0
+        gc.disable()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.callbacks.remove(counted)
 
 
 def test_what_earlier_moves_left_behind_changes_no_answer() -> None:
