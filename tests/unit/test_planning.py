@@ -919,7 +919,7 @@ def test_garbage_is_collected_after_a_move_not_within_and_only_where_it_was() ->
         with uncollected(), uncollected():
             collections = 0
             kept: list[list[int]] = [[] for _ in range(20 * gc.get_threshold()[0])]
-        assert collections == 0
+            assert collections == 0
         assert gc.isenabled()
         kept += [[] for _ in range(20 * gc.get_threshold()[0])]
         assert collections > 0
