@@ -50,7 +50,7 @@ function render({ model, el }) {
   const node = document.createElement("div");
   el.append(node);
   const kept = [];  // of each trace, the text that it came as, and itself
-  let timer = null, behind = true, ended = 0, took = 0, listens = false, gone = false;
+  let timer = null, behind = true, ended = 0, took = 0, width = 0, listens = false, gone = false;
 
   const trace = index => {
     const text = model.get(`trace_${index}`);
@@ -65,8 +65,10 @@ function render({ model, el }) {
     const started = performance.now();
     const { traces, data, layout, config } = JSON.parse(model.get("figure"));
     behind = false;
-    if (!layout) return listens && Plotly.purge(node);
-    Plotly.react(node, data ?? Array.from({ length: traces }, (_, index) => trace(index)), layout, config);
+    if (!layout) return;
+    width = node.offsetWidth;
+    const shown = data ?? Array.from({ length: traces }, (_, index) => trace(index));
+    Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
     if (!listens) {
       node.on("plotly_afterplot", tell);
       setTimeout(ask, 1000);  // plotly.js is twice as fast the second time: not when somebody waits for it
@@ -97,9 +99,7 @@ function render({ model, el }) {
   };
 
   const fit = new ResizeObserver(() => {
-    if (!node.offsetWidth) return;
-    if (behind) ask();
-    else if (node._fullLayout && node._fullLayout.width !== node.offsetWidth) Plotly.Plots.resize(node);
+    if (node.offsetWidth && (behind || node.offsetWidth !== width)) ask();
   });
 
   if (model.get("visible")) {  // a page that was loaded again shows the whole

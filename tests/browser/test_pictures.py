@@ -1,0 +1,103 @@
+"""The recorded pair of 4 × H200 as it looked while it trained: what the README shows, and that it can be read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lab
+import pytest
+
+from workbench.rundir import RunDir, append_event, this_process, write_json
+
+RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
+REACHED = {"bert-scaled-20261121-085006": 0.55, "bert-large-20261121-085005": 0.63}
+"""Share of its steps that each run has done."""
+CELLS = (
+    "import workbench as wb\n\nwb.live(wb.runs())",
+    "wb.runs()",
+    'large = wb.Experiment(model=wb.models.bert_large(), data=wb.data.corpus("demo"), steps=400, global_batch=256, '
+    'seq_len=128)\nwb.what_if(large, wb.Cluster.of("h200", gpus=4))',
+)
+UNREADABLE = """() => {
+    const found = [];
+    for (const graph of document.querySelectorAll('.jupyter-widgets .js-plotly-plot')) {
+        const edge = graph.getBoundingClientRect(), ticks = {};
+        if (edge.height < 200) found.push(`only ${edge.height} high`);
+        for (const text of graph.querySelectorAll('.main-svg text')) {
+            const box = text.getBoundingClientRect();
+            if (!box.width || !text.textContent) continue;
+            if (box.left < edge.left - 1 || box.right > edge.right + 1) found.push('cut: ' + text.textContent);
+            const axis = [...(text.parentElement.classList ?? [])].find(name => /^[xy][0-9]*tick$/.test(name));
+            if (axis) (ticks[axis] ??= []).push([text.textContent, box]);
+        }
+        for (const [axis, labels] of Object.entries(ticks))
+            labels.forEach(([one, a], index) => labels.slice(index + 1).forEach(([other, b]) => {
+                const apart = a.right <= b.left || b.right <= a.left || a.bottom <= b.top + 2 || b.bottom <= a.top + 2;
+                if (!apart) found.push(`${axis}: ${one} on ${other}`);
+            }));
+    }
+    return found;
+}"""
+
+
+@pytest.fixture
+def paused(server: lab.Server) -> Any:
+    """The recorded runs in the server's folder, as if they trained, with this very process as their supervisor."""
+    runs = server.root / "runs"
+    for name, share in REACHED.items():
+        shutil.copytree(RECORDED / name, runs / name)
+        run = RunDir(runs / name)
+        events = [json.loads(line) for line in run.events.read_text().splitlines()]
+        steps = [event for event in events if event["type"] == "step"]
+        reached = steps[int(share * len(steps))]["time"]
+        ends = ("finished", "stopped")
+        kept = [event for event in events if event["time"] <= reached and event.get("state") not in ends]
+        run.events.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        write_json(run.launcher, {"supervisor": this_process()})
+    yield
+    for name in REACHED:
+        append_event(RunDir(runs / name).events, "status", state="stopped", message="")
+
+
+def show(page: Any, index: int) -> None:
+    page.evaluate(
+        """(index) => {
+            const content = window.jupyterapp.shell.currentWidget.content;
+            content.activeCellIndex = index;
+            return content.scrollToCell(content.widgets[index], 'start').then(() => 1);
+        }""",
+        index,
+    )
+
+
+def settled(page: Any, plots: int) -> None:
+    page.wait_for_function(
+        f"() => document.querySelectorAll('.jupyter-widgets .js-plotly-plot').length >= {plots}",
+        timeout=lab.PATIENCE_MS,
+    )
+    page.wait_for_timeout(1500)
+
+
+@pytest.mark.usefixtures("paused")
+def test_what_the_readme_shows_can_be_read_in_wide_and_narrow_windows(
+    lab_page: Any, server: lab.Server, picture: Any
+) -> None:
+    page = lab_page
+    page.set_default_timeout(lab.PATIENCE_MS)
+    lab.write_notebook(server.root / "recorded.ipynb", CELLS)
+    lab.open_notebook(page, server, "recorded.ipynb")
+    page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area').then(() => 1)")
+    lab.run_all(page)
+    unreadable = {}
+    for width in (1360, 760):
+        page.set_viewport_size({"width": width, "height": 1000})
+        for index, name in ((0, "lab-live"), (1, "lab-what-if")):
+            show(page, index)
+            settled(page, plots=3)
+            unreadable[f"{name} {width}"] = page.evaluate(UNREADABLE)
+            picture(page, name if width == 1360 else f"{name}-narrow")
+    assert not any(unreadable.values()), unreadable
+    assert page.refused == []
