@@ -129,7 +129,7 @@ def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str
             legendgroup=curve.key,
             name=theme.text(curve.name),
             meta=part,
-            zorder=PARTS.index(part),
+            zorder=0 if part == "end" else PARTS.index(part),  # only in the lowest layer may a text leave the plot
             showlegend=part == "line",
         )
     return list(parts.values())

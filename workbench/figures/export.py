@@ -278,8 +278,14 @@ def _draw(draw: Callable[[], None], path: str) -> None:
         draw()
     except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
         raise DataError(
-            f"No picture could be drawn: {(str(error).strip() or type(error).__name__).splitlines()[0].rstrip('.')}. "
+            f"No picture could be drawn: {_first_sentence(error)}. "
             "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
             "save_html needs neither.",
             path=path,
         ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    """Of an error's words, which some pass as several arguments."""
+    words = str(error.args[0] if error.args else error).strip()
+    return (words or type(error).__name__).splitlines()[0].rstrip(".")

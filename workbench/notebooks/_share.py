@@ -44,7 +44,7 @@ def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared
     _drop_widgets(value)
     _, trouble = add_pictures(value)
     if trouble:
-        notes.append(f"Figures have tables beside them instead of pictures. {trouble}")
+        notes.append(f"Figures other than curves have a table beside them instead of a picture. {trouble}")
     notes += _fit(value)
     _write(value, target)
     page = notebook_to_html(target, target.with_suffix(".html"))

@@ -19,7 +19,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython.display import display
 
-from workbench.errors import UnknownParameter, suggestion
+from workbench.errors import RunNotFound, UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures._curves import loss_curves
 from workbench.figures._series import SMOOTHING, X_AXES, at_once, axes_of
@@ -287,11 +287,13 @@ def live(
     there is no such button. Show the result as the last line of a cell. When all runs have ended the widget
     gives way to a plain figure, which a saved notebook keeps.
 
-    Raises `UnknownParameter` for an x axis that does not exist.
+    Raises `UnknownParameter` for an x axis that does not exist, `RunNotFound` without a run.
     """
     if x not in X_AXES:
         raise UnknownParameter(f"x={x!r} is not an axis. {suggestion(x, X_AXES)}", parameter="x", value=x)
     chosen = list(runs) if isinstance(runs, Iterable) else [runs]
+    if not chosen:
+        raise RunNotFound("There is no run to follow. Launch one, or name its folder: wb.live(wb.load_run(PATH)).")
     return Live(chosen, x, smoothing, refresh_s, resume)
 
 
