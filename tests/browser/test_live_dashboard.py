@@ -125,7 +125,7 @@ def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel
     assert page.get_by_text("Error").count() == 0
 
 
-def test_a_dashboard_reattaches_after_a_kernel_restart_and_keeps_the_users_zoom(
+def test_a_dashboard_survives_kernel_restart_and_reload_and_keeps_the_users_zoom(
     lab_page: Any, server: lab.Server, start: Any, picture: Any
 ) -> None:
     page = lab_page
@@ -139,6 +139,10 @@ def test_a_dashboard_reattaches_after_a_kernel_restart_and_keeps_the_users_zoom(
     lab.run_all(page)
     wait_for_points(page, before + 20)
 
+    page.reload()  # the page is lost, the kernel goes on
+    lab.wait_for_kernel(page)
+    wait_for_points(page, before + 40)
+    page.wait_for_timeout(1500)  # the second drawing is over
     drag_over_plot(page)
     zoomed = page.evaluate("() => document.querySelector('.js-plotly-plot').layout.xaxis.range.slice()")
     points = max(page.evaluate(POINTS))

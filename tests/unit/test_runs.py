@@ -103,6 +103,7 @@ def test_the_registry_lists_runs_newest_first(tmp_path):
     table = runs(tmp_path)
     assert [run.name for run in table] == ["new", "old"]
     assert table["old"].name == table[1].name
+    assert [run.name for run in table[:1]] == ["new"]
     lines = repr(table).splitlines()
     assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when"]
     assert lines[1].split()[:6] == ["new", "running", "10", "of", "100", "10"]

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from workbench.errors import RunFailed, RunNotFound
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_events, read_json
@@ -458,7 +458,7 @@ def _run_directories(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class RunTable:
-    """The runs of one folder, newest first; iterate, index by position or name, or just show it."""
+    """The runs of one folder, newest first; iterate, index by position, slice or name, or just show it."""
 
     root: Path
     runs: tuple[Run, ...]
@@ -469,10 +469,16 @@ class RunTable:
     def __iter__(self) -> Any:
         return iter(self.runs)
 
-    def __getitem__(self, key: int | str) -> Run:
-        if isinstance(key, int):
-            return self.runs[key]
-        return load_run(self.root / key)
+    @overload
+    def __getitem__(self, key: int | str) -> Run: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Run]: ...
+
+    def __getitem__(self, key: int | str | slice) -> Run | list[Run]:
+        if isinstance(key, slice):
+            return list(self.runs[key])
+        return self.runs[key] if isinstance(key, int) else load_run(self.root / key)
 
     def rows(self) -> list[dict[str, Any]]:
         """`Run.summary()` of each."""
