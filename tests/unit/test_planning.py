@@ -27,6 +27,7 @@ from workbench.planning.cutting import Cutter
 from workbench.planning.partition import partition
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
 from workbench.planning.planner import Search, _device_costs
+from workbench.planning.plans import FASTEST_SHOWN
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart
 from workbench.planning.requests import EVERYTHING, Runnable
@@ -439,7 +440,19 @@ def test_the_table_says_in_how_many_blocks() -> None:
     row = next(row for row in plans.rows if row.recompute == "mixed" and row.selective_blocks and not row.full_blocks)
     again = plans[plans.rows.index(row)]
     assert again.recomputed_blocks["selective"] == row.selective_blocks
-    assert re.search(r"selective in \d+ of 22 blocks", repr(plans))
+    assert re.search(r"selective in \d+ of 22", repr(plans))
+
+
+def test_the_fastest_rows_of_the_table_are_weighed_to_the_end() -> None:
+    plans = weigh(layered_profile(layers=20), "bf16", Request(64, 512, H200, 14 * GIB))
+    shown = [row for _, row in plans.shown() if row.step_ms is not None]
+    assert len(shown) == FASTEST_SHOWN
+    assert all(row.bubble_fraction is not None for row in shown)
+    steps = [row.step_ms for row in shown]
+    assert steps == sorted(steps)
+    assert "≥ " not in "".join(repr(plans).splitlines()[: FASTEST_SHOWN + 2])
+    for number in (1, FASTEST_SHOWN - 1):
+        assert plans[number].prediction.step_ms == pytest.approx(plans.rows[number].step_ms)
 
 
 # Search

@@ -276,6 +276,12 @@ def stages_held(plan: Plan, pipeline_rank: int) -> str:
     return "stages " + ", ".join(str(stage.index) for stage in plan.stages_of(pipeline_rank))
 
 
+LIMIT_ROOM = 1.25
+"""The axis of memory reaches so far beyond a limit that a bar's total can stand there."""
+LABEL_SHARE = 0.18
+"""Of that axis, what a total takes."""
+
+
 def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     """Draw the memory of one device of each pipeline rank, stacked by kind, against its limit, into one subplot."""
     ranks = list(range(plan.pipeline))
@@ -305,7 +311,7 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
             row=row,
             col=col,
         )
-    _add_totals(figure, devices, row=row, col=col)
+    _add_totals(figure, devices, limit_of(plan)[0], row=row, col=col)
     _add_limit(figure, plan, row=row, col=col)
     figure.update_yaxes(
         range=[plan.pipeline - 0.5, -0.5],
@@ -321,10 +327,13 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     )
 
 
-def _add_totals(figure: go.Figure, devices: Sequence[Memory], *, row: int, col: int) -> None:
+def _add_totals(figure: go.Figure, devices: Sequence[Memory], limit: float, *, row: int, col: int) -> None:
+    """Each at the end of its bar; beyond the limit's line, where they would lie on it."""
+    ends = [memory.total for memory in devices]
+    crossing = [end <= limit <= end + LABEL_SHARE * LIMIT_ROOM * limit for end in ends]
     figure.add_trace(
         go.Scatter(
-            x=[memory.total / GIB for memory in devices],
+            x=[(limit if crosses else end) / GIB for end, crosses in zip(ends, crossing, strict=True)],
             y=list(range(len(devices))),
             mode="text",
             text=[f" {gib(memory.total)}" for memory in devices],
@@ -346,7 +355,7 @@ def _add_limit(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     peak = plan.peak_bytes
     room = 1.35 * peak / GIB
     near = limit <= 4 * peak
-    right = max(room, 1.12 * limit / GIB) if near else room
+    right = max(room, LIMIT_ROOM * limit / GIB) if near else room
     figure.update_xaxes(title_text="peak of one device (GiB)", range=[0, right], row=row, col=col)
     if near:
         figure.add_vline(x=limit / GIB, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, row=row, col=col)

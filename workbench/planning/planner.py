@@ -5,6 +5,7 @@ Nothing is sampled. An option is cut and simulated unless a lower bound of its s
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,8 @@ from workbench.planning.schedules import StageCosts, rounds, step_ms
 CHUNKS = (1, 2, 3, 4)
 """Stages of one pipeline rank that are tried under an interleaved schedule, of two blocks or more on average unless
 the user asked for such a schedule."""
+MAX_SETTLED = 80
+"""Options that are weighed after the best is known, so that a table of the fastest has steps and not bounds."""
 MAX_ROWS = 400
 """Options that a plan lists, nearest to the chosen one first."""
 MAX_REJECTED = 60
@@ -71,6 +74,15 @@ class _Option:
     bubble_fraction: float | None = None
     weighed: bool = False
 
+    @property
+    def may_fit(self) -> bool:
+        return self.cut is not None or not self.weighed
+
+    @property
+    def least_ms(self) -> float:
+        """Its step, or what that is at least."""
+        return self.bound_ms if self.step_ms is None else self.step_ms
+
 
 class Search:
     def __init__(self, profile: Profile, request: Request) -> None:
@@ -82,8 +94,11 @@ class Search:
         self.searched = 0
         self._weighed: dict[Degrees, _Option] = {}
 
-    def plan(self) -> Plan:
-        """The fastest that fits; `searched` then says how many options there were."""
+    def plan(self, known: int = 1) -> Plan:
+        """The fastest that fits; `searched` then says how many options there were.
+
+        Of so many of the fastest, not of the first alone, `Plan.candidates` then has the step and not a bound.
+        """
         options = sorted(map(self._option, self._degrees()), key=lambda option: option.bound_ms)
         self.searched = len(options)
         if not options:
@@ -104,7 +119,23 @@ class Search:
                 host = min(Cutter(self.pricer, option.degrees).least_host for option in options)
                 raise host_too_small(self.profile, self.request, host)
             raise too_large(self.profile, self.request, len(options), (degrees, needed), self.kinds[-1])
+        self._settle(options, known)
         return self._plan(best, options)
+
+    def _settle(self, options: list[_Option], known: int) -> None:
+        """Weigh what by its bound may be one of the fastest, until so many of these are known, or `MAX_SETTLED` are."""
+        queue = [(option.least_ms, number) for number, option in enumerate(options) if option.may_fit]
+        heapq.heapify(queue)
+        most = len(self._weighed) + MAX_SETTLED
+        while queue and known > 0 and len(self._weighed) < most:
+            _, number = heapq.heappop(queue)
+            option = options[number]
+            if option.step_ms is not None:
+                known -= 1
+                continue
+            self._weigh(option, np.inf)
+            if option.may_fit:
+                heapq.heappush(queue, (option.least_ms, number))
 
     def _leanest(self, options: list[_Option]) -> tuple[Degrees, float]:
         """Which option needs least, and how much; those that are known to need more are not cut for it."""
@@ -366,7 +397,6 @@ class Search:
     def _row(self, option: _Option, best: _Option) -> Candidate:
         degrees, cut, blocks = option.degrees, option.cut, len(self.profile.blocks)
         recomputed = self._recomputed(cut)
-        fits = cut is not None or not option.weighed
         return Candidate(
             pipeline=degrees.pipeline,
             data=degrees.data,
@@ -377,7 +407,7 @@ class Search:
             chunks=degrees.chunks,
             offload_optimizer=degrees.offload_optimizer,
             micro_batch=degrees.micro_batch,
-            step_ms=(option.bound_ms if option.step_ms is None else option.step_ms) if fits else None,
+            step_ms=option.least_ms if option.may_fit else None,
             peak_bytes=int(option.least_bytes) if option.weighed and np.isfinite(option.least_bytes) else None,
             verdict=self._verdict(option, best),
             bubble_fraction=option.bubble_fraction,

@@ -22,7 +22,7 @@ COLUMNS = {
     "DP": "data-parallel degree: this many replicas share the global batch",
     "TP": "tensor-parallel degree: this many devices share each matrix product",
     "ZeRO": "what the replicas shard: 0 nothing, 1 the optimiser, 2 also gradients, 3 also parameters",
-    "recompute": "activation checkpointing: what the backward computes again instead of keeping",
+    "recompute": "activation checkpointing: what the backward computes again instead of keeping, in so many blocks",
     "schedule": "the order of forwards and backwards; × n: every pipeline rank has n stages",
     "micro-batches": "forwards of one step on one replica, and samples in each",
     "step": "predicted time of one step; ≥: at least that, which was enough to rule it out",
@@ -129,7 +129,7 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
 
 
 def _recompute(row: Candidate, blocks: int) -> str:
-    """`"selective in 20 of 56 blocks"`."""
+    """`"full in 2, selective in 20 of 56"`: blocks."""
     if row.recompute != "mixed":
         return row.recompute if row.recompute in RECOMPUTE else "–"
     each = [
@@ -137,7 +137,7 @@ def _recompute(row: Candidate, blocks: int) -> str:
         for kind, count in (("full", row.full_blocks), ("selective", row.selective_blocks))
         if count
     ]
-    return f"{', '.join(each)} of {blocks} blocks" if each else row.recompute
+    return f"{', '.join(each)} of {blocks}" if each else row.recompute
 
 
 def _milliseconds(ms: float) -> str:
