@@ -91,7 +91,7 @@ def _probes(experiment: Experiment, cluster: Cluster, stack: ExitStack) -> Probe
     """Processes that will measure the model's blocks, if this machine has the cluster's GPU; they end with `stack`."""
     from workbench.cost.detect import local_gpu
     from workbench.execution.probe_request import Request
-    from workbench.runs.probing import Probes
+    from workbench.runs.probing import Probes, guesses
 
     if cluster.device.kind != "cuda" or local_gpu() != cluster.device.name:
         return None
@@ -103,6 +103,7 @@ def _probes(experiment: Experiment, cluster: Cluster, stack: ExitStack) -> Probe
         experiment.data.labelled_share(experiment),
         resolved_precision(experiment, cluster),
         _compiled(experiment, cluster),
+        guesses(cluster, experiment.global_batch),
     )
     return stack.enter_context(Probes(request, cluster.device))
 

@@ -19,7 +19,7 @@ from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
 from workbench.runs import probing
-from workbench.runs.probing import Probes, kept_blocks, measured_blocks, micro_batches, seems_kept
+from workbench.runs.probing import Probes, guesses, kept_blocks, measured_blocks, micro_batches, seems_kept
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
@@ -107,11 +107,17 @@ def test_probed_micro_batches_fall_by_quarters_from_a_devices_share_of_the_globa
     assert micro_batches(layered_profile(), H200, 1) == (1,)
 
 
+def test_the_guess_of_a_size_is_right_where_a_devices_share_is_quick_enough() -> None:
+    for global_batch in (1, 32, 100):
+        assert micro_batches(layered_profile(), H200, global_batch) == guesses(H200, global_batch)
+    assert guesses(H200, 1 << 20)[0] > micro_batches(layered_profile(), H200, 1 << 20)[0]
+
+
 def request_of(model: models.Model, seq_len: int = 16) -> Request:
     experiment = Experiment(model=model, data=data.corpus("demo", vocab_size=512), seq_len=seq_len, global_batch=8)
     samples = experiment.data.batch_specs(experiment)
     return Request(
-        model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", compiled=False
+        model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", False, guesses=(1,)
     )
 
 
@@ -157,6 +163,14 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
     assert seems_kept(counted.model)
+
+
+@pytest.mark.usefixtures("one_size")
+def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
+    with Probes(request_of(bert(num_layers=2)), Cluster.here(1).device) as probes:
+        found, reasons = probes.measure([2])
+    assert reasons == []
+    assert {one.micro_batch for one in found} == {2}
 
 
 @pytest.mark.usefixtures("one_size")

@@ -2,7 +2,8 @@
 
     python -m workbench.execution.block_probe FOLDER NUMBER
 
-It imports what takes long, then waits for the file in FOLDER that tells probe NUMBER its micro-batch.
+It captures and compiles for the micro-batch that it guesses, then waits for the file in FOLDER that tells probe NUMBER
+which one to measure.
 
 Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
 with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import pickle
 import statistics
@@ -28,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
@@ -106,19 +107,30 @@ class _Boundary(torch.autograd.Function):
 
 def measure(request: Request, micro_batch: int, device: torch.device) -> list[Measurement]:
     """Every kind of block of the requested model at one micro-batch."""
-    model = build_meta(request.build)
-    specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
-    graph = capture(model, specs, name="probed")
-    chain = chosen(graph)
-    probe = _Chain(graph, chain, request, device)
-    batch = random_batch(
-        request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
-    )
-    with _turn(device, fcntl.LOCK_SH):
-        probe.run(batch)  # compiles
-    with _turn(device, fcntl.LOCK_EX):
-        logs = _sustained(lambda: probe.run(batch), device)
-    return _summary(graph, chain, logs, micro_batch)
+    return _Probe(request, micro_batch, device).measure()
+
+
+class _Probe:
+    """Captured and compiled for one micro-batch."""
+
+    def __init__(self, request: Request, micro_batch: int, device: torch.device) -> None:
+        self.micro_batch = micro_batch
+        self._device = device
+        model = build_meta(request.build)
+        specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
+        self._graph = capture(model, specs, name="probed")
+        self._blocks = chosen(self._graph)
+        self._chain = _Chain(self._graph, self._blocks, request, device)
+        self._batch = random_batch(
+            request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
+        )
+        with _turn(device, fcntl.LOCK_SH):
+            self._chain.run(self._batch)  # compiles
+
+    def measure(self) -> list[Measurement]:
+        with _turn(self._device, fcntl.LOCK_EX):
+            logs = _sustained(lambda: self._chain.run(self._batch), self._device)
+        return _summary(self._graph, self._blocks, logs, self.micro_batch)
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> list[_Log]:
@@ -295,22 +307,30 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
-    build_meta(request.build)  # imports the model's code
-    if request.compiled:
-        _rouse_compiler(device)
+    probe = _guessed(request, request.guesses[int(number)], device)
     micro_batch = _told(folder / f"{number}{MICRO_BATCH}")
-    found = measure(request, micro_batch, device)
+    if probe is not None and probe.micro_batch == micro_batch:
+        found = probe.measure()
+    else:
+        del probe
+        _forget(device)
+        found = measure(request, micro_batch, device)
     write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found]})
 
 
-def _rouse_compiler(device: torch.device) -> None:
-    """Compile something small: what the compiler imports and starts the first time takes seconds."""
+def _guessed(request: Request, micro_batch: int, device: torch.device) -> _Probe | None:
+    """A probe for the micro-batch that most likely will be asked for; None where the device has no room for it."""
+    try:
+        return _Probe(request, micro_batch, device)
+    except torch.OutOfMemoryError:
+        return None
 
-    def something(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(functional.gelu(functional.linear(value, weight)), 0.1).sum()
 
-    value, weight = (torch.ones(16, 16, device=device, requires_grad=True) for _ in range(2))
-    torch.compile(something)(value, weight).backward()
+def _forget(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _told(file: Path) -> int:

@@ -30,3 +30,5 @@ class Request:
     """Share of the labels that are not ignored."""
     precision: str
     compiled: bool
+    guesses: tuple[int, ...]
+    """The micro-batch that each probe will most likely be told: it captures and compiles for it meanwhile."""

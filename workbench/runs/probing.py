@@ -31,8 +31,8 @@ from workbench.runs.launcher import pickled, user_path
 FORMAT = 2
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
-LONGEST_MS = 120.0
-"""A probed forward and backward is planned to take no longer."""
+LONGEST_MS = 300.0
+"""A probed forward and backward is planned to take no longer; few devices' shares of a batch do."""
 SIZES = 3
 """Micro-batches that are probed, each a quarter of the one before."""
 
@@ -74,9 +74,19 @@ def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tupl
         costs = ((count, profile.priced_ms(kind, size, cluster.device)) for kind, count in kinds.items())
         return sum(min(count, KEPT) * sum(times) for count, times in costs)
 
-    largest = 1
-    while 2 * largest <= global_batch // cluster.gpus and chain_ms(2 * largest) <= LONGEST_MS:
-        largest *= 2
+    largest = guesses(cluster, global_batch)[0]
+    while largest > 1 and chain_ms(largest) > LONGEST_MS:
+        largest //= 2
+    return _quarters(largest)
+
+
+def guesses(cluster: Cluster, global_batch: int) -> tuple[int, ...]:
+    """What `micro_batches` will be, said before the model is captured: right where they are quick enough."""
+    share = max(1, global_batch // cluster.gpus)
+    return _quarters(1 << (share.bit_length() - 1))
+
+
+def _quarters(largest: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(1, largest // 4**index) for index in range(SIZES)))
 
 
@@ -103,7 +113,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 class Probes:
-    """Processes for one model, as many as there are micro-batches to measure; importing meanwhile, they wait for them.
+    """Processes for one model, as many as there are micro-batches to measure; they start on what they guess these are.
 
     A context: what still runs at its end is killed.
     """
@@ -114,7 +124,7 @@ class Probes:
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
         (self._path / REQUEST).write_bytes(pickled("model", request))
         gpus = local_gpus() if device.kind == "cuda" else [""]
-        self._processes = [self._start(slot, gpus[slot % len(gpus)]) for slot in range(SIZES)]
+        self._processes = [self._start(slot, gpus[slot % len(gpus)]) for slot in range(len(request.guesses))]
 
     def __enter__(self) -> Probes:
         return self
@@ -126,8 +136,8 @@ class Probes:
         self._folder.cleanup()
 
     def measure(self, sizes: Sequence[int]) -> tuple[tuple[Measurement, ...], list[str]]:
-        """The measurements at up to `SIZES` micro-batches, and why those that lack do."""
-        assert len(sizes) <= SIZES
+        """The measurements at no more micro-batches than were guessed, and why those that lack do."""
+        assert len(sizes) <= len(self._processes)
         for slot, size in enumerate(sizes):
             write_json(self._path / f"{slot}{MICRO_BATCH}", size)
         found: list[Measurement] = []
