@@ -139,8 +139,9 @@ def test_a_dashboard_survives_kernel_restart_and_reload_and_keeps_the_users_zoom
     lab.run_all(page)
     wait_for_points(page, before + 20)
 
-    page.reload()  # the page is lost, the kernel goes on
-    lab.wait_for_kernel(page)
+    lab.save(page)
+    page.goto("about:blank")
+    lab.open_notebook(page, server, "restart.ipynb")  # the kernel goes on
     wait_for_points(page, before + 40)
     page.wait_for_timeout(1500)  # the second drawing is over
     drag_over_plot(page)
