@@ -65,10 +65,10 @@ def _tiny() -> Any:
 
 CASES = {
     "large": Case(wb.models.bert_large, 512, 512),
-    "scaled": Case(_scaled, 512, 256),
-    "scaled-32gib": Case(_scaled, 512, 256, 32),
     "gpt-1.3b": Case(wb.models.gpt3_1p3b, 2048, 64),
     "gpt-1.3b-32gib": Case(wb.models.gpt3_1p3b, 2048, 64, 32),
+    "scaled": Case(_scaled, 512, 256),
+    "scaled-32gib": Case(_scaled, 512, 256, 32),
     "4.8b": Case(_bert_4_8b, 512, 256),
     "4.8b-32gib": Case(_bert_4_8b, 512, 256, 32),
 }
