@@ -112,7 +112,6 @@ def open_template(page: Any, server: lab.Server, name: str) -> None:
     lab.wait_for_kernel(page)
 
 
-@pytest.mark.skipif(not os.environ.get("WORKBENCH_TEST_ALL"), reason="WORKBENCH_TEST_ALL runs it")
 @pytest.mark.timeout(900)
 def test_from_the_launcher_to_a_page_for_a_colleague(
     lab_page: Any, server: lab.Server, folder: Path, tmp_path: Path, picture: Any
