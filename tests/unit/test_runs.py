@@ -6,8 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from tests.unit.cost_values import layered_profile
+from workbench.cost import Cluster
 from workbench.errors import RunFailed, RunNotFound
+from workbench.execution.worker import message_of
+from workbench.planning import search
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
 from workbench.runs import Run, doctor, load_run, runs, turns
 from workbench.runs.environment import environment, git_state
@@ -255,3 +260,15 @@ def test_importing_runs_imports_no_heavy_library():
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded = set(eval(answer))
     assert not loaded & {"torch", "transformers", "wandb", "plotly", "datasets", "ipywidgets", "accelerate"}
+
+
+def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
+    cluster = Cluster.of("h200", gpus=4)
+    asked = {"global_batch": 64, "seq_len": 512, "precision": "bf16", "cluster": cluster}
+    plan = search(layered_profile(), **asked, memory_limit_bytes=20 << 30)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.")
+    message = message_of(full, plan)
+    assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB. The plan counts on ")
+    assert "of 20.0 GiB a device" in message
+    assert "wb.plan(experiment, memory_limit_gib=18)" in message
+    assert message_of(ValueError("no"), plan) == "no"

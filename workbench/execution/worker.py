@@ -43,7 +43,10 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
 from workbench.tensors import ITEM_BYTES
+from workbench.units import GIB, gib
 
+LESS_MEMORY = 0.9
+"""Of the limit that a plan did not keep to, what to try next."""
 LOADER_WORKERS = 2
 """Processes that assemble batches for a GPU; a CPU run assembles them itself."""
 
@@ -62,9 +65,10 @@ def main(directory: str) -> int:
     try:
         steps = _Worker(run, plan).run()
     except BaseException as error:
-        _report(run, rank, stage, error)
+        _report(run, rank, stage, error, plan)
         if not supervised:
-            message = f"rank {rank} (stage {stage}): {type(error).__name__}: {error}".splitlines()[0]
+            cause = _innermost(error)
+            message = f"rank {rank} (stage {stage}): {type(cause).__name__}: {message_of(cause, plan)}".splitlines()[0]
             append_event(run.events, "status", state="failed", message=message)
         return 1
     if not supervised and rank == 0:
@@ -112,12 +116,26 @@ def _on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true")
 
 
-def _report(run: RunDir, rank: int, stage: int, error: BaseException) -> None:
+def _report(run: RunDir, rank: int, stage: int, error: BaseException, plan: Plan) -> None:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     cause = _innermost(error)
-    facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": str(cause), "traceback": text}
+    facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message_of(cause, plan)}
+    facts["traceback"] = text
     write_json(run.error(rank), {**facts, "time": time.time()})
+
+
+def message_of(cause: BaseException, plan: Plan) -> str:
+    """What an error says; of a device that is full also what the plan counted on, and the way out."""
+    if not isinstance(cause, torch.OutOfMemoryError):
+        return str(cause)
+    has = plan.cluster.device.memory_bytes
+    limit = min(plan.memory_limit_bytes or has, has)
+    return (
+        f"{str(cause).splitlines()[0]} The plan counts on {gib(plan.peak_bytes)} of {gib(limit)} a device. Plan with "
+        f"less, plan = wb.plan(experiment, memory_limit_gib={LESS_MEMORY * limit / GIB:.3g}), and launch that, or resume "
+        f"this run with wb.resume(run, plan=plan)."
+    )
 
 
 def _innermost(error: BaseException) -> BaseException:
