@@ -131,11 +131,10 @@ def message_of(cause: BaseException, plan: Plan) -> str:
         return str(cause)
     has = plan.cluster.device.memory_bytes
     limit = min(plan.memory_limit_bytes or has, has)
-    return (
-        f"{str(cause).splitlines()[0]} The plan counts on {gib(plan.peak_bytes)} of {gib(limit)} a device. Plan with "
-        f"less, plan = wb.plan(experiment, memory_limit_gib={LESS_MEMORY * limit / GIB:.3g}), and launch that, or resume "
-        f"this run with wb.resume(run, plan=plan)."
-    )
+    planned = f"The plan counts on {gib(plan.peak_bytes)} of {gib(limit)} a device."
+    less = f"plan = wb.plan(experiment, memory_limit_gib={LESS_MEMORY * limit / GIB:.3g})"
+    way_out = f"Plan with less, {less}, and launch that, or resume this run with wb.resume(run, plan=plan)."
+    return f"{str(cause).splitlines()[0]} {planned} {way_out}"
 
 
 def _innermost(error: BaseException) -> BaseException:
