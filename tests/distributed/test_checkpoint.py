@@ -35,6 +35,7 @@ DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
     "two stages of three replicas": ("fp32", {"pipeline": 2, "data": 3, "zero": 0}),
     "two shards": ("fp32", {"data": 2, "zero": 3}),
     "three shards in bf16": ("bf16", {"data": 3, "zero": 3}),
+    "two shards that recompute some blocks": ("bf16", {"data": 2, "zero": 3}),
 }
 DEFAULT = ("pipeline", "three replicas") if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(DIVISIONS)
 
@@ -63,6 +64,10 @@ def test_a_run_killed_at_random_steps_has_the_loss_curve_of_an_unbroken_one_to_t
     precision, degrees = DIVISIONS[division]
     asked = experiment(steps=STEPS, global_batch=12, precision=precision)
     chosen = plan(asked, **degrees)
+    if "recompute some" in division:
+        stages = (dataclasses.replace(stage, recompute="selective", recompute_first=2) for stage in chosen.stages)
+        chosen = dataclasses.replace(chosen, stages=tuple(stages))
+        assert chosen.recompute == "mixed"
     unbroken = curve(trained(tmp_path / "unbroken", asked, chosen))
     assert len(unbroken) == STEPS
     saving = dataclasses.replace(asked, checkpoint_every=EVERY)
