@@ -34,6 +34,8 @@ REFRESH_S = 0.1
 """Between two looks at the runs' directories."""
 REST = 3.0
 """After drawing for so long, rest at least this many times longer: the kernel has other work."""
+PANELS_AFTER_ZOOM_S = 0.3
+"""So much later than the curves the panels follow a zoom: the page draws one thing at a time."""
 SAVED_S = 30.0
 """Between two pictures of what a notebook keeps that is saved while its runs train."""
 OFFER_S = 1800.0
@@ -62,6 +64,7 @@ class Live(widgets.VBox):
         self._save_at = 0.0
         self._offer_ends: threading.Timer | None = None
         self._drawn_as: tuple[Any, ...] | None = None
+        self._zoomed_at = -PANELS_AFTER_ZOOM_S
         width_px = name_width(self._labels)
         self._rows = [
             RunRow(watch, theme.series_color(index), resume, self._go_on, width_px)
@@ -153,8 +156,9 @@ class Live(widgets.VBox):
             key = self._loss.key
             self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{key or ""}</small>'
             self._key.layout.display = None if key else "none"
-        zoomed = self._drawn_as is not None and state[1] != self._drawn_as[1]
-        if not zoomed:  # the curves first: the panels follow at the next look
+        if self._drawn_as is not None and state[1] != self._drawn_as[1]:
+            self._zoomed_at = time.monotonic()
+        if final or time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S:
             asked = self._drawn_as is None or wish != self._drawn_as[0]
             self._panels.draw(self._snapshots, x, smoothing, log_x, self._loss.window, now=asked or final)
         self._drawn_as = (wish, self._loss.window, points)
