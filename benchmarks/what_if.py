@@ -54,6 +54,7 @@ def main() -> None:
         lab.open_notebook(page, server, "what_if.ipynb")
         lab.run_all(page)
         page.wait_for_selector(".workbench-live .js-plotly-plot .main-svg")
+        page.wait_for_timeout(2 * SETTLED_MS)  # the page draws a second time, unasked
         page.evaluate(WATCH)
         times = {name: [move(page, name, key) for key in keys] for name, keys in MOVES.items()}
     for name, moves in [*times.items(), ("all", list(itertools.chain(*times.values())))]:

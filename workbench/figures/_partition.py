@@ -278,6 +278,8 @@ def stages_held(plan: Plan, pipeline_rank: int) -> str:
 
 LIMIT_ROOM = 1.25
 """The axis of memory reaches so far beyond a limit that a bar's total can stand there."""
+CHARACTER_SHARE = 0.021
+"""Of that axis, what a character of a label takes."""
 LABEL_SHARE = 0.18
 """Of that axis, what a total takes."""
 
@@ -286,6 +288,7 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     """Draw the memory of one device of each pipeline rank, stacked by kind, against its limit, into one subplot."""
     ranks = list(range(plan.pipeline))
     devices = [device_memory(plan, rank) for rank in ranks]
+    least = CHARACTER_SHARE * _memory_range(plan)
     for kind in (item.name for item in fields(Memory)):
         values = [getattr(memory, kind) for memory in devices]
         figure.add_trace(
@@ -296,7 +299,7 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
                 width=0.62 if plan.chunks == 1 else 0.45,
                 name=MEMORY_LABELS[kind],
                 marker={"color": theme.MEMORY_COLORS[kind], "line": {"color": "white", "width": 0.5}},
-                text=[f"{value / GIB:.3g}" for value in values],
+                text=[_if_it_fits(f"{value / GIB:.3g}", value / GIB, least) for value in values],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
@@ -327,6 +330,22 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     )
 
 
+def _if_it_fits(text: str, length: float, least: float) -> str:
+    """`least`: what one character takes."""
+    return text if length >= least * len(text) else ""
+
+
+def _memory_range(plan: Plan) -> float:
+    """GiB: where the axis of memory ends."""
+    limit, peak = limit_of(plan)[0], plan.peak_bytes
+    room = 1.35 * peak / GIB
+    return max(room, LIMIT_ROOM * limit / GIB) if _is_near(limit, peak) else room
+
+
+def _is_near(limit: int, peak: int) -> bool:
+    return limit <= 4 * peak
+
+
 def _add_totals(figure: go.Figure, devices: Sequence[Memory], limit: float, *, row: int, col: int) -> None:
     """Each at the end of its bar; beyond the limit's line, where they would lie on it."""
     ends = [memory.total for memory in devices]
@@ -353,9 +372,7 @@ def _add_limit(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     """The limit as a line where it is near; where the plan uses little of it, a note instead of empty space."""
     limit, name = limit_of(plan)
     peak = plan.peak_bytes
-    room = 1.35 * peak / GIB
-    near = limit <= 4 * peak
-    right = max(room, LIMIT_ROOM * limit / GIB) if near else room
+    near, right = _is_near(limit, peak), _memory_range(plan)
     figure.update_xaxes(title_text="peak of one device (GiB)", range=[0, right], row=row, col=col)
     if near:
         figure.add_vline(x=limit / GIB, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, row=row, col=col)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,10 @@ DENSE_LANE = 400
 neighbours, no number would fit in one, and a browser would take seconds to find that out. They are drawn as one area a
 shade instead, whose edges blend."""
 
+
+NUMBERED_LANE = 90
+"""More actions than these in a lane leave no room for numbers, and a browser takes longer to find that out than to draw
+them."""
 
 LANE = 0.8
 """Of the distance between two lanes, what a lane takes."""
@@ -173,19 +177,20 @@ def _action_traces(lanes: Lanes) -> list[go.Bar | go.Scatter]:
             for action in lane:
                 if action.kind == kind:
                     drawn.setdefault((kind, _shade(color, action, len(lanes))), []).append((rank, action))
-    dense = max(map(len, lanes), default=0) > DENSE_LANE
+    most = max(map(len, lanes), default=0)
+    make = _area_trace if most > DENSE_LANE else partial(_bar_trace, numbered=most <= NUMBERED_LANE)
     named: set[str] = set()
     traces = []
     for (kind, shade), rows in sorted(drawn.items(), key=lambda item: item[0][1] != KINDS[item[0][0]][1]):
-        trace = (_area_trace if dense else _bar_trace)(KINDS[kind][0], shade, rows)
+        trace = make(KINDS[kind][0], shade, rows)
         trace.showlegend = kind not in named
         named.add(kind)
         traces.append(trace)
     return traces
 
 
-def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]) -> go.Bar:
-    """Bars of one colour, numbered by micro-batch."""
+def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]], *, numbered: bool) -> go.Bar:
+    """Bars of one colour, perhaps `numbered` by micro-batch."""
     starts = np.array([action.start_ms for _, action in rows])
     lengths = np.array([action.end_ms for _, action in rows]) - starts
     facts = [(action.stage, action.micro_batch) for _, action in rows]
@@ -199,8 +204,8 @@ def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, ActionLike]]) -
         name=label,
         legendgroup=label,
         marker={"color": shade, "line": {"color": "white", "width": 0.6}},
-        text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts],
-        textposition="inside",
+        text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts] if numbered else None,
+        textposition="inside" if numbered else None,
         insidetextanchor="middle",
         textangle=0,
         textfont={"color": theme.ink_on(shade), "size": 10},
