@@ -24,6 +24,8 @@ from workbench.figures import (
     timeline,
     timelines,
 )
+from workbench.figures._partition import CHARACTER_SHARE
+from workbench.figures._timeline import NUMBERED_LANE
 from workbench.planning import timeline as simulated
 from workbench.planning.schedules import build_schedule, simulate
 from workbench.tensors import TensorSpec
@@ -109,6 +111,24 @@ def test_the_users_memory_limit_takes_the_place_of_the_devices() -> None:
     assert figure.layout.shapes[0].x0 == 32.0
 
 
+def test_a_total_that_would_lie_on_the_limit_stands_beside_it() -> None:
+    value = replace(plan(1, 8), memory_limit_bytes=round(1.02 * plan(1, 8).peak_bytes))
+    figure = partition(value)
+    [totals] = parts(figure, "totals")
+    assert list(totals.x) == [figure.layout.shapes[0].x0]
+    roomy = replace(value, memory_limit_bytes=2 * value.peak_bytes)
+    [totals] = parts(partition(roomy), "totals")
+    assert list(totals.x) == [pytest.approx(value.peak_bytes / GIB)]
+
+
+def test_memory_is_labelled_where_the_label_fits() -> None:
+    figure = partition(plan(4, 8))
+    end = figure.layout.xaxis2.range[1]
+    pairs = [pair for t in parts(figure, "memory") for pair in zip(t.x, t.text, strict=True)]
+    assert all(text == (f"{x:.3g}" if x >= CHARACTER_SHARE * end * len(f"{x:.3g}") else "") for x, text in pairs)
+    assert {bool(text) for _, text in pairs} == {False, True}
+
+
 def test_a_limit_far_off_is_named_instead_of_drawn() -> None:
     figure = partition(plan(4, 8))
     assert not figure.layout.shapes
@@ -125,8 +145,11 @@ def test_every_action_of_the_schedule_is_drawn_once(stages: int, microbatches: i
     figure = timeline(plan(stages, 56, microbatches))
     for name in ("forward", "backward"):
         traces = [trace for trace in figure.data if trace.name == name]
-        drawn = sorted((rank, int(label)) for trace in traces for rank, label in zip(trace.y, trace.text, strict=True))
-        assert drawn == [(rank, i) for rank in range(stages) for i in range(microbatches)]
+        facts = [(rank, int(facts[1])) for t in traces for rank, facts in zip(t.y, t.customdata, strict=True)]
+        assert sorted(facts) == [(rank, i) for rank in range(stages) for i in range(microbatches)]
+        numbers = [[int(text) for text in t.text] for t in traces if t.text is not None]
+        few_enough = 2 * microbatches <= NUMBERED_LANE
+        assert numbers == ([[int(facts[1]) for facts in t.customdata] for t in traces] if few_enough else [])
         assert [trace.showlegend for trace in traces].count(True) == 1
 
 
