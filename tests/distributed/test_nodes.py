@@ -123,7 +123,8 @@ def job(namespaces: tuple[str, str], run: Run, tmp_path: Path) -> subprocess.Pop
     _executable(
         tools / "srun", f'shift\ntasks=""\ntrap "kill -TERM \\$tasks" TERM\n{tasks}\nwait $tasks\nwait $tasks\n'
     )
-    _executable(tools / "scontrol", f"printf '{ADDRESSES[0]}\\n{ADDRESSES[1]}\\n'\n")
+    # slow: whoever stops reading after the first line ends it with SIGPIPE
+    _executable(tools / "scontrol", f"echo {ADDRESSES[0]}; sleep 0.2; echo {ADDRESSES[1]}\n")
     asked = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": str(os.getpid())}
     return subprocess.Popen(
         ["bash", str(script)],

@@ -83,7 +83,7 @@ def slurm(
             "set -euo pipefail",
             f"export PYTHONPATH={shlex.quote(os.pathsep.join(user_path()))}",
             f"export WORKBENCH_HOME={shlex.quote(str(cache_home()))}",
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             "port=$((20000 + SLURM_JOB_ID % 10000))",
             f'srun --kill-on-bad-exit=1 {command} --address "$first" --port "$port"',
             "",
