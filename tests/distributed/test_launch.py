@@ -178,12 +178,18 @@ def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
     assert run.kill().status.state == "stopped"
 
 
-def test_ranks_without_a_supervisor_can_be_killed(monkeypatch):
+def orphaned(monkeypatch):
+    """A run that trains on, its supervisor killed with -9."""
     monkeypatch.setenv("STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
     first_step(run)
     os.kill(read_json(run.path / "launcher.json")["supervisor"]["pid"], signal.SIGKILL)
     eventually(lambda: "vanished" in run.status.message)
+    return run
+
+
+def test_ranks_without_a_supervisor_can_be_killed(monkeypatch):
+    run = orphaned(monkeypatch)
     run.kill()
     assert run.status.message.startswith("Killed")
     assert not processes.live_workers(run.directory)
@@ -225,11 +231,7 @@ def test_the_run_outlives_the_kernel_that_launched_it():
 
 
 def test_a_supervisor_killed_with_9_leaves_ranks_that_are_shown_and_can_be_stopped(monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
-    run = start(steps=10_000)
-    first_step(run)
-    os.kill(read_json(run.path / "launcher.json")["supervisor"]["pid"], signal.SIGKILL)
-    eventually(lambda: "vanished" in run.status.message)
+    run = orphaned(monkeypatch)
     assert run.status.state == "running"
     assert run.alive
     waiting = start(steps=1)

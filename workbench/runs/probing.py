@@ -1,8 +1,8 @@
 """The blocks of a model measured on this machine's GPUs before it is planned for: seconds, once per model and device.
 
 Each micro-batch is a process of its own (`execution.block_probe`), spread over the GPUs; the kernel that plans never
-touches one. They start while the kernel captures the model, and are told their micro-batches once it is priced. What
-was measured is kept under `$WORKBENCH_HOME/blocks` for this model, device and torch version.
+touches one. While the kernel captures the model they start on the micro-batches that they guess; once it is priced they
+are told which to measure. That is kept under `$WORKBENCH_HOME/blocks` for this model, device and torch version.
 """
 
 from __future__ import annotations
