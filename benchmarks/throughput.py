@@ -4,14 +4,17 @@
     torchrun --nproc_per_node 4 benchmarks/throughput.py --out tiny.json tiny        # on CPUs, to see that it runs
 
 Every contender of a row is built, warmed up, measured and freed in turn, and the whole round is repeated, so that a
-machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included. The ratio of a row
-is the median of ours over the median of the best peer. `--plan 1,4,2,64,selective` adds a forced plan of ours
-(pipeline, data, ZeRO, micro-batch, checkpointing). Results are written after every measurement.
+machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included; each contender has
+process groups of its own, and a row's limit of memory is enforced on all of them. The ratio of a row is the median of
+ours over the median of the best peer. `--plan 1,4,2,64,selective` adds a forced plan of ours (pipeline, data, ZeRO,
+micro-batch, checkpointing). Results are written after every measurement; the same command goes on where it stopped.
+`--profile` writes where one more step of the first round goes, by kind of kernel, on the first and the last rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import os
@@ -21,8 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
+import kernels
 import torch
 import torch.distributed as dist
 from peers import Peer
@@ -33,7 +37,8 @@ from workbench import api
 from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
-Result = TypeVar("Result")
+PATIENCE = datetime.timedelta(minutes=10)
+"""For rank 0 to plan, blocks to be measured included."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +98,52 @@ class Ours:
 def main() -> None:
     arguments = _arguments()
     os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
-    on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    on_hosts = dist.new_group(backend="gloo")  # waiting in it leaves the GPUs to the blocks that are measured
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
-    found: list[dict[str, Any]] = []
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    meeting = dist.TCPStore(*address, world, is_master=False, timeout=PATIENCE)
+    profile = arguments.profile and device.type == "cuda"
+    found = _kept(arguments.out)
+    done = [(entry["row"], entry["contender"]) for entry in found]
     for name in arguments.rows:
-        contenders = _contenders(name, _shared(partial(_plans, name, arguments.plan), on_hosts), device)
-        for _ in range(arguments.rounds):
+        contenders = _contenders(name, _plans(name, arguments.plan, meeting, rank, world), device)
+        for turn in range(arguments.rounds):
             for label, build in contenders.items():
-                found.append({"row": name, "contender": label, **_measured(name, build, arguments.steps, device)})
-                if dist.get_rank() == 0:
-                    print(json.dumps(found[-1]), flush=True)
-                    Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
-    if dist.get_rank() == 0:
+                if done.count((name, label)) > turn:
+                    continue
+                store = dist.PrefixStore(f"{name}{turn}{label}", meeting)
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world
+                )
+                found.append({"row": name, "contender": label})
+                try:
+                    found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
+                except torch.OutOfMemoryError as error:
+                    found[-1]["error"] = f"out of memory: {str(error).splitlines()[0]}"
+                    _write(arguments, found)
+                    os._exit(1)  # the other ranks wait for this one
+                _forget(device)
+                dist.destroy_process_group()
+                if rank == 0:
+                    print(json.dumps({key: value for key, value in found[-1].items() if key != "longest"}), flush=True)
+                    _write(arguments, found)
+    if rank == 0:
         print(report(found))
-    dist.destroy_process_group()
+
+
+def _kept(out: str) -> list[dict[str, Any]]:
+    """What an earlier start measured; what ran out of memory is not tried again."""
+    return json.loads(Path(out).read_text()) if Path(out).exists() else []
+
+
+def _write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    beside = Path(f"{arguments.out}.{os.getpid()}")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.replace(arguments.out)
 
 
 def _arguments() -> argparse.Namespace:
@@ -120,24 +152,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", default="throughput.json")
     parser.add_argument("--plan", action="append", default=[])
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("rows", nargs="+", choices=ROWS)
     return parser.parse_args()
 
 
-def _shared(make: Callable[[], Result], group: Any) -> Result:
-    """What rank 0 makes, on every rank."""
-    made = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made, 0, group)
-    return cast(Result, made[0])
-
-
-def _plans(name: str, forced: list[str]) -> dict[str, wb.Plan]:
-    """Ours, by label: the planner's choice, then those asked for."""
-    cluster = replace(wb.Cluster.here(), gpus=dist.get_world_size(), gpus_per_node=dist.get_world_size())
-    wanted = {"ours": ROWS[name].ours} | {f"ours {text}": _degrees(text) for text in forced}
-    return {
-        label: replace(api.plan(_experiment(name), cluster, **fixed), candidates=()) for label, fixed in wanted.items()
-    }
+def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: int) -> dict[str, wb.Plan]:
+    """Ours, by label: the planner's choice, then those asked for; planned by rank 0 while the others wait."""
+    key = f"plans of {name}"
+    if rank == 0:
+        cluster = replace(wb.Cluster.here(), gpus=world, gpus_per_node=world)
+        wanted = {"ours": ROWS[name].ours} | {f"ours {text}": _degrees(text) for text in forced}
+        planned = {label: api.plan(_experiment(name), cluster, **fixed) for label, fixed in wanted.items()}
+        content = {label: replace(plan, candidates=()).to_json() for label, plan in planned.items()}
+        meeting.set(key, json.dumps(content))
+    return {label: wb.Plan.from_json(content) for label, content in json.loads(meeting.get(key)).items()}
 
 
 def _contenders(name: str, plans: Mapping[str, wb.Plan], device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -163,38 +192,56 @@ def _experiment(name: str) -> wb.Experiment:
     return wb.Experiment(model=model, data=data, steps=1000, global_batch=row.global_batch, seq_len=row.seq_len)
 
 
-def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.device) -> dict[str, Any]:
-    """Median over `steps` after two to warm up; a contender that runs out of memory is a row that says so."""
+def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.device, profile: bool) -> dict[str, Any]:
+    """Median over `steps` after two to warm up."""
     experiment = _experiment(name)
-    _forget(device)
+    _limit(device, ROWS[name].ours.get("memory_limit_gib"))
     started = time.perf_counter()
-    try:
-        contender = build()
-        batch = random_batch(experiment, experiment.global_batch // contender.data, contender.replica, device)
-        times = []
-        for step in range(steps + 2):
-            _wait(device)
-            begun = time.perf_counter()
-            loss = contender.step(batch)
-            _wait(device)
-            times.append(time.perf_counter() - begun)
-            if step == 0:
-                first_s = time.perf_counter() - started
-    except torch.OutOfMemoryError as error:
-        return {"error": f"out of memory: {str(error).splitlines()[0]}"}
+    contender = build()
+    batch = random_batch(experiment, experiment.global_batch // contender.data, contender.replica, device)
+    times = []
+    for step in range(steps + 2):
+        _wait(device)
+        begun = time.perf_counter()
+        loss = contender.step(batch)
+        _wait(device)
+        times.append(time.perf_counter() - begun)
+        if step == 0:
+            first_s = time.perf_counter() - started
     step_s = statistics.median(times[2:])
     loss = loss.detach().float().clone()
     dist.all_reduce(loss, op=dist.ReduceOp.MAX)
     found = {"step_ms": step_s * 1e3, "tokens_per_s": experiment.tokens_per_step / step_s, "loss": loss.item()}
-    return found | {"start_to_first_step_s": first_s, "peak_gib": _peak(device) / GIB}
+    found |= {"start_to_first_step_s": first_s, "peak_gib": _peak(device) / GIB}
+    return found | (_profile(partial(contender.step, batch), device) if profile else {})
+
+
+def _profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Where one more step goes, on the first and the last rank, once the profiler has been started."""
+    seen: list[kernels.Kernel] = []
+    if dist.get_rank() in {0, dist.get_world_size() - 1}:
+        seen = kernels.profiled(step)
+    else:
+        step()
+    _wait(device)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (kernels.summary(seen), kernels.longest(seen)))
+    return {"profile": [of_ranks[0][0], of_ranks[-1][0]], "longest": of_ranks[0][1]}
+
+
+def _limit(device: torch.device, limit_gib: float | None) -> None:
+    if device.type == "cuda":
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if limit_gib is None else limit_gib * GIB / whole, device)
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _forget(device: torch.device) -> None:
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     _wait(device)
 
 
