@@ -95,7 +95,7 @@ class _Pipelined(Peer):
         self.stages, self.data = int(stages), int(replicas or 1)
         self.mesh = init_device_mesh(device.type, (self.stages, self.data), mesh_dim_names=("pp", "dp"))
         self.rank, self.replica = self.mesh["pp"].get_local_rank(), self.mesh["dp"].get_local_rank()
-        self.part = _Stage(_built(build, torch.device("cpu")), self.rank, self.stages).to(device)
+        self.part = _Stage(_built(build, device), self.rank, self.stages)
         _compile(self.part.layers, device)
         self.tied = _tied_group(self.mesh) if self.stages > 1 else None
         self.optimizer = _adamw(self.part, device)

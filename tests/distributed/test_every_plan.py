@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from workbench.execution.build import build_stage
 from workbench.execution.context import StepContext
 from workbench.execution.optim import OffloadedAdamW
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
-from workbench.execution.tensor_parallel import replicated_dropout
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
 from workbench.planning.plan import Plan
@@ -390,22 +388,6 @@ def test_reductions_are_those_of_the_analysis_and_selective_recomputation_repeat
     found = launch(_all_reduces, 2)
     assert found["none"] == found["selective"] == found["planned"] + 1, "a cross-entropy reduces twice"
     assert found["full"] > found["none"]
-
-
-def test_replicated_dropout_keeps_its_share_and_depends_on_seed_and_salt() -> None:
-    ones = torch.ones(200, 500)
-    drawn = {
-        (seed, salt): replicated_dropout(ones, 0.1, torch.tensor(seed), salt)
-        for seed in (1, 2, 2**32 - 1)
-        for salt in (1, 2)
-    }
-    for value in drawn.values():
-        assert value.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
-        assert (value == 0).float().mean().item() == pytest.approx(0.1, abs=0.005)
-        assert (value == 0).float().mean(0).std().item() == pytest.approx((0.09 / 200) ** 0.5, rel=0.1)
-    assert torch.equal(drawn[1, 1], replicated_dropout(ones, 0.1, torch.tensor(1), 1))
-    both = [((first == 0) & (second == 0)).float().mean() for first, second in combinations(drawn.values(), 2)]
-    assert all(share.item() == pytest.approx(0.01, abs=0.002) for share in both), "masks are independent"
 
 
 def planned(name: str, world: int, **asked: Any) -> Plan:

@@ -112,7 +112,8 @@ def run(
     else:
         _run_any(ran, node, args, kwargs, gradients)
     if name in ("dropout", "native_dropout") and settings.device_kind == "cuda" and ran.saved:
-        ran.saved = [torch.empty(tensors[0].shape, dtype=torch.bool, device=META)]  # native_dropout's mask
+        mask = torch.empty(tensors[0].shape, dtype=torch.bool, device=META)
+        ran.saved = [] if settings.compiled else [mask]  # compiled, the mask is computed again
     return ran
 
 

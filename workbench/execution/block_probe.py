@@ -196,7 +196,9 @@ class _Chain:
         own = {name: parameter for name, parameter in self._parameters.items() if uses[name] == 1}
         self._shared = {name: parameter for name, parameter in self._parameters.items() if uses[name] > 1}
         self._modules = {
-            block.index: BlockModule(block, ready[block.kind], own, buffers, self._context, "none", Division())
+            block.index: BlockModule(
+                block, ready[block.kind], own, buffers, self._context, "none", Division(), compiled=request.compiled
+            )
             for block in blocks
         }
         selecting = (module.selecting_count for module in self._modules.values())

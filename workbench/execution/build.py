@@ -16,6 +16,7 @@ from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.errors import PlanInfeasible
 from workbench.execution.context import StepContext
+from workbench.execution.dropout import counted, draws_dropout
 from workbench.execution.labelled import LabelledRows, Runner, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
@@ -62,7 +63,8 @@ def runners(
 
     Without compilation, `BlockModule` checkpoints. With it, the recomputation is part of what is compiled: the
     compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
-    traced again in the backward.) With `deferral`, blocks run uncompiled: the compiler cannot split a backward.
+    traced again in the backward.) Compiled dropouts compute their masks (`workbench.execution.dropout`). With
+    `deferral`, blocks run uncompiled: the compiler cannot split a backward.
 
     A block with a part that only labelled rows need becomes `LabelledRows`, unless tensor parallelism divides it.
     """
@@ -75,9 +77,14 @@ def runners(
             return defer_weight_gradients(code, len(blocks[kind].parameters), deferral)
         if not compile:
             return code
+        if draws_dropout(blocks[kind].code):
+            code = counted(code)
         return torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
 
     if compile:
+        from workbench.execution.compiling import prepare  # Inductor takes seconds to import
+
+        prepare()
         torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
     found: dict[str, Runner] = {}
     for kind, code in codes.items():
@@ -143,6 +150,7 @@ def build_stage(
                 context=context,
                 num_microbatches=plan.num_microbatches,
                 recompute=["none" if compile else mode for mode in modes],
+                compiled=compile,
                 division=division,
                 autocast=autocast,
             )

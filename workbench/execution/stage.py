@@ -19,6 +19,7 @@ from workbench.capture import Block, Graph
 from workbench.capture.dataflow import is_random
 from workbench.capture.division import Division, Sharding, TensorDivision
 from workbench.execution.context import StepContext
+from workbench.execution.dropout import draws_dropout
 from workbench.execution.labelled import LabelledRows, Runner
 from workbench.execution.recompute import checkpointed, mode_for
 from workbench.tensors import TensorSpec
@@ -30,7 +31,8 @@ class BlockModule(nn.Module):
     """One block: `forward(shared, values) -> sends`, values in the order receives, inputs.
 
     Where the divided part of a block draws random numbers, its devices seed their generators differently, and `run` is
-    given the common seed last: for what they must draw alike.
+    given the common seed: for what they must draw alike. A compiled block with dropout is given its device's seed
+    last (`workbench.execution.dropout`).
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class BlockModule(nn.Module):
         context: StepContext,
         recompute: str,
         division: Division,
+        *,
+        compiled: bool,
     ) -> None:
         super().__init__()
         self.block = block
@@ -50,6 +54,7 @@ class BlockModule(nn.Module):
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)
         self._draws_own = division.random
+        self._counts_dropout = compiled and draws_dropout(block.code)
         self.own = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
         self.kept = {name: f"b{i}" for i, name in enumerate(block.buffers)}
         for name, attribute in self.own.items():
@@ -79,14 +84,22 @@ class BlockModule(nn.Module):
 
     def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         if seed is not None:
-            self._context.seed_generator(self._context.own_seed(seed) if self._draws_own else seed)
-        if seed is not None and self._draws_own:
-            values = (*values, torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=self._context.device))
+            values = (*values, *self._seeded(seed))
         weights = [
             getattr(self, self.own[name]) if name in self.own else shared[name] for name in self.block.parameters
         ]
         buffers = [getattr(self, attribute) for attribute in self.kept.values()]
         return run(*weights, *buffers, *values)
+
+    def _seeded(self, seed: int) -> Iterator[torch.Tensor]:
+        """The seeds that `run` is given, once the generator has this device's."""
+        context = self._context
+        own = context.own_seed(seed) if self._draws_own else seed
+        context.seed_generator(own)
+        if self._draws_own:
+            yield torch.full((), seed, dtype=torch.int64, device=context.device)
+        if self._counts_dropout:
+            yield torch.full((), own, dtype=torch.int64, device=context.device)
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -120,6 +133,7 @@ class StageModule(nn.Module):
         context: StepContext,
         num_microbatches: int,
         recompute: Sequence[str],
+        compiled: bool = False,
         division: TensorDivision | None = None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -141,6 +155,7 @@ class StageModule(nn.Module):
                 context,
                 mode,
                 division.blocks[block.index] if division is not None else Division(),
+                compiled=compiled,
             )
             for block, run, mode in zip(blocks, runners, recompute, strict=True)
         )

@@ -15,6 +15,7 @@ from torch import fx
 from torch.nn import functional
 
 from workbench.capture.division import DROPOUT, EMBEDDING, Division, Product, Sharding, product_of
+from workbench.execution.dropout import counted_dropout
 
 aten = torch.ops.aten
 _RESHAPES = frozenset(
@@ -158,34 +159,12 @@ def parallel_cross_entropy(
     return losses_N.sum() if reduction == 2 else losses_N.sum() / (labels_N != ignore).sum()
 
 
-# Dropout outside of divided regions, in blocks whose devices each draw their own random numbers
-
-_WORD = (1 << 32) - 1
-
-
-def replicated_dropout(value: torch.Tensor, rate: float, seed: torch.Tensor, salt: int) -> torch.Tensor:
-    """Dropout that every device draws alike: element `i` is kept by a hash of (seed, salt, i), not by a generator.
-
-    The hash is `lowbias32` (Wellons, 2018): two rounds of multiply and shift, each bit of the result unbiased.
-    """
-    key = _scrambled(seed + salt * 0x9E3779B1)
-    bits = torch.arange(value.numel(), device=value.device).view(value.shape) ^ key
-    return value * (_scrambled(bits) >= int(rate * (1 << 32))).to(value.dtype) / (1 - rate)
-
-
-def _scrambled(bits: torch.Tensor) -> torch.Tensor:
-    """Of 32-bit words in 64-bit integers."""
-    bits = bits & _WORD
-    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _WORD
-    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & _WORD
-    return bits ^ (bits >> 16)
-
-
 # The rewriting
 
 
 def divide(code: fx.GraphModule, division: Division, rank: int, group: str) -> fx.GraphModule:
-    """A block's code for one device of the axis. Where `division.random`, a seed is its last argument."""
+    """A block's code for one device of the axis. Where `division.random`, the seed that all devices have is its last
+    argument, and dropout outside of divided regions counts, so that they draw it alike."""
     return fx.GraphModule(dict(code.named_children()), _Rewriting(code, division, rank, group).graph)
 
 
@@ -271,7 +250,7 @@ class _Rewriting:
         if not training or not rate:
             return self._copies[value]
         self._salt += 1
-        return self._call(replicated_dropout, self._copies[value], rate, self._seed, self._salt)
+        return self._call(counted_dropout, self._copies[value], rate, self._seed, self._salt)
 
     def _split(self, node: fx.Node) -> fx.Node:
         """Along the divided dim, into what this device holds of each part."""

@@ -1,0 +1,88 @@
+"""Dropout whose masks are computed from places: statistics, seeds, and what it leaves for the backward."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch.fx import symbolic_trace
+
+from workbench.capture.division import DROPOUT
+from workbench.execution.dropout import counted, counted_dropout, draws_dropout
+
+RATE = 0.1
+SHAPE = (512, 1920)
+SEEDS = (0x1A2B3C4D5E6F7081, 0x7081921324354657, 5, 6, 5 + (1 << 32))
+"""As the step's context mixes them; neighbours; and two that share their low word."""
+
+
+def mask(seed: int, salt: int = 1, shape: tuple[int, ...] = SHAPE, rate: float = RATE) -> torch.Tensor:
+    return counted_dropout(torch.ones(shape), rate, torch.tensor(seed), salt) > 0
+
+
+def sigmas(share: torch.Tensor, expected: float, count: int) -> float:
+    """How many standard deviations of independent draws a share is from what is expected."""
+    return abs(share.item() - expected) / (expected * (1 - expected) / count) ** 0.5
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_elements_are_dropped_at_the_rate_and_the_rest_scaled(rate: float) -> None:
+    found = counted_dropout(torch.full(SHAPE, 3.0), rate, torch.tensor(SEEDS[0]), 1)
+    assert found.unique().tolist() == pytest.approx([0, 3 / (1 - rate)])
+    assert sigmas((found == 0).float().mean(), rate, found.numel()) < 4
+
+
+def test_rows_columns_and_neighbours_are_independent() -> None:
+    kept = mask(SEEDS[0]).float()
+    for dim, other in ((0, 1), (1, 0)):
+        sums = kept.sum(dim)
+        expected = SHAPE[dim] * RATE * (1 - RATE)
+        assert sums.var().item() == pytest.approx(expected, rel=6 * (2 / SHAPE[other]) ** 0.5)
+    flat = kept.flatten()
+    for apart in (1, 2, 4, 8, 32, 128, 1920, 4096, 1 << 19):
+        both = (flat[apart:] * flat[:-apart]).mean()
+        assert sigmas(both, (1 - RATE) ** 2, len(flat) - apart) < 4.5, apart
+
+
+def test_masks_of_other_seeds_and_salts_are_independent() -> None:
+    masks = [mask(seed, salt) for seed in SEEDS for salt in (1, 2)]
+    for first, second in combinations(masks, 2):
+        assert sigmas((first & second).float().mean(), (1 - RATE) ** 2, first.numel()) < 4.5
+
+
+def test_the_gradient_passes_where_the_value_did_and_no_mask_is_kept() -> None:
+    kept: list[torch.Tensor] = []
+    value = torch.randn(SHAPE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        found = counted_dropout(value, RATE, torch.tensor(SEEDS[0]), 1)
+    found.backward(torch.ones(SHAPE))
+    assert value.grad is not None
+    torch.testing.assert_close(value.grad, mask(SEEDS[0]) / (1 - RATE))
+    assert [tensor.numel() for tensor in kept] == [1], "the seed"
+
+
+def test_compiled_code_draws_the_same_masks() -> None:
+    compiled = torch.compile(counted_dropout, dynamic=False, fullgraph=True)
+    value = torch.randn(8, 33, requires_grad=True)
+    for seed in SEEDS:
+        eager, found = (draw(value, RATE, torch.tensor(seed), 3) for draw in (counted_dropout, compiled))
+        torch.testing.assert_close(found, eager)
+        gradients = [torch.autograd.grad(result.square().sum(), value)[0] for result in (eager, found)]
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_only_dropouts_that_drop_are_replaced_and_each_has_a_salt_of_its_own() -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x = DROPOUT(x, 0.5, True) + DROPOUT(x, 0.5, True)
+        return DROPOUT(DROPOUT(x, 0.0, True), 0.5, False)
+
+    code = symbolic_trace(block)
+    assert draws_dropout(code)
+    found = counted(code)
+    assert [node.target for node in found.graph.find_nodes(op="placeholder")] == ["x", "dropout_seed"]
+    calls = found.graph.find_nodes(op="call_function", target=counted_dropout)
+    assert [call.args[3] for call in calls] == [1, 2]
+    ones = torch.ones(1000)
+    assert set(found(ones, torch.tensor(SEEDS[0])).unique().tolist()) == {0.0, 2.0, 4.0}
+    assert not draws_dropout(symbolic_trace(lambda x: DROPOUT(x, 0.5, False)))
