@@ -69,6 +69,18 @@ def longest(kernels: Iterable[Kernel], count: int = 25) -> list[tuple[str, int, 
     return [(name[:160], calls, round(ms, 3)) for name, (calls, ms) in ranked]
 
 
+def gaps(kernels: Iterable[Kernel], count: int = 8) -> list[tuple[float, str, str]]:
+    """The longest times in which no kernel ran, in milliseconds, with the kernels before and after."""
+    found = []
+    before: Kernel | None = None
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start_us):
+        if before is not None and kernel.start_us > before.end_us:
+            found.append((round((kernel.start_us - before.end_us) / 1e3, 3), before.name[:80], kernel.name[:80]))
+        if before is None or kernel.end_us > before.end_us:
+            before = kernel
+    return sorted(found, reverse=True)[:count]
+
+
 def _covered_ms(kernels: Iterable[Kernel]) -> float:
     """Time in which at least one ran; they are sorted by start."""
     covered, until = 0.0, float("-inf")

@@ -418,6 +418,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         found["allocated_gib_of_ranks"] = [peak[0].item() / GIB for peak in peaks]
         found["expandable_segments"] = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
         found["reserved_gib_of_ranks"] = [peak[1].item() / GIB for peak in peaks]
+        found["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     return found
 
 

@@ -129,7 +129,10 @@ def main() -> None:
                 _forget(device)
                 dist.destroy_process_group()
                 if rank == 0:
-                    print(json.dumps({key: value for key, value in found[-1].items() if key != "longest"}), flush=True)
+                    print(
+                        json.dumps({key: value for key, value in found[-1].items() if key not in {"longest", "gaps"}}),
+                        flush=True,
+                    )
                     _write(arguments, found)
     if rank == 0:
         print(report(found))
@@ -212,7 +215,7 @@ def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.dev
     loss = loss.detach().float().clone()
     dist.all_reduce(loss, op=dist.ReduceOp.MAX)
     found = {"step_ms": step_s * 1e3, "tokens_per_s": experiment.tokens_per_step / step_s, "loss": loss.item()}
-    found |= {"start_to_first_step_s": first_s, "peak_gib": _peak(device) / GIB}
+    found |= {"start_to_first_step_s": first_s, **_memory(device)}
     return found | (_profile(partial(contender.step, batch), device) if profile else {})
 
 
@@ -225,8 +228,8 @@ def _profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
         step()
     _wait(device)
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (kernels.summary(seen), kernels.longest(seen)))
-    return {"profile": [of_ranks[0][0], of_ranks[-1][0]], "longest": of_ranks[0][1]}
+    dist.all_gather_object(of_ranks, (kernels.summary(seen), kernels.longest(seen), kernels.gaps(seen)))
+    return {"profile": [of_ranks[0][0], of_ranks[-1][0]], "longest": of_ranks[0][1], "gaps": of_ranks[0][2]}
 
 
 def _limit(device: torch.device, limit_gib: float | None) -> None:
@@ -234,6 +237,7 @@ def _limit(device: torch.device, limit_gib: float | None) -> None:
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if limit_gib is None else limit_gib * GIB / whole, device)
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
 
 
 def _forget(device: torch.device) -> None:
@@ -245,12 +249,18 @@ def _forget(device: torch.device) -> None:
     _wait(device)
 
 
-def _peak(device: torch.device) -> float:
+def _memory(device: torch.device) -> dict[str, float]:
+    """Of the fullest rank; `retries` counts how often the allocator had to return memory to go on."""
     if device.type != "cuda":
-        return 0.0
-    peak = torch.tensor(float(torch.cuda.max_memory_allocated()), device=device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return peak.item()
+        return {}
+    found = {
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "retries": float(torch.cuda.memory_stats()["num_alloc_retries"]),
+    }
+    most = torch.tensor(list(found.values()), device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return dict(zip(found, most.tolist(), strict=True))
 
 
 def _wait(device: torch.device) -> None:
@@ -271,7 +281,7 @@ def report(found: list[dict[str, Any]]) -> str:
                 lines.append(f"{row:14} {label}: {failed}")
                 continue
             speeds[label] = statistics.median(entry["tokens_per_s"] for entry in runs)
-            memory = f", {runs[0]['peak_gib']:.1f} GiB" if runs[0]["peak_gib"] else ""
+            memory = f", {runs[0]['peak_gib']:.1f} GiB" if "peak_gib" in runs[0] else ""
             lines.append(f"{row:14} {label}: {speeds[label]:,.0f} tokens/s{memory}")
         ours = max((speed for label, speed in speeds.items() if label.startswith("ours")), default=0.0)
         chosen = next((speed for label, speed in speeds.items() if label.startswith("ours:")), 0.0)

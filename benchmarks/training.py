@@ -39,6 +39,7 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
     return trainer
 
 

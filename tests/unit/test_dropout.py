@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.fx import symbolic_trace
+from torch.nn import functional
 
 from workbench.capture.division import DROPOUT
 from workbench.execution.dropout import counted, counted_dropout, draws_dropout
+from workbench.execution.recompute import checkpointed_when_compiled
 
 RATE = 0.1
 SHAPE = (512, 1920)
@@ -51,15 +56,46 @@ def test_masks_of_other_seeds_and_salts_are_independent() -> None:
         assert sigmas((first & second).float().mean(), (1 - RATE) ** 2, first.numel()) < 4.5
 
 
-def test_the_gradient_passes_where_the_value_did_and_no_mask_is_kept() -> None:
-    kept: list[torch.Tensor] = []
+def test_the_gradient_passes_where_the_value_did() -> None:
     value = torch.randn(SHAPE, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        found = counted_dropout(value, RATE, torch.tensor(SEEDS[0]), 1)
-    found.backward(torch.ones(SHAPE))
+    counted_dropout(value, RATE, torch.tensor(SEEDS[0]), 1).backward(torch.ones(SHAPE))
     assert value.grad is not None
     torch.testing.assert_close(value.grad, mask(SEEDS[0]) / (1 - RATE))
-    assert [tensor.numel() for tensor in kept] == [1], "the seed"
+
+
+def half(value: torch.Tensor, weight: torch.Tensor, seed: torch.Tensor, salt: int) -> torch.Tensor:
+    """The second half of a post-LayerNorm block."""
+    return functional.layer_norm(value + counted_dropout(value @ weight, RATE, seed, salt), value.shape[-1:])
+
+
+def layer(value: torch.Tensor, weight: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    return half(half(value, weight, seed, 1), weight, seed, 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_code_keeps_no_mask_and_as_much_as_without_dropout(recompute: str) -> None:
+    def kept(rate: float) -> Counter[tuple[torch.dtype, tuple[int, ...]]]:
+        def block(*arguments: torch.Tensor) -> Any:
+            return (
+                layer(*arguments) if recompute == "none" else checkpointed_when_compiled(recompute, layer, *arguments)
+            )
+
+        found: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.dtype, tuple(tensor.shape)] += tensor.numel() > 1
+            return tensor
+
+        inputs = torch.randn(8, 32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True), torch.tensor(5)
+        with mock.patch(f"{__name__}.RATE", rate), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            torch.compile(block, dynamic=False, fullgraph=True)(*inputs).sum().backward()
+        return +found
+
+    torch._dynamo.reset()
+    with_dropout = kept(RATE)
+    torch._dynamo.reset()
+    assert with_dropout == kept(0.0)
+    assert not [kind for kind, _ in with_dropout if not kind.is_floating_point], "neither masks nor words"
 
 
 def test_compiled_code_draws_the_same_masks() -> None:

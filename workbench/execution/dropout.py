@@ -8,8 +8,6 @@ dropouts of a block apart. A device that has the same seed draws the same mask, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -41,36 +39,12 @@ def counted(code: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(dict(code.named_children()) | dict(code.named_buffers()), graph)
 
 
-class _CountedDropout(torch.autograd.Function):
-    """Keeps the seed for the backward, and no mask."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, rate: float, seed: torch.Tensor, salt: int) -> torch.Tensor:
-        ctx.save_for_backward(seed)
-        ctx.rate, ctx.salt = rate, salt
-        return _dropped(value, _places(value, 0), rate, seed, salt)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (seed,) = ctx.saved_tensors
-        # Counted from another start: a compiler that saw the forward's very operations would keep their result.
-        return _dropped(gradients[0], _places(gradients[0], 1), ctx.rate, seed, ctx.salt), None, None, None
-
-
 def counted_dropout(value: torch.Tensor, rate: float, seed: torch.Tensor, salt: int) -> torch.Tensor:
     """Dropout of any shape; `seed` is an int64 scalar on the value's device, of which 63 bits are random."""
-    if value.numel() >= _LARGEST:  # what a place is counted in would overflow
+    if value.numel() + salt >= _LARGEST:  # what a place is counted in would overflow
         return torch.dropout(value, rate, True)
-    result: torch.Tensor = _CountedDropout.apply(value, rate, seed, salt)
-    return result
-
-
-def _places(value: torch.Tensor, start: int) -> torch.Tensor:
-    counted = torch.arange(start, start + value.numel(), dtype=torch.int32, device=value.device)
-    return (counted - start if start else counted).view(value.shape)
-
-
-def _dropped(value: torch.Tensor, places: torch.Tensor, rate: float, seed: torch.Tensor, salt: int) -> torch.Tensor:
+    # Each from a start of its own: a compiler that saw two dropouts share their places would keep a mask.
+    places = torch.arange(salt, salt + value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
     low, high = _int32(_GOLDEN * salt), _int32(_GOLDEN * (salt + _LARGEST))
     bits = _hash(places, seed.to(torch.int32) ^ low, (seed >> 32).to(torch.int32) ^ high)
     return torch.where(bits >= _int32(round(rate * (1 << 32)) - _LARGEST), value, 0) / (1 - rate)
