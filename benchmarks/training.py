@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
-from workbench.execution.build import build_model, build_stage, capture_for
+from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.random_batch import random_batch as random_tokens
@@ -19,6 +19,8 @@ from workbench.planning.plan import Plan
 def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> Trainer:
     """This rank's trainer; the default process group must exist and be as large as the plan."""
     context = StepContext(experiment.seed, device)
+    if device.type == "cuda":
+        prepare_compiler()
     size = 4 * sum(stage.parameters for stage in plan.stages)
     model = build_model(experiment.model.build, size, device, experiment.seed)
     graph = capture_for(plan, model, experiment.data.batch_specs(experiment))

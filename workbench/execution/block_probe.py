@@ -34,7 +34,7 @@ from torch import nn
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
 from workbench.cost.measured import Measurement
-from workbench.execution.build import runners
+from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
 from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
@@ -300,8 +300,10 @@ def _turn(device: torch.device, kind: int) -> Iterator[None]:
 
 def main() -> None:
     folder, number = Path(sys.argv[1]), sys.argv[2]
-    request: Request = pickle.loads((folder / REQUEST).read_bytes())
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        prepare_compiler()
+    request: Request = pickle.loads((folder / REQUEST).read_bytes())
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)

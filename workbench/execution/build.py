@@ -45,6 +45,13 @@ def build_model(factory: Callable[[], nn.Module], parameter_bytes: int, device: 
     return model.train()
 
 
+def prepare_compiler() -> None:
+    """See `workbench.execution.compiling`, which imports Inductor: seconds."""
+    from workbench.execution.compiling import prepare
+
+    prepare()
+
+
 def capture_for(plan: Plan, model: nn.Module, batch: Mapping[str, TensorSpec]) -> Graph:
     """The model captured at the plan's micro-batch; `batch` gives per-sample specs."""
     sized = {name: spec.batched(plan.micro_batch) for name, spec in batch.items()}
@@ -82,9 +89,7 @@ def runners(
         return torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
 
     if compile:
-        from workbench.execution.compiling import prepare  # Inductor takes seconds to import
-
-        prepare()
+        prepare_compiler()
         torch._dynamo.config.optimize_ddp = False  # it would split each block at DDP's bucket boundaries
     found: dict[str, Runner] = {}
     for kind, code in codes.items():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._inductor import config
+from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 
@@ -31,5 +33,8 @@ class Choices(InductorChoices):
 
 
 def prepare() -> None:
-    """For every compilation of this process from now on."""
+    """For every compilation of this process from now on. Called early, it saves their wait for the compiler's helpers,
+    processes that themselves import torch."""
     config.inductor_choices_class = Choices
+    if torch.cuda.is_available():
+        maybe_warm_pool()

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from workbench.capture import Graph
 from workbench.errors import PlanMismatch
 from workbench.execution.actions import recorded
-from workbench.execution.build import build_model, build_stage, capture_for
+from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
 from workbench.execution.checkpoint_files import step_of
 from workbench.execution.context import StepContext
@@ -245,6 +245,9 @@ class _Worker:
     def _build(self) -> tuple[Trainer, Extras]:
         context = StepContext(self.experiment.seed, self.device)
         specs = self.experiment.data.batch_specs(self.experiment)
+        compile = self.experiment.compile if self.experiment.compile is not None else _on_gpu()
+        if compile:
+            prepare_compiler()
         with self._timed("build"):
             size = sum(stage.parameters for stage in self.plan.stages) * ITEM_BYTES["float32"]
             model = build_model(self.experiment.model.build, size, self.device, self.experiment.seed)
@@ -265,7 +268,7 @@ class _Worker:
                 model,
                 graph,
                 context,
-                compile=self.experiment.compile if self.experiment.compile is not None else _on_gpu(),
+                compile=compile,
                 autocast=self.accelerator.autocast,
             )
             extras = self._extras(model, graph)
