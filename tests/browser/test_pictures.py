@@ -43,6 +43,18 @@ UNREADABLE = """() => {
 }"""
 
 
+OUT_OF_SIGHT = """() => {
+    window.rehearsals = {drawn: 0, gone: 0};
+    const note = (nodes, what) => nodes.forEach(node => {
+        if (node.style?.left === '-9999px') window.rehearsals[what]++;
+    });
+    new MutationObserver(found => found.forEach(change => {
+        note(change.addedNodes, 'drawn');
+        note(change.removedNodes, 'gone');
+    })).observe(document.body, {childList: true});
+}"""
+
+
 @pytest.fixture
 def paused(server: lab.Server) -> Any:
     """The recorded runs in the server's folder, as if they trained, with this very process as their supervisor."""
@@ -90,6 +102,7 @@ def test_what_the_readme_shows_can_be_read_in_wide_and_narrow_windows(
     lab.write_notebook(server.root / "recorded.ipynb", CELLS)
     lab.open_notebook(page, server, "recorded.ipynb")
     page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area').then(() => 1)")
+    page.evaluate(OUT_OF_SIGHT)
     lab.run_all(page)
     unreadable = {}
     for width in (1360, 760):
@@ -100,4 +113,5 @@ def test_what_the_readme_shows_can_be_read_in_wide_and_narrow_windows(
             unreadable[f"{name} {width}"] = page.evaluate(UNREADABLE)
             picture(page, name if width == 1360 else f"{name}-narrow")
     assert not any(unreadable.values()), unreadable
+    assert page.evaluate("() => window.rehearsals") == {"drawn": 1, "gone": 1}, "of the sliders, once"
     assert page.refused == []

@@ -75,6 +75,8 @@ def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:
     costs, cluster = profile(), Cluster.of("h200", gpus=4)
     panel = WhatIf(costs, cluster, global_batch=64, seq_len=128)
     assert panel.plan == what_if(costs, cluster, global_batch=64, seq_len=128, gpus=4)
+    shown, rehearsed = (json.loads(text)["data"] for text in (panel.children[-1].figure, panel.children[-1].rehearsal))
+    assert len(json.dumps(rehearsed)) > len(json.dumps(shown)), "the picture with most in it"
     panel.gpus.value = 8
     eventually(lambda: panel.plan is not None and panel.plan.cluster.gpus == 8)
     panel.micro_batch.value = 2

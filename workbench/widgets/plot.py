@@ -72,10 +72,26 @@ function render({ model, el }) {
     if (!listens) {
       node.on("plotly_afterplot", tell);
       setTimeout(ask, 1000);  // plotly.js is twice as fast the second time: not when somebody waits for it
+      setTimeout(rehearse, 1500);
       listens = true;
     }
     ended = performance.now();
     took = ended - started;
+  };
+
+  const rehearse = () => {  // out of sight, once
+    const text = model.get("rehearsal");
+    if (gone || !text) return;
+    if (timer !== null) return setTimeout(rehearse, 1000);
+    const { data, layout, config } = JSON.parse(text);
+    const stage = document.createElement("div");
+    stage.style = `position:absolute;visibility:hidden;left:-9999px;width:${width}px`;
+    document.body.append(stage);
+    Plotly.newPlot(stage, data, { ...layout, width, autosize: false }, { ...config, responsive: false });
+    Plotly.purge(stage);
+    stage.remove();
+    model.set("rehearsal", "");
+    model.save_changes();
   };
 
   const ask = (after = 0) => {  // after a drawing, the page has as long for other things
@@ -128,13 +144,20 @@ class Plot(anywidget.AnyWidget):
     visible = traitlets.Any(None).tag(sync=True)
     """Low and high end of the first x axis where the user zoomed in, of a log axis in powers of ten; or None."""
 
+    rehearsal = traitlets.Unicode("").tag(sync=True)
+
     def __init__(self, **options: Any) -> None:
         self._esm = LIBRARY.format(source=plotly_js()) + RENDER
         super().__init__(**options)
 
     def show(self, figure: go.Figure) -> None:
         """Draw this figure in place of the last."""
-        self.figure = json.dumps({**json.loads(figure.to_json()), "config": {**theme.CONFIG, "displayModeBar": False}})
+        self.figure = _whole(figure)
+
+    def rehearse(self, figure: go.Figure) -> None:
+        """Draw this figure once, out of sight and soon after the first one: code that a browser has not run yet takes
+        several times as long, and the first figure of its kind should not."""
+        self.rehearsal = _whole(figure)
 
 
 class GrowingPlot(Plot):
@@ -155,6 +178,10 @@ def growing(figure: go.Figure, **config: Any) -> GrowingPlot:
     kind = type("GrowingPlot", (GrowingPlot,), {name: traitlets.Unicode().tag(sync=True) for name in traces})
     widget: GrowingPlot = kind(figure=_frame(figure, {**theme.CONFIG, **config}), **traces)
     return widget
+
+
+def _whole(figure: go.Figure) -> str:
+    return json.dumps({**json.loads(figure.to_json()), "config": {**theme.CONFIG, "displayModeBar": False}})
 
 
 def _trait(number: int) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import html
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import ipywidgets as widgets
+import plotly.graph_objects as go
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.profiles import Profile
@@ -68,6 +69,7 @@ class WhatIf(widgets.VBox):
         sliders = widgets.HBox((*self._controls, hides_its_twin()), layout=TWO_ABREAST)
         super().__init__(children=(sliders, self._note, self._plot))
         self._answer()
+        self._rehearse()
 
     def _ipython_display_(self) -> None:
         self._showings.append(Shown(self, *self._twin()))
@@ -107,17 +109,8 @@ class WhatIf(widgets.VBox):
     def _answer(self) -> None:
         """Plan what the sliders say now, and show it."""
         started = time.perf_counter()
-        whole = self.memory_gib.value >= self.memory_gib.max
         try:
-            self.plan = what_if(
-                self._profile,
-                self._cluster,
-                global_batch=self.global_batch.value,
-                seq_len=self._seq_len,
-                gpus=self.gpus.value,
-                memory_limit_gib=None if whole else self.memory_gib.value,
-                micro_batch=None if self.micro_batch.value == AUTO else self.micro_batch.value,
-            )
+            self.plan = self._planned(None if self.micro_batch.value == AUTO else self.micro_batch.value)
         except WorkbenchError as error:
             self.plan = None
             self._note.value = f'<div style="color:{theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
@@ -125,15 +118,36 @@ class WhatIf(widgets.VBox):
             self._draw(self.plan)
         self.answered_s = time.perf_counter() - started
 
+    def _planned(self, micro_batch: int | None) -> Plan:
+        whole = self.memory_gib.value >= self.memory_gib.max
+        return what_if(
+            self._profile,
+            self._cluster,
+            global_batch=self.global_batch.value,
+            seq_len=self._seq_len,
+            gpus=self.gpus.value,
+            memory_limit_gib=None if whole else self.memory_gib.value,
+            micro_batch=micro_batch,
+        )
+
+    def _rehearse(self) -> None:
+        """The picture with most in it, before anybody asks for it."""
+        with suppress(WorkbenchError):
+            self._plot.rehearse(_without_heading(show_plan(self._planned(MICRO_BATCHES[0]))))
+
     def _draw(self, plan: Plan) -> None:
-        """The heading stands outside the figure: plotly.js cannot measure a title before the figure is on the page."""
         figure = show_plan(plan)
         heading, facts = figure.layout.title.text, figure.layout.title.subtitle.text
-        figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 40}, autosize=True)
-        figure.layout.height -= 64
         small = f'<span style="color:{theme.MUTED};font-size:12px">{facts}</span>'
         self._note.value = f'<div style="padding:4px 16px;line-height:1.5">{heading}<br>{small}</div>'
-        self._plot.show(figure)
+        self._plot.show(_without_heading(figure))
+
+
+def _without_heading(figure: go.Figure) -> go.Figure:
+    """It stands outside of the figure: plotly.js cannot measure a title before the figure is on the page."""
+    figure.update_layout(title={"text": None, "subtitle": None}, margin={"t": 40}, autosize=True)
+    figure.layout.height -= 64
+    return figure
 
 
 def _choice(name: str, options: Any, value: Any) -> widgets.SelectionSlider:
