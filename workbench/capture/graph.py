@@ -100,6 +100,14 @@ class Graph:
         read = {name for block in self.blocks[cut:] for name in block.receives}
         return tuple(name for name in made if name in read)
 
+    def finished(self, first: int, end: int) -> tuple[tuple[str, ...], ...]:
+        """For each of blocks `first` … `end - 1`, what is in nobody's use after it: no later one of them reads it, it
+        is not sent on, and it is not the loss."""
+        last = {name: block.index for block in self.blocks[first:end] for name in (*block.receives, *block.sends)}
+        for name in (*self.crossing(end), self.loss):
+            last.pop(name, None)
+        return tuple(tuple(name for name, at in last.items() if at == index) for index in range(first, end))
+
     def __repr__(self) -> str:
         return (
             f"Graph({self.model}: {count(self.parameter_count)} parameters, {len(self.blocks)} blocks of "

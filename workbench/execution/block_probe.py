@@ -182,6 +182,7 @@ class _Chain:
         self._graph, self._device = graph, device
         self._bf16 = request.precision == "bf16"
         self._context = StepContext(0, device)
+        self._finished = graph.finished(0, len(graph.blocks))
         codes = {block.kind: block.code for block in graph.blocks}
         ready = runners(graph, codes, device, request.compiled, "none")
         blocks = [graph.blocks[index] for index in chain]
@@ -222,14 +223,17 @@ class _Chain:
         values: dict[str, torch.Tensor] = {}
         last_of: dict[str, tuple[torch.Tensor, ...]] = {}
         position = 0
-        for block in self._graph.blocks:
+        for block, finished in zip(self._graph.blocks, self._finished, strict=True):
             module = self._modules.get(block.index)
             if module is not None:
                 received = (_bounded(values[name], log, position) for name in block.receives)
                 last_of[block.kind] = module(self._shared, (*received, *(batch[name] for name in block.inputs)))
                 position += 1
-                log.forward.append(log.note())
             values |= dict(zip(block.sends, last_of[block.kind], strict=True))
+            for name in finished:
+                del values[name]
+            if module is not None:
+                log.forward.append(log.note())
         return values[self._graph.loss]
 
 

@@ -161,6 +161,7 @@ class StageModule(nn.Module):
         )
         self._receives = graph.crossing(first) if first else ()
         self._sends = graph.crossing(end) if end < len(graph.blocks) else ()
+        self._finished = graph.finished(first, end)
         self._inputs = {name for block in blocks for name in block.inputs}
         self._num_microbatches = num_microbatches
         self._division = division
@@ -205,10 +206,12 @@ class StageModule(nn.Module):
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
         with self._autocast():
-            for module in self.block_modules():
+            for module, finished in zip(self.block_modules(), self._finished, strict=True):
                 block = module.block
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
                 values |= dict(zip(block.sends, module(shared, arguments), strict=True))
+                for name in finished:  # what the backward needs of it, it has
+                    del values[name]
         if self.is_last:
             return values[self.graph.loss].float().reshape(()) / self._num_microbatches
         return tuple(_fresh(values[name], self.graph.values[name]) for name in self._sends)

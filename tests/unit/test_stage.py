@@ -1,0 +1,54 @@
+"""What a stage holds while it runs forward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import zoo
+from workbench.capture import capture, spec_of
+from workbench.execution.context import StepContext
+from workbench.execution.stage import BlockModule, StageModule
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["bert", "skips"])
+def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
+    """Without a backward, which would keep what it needs itself."""
+    model = zoo.MODELS[name]().eval()
+    batch = zoo.batch(name, 2)
+    graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
+    context = StepContext(0, CPU)
+    context.counts = [torch.ones(()) for _ in graph.label_counts]
+    blocks = len(graph.blocks)
+    stage = StageModule(
+        graph,
+        0,
+        blocks,
+        parameters=dict(model.named_parameters()),
+        buffers={**dict(model.named_buffers()), **graph.constants},
+        runners=[block.code for block in graph.blocks],
+        context=context,
+        num_microbatches=1,
+        recompute=["none"] * blocks,
+    )
+    made: dict[str, weakref.ref[torch.Tensor]] = {}
+    held: list[set[str]] = []
+
+    def note(module: Any, _arguments: Any, sent: tuple[torch.Tensor, ...]) -> None:
+        held.append({name for name, value in made.items() if value() is not None})
+        made.update({name: weakref.ref(value) for name, value in zip(module.block.sends, sent, strict=True)})
+
+    for module in stage.block_modules():
+        assert isinstance(module, BlockModule)
+        module.register_forward_hook(note)
+    with torch.no_grad():
+        stage(**batch)
+    for block, values in zip(graph.blocks, held, strict=True):
+        before = {name for earlier in graph.blocks[: block.index] for name in earlier.sends}
+        assert values == before & {name for later in graph.blocks[block.index :] for name in later.receives}
+    assert max(map(len, held)) < len(graph.values) - 1, "something was let go"
