@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from workbench.cost.profiles import Profile
+from workbench.errors import PlanInfeasible
 from workbench.planning.plan import RECOMPUTE, SCHEDULE_WORDS, Candidate, Plan
 from workbench.planning.planner import Search
 from workbench.planning.requests import Request
@@ -59,6 +62,13 @@ class Plans:
         if row == self.best.candidates[0]:
             return self.best
         return Search(self.profile, self.request.fixed_to(row)).plan()
+
+    def __iter__(self) -> Iterator[Plan]:
+        """The plans of the rows that fit, the chosen one first. (Rows that were ruled out early are weighed now.)"""
+        for number, row in enumerate(self.rows):
+            if row.step_ms is not None:
+                with suppress(PlanInfeasible):
+                    yield self[number]
 
     def shown(self) -> list[tuple[int, Candidate]]:
         """The rows that the table shows, with their numbers."""
