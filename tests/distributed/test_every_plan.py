@@ -28,7 +28,7 @@ from workbench.cost import profile
 from workbench.cost.cluster import Cluster
 from workbench.execution.build import build_stage
 from workbench.execution.context import StepContext
-from workbench.execution.optim import OffloadedAdamW
+from workbench.execution.optim import OffloadedAdamW, PartwiseAdamW
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
@@ -287,7 +287,7 @@ def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
         model, graph = captured("bert")
         trainer = trainer_of(model, graph, plan_of(graph, case))
         scalars = [trainer.step(step, part_of(trainer, batch_of("bert", step))).scalars.tolist() for step in range(3)]
-        assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else torch.optim.AdamW)
+        assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else PartwiseAdamW)
         mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stage.named().items()}
         parts: list[Any] = [None] * case.world
         torch.distributed.all_gather_object(parts, mine)

@@ -14,6 +14,7 @@ from torch.optim.adamw import adamw
 from workbench.execution.shard import local
 from workbench.experiment import Experiment
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 OFFLOAD_ELEMENTS = 32 << 20
 """Parameters whose moments are on the device at once while they are updated."""
 
@@ -33,7 +34,7 @@ def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> f
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], experiment: Experiment, offload: bool = False
-) -> torch.optim.AdamW:
+) -> PartwiseAdamW:
     """AdamW over trainable parameters; weight decay on matrices only (tensors of two dims or more).
 
     With `offload`, its moments live in the host's memory.
@@ -47,7 +48,7 @@ def build_optimizer(
         if group
     ]
     on_gpu = any(p.device.type == "cuda" for p in trainable)
-    return (OffloadedAdamW if offload else torch.optim.AdamW)(
+    return (OffloadedAdamW if offload else PartwiseAdamW)(
         groups or [{"params": []}],
         lr=experiment.learning_rate,
         betas=experiment.betas,
@@ -56,7 +57,39 @@ def build_optimizer(
     )
 
 
-class OffloadedAdamW(torch.optim.AdamW):
+class PartwiseAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's part of each parameter as a plain tensor: the same numbers in a fifth of the
+    host's time, which over hundreds of `DTensor`s goes into their dispatch. Its moments are `DTensor`s all the same,
+    so that checkpoints know their places.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameters in self._batches([p for p in group["params"] if p.grad is not None]):
+                self._update(parameters, group)
+        return loss
+
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        """What is updated at once."""
+        return [parameters] if parameters else []
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        moments = [[local(state[slot]) for state in states] for slot in MOMENTS]
+        _adamw(parameters, moments, states, group, fused=group["fused"])
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device if self.defaults["fused"] else "cpu")
+            for slot in MOMENTS:
+                state[slot] = torch.zeros_like(parameter)
+        return state
+
+
+class OffloadedAdamW(PartwiseAdamW):
     """AdamW whose moments live in the host's (pinned) memory and visit the device, some at a time, to be updated.
 
     Weights and gradients stay where they are, and the update is computed where they are: what it computes does not
@@ -64,45 +97,56 @@ class OffloadedAdamW(torch.optim.AdamW):
     before reading the moments.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = closure() if closure is not None else None
-        for group in self.param_groups:
-            for parameters in _batches([p for p in group["params"] if p.grad is not None]):
-                self._update(parameters, group)
-        return loss
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        return _batches(parameters)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state(parameter) for parameter in parameters]
         device = parameters[0].device
-        hosts = [local(state[slot]) for slot in ("exp_avg", "exp_avg_sq") for state in states]
-        moments = [host.to(device, non_blocking=True) for host in hosts]
-        adamw(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            moments[: len(states)],
-            moments[len(states) :],
-            [],
-            [state["step"] for state in states],
-            foreach=device.type == "cuda",
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for host, moment in zip(hosts, moments, strict=True):
-            if host is not moment:
-                host.copy_(moment, non_blocking=True)
+        hosts = [[local(state[slot]) for state in states] for slot in MOMENTS]
+        moments = [[host.to(device, non_blocking=True) for host in held] for held in hosts]
+        _adamw(parameters, moments, states, group, foreach=device.type == "cuda")
+        for held, moved in zip(hosts, moments, strict=True):
+            for host, moment in zip(held, moved, strict=True):
+                if host is not moment:
+                    host.copy_(moment, non_blocking=True)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = _zeros_on_host(parameter), _zeros_on_host(parameter)
+            for slot in MOMENTS:
+                state[slot] = _zeros_on_host(parameter)
         return state
+
+
+def _adamw(
+    parameters: list[nn.Parameter],
+    moments: list[list[torch.Tensor]],
+    states: list[dict[str, Any]],
+    group: dict[str, Any],
+    *,
+    foreach: bool | None = None,
+    fused: bool | None = None,
+) -> None:
+    """One update of this rank's parts; `moments` are theirs, the first and the second."""
+    adamw(
+        [local(parameter) for parameter in parameters],
+        [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        moments[0],
+        moments[1],
+        [],
+        [state["step"] for state in states],
+        foreach=foreach,
+        fused=fused,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -131,6 +175,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
+@torch.no_grad()  # or each part of a DTensor would be made by autograd, at 5 times the host's time
 def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
     """This rank's share of the squared global norm: summed over all ranks, it is the whole.
 
@@ -139,7 +184,7 @@ def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.de
     """
     by_holders: dict[int, list[torch.Tensor]] = {}
     for gradient, holders in gradients:
-        by_holders.setdefault(holders, []).append(local(gradient).detach())
+        by_holders.setdefault(holders, []).append(local(gradient))
     total = torch.zeros((), device=device)
     for holders, held in by_holders.items():
         norms = torch._foreach_norm(held)
@@ -147,6 +192,7 @@ def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.de
     return total
 
 
+@torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
     """Scale every gradient by `limit / norm` where the norm exceeds the limit (Pascanu et al., 2013)."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]

@@ -9,6 +9,7 @@ step (BERT-Large, 128 × 128 tokens: 105 ms a step).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -35,9 +36,11 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
         return stage
     if zero == 0:
-        replica = DistributedDataParallel(
-            stage, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        with warnings.catch_warnings():  # torch 2.13 deprecates `broadcast_buffers`, and has no substitute yet
+            warnings.simplefilter("ignore", FutureWarning)
+            replica = DistributedDataParallel(
+                stage, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
+            )
         _settle_buckets(replica)
         return replica
     blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
