@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed import zoo
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 from workbench.execution.context import StepContext
-from workbench.execution.stage import BlockModule, StageModule
+from workbench.execution.stage import StageModule
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["bert", "skips"])
-def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
-    """Without a backward, which would keep what it needs itself."""
+def stage_of(name: str) -> tuple[Graph, StageModule, zoo.Batch]:
+    """A model in one stage, uncompiled."""
     model = zoo.MODELS[name]().eval()
     batch = zoo.batch(name, 2)
     graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
@@ -36,6 +36,13 @@ def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
         num_microbatches=1,
         recompute=["none"] * blocks,
     )
+    return graph, stage, batch
+
+
+@pytest.mark.parametrize("name", ["bert", "skips"])
+def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
+    """Without a backward, which would keep what it needs itself."""
+    graph, stage, batch = stage_of(name)
     made: dict[str, weakref.ref[torch.Tensor]] = {}
     held: list[set[str]] = []
 
@@ -44,7 +51,6 @@ def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
         made.update({name: weakref.ref(value) for name, value in zip(module.block.sends, sent, strict=True)})
 
     for module in stage.block_modules():
-        assert isinstance(module, BlockModule)
         module.register_forward_hook(note)
     with torch.no_grad():
         stage(**batch)
@@ -52,3 +58,17 @@ def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
         before = {name for earlier in graph.blocks[: block.index] for name in earlier.sends}
         assert values == before & {name for later in graph.blocks[block.index :] for name in later.receives}
     assert max(map(len, held)) < len(graph.values) - 1, "something was let go"
+
+
+@pytest.mark.parametrize(("name", "borrowing"), [("bert", 2), ("albert", 6)])
+def test_a_block_is_given_the_shared_parameters_that_it_uses_and_no_others(name: str, borrowing: int) -> None:
+    """FSDP2 adds up a gradient, of zeros if need be, for whatever a block is given."""
+    graph, stage, batch = stage_of(name)
+    given: list[set[str]] = []
+    for module in stage.block_modules():
+        module.register_forward_pre_hook(lambda _, arguments: given.append(set(arguments[0])))
+    stage(**batch)
+    uses = Counter(name for block in graph.blocks for name in block.parameters)
+    shared = {name for name, times in uses.items() if times > 1}
+    assert given == [shared & set(block.parameters) for block in graph.blocks]
+    assert sum(map(bool, given)) == borrowing

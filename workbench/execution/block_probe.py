@@ -227,7 +227,8 @@ class _Chain:
             module = self._modules.get(block.index)
             if module is not None:
                 received = (_bounded(values[name], log, position) for name in block.receives)
-                last_of[block.kind] = module(self._shared, (*received, *(batch[name] for name in block.inputs)))
+                borrowed = {name: self._shared[name] for name in module.borrowed}
+                last_of[block.kind] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
                 position += 1
             values |= dict(zip(block.sends, last_of[block.kind], strict=True))
             for name in finished:

@@ -56,6 +56,8 @@ class BlockModule(nn.Module):
         self._draws_own = division.random
         self._counts_dropout = compiled and draws_dropout(block.code)
         self.own = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
+        self.borrowed = tuple(name for name in block.parameters if name not in parameters)
+        """The stage's parameters that it uses."""
         self.kept = {name: f"b{i}" for i, name in enumerate(block.buffers)}
         for name, attribute in self.own.items():
             self.register_parameter(attribute, parameters[name])
@@ -209,7 +211,9 @@ class StageModule(nn.Module):
             for module, finished in zip(self.block_modules(), self._finished, strict=True):
                 block = module.block
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
-                values |= dict(zip(block.sends, module(shared, arguments), strict=True))
+                # No more than it uses: of whatever a sharded module is given, its backward adds up a gradient.
+                borrowed = {name: shared[name] for name in module.borrowed}
+                values |= dict(zip(block.sends, module(borrowed, arguments), strict=True))
                 for name in finished:  # what the backward needs of it, it has
                     del values[name]
         if self.is_last:
