@@ -16,7 +16,8 @@ KINDS = (
     ("attention", r"flash|fmha|sdpa|attention"),
     ("matrix products", r"nvjet|gemm|xmma|cublas|cutlass|splitKreduce"),
 )
-"""The first that matches a kernel's name; what none does is "the rest": what was fused, normalisation, dropout."""
+"""The first that matches a kernel's name; what none does is "the rest": what was fused, normalisation, dropout. Where
+weights are sharded anew for every micro-batch, FSDP2's copies of lists count as the optimiser's."""
 REST = "the rest"
 
 

@@ -1,8 +1,8 @@
 """Dropout whose masks are computed from places, not drawn from a generator: what compiled blocks run.
 
-Element `i` is kept by a hash of (seed, salt, i). A GPU's generator, Philox with ten rounds, costs several times what
-the rest of a fused LayerNorm does and its masks are kept for the backward; a hash costs a dozen integer instructions,
-and the backward computes it again. The seed is a tensor, so that compiled code serves every step; the salt tells the
+Element `i` is kept by a hash of (seed, salt, i). A GPU's generator, Philox with ten rounds, took a third of a fused
+LayerNorm's time on H200, and its masks are kept for the backward; a hash costs a dozen integer instructions, and the
+backward computes it again. The seed is a tensor, so that compiled code serves every step; the salt tells the
 dropouts of a block apart. A device that has the same seed draws the same mask, which tensor parallelism needs.
 """
 
