@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import workbench as wb
@@ -117,6 +119,9 @@ def cold(model: Model) -> None:
         except PlanInfeasible as error:
             outcome = str(error)
         print(f"cold plan for this machine: {time.perf_counter() - started:.1f} s: {outcome}", flush=True)
+        for file in Path(home, "blocks").glob("*.json"):
+            for seconds in json.loads(file.read_text())["seconds"]:
+                print("  a probe, s after it was asked: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()))
         calibration, measured_s = timed(wb.calibrate)
         print(f"calibration: {measured_s:.1f} s: {calibration}")
 

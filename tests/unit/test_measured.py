@@ -162,6 +162,9 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
         found = measured_blocks(probes, counted, cpu, global_batch=1)
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
+    [seconds] = probes.seconds
+    assert list(seconds) == ["imported", "built", "captured", "compiled", "told", "measured"]
+    assert list(seconds.values()) == sorted(seconds.values())
     assert seems_kept(counted.model)
 
 

@@ -53,6 +53,9 @@ CYCLES_PER_S = 1.8e9
 HEAD_START_S = 0.03
 """The device first sleeps, so that the host is ahead and the times are the device's own."""
 
+Note = Callable[[str], None]
+"""Told what has just been done."""
+
 
 @dataclass
 class _Moment:
@@ -107,18 +110,24 @@ class _Boundary(torch.autograd.Function):
 
 def measure(request: Request, micro_batch: int, device: torch.device) -> list[Measurement]:
     """Every kind of block of the requested model at one micro-batch."""
-    return _Probe(request, micro_batch, device).measure()
+    return _Probe(request, micro_batch, device, _silent).measure()
+
+
+def _silent(done: str) -> None:
+    pass
 
 
 class _Probe:
     """Captured and compiled for one micro-batch."""
 
-    def __init__(self, request: Request, micro_batch: int, device: torch.device) -> None:
+    def __init__(self, request: Request, micro_batch: int, device: torch.device, note: Note) -> None:
         self.micro_batch = micro_batch
         self._device = device
         model = build_meta(request.build)
+        note("built")
         specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
         self._graph = capture(model, specs, name="probed")
+        note("captured")
         self._blocks = chosen(self._graph)
         self._chain = _Chain(self._graph, self._blocks, request, device)
         self._batch = random_batch(
@@ -126,6 +135,8 @@ class _Probe:
         )
         with _turn(device, fcntl.LOCK_SH):
             self._chain.run(self._batch)  # compiles
+        _wait(device)
+        note("compiled")
 
     def measure(self) -> list[Measurement]:
         with _turn(self._device, fcntl.LOCK_EX):
@@ -303,8 +314,21 @@ def _turn(device: torch.device, kind: int) -> Iterator[None]:
         yield
 
 
+class _Clock:
+    """Seconds from the request until each thing was done."""
+
+    def __init__(self, request: Path) -> None:
+        self._asked = request.stat().st_mtime
+        self.seconds: dict[str, float] = {}
+
+    def note(self, done: str) -> None:
+        self.seconds[done] = round(time.time() - self._asked, 2)
+
+
 def main() -> None:
     folder, number = Path(sys.argv[1]), sys.argv[2]
+    clock = _Clock(folder / REQUEST)
+    clock.note("imported")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         prepare_compiler()
@@ -316,21 +340,23 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
-    probe = _guessed(request, request.guesses[int(number)], device)
+    probe = _guessed(request, request.guesses[int(number)], device, clock.note)
     micro_batch = _told(folder / f"{number}{MICRO_BATCH}")
+    clock.note("told")
     if probe is not None and probe.micro_batch == micro_batch:
         found = probe.measure()
     else:
         del probe
         _forget(device)
         found = measure(request, micro_batch, device)
-    write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found]})
+    clock.note("measured")
+    write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found], "seconds": clock.seconds})
 
 
-def _guessed(request: Request, micro_batch: int, device: torch.device) -> _Probe | None:
+def _guessed(request: Request, micro_batch: int, device: torch.device, note: Note) -> _Probe | None:
     """A probe for the micro-batch that most likely will be asked for; None where the device has no room for it."""
     try:
-        return _Probe(request, micro_batch, device)
+        return _Probe(request, micro_batch, device, note)
     except torch.OutOfMemoryError:
         return None
 

@@ -55,7 +55,8 @@ def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_b
     found, reasons = probes.measure(micro_batches(profile, cluster, global_batch))
     if found:
         blocks = [one.to_json() for one in found]
-        write_json(_kept_at(profile, cluster), {"format": FORMAT, "model": profile.model, "blocks": blocks})
+        kept = {"format": FORMAT, "model": profile.model, "blocks": blocks, "seconds": probes.seconds}
+        write_json(_kept_at(profile, cluster), kept)
     else:
         warnings.warn(
             f"The blocks of {profile.model} could not be measured on this machine ({'; '.join(reasons)}). The plan is "
@@ -124,6 +125,8 @@ class Probes:
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
         (self._path / REQUEST).write_bytes(pickled("model", request))
         gpus = local_gpus() if device.kind == "cuda" else [""]
+        self.seconds: list[dict[str, float]] = []
+        """Of each probe that measured: how long after it was asked for each thing was done."""
         self._processes = [self._start(slot, gpus[slot % len(gpus)]) for slot in range(len(request.guesses))]
 
     def __enter__(self) -> Probes:
@@ -172,4 +175,5 @@ class Probes:
         if not blocks:
             lines = (self._path / f"{slot}.log").read_text(errors="replace").strip().splitlines()
             return [], lines[-1][:200] if lines else f"exit status {process.returncode}"
+        self.seconds.append(_content(self._path / f"{slot}{RESULT}").get("seconds", {}))
         return list(blocks), ""
