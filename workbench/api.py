@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from workbench.capture import Graph
     from workbench.cost.calibration import Calibration
     from workbench.cost.profiles import Profile
+    from workbench.execution.probe_request import Request
     from workbench.figures import Contrast
     from workbench.notebooks import Reproduction, Shared
     from workbench.planning.plans import Plans
     from workbench.runs import Report
-    from workbench.runs.probing import Probes
     from workbench.runs.summary import Summary
     from workbench.runs.tracking import Delivery
     from workbench.widgets import Live, WhatIf
@@ -63,39 +63,62 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     Where this machine has the cluster's GPU, every kind of block is measured on it (under a minute, once per model,
     device and torch version); elsewhere it is priced from the device's constants.
     """
-    from workbench.cost import profile as profile_graph
-    from workbench.cost.measured import with_measurements
-    from workbench.runs.probing import kept_blocks, measured_blocks, seems_kept
+    return _profiled(experiment, cluster)[0]
+
+
+def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
+    """See `profile`; and the cluster, which is this machine if none was given.
+
+    The processes that measure start first: they take as long as this one to import torch.
+    """
+    from workbench.runs.probing import Probes, kept_blocks, measured_blocks, seems_kept, seems_measurable
 
     experiment.data.check(experiment)
-    cluster = _cluster(cluster)
     with ExitStack() as stack:
-        ahead = None if seems_kept(experiment.model.name) else _probes(experiment, cluster, stack)
-        costs = profile_graph(
-            capture(experiment),
-            cluster.device,
-            resolved_precision(experiment, cluster),
-            compiled=_compiled(experiment, cluster),
-            labelled_share=experiment.data.labelled_share(experiment),
-        )
-        if cluster.device.kind != "cuda":
-            return costs
-        found = kept_blocks(costs, cluster)
-        probes = None if found else ahead or _probes(experiment, cluster, stack)
-        if probes is not None:
+        cluster = None if cluster is None else _cluster(cluster)
+        early = (cluster is None or cluster.device.kind == "cuda") and seems_measurable()
+        probes = stack.enter_context(Probes()) if early and not seems_kept(experiment.model.name) else None
+        cluster = _cluster(cluster)
+        request = _probe_request(experiment, cluster)
+        if probes is not None and request is not None:
+            probes.ask(request, cluster.device)
+        costs = _counted(experiment, cluster)
+        found = kept_blocks(costs, cluster) if cluster.device.kind == "cuda" else ()
+        if not found and request is not None:
+            if probes is None:
+                probes = stack.enter_context(Probes())
+                probes.ask(request, cluster.device)
             found = measured_blocks(probes, costs, cluster, experiment.global_batch)
-        return with_measurements(costs, cluster.device, found) if found else costs
+    if not found:
+        return costs, cluster
+
+    from workbench.cost.measured import with_measurements
+
+    return with_measurements(costs, cluster.device, found), cluster
 
 
-def _probes(experiment: Experiment, cluster: Cluster, stack: ExitStack) -> Probes | None:
-    """Processes that will measure the model's blocks, if this machine has the cluster's GPU; they end with `stack`."""
+def _counted(experiment: Experiment, cluster: Cluster) -> Profile:
+    """The experiment's model captured and priced, unmeasured."""
+    from workbench.cost import profile as profile_graph
+
+    return profile_graph(
+        capture(experiment),
+        cluster.device,
+        resolved_precision(experiment, cluster),
+        compiled=_compiled(experiment, cluster),
+        labelled_share=experiment.data.labelled_share(experiment),
+    )
+
+
+def _probe_request(experiment: Experiment, cluster: Cluster) -> Request | None:
+    """What is asked of the processes that measure the model's blocks, if this machine has the cluster's GPU."""
     from workbench.cost.detect import local_gpu
     from workbench.execution.probe_request import Request
-    from workbench.runs.probing import Probes, guesses
+    from workbench.runs.probing import guesses
 
     if cluster.device.kind != "cuda" or local_gpu() != cluster.device.name:
         return None
-    request = Request(
+    return Request(
         experiment.model.name,
         experiment.model.build,
         dict(experiment.data.batch_specs(experiment)),
@@ -105,7 +128,6 @@ def _probes(experiment: Experiment, cluster: Cluster, stack: ExitStack) -> Probe
         _compiled(experiment, cluster),
         guesses(cluster, experiment.global_batch),
     )
-    return stack.enter_context(Probes(request, cluster.device))
 
 
 @checked_keywords
@@ -182,11 +204,11 @@ def search(
     `none`, `selective` or `full` activation checkpointing; `schedule` one of `gpipe`, `1f1b`, `interleaved`,
     `zero_bubble`, with `chunks` stages a pipeline rank. Arguments and errors as for `wb.plan`.
     """
+    costs, cluster = _profiled(experiment, cluster)
+
     from workbench.planning import Request, weigh
     from workbench.planning.requests import memory_limit_bytes
 
-    cluster = _cluster(cluster)
-    costs = profile(experiment, cluster)
     request = Request(
         experiment.global_batch,
         experiment.seq_len,
@@ -522,8 +544,8 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
     """
     from workbench.widgets import WhatIf
 
-    cluster = _cluster(cluster)
-    return WhatIf(profile(experiment, cluster), cluster, experiment.global_batch, experiment.seq_len)
+    costs, cluster = _profiled(experiment, cluster)
+    return WhatIf(costs, cluster, experiment.global_batch, experiment.seq_len)
 
 
 def show(run: Run | str | os.PathLike[str]) -> go.Figure:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.cost_values import bert, layered_profile
-from workbench import data, models
+from workbench import api, data, models
 from workbench.cost import Cluster, Profile
 from workbench.cost.measured import Measurement, with_measurements
 from workbench.cost.profiles import DividedCosts
@@ -158,19 +158,21 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
     cpu, counted, request = Cluster.here(1), layered_profile(), request_of(bert(num_layers=12))
     assert kept_blocks(counted, cpu) == ()
     assert not seems_kept(counted.model)
-    with Probes(request, cpu.device) as probes:
+    with Probes() as probes:
+        probes.ask(request, cpu.device)
         found = measured_blocks(probes, counted, cpu, global_batch=1)
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
     [seconds] = probes.seconds
-    assert list(seconds) == ["imported", "built", "captured", "compiled", "told", "measured"]
+    assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "told", "measured"]
     assert list(seconds.values()) == sorted(seconds.values())
     assert seems_kept(counted.model)
 
 
 @pytest.mark.usefixtures("one_size")
 def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
-    with Probes(request_of(bert(num_layers=2)), Cluster.here(1).device) as probes:
+    with Probes() as probes:
+        probes.ask(request_of(bert(num_layers=2)), Cluster.here(1).device)
         found, reasons = probes.measure([2])
     assert reasons == []
     assert {one.micro_batch for one in found} == {2}
@@ -178,7 +180,8 @@ def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
 
 @pytest.mark.usefixtures("one_size")
 def test_probes_that_were_never_told_what_to_measure_end_with_their_context() -> None:
-    with Probes(request_of(bert()), Cluster.here(1).device) as probes:
+    with Probes() as probes:
+        probes.ask(request_of(bert()), Cluster.here(1).device)
         [process] = probes._processes
         assert process.poll() is None
     assert process.poll() is not None
@@ -188,5 +191,27 @@ def test_probes_that_were_never_told_what_to_measure_end_with_their_context() ->
 def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning() -> None:
     request = replace(request_of(bert()), samples={})
     cpu = Cluster.here(1)
-    with Probes(request, cpu.device) as probes, pytest.warns(UserWarning, match="could not be measured"):
-        assert measured_blocks(probes, layered_profile(), cpu, global_batch=1) == ()
+    with Probes() as probes:
+        probes.ask(request, cpu.device)
+        with pytest.warns(UserWarning, match="could not be measured"):
+            assert measured_blocks(probes, layered_profile(), cpu, global_batch=1) == ()
+
+
+@pytest.mark.usefixtures("one_size")
+def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end_unasked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Probes] = []
+
+    class Seen(Probes):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    monkeypatch.setattr(probing, "Probes", Seen)
+    monkeypatch.setattr(probing, "seems_measurable", lambda: True)
+    model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
+    corpus = data.corpus("demo", vocab_size=64)
+    api.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
+    [probes] = started
+    assert [process.poll() is not None for process in probes._processes] == [True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -95,16 +94,6 @@ def local_gpu() -> str | None:
     name = torch.cuda.get_device_name(0)
     known = known_gpu(name)
     return known[0].name if known else str(name).removeprefix("NVIDIA ")
-
-
-def local_gpus() -> list[str]:
-    """This process's GPUs as `CUDA_VISIBLE_DEVICES` would name each."""
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def known_gpu(name: str) -> tuple[Device, Link, Link] | None:

@@ -2,8 +2,8 @@
 
     python -m workbench.execution.block_probe FOLDER NUMBER
 
-It captures and compiles for the micro-batch that it guesses, then waits for the file in FOLDER that tells probe NUMBER
-which one to measure.
+It imports what it needs and waits for the request in FOLDER, captures and compiles for the micro-batch that it guesses,
+then waits for the file that tells probe NUMBER which one to measure.
 
 Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
 with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
@@ -21,6 +21,7 @@ import pickle
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -308,40 +310,38 @@ def _trained(graph: Graph, block: Block) -> list[str]:
 @contextlib.contextmanager
 def _turn(device: torch.device, kind: int) -> Iterator[None]:
     """Probes on the same device compile side by side (`LOCK_SH`), then measure one after the other (`LOCK_EX`)."""
-    name = f"workbench-probe-{os.getuid()}-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}-{device}.lock".replace(":", "-")
+    which = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else "cpu"
+    name = f"workbench-probe-{os.getuid()}-{which}.lock"
     with (Path(tempfile.gettempdir()) / name).open("w") as file:
         fcntl.flock(file, kind)
         yield
 
 
 class _Clock:
-    """Seconds from the request until each thing was done."""
+    """Seconds from this process's start until each thing was done."""
 
-    def __init__(self, request: Path) -> None:
-        self._asked = request.stat().st_mtime
+    def __init__(self) -> None:
+        self._begun = psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
 
     def note(self, done: str) -> None:
-        self.seconds[done] = round(time.time() - self._asked, 2)
+        self.seconds[done] = round(time.time() - self._begun, 2)
 
 
 def main() -> None:
-    folder, number = Path(sys.argv[1]), sys.argv[2]
-    clock = _Clock(folder / REQUEST)
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    clock = _Clock()
     clock.note("imported")
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        prepare_compiler()
-    request: Request = pickle.loads((folder / REQUEST).read_bytes())
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = _device(number)
+    request: Request = pickle.loads(_awaited(folder / REQUEST).read_bytes())
+    clock.note("asked")
+    if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if request.precision == "bf16" else "highest")
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
-    probe = _guessed(request, request.guesses[int(number)], device, clock.note)
-    micro_batch = _told(folder / f"{number}{MICRO_BATCH}")
+    probe = _guessed(request, request.guesses[number], device, clock.note)
+    micro_batch = int(read_json(_awaited(folder / f"{number}{MICRO_BATCH}")))
     clock.note("told")
     if probe is not None and probe.micro_batch == micro_batch:
         found = probe.measure()
@@ -351,6 +351,19 @@ def main() -> None:
         found = measure(request, micro_batch, device)
     clock.note("measured")
     write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found], "seconds": clock.seconds})
+
+
+def _device(number: int) -> torch.device:
+    """The probe's own: GPUs take turns. CUDA starts beside the import of the compiler; each takes a second or more."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    starting = threading.Thread(target=torch.cuda.synchronize)
+    starting.start()
+    prepare_compiler()
+    starting.join()
+    return device
 
 
 def _guessed(request: Request, micro_batch: int, device: torch.device, note: Note) -> _Probe | None:
@@ -368,14 +381,14 @@ def _forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _told(file: Path) -> int:
-    """The content of `file`, once it is there."""
+def _awaited(file: Path) -> Path:
+    """`file`, once it is there."""
     parent = os.getppid()
     while not file.exists():
         if os.getppid() != parent:
             raise SystemExit("whoever asked is gone")
         time.sleep(0.02)
-    return int(read_json(file))
+    return file
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The blocks of a model measured on this machine's GPUs before it is planned for: seconds, once per model and device.
 
 Each micro-batch is a process of its own (`execution.block_probe`), spread over the GPUs; the kernel that plans never
-touches one. While the kernel captures the model they start on the micro-batches that they guess; once it is priced they
-are told which to measure. That is kept under `$WORKBENCH_HOME/blocks` for this model, device and torch version.
+touches one. They start before the kernel imports torch; while it captures the model they work on the micro-batches
+that they guess; once it is priced they are told which to measure. That is kept under `$WORKBENCH_HOME/blocks` for this
+model, device and torch version.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
-from workbench.cost.detect import local_gpus
 from workbench.cost.measured import Measurement
 from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.home import cache_home
@@ -40,6 +40,11 @@ SIZES = 3
 def kept_blocks(profile: Profile, cluster: Cluster) -> tuple[Measurement, ...]:
     """What was measured earlier of this model on this kind of device, under this torch version; perhaps nothing."""
     return _read(_kept_at(profile, cluster))
+
+
+def seems_measurable() -> bool:
+    """Whether this machine has NVIDIA GPUs that this process may see, asked without torch: a cheap guess."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def seems_kept(model: str) -> bool:
@@ -114,28 +119,32 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 class Probes:
-    """Processes for one model, as many as there are micro-batches to measure; they start on what they guess these are.
+    """Processes for one model, one for each micro-batch that will be measured. They begin to import what they need;
+    once asked, they begin with what they guess these are.
 
     A context: what still runs at its end is killed.
     """
 
-    def __init__(self, request: Request, device: Device) -> None:
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
+        self._processes = [self._start(slot) for slot in range(SIZES)]
+        self.seconds: list[dict[str, float]] = []
+        """Of each probe that measured: how long after its start each thing was done."""
+
+    def ask(self, request: Request, device: Device) -> None:
         text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, under a minute …"
         print(text, file=sys.stderr, flush=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
-        (self._path / REQUEST).write_bytes(pickled("model", request))
-        gpus = local_gpus() if device.kind == "cuda" else [""]
-        self.seconds: list[dict[str, float]] = []
-        """Of each probe that measured: how long after it was asked for each thing was done."""
-        self._processes = [self._start(slot, gpus[slot % len(gpus)]) for slot in range(len(request.guesses))]
+        _end(self._processes[len(request.guesses) :])
+        del self._processes[len(request.guesses) :]
+        whole = self._path / f"{REQUEST}.part"
+        whole.write_bytes(pickled("model", request))
+        whole.rename(self._path / REQUEST)
 
     def __enter__(self) -> Probes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        _end(self._processes)
         self._folder.cleanup()
 
     def measure(self, sizes: Sequence[int]) -> tuple[tuple[Measurement, ...], list[str]]:
@@ -155,13 +164,9 @@ class Probes:
     def _path(self) -> Path:
         return Path(self._folder.name)
 
-    def _start(self, slot: int, gpu: str) -> subprocess.Popen[bytes]:
+    def _start(self, slot: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", PROBE, str(self._path), str(slot)]
-        environment: Mapping[str, str] = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(user_path()),
-            "CUDA_VISIBLE_DEVICES": gpu,
-        }
+        environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
         with (self._path / f"{slot}.log").open("wb") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
@@ -177,3 +182,9 @@ class Probes:
             return [], lines[-1][:200] if lines else f"exit status {process.returncode}"
         self.seconds.append(_content(self._path / f"{slot}{RESULT}").get("seconds", {}))
         return list(blocks), ""
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
