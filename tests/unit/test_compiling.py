@@ -1,0 +1,79 @@
+"""What is compiled computes what plain PyTorch does, or something closer to the truth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from workbench.execution.compiling import compiled, decompositions
+
+ALL_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+VALUES = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16.abs() < 100)]
+"""Every bf16 number that an activation may be."""
+
+
+class Gelu(nn.Module):
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(value, approximate=self.approximate)
+
+
+def exact(values: torch.Tensor, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """GELU and its derivative in fp64."""
+    wide = values.double().requires_grad_()
+    result = functional.gelu(wide, approximate=approximate)
+    [slope] = torch.autograd.grad(result.sum(), wide)
+    return result.detach(), slope
+
+
+def through(code: nn.Module, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = values.clone().requires_grad_()
+    result = code(leaf)
+    [gradient] = torch.autograd.grad(result, leaf, torch.ones_like(result))
+    return result.detach(), gradient
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_compiled_gelu_of_bf16_rounds_to_the_truth_more_often_than_pytorchs(approximate: str) -> None:
+    module = Gelu(approximate)
+    ours = through(compiled(fx.symbolic_trace(module)), VALUES)
+    for found, plain, truth in zip(ours, through(module, VALUES), exact(VALUES, approximate), strict=True):
+        wrong, wrong_plain = ((one != truth.bfloat16()).sum().item() for one in (found, plain))
+        assert wrong <= wrong_plain
+        torch.testing.assert_close(found.double(), truth, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_compiled_gelu_of_fp32_is_pytorchs(approximate: str) -> None:
+    values = torch.linspace(-6, 6, 1 << 12)
+    module = Gelu(approximate)
+    for found, plain in zip(through(compiled(fx.symbolic_trace(module)), values), through(module, values), strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_bf16_calls_no_function_but_an_exponential(approximate: str) -> None:
+    def step(value: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        backward = torch.ops.aten.gelu_backward(gradient, value, approximate=approximate)
+        return functional.gelu(value, approximate=approximate), backward
+
+    def called(dtype: torch.dtype) -> set[str]:
+        graph = make_fx(step, decomposition_table=decompositions())(*torch.ones(2, 8, dtype=dtype)).graph
+        return {node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function"}
+
+    slow = {"erf", "tanh"}
+    assert called(torch.float32) & slow
+    assert not called(torch.bfloat16) & slow
+
+
+def test_gelu_hides_no_overflow() -> None:
+    values = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.bfloat16)
+    assert not compiled(fx.symbolic_trace(Gelu("none")))(values).isfinite().any()
