@@ -75,9 +75,8 @@ def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile,
 
     experiment.data.check(experiment)
     with ExitStack() as stack:
-        cluster = None if cluster is None else _cluster(cluster)
-        early = (cluster is None or cluster.device.kind == "cuda") and seems_measurable()
-        probes = stack.enter_context(Probes()) if early and not seems_kept(experiment.model.name) else None
+        early = cluster is None and seems_measurable() and not seems_kept(experiment.model.name)
+        probes = stack.enter_context(Probes()) if early else None
         cluster = _cluster(cluster)
         request = _probe_request(experiment, cluster)
         if probes is not None and request is not None:
@@ -161,7 +160,7 @@ def plan(
     """The fastest way to run a step that fits: by default on this machine. `wb.search` shows what else was weighed.
 
     `cluster` plans for another one (`Cluster.of("h200", gpus=256)`). `memory_limit_gib` caps what one device may
-    use. Any of the degrees can be fixed; the rest is searched.
+    use, in the plan and while it runs. Any of the degrees can be fixed; the rest is searched.
 
     Raises `PlanInfeasible` when nothing fits, `CaptureError` when the model cannot be captured, `DataError` when
     the data cannot feed it.

@@ -4,6 +4,7 @@ its actions ran.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import time
@@ -25,10 +26,12 @@ from workbench.execution.actions import SETTLED, ActionLog
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress
 from workbench.execution.checkpoint_files import complete
 from workbench.execution.trainer import Trainer
+from workbench.execution.worker import cap_memory, message_of
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.timelines import timeline
 from workbench.rundir import RunDir, read_events
+from workbench.units import GIB
 
 STEPS, EVERY, LAST_LEG = 80, 20, 60
 MACHINE = Device("test", DEVICE, 32 << 30, {"fp32": 5e13, "bf16": 5e14}, 3e12)
@@ -80,6 +83,25 @@ def test_every_rank_has_a_device_of_its_own(unbroken: dict[str, RunDir]) -> None
         devices = {event["device"] for event in read_events(run.events) if event["type"] == "memory"}
         assert len(devices) == DEVICES
         assert all(name.startswith("cuda:" if DEVICE == "cuda" else "CPU") for name in devices)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the host's memory is not capped")
+def test_a_memory_limit_holds_on_the_device() -> None:
+    below, above = launch(_allocated_under_a_limit, 2, device=DEVICE)
+    assert below
+    assert "memory_limit_gib=" in above
+
+
+def _allocated_under_a_limit(_rank: int) -> tuple[bool, str]:
+    """(whether seven eighths of a limit of 8 GiB could be had, what is said of a quarter more than it)"""
+    limited = dataclasses.replace(plan(experiment("fp32"), device=MACHINE), memory_limit_bytes=8 * GIB)
+    cap_memory(limited, here())
+    fits = torch.empty(7 * GIB, dtype=torch.uint8, device=here()).is_cuda
+    try:
+        torch.empty(10 * GIB, dtype=torch.uint8, device=here())
+    except torch.OutOfMemoryError as error:
+        return fits, message_of(error, limited)
+    return fits, ""
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:

@@ -137,6 +137,13 @@ def message_of(cause: BaseException, plan: Plan) -> str:
     return f"{str(cause).splitlines()[0]} {planned} {way_out}"
 
 
+def cap_memory(plan: Plan, device: torch.device) -> None:
+    """From now on PyTorch allocates no more on the device than the plan was allowed; beyond, it raises."""
+    if plan.memory_limit_bytes is not None:
+        share = plan.memory_limit_bytes / torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
 def _innermost(error: BaseException) -> BaseException:
     """The exception that the pipeline's own `RuntimeError` was raised from."""
     while error.__cause__ is not None:
@@ -277,6 +284,7 @@ class _Worker:
             if _on_gpu():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
+                cap_memory(self.plan, self.device)
         return trainer, extras
 
     def _extras(self, model: torch.nn.Module, graph: Graph) -> Extras:
