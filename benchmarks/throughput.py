@@ -5,15 +5,17 @@
 
 Every contender of a row is built, warmed up, measured and freed in turn, and the whole round is repeated, so that a
 machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included; each contender has
-process groups of its own, and a row's limit of memory is enforced on all of them. The ratio of a row is the median of
-ours over the median of the best peer. `--plan 1,4,2,64,selective` adds a forced plan of ours (pipeline, data, ZeRO,
-micro-batch, checkpointing). Results are written after every measurement; the same command goes on where it stopped.
-`--profile` writes where one more step of the first round goes, by kind of kernel, on the first and the last rank.
+process groups of its own, and a row's limit of memory is enforced on all of them. The peers' compiler is PyTorch's
+own, without what we change. The ratio of a row is the median of ours over the median of the best peer.
+`--plan 1,4,2,64,selective` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing). Results are
+written after every measurement; the same command goes on where it stopped. `--profile` writes where one more step of
+the first round goes, by kind of kernel, on the first and the last rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -25,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import kernels
 import torch
@@ -34,6 +37,7 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
+from workbench.execution import compiling
 from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -121,7 +125,8 @@ def main() -> None:
                 )
                 found.append({"row": name, "contender": label})
                 try:
-                    found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
+                    with _compiler(label):
+                        found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
                 except torch.OutOfMemoryError as error:
                     found[-1]["error"] = f"out of memory: {str(error).splitlines()[0]}"
                     _write(arguments, found)
@@ -180,6 +185,13 @@ def _contenders(name: str, plans: Mapping[str, wb.Plan], device: torch.device) -
     for kind, micro_batch in row.peers:
         found[f"{kind}, {micro_batch}"] = partial(Peer, kind, experiment.model.build, micro_batch, device)
     return found
+
+
+def _compiler(label: str) -> contextlib.AbstractContextManager[Any]:
+    """Peers have the compiler as PyTorch ships it, without what `workbench.execution.compiling` changes."""
+    if label.startswith("ours"):
+        return contextlib.nullcontext()
+    return mock.patch.multiple(compiling, LONGEST_ROW=0, HALVES=())
 
 
 def _degrees(text: str) -> dict[str, Any]:

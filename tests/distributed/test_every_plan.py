@@ -7,6 +7,7 @@ share one launch.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,6 @@ from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.cost import profile
 from workbench.cost.cluster import Cluster
-from workbench.execution import compiling
 from workbench.execution.build import build_stage
 from workbench.execution.context import StepContext
 from workbench.execution.optim import OffloadedAdamW, PartwiseAdamW
@@ -140,9 +140,9 @@ def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = Fals
 
 @contextmanager
 def compiler(backend: str) -> Iterator[None]:
-    """What is compiled meanwhile is compiled by `backend`."""
+    """What `torch.compile` returns meanwhile is compiled by `backend`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "backend", backend)
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
         yield
 
 

@@ -6,15 +6,25 @@ import math
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from workbench.execution.compiling import compiled, decompositions
+from workbench.execution.compiling import prepare
 
 ALL_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 VALUES = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16.abs() < 100)]
 """Every bf16 number that an activation may be."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prepared() -> None:
+    prepare()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, dynamic=False, fullgraph=True)  # type: ignore[return-value]
 
 
 class Gelu(nn.Module):
@@ -44,7 +54,7 @@ def through(code: nn.Module, values: torch.Tensor) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_compiled_gelu_of_bf16_rounds_to_the_truth_more_often_than_pytorchs(approximate: str) -> None:
     module = Gelu(approximate)
-    ours = through(compiled(fx.symbolic_trace(module)), VALUES)
+    ours = through(compiled(module), VALUES)
     for found, plain, truth in zip(ours, through(module, VALUES), exact(VALUES, approximate), strict=True):
         wrong, wrong_plain = ((one != truth.bfloat16()).sum().item() for one in (found, plain))
         assert wrong <= wrong_plain
@@ -55,7 +65,7 @@ def test_compiled_gelu_of_bf16_rounds_to_the_truth_more_often_than_pytorchs(appr
 def test_compiled_gelu_of_fp32_is_pytorchs(approximate: str) -> None:
     values = torch.linspace(-6, 6, 1 << 12)
     module = Gelu(approximate)
-    for found, plain in zip(through(compiled(fx.symbolic_trace(module)), values), through(module, values), strict=True):
+    for found, plain in zip(through(compiled(module), values), through(module, values), strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=2e-6)
 
 
@@ -66,7 +76,7 @@ def test_gelu_of_bf16_calls_no_function_but_an_exponential(approximate: str) -> 
         return functional.gelu(value, approximate=approximate), backward
 
     def called(dtype: torch.dtype) -> set[str]:
-        graph = make_fx(step, decomposition_table=decompositions())(*torch.ones(2, 8, dtype=dtype)).graph
+        graph = make_fx(step, decomposition_table=select_decomp_table())(*torch.ones(2, 8, dtype=dtype)).graph
         return {node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function"}
 
     slow = {"erf", "tanh"}
@@ -76,4 +86,4 @@ def test_gelu_of_bf16_calls_no_function_but_an_exponential(approximate: str) -> 
 
 def test_gelu_hides_no_overflow() -> None:
     values = torch.tensor([-math.inf, math.inf, math.nan], dtype=torch.bfloat16)
-    assert not compiled(fx.symbolic_trace(Gelu("none")))(values).isfinite().any()
+    assert not compiled(Gelu("none"))(values).isfinite().any()

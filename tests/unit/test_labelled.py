@@ -16,7 +16,6 @@ from workbench.capture import Block, Graph, capture, spec_of
 from workbench.capture.labelled import PARTS, WORTHWHILE, LabelledPart, labelled_part
 from workbench.cost import profile
 from workbench.cost.cluster import Device
-from workbench.execution import compiling
 from workbench.execution.build import runners
 from workbench.execution.labelled import LabelCounter, LabelledRows, labelled_first, over_labelled_rows
 
@@ -183,10 +182,11 @@ def test_compiled_heads_are_few_and_compute_the_same(graphs: Callable[[str], Gra
         return module.forward
 
     torch._dynamo.reset()
+    compiled = torch.compile
     for recompute in ("none", "full"):
         compilations = 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compiling, "backend", backend)
+            patch.setattr(torch, "compile", lambda code, **how: compiled(code, backend=backend, **how))
             run = runners(graph, {block.kind: block.code}, CPU, True, recompute)[block.kind]
             assert isinstance(run, LabelledRows)
             for standing in [*range(part.rows + 1)] * 2:

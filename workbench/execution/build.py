@@ -84,11 +84,9 @@ def runners(
             return defer_weight_gradients(code, len(blocks[kind].parameters), deferral)
         if not compile:
             return code
-        from workbench.execution.compiling import compiled
-
         if draws_dropout(blocks[kind].code):
             code = counted(code)
-        return compiled(_with_checkpoint_inside(code, mode_for(code, recompute)))
+        return torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
 
     if compile:
         prepare_compiler()

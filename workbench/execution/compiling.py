@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._inductor import config
 from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.runtime.hints import ReductionHint
 
 LONGEST_ROW = 2048
@@ -38,41 +35,30 @@ class Choices(InductorChoices):
         return f"workbench: rows of {LONGEST_ROW}"
 
 
-def prepare() -> None:
-    """For every compilation of this process from now on. Called early, it saves their wait for the compiler's helpers,
-    processes that themselves import torch."""
-    config.inductor_choices_class = Choices
-    if torch.cuda.is_available():
-        maybe_warm_pool()
-
-
-def compiled(code: fx.GraphModule) -> Callable[..., Any]:
-    """`torch.compile` with Inductor and `decompositions`."""
-    return torch.compile(code, backend=backend, dynamic=False, fullgraph=True)
-
-
-def backend(code: fx.GraphModule, inputs: Any) -> Any:
-    return compile_fx(code, inputs, decompositions=decompositions())
-
-
-@functools.cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's, but for GELU: its kernels read and write so little that the error function, about 30 instructions,
-    is what they wait for."""
-    return {**select_decomp_table(), _GELU: _gelu, _GELU_BACKWARD: _gelu_backward}
-
-
-_GELU, _GELU_BACKWARD = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
-_HALVES = (torch.bfloat16, torch.float16)
+GELU, GELU_BACKWARD = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
+HALVES = (torch.bfloat16, torch.float16)
+"""Of these, GELU is computed as written here: its kernels read and write so little that the error function, about 30
+instructions, is what they wait for."""
+_STOCK = {operation: decompositions[operation] for operation in (GELU, GELU_BACKWARD)}
 _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 _TAIL_SCALE = 0.3275911 / math.sqrt(2)
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
+def prepare() -> None:
+    """For every compilation of this process from now on. Called early, it saves their wait for the compiler's helpers,
+    processes that themselves import torch."""
+    config.inductor_choices_class = Choices
+    decompositions.update({GELU: _gelu, GELU_BACKWARD: _gelu_backward})
+    fast_random_decomps.cache_clear()  # a copy of `decompositions`
+    if torch.cuda.is_available():
+        maybe_warm_pool()
+
+
 def _gelu(value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
     """GELU (Hendrycks and Gimpel, 2016) of bf16 and fp16, computed in fp32; fp32 stays as Inductor has it."""
-    if value.dtype not in _HALVES:
-        plain: torch.Tensor = select_decomp_table()[_GELU](value, approximate=approximate)
+    if value.dtype not in HALVES:
+        plain: torch.Tensor = _STOCK[GELU](value, approximate=approximate)
         return plain
     wide = value.float()
     share, _ = _share_and_slope(wide, approximate)
@@ -80,8 +66,8 @@ def _gelu(value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 
 
 def _gelu_backward(gradient: torch.Tensor, value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    if value.dtype not in _HALVES:
-        plain: torch.Tensor = select_decomp_table()[_GELU_BACKWARD](gradient, value, approximate=approximate)
+    if value.dtype not in HALVES:
+        plain: torch.Tensor = _STOCK[GELU_BACKWARD](gradient, value, approximate=approximate)
         return plain
     wide = value.float()
     share, slope = _share_and_slope(wide, approximate)
