@@ -17,6 +17,7 @@ from workbench.capture.tensor_parallel import plan_tensor
 from workbench.errors import PlanInfeasible
 from workbench.execution.context import StepContext
 from workbench.execution.dropout import counted, draws_dropout
+from workbench.execution.halves import Halves
 from workbench.execution.labelled import LabelledRows, Runner, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
@@ -160,7 +161,7 @@ def build_stage(
                 autocast=autocast,
             )
         )
-    return HeldStages(held)
+    return HeldStages(held, [Halves(stage, codes) for stage in held] if plan.keeps_halves else [])
 
 
 def _refuse_sharded_split(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from workbench.execution.dropout import draws_dropout
 from workbench.execution.labelled import LabelledRows, Runner
 from workbench.execution.recompute import checkpointed, mode_for
 from workbench.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from workbench.execution.halves import Halves
 
 Values = tuple[torch.Tensor, ...]
 
@@ -58,6 +61,8 @@ class BlockModule(nn.Module):
         self.own = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
         self.borrowed = tuple(name for name in block.parameters if name not in parameters)
         """The stage's parameters that it uses."""
+        self.halves: Mapping[str, torch.Tensor] = {}
+        """Copies that it reads in the place of its parameters (`workbench.execution.halves`)."""
         self.kept = {name: f"b{i}" for i, name in enumerate(block.buffers)}
         for name, attribute in self.own.items():
             self.register_parameter(attribute, parameters[name])
@@ -87,11 +92,14 @@ class BlockModule(nn.Module):
     def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         if seed is not None:
             values = (*values, *self._seeded(seed))
-        weights = [
-            getattr(self, self.own[name]) if name in self.own else shared[name] for name in self.block.parameters
-        ]
+        weights = [self._weight(name, shared) for name in self.block.parameters]
         buffers = [getattr(self, attribute) for attribute in self.kept.values()]
         return run(*weights, *buffers, *values)
+
+    def _weight(self, name: str, shared: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if name in self.halves:
+            return self.halves[name]
+        return cast(torch.Tensor, getattr(self, self.own[name])) if name in self.own else shared[name]
 
     def _seeded(self, seed: int) -> Iterator[torch.Tensor]:
         """The seeds that `run` is given, once the generator has this device's."""
@@ -228,8 +236,14 @@ class HeldStages:
     stage's. The others hold copies, which `refresh_copies` brings up to date.
     """
 
-    def __init__(self, stages: Sequence[StageModule]) -> None:
+    def __init__(self, stages: Sequence[StageModule], halves: Sequence[Halves] = ()) -> None:
         self.stages = tuple(stages)
+        self._halves = tuple(halves)
+
+    def refresh_halves(self) -> None:
+        """Bring bf16 copies of weights up to date, where stages keep some."""
+        for halves in self._halves:
+            halves.refresh()
 
     def named(self) -> dict[str, nn.Parameter]:
         """The model's parameter names -> the parameters as they are now, one for each name."""

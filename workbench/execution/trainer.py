@@ -96,6 +96,7 @@ class Trainer:
         self.context.first_microbatch = self.place.data_rank * self.plan.num_microbatches
         self._count_labels(batch)
         self._refresh_copies()
+        self.stage.refresh_halves()
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stage.computes_loss else None

@@ -27,6 +27,12 @@ INTERLEAVED = ("interleaved", "zero_bubble")
 """Schedules under which a pipeline rank may hold several stages."""
 
 
+def keeps_halves(precision: str, data: int, schedule: str) -> bool:
+    """Do ranks keep bf16 copies of their weights for a whole step? Where neither FSDP2 nor DistributedDataParallel has
+    the weights in hand, and gradients come with the backward."""
+    return precision == "bf16" and data == 1 and schedule != "zero_bubble"
+
+
 @dataclass(frozen=True)
 class Memory:
     """Predicted bytes of one stage on one of its devices, at that device's peak.
@@ -186,6 +192,11 @@ class Plan:
     @property
     def world(self) -> int:
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def keeps_halves(self) -> bool:
+        """See the function."""
+        return keeps_halves(self.precision, self.data, self.schedule)
 
     @property
     def peak_bytes(self) -> int:

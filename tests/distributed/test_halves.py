@@ -1,0 +1,97 @@
+"""Weights cast to bf16 once a step train as autocast's do, which casts them for every use: to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import zoo
+from tests.distributed.harness import launch, place
+from tests.distributed.test_every_plan import Case, captured, part_of, plan_of
+from tests.distributed.test_training import experiment_of
+from workbench.capture import Graph
+from workbench.execution.build import build_stage
+from workbench.execution.context import StepContext
+from workbench.execution.halves import read_by_products
+from workbench.execution.trainer import Trainer
+from workbench.planning.plan import Plan
+
+STEPS = 3
+CASES = (
+    Case(pipeline=2),
+    Case(pipeline=2, chunks=2, schedule="interleaved"),
+    Case(pipeline=2, recompute="full", schedule="gpipe"),
+    Case(pipeline=1, tensor=2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one rank."""
+
+    copies: int
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2"])
+def test_bf16_weights_kept_for_a_step_train_as_autocasts_do(name: str) -> None:
+    for case, (kept, cast) in zip(CASES, launch(_outcomes, 2, name, CASES), strict=True):
+        assert cast.copies == 0
+        assert kept.copies > 0, case
+        assert kept.losses == cast.losses, case
+        assert kept.losses[-1] != kept.losses[0]
+        assert all(torch.equal(value, cast.weights[key]) for key, value in kept.weights.items()), case
+
+
+def _outcomes(_rank: int, name: str, cases: tuple[Case, ...]) -> list[tuple[Outcome, Outcome]]:
+    model, graph = captured(name)
+    found = []
+    for case in cases:
+        plan = dataclasses.replace(plan_of(graph, case), precision="bf16")
+        kept = _outcome(name, copy.deepcopy(model), graph, plan)
+        with autocast_alone():
+            found.append((kept, _outcome(name, copy.deepcopy(model), graph, plan)))
+    return found
+
+
+@contextmanager
+def autocast_alone() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "keeps_halves", False)
+        yield
+
+
+def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
+    here = place(plan.pipeline, plan.data, plan.tensor)
+    context = StepContext(seed=0, device=torch.device("cpu"))
+    stage = build_stage(plan, here, model, graph, context, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    trainer = Trainer(experiment_of("bert"), plan, graph, stage, context, here)
+    losses = [
+        float(trainer.step(step, part_of(trainer, zoo.batch(name, plan.global_batch, seed=step))).scalars[0])
+        for step in range(STEPS)
+    ]
+    copies = sum(len(module.halves) for held in stage.stages for module in held.block_modules())
+    return Outcome(copies, losses, {key: value.detach() for key, value in stage.named().items()})
+
+
+def test_only_what_nothing_but_products_reads_is_copied() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled, self.plain = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.norm = nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.plain(self.norm(self.scaled(x))) * self.scaled.bias
+
+    code = torch.export.export(Layer(), (torch.ones(2, 4),)).graph_module
+    names = ["scaled.weight", "scaled.bias", "plain.weight", "plain.bias", "norm.weight", "norm.bias"]
+    found = dict(zip(names, read_by_products(code, len(names)), strict=True))
+    assert [name for name, wanted in found.items() if wanted] == ["scaled.weight", "plain.weight", "plain.bias"]
