@@ -296,6 +296,18 @@ def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
     assert three.parameters[whole] < two.parameters[whole]
 
 
+def test_bf16_copies_are_held_once_where_they_are_kept_for_a_step() -> None:
+    found = profile(graph_of(bert(hidden_size=256, num_heads=8), 2, 64), H200.device, "bf16", compiled=True)
+    whole, layer = (0, len(found.blocks)), found.kinds[1]
+    matrices = 12 * 256 * 256
+    assert layer.cast_elements == pytest.approx(matrices, rel=0.01), "and their biases"
+    more = state_of(found, halves=True).parameters[whole] - state_of(found).parameters[whole]
+    own = sum(min(found.kinds[b.kind].cast_elements, 2 * matrices) for b in found.blocks)
+    assert 0.9 * own <= more / 2 <= own
+    cast, kept = (activations_of(found, halves=halves) for halves in (False, True))
+    assert (cast.of(3) - kept.of(3))[0, 1, 2] == pytest.approx(3 * 2 * layer.cast_elements, rel=0.01)
+
+
 def test_checkpointing_holds_block_inputs_and_one_blocks_activations() -> None:
     found = layered_profile()
     memory, plain, checkpointed = activations_of(found), (0, 0, len(found.blocks)), (1, 0, len(found.blocks))

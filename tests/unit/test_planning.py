@@ -276,13 +276,24 @@ def kinds_of(level: int, blocks: int) -> list[str]:
     return [RECOMPUTE[kind] for kind in found]
 
 
+def test_replicas_cast_weights_in_every_micro_batch_and_a_pipeline_once_a_step() -> None:
+    pricer = pricer_of(DIVIDED)
+    alone = Degrees(4, 1, 1, 0, "1f1b", 1, False, 32, 8)
+    replicas, deferring = replace(alone, pipeline=2, data=2), replace(alone, schedule="zero_bubble")
+    assert [pricer.shares(degrees).halves for degrees in (alone, replicas, deferring)] == [True, False, False]
+    kept, cast = (pricer.whole(degrees) for degrees in (alone, replicas))
+    assert kept.forward < cast.forward
+    assert kept.backward < cast.backward
+    assert kept.optimizer > cast.optimizer, "the copies are made with the update"
+
+
 class OneByOne:
     """Stages priced block by block, each by its own kind of checkpointing; no code of levels or sums in common."""
 
     def __init__(self, pricer: Pricer, degrees: Degrees) -> None:
         self.degrees = degrees
         costs, table = pricer.costs(degrees), pricer.table(degrees)
-        shares = Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer)
+        shares = pricer.shares(degrees)
         self.memory = {kind: activations(costs, table, shares, (kind,)) for kind in RECOMPUTE}
         self.times = {kind: Pricer(pricer._costs, pricer.cluster, (kind,)) for kind in RECOMPUTE}
         self.state = pricer.state(degrees).total

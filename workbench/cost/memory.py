@@ -12,7 +12,8 @@ ZeRO       parameters, fp32                       compute copies        gradient
 =========  =====================================  ====================  ==================  =================
 
 Compute copies: under bf16, autocast casts each fp32 weight once per micro-batch, and the backward needs the
-copy (seen on H200 for compiled blocks too). FSDP2 gathers them in bf16 to begin with; with
+copy (seen on H200 for compiled blocks too). Where a stage has no replicas, copies of the weights of its products are
+kept all step long instead. FSDP2 gathers them in bf16 to begin with; with
 `reshard_after_forward=False` (ZeRO 1 and 2) they stay through the step, otherwise (ZeRO 3) a block and the one
 gathered ahead of it. ZeRO 1 keeps whole gradients until the last micro-batch; from ZeRO 2 on they are reduced after
 every micro-batch's backward, so that only one block's are ever whole. In a step of a single micro-batch that holds for
@@ -36,7 +37,7 @@ from workbench.cost.profiles import BlockCosts, Profile
 
 Array = npt.NDArray[np.float64]
 
-FP32 = 4
+FP32, HALF = 4, 2
 ADAMW = 8
 """Two fp32 moments."""
 IN_TRANSIT_BYTES = 256 << 20
@@ -53,6 +54,8 @@ class Shares:
     data: int
     num_microbatches: int
     offload_optimizer: bool = False
+    halves: bool = False
+    """bf16 copies of weights are kept for a whole step (`workbench.planning.plan.keeps_halves`)."""
 
     @property
     def sharded(self) -> bool:
@@ -125,6 +128,10 @@ class ParameterTable:
         own = [[name for name in block.parameters if name not in self.shared] for block in profile.blocks]
         self.own_trained = np.array([sum(trained[name] for name in names) for names in own], dtype=np.float64)
         """Of every block, elements of trained parameters that no other block uses."""
+        sizes = np.array([sum(profile.parameters[name] for name in names) for names in own], dtype=np.float64)
+        cast = np.array([profile.kinds[block.kind].cast_elements for block in profile.blocks])
+        self.cast = spans(np.minimum(cast, sizes))
+        """Of every stage, elements of weights that matrix products read in bf16; what several blocks use left out."""
         self.largest = _span_max(self.block_elements)
         """Of every stage, elements of its largest block."""
 
@@ -153,6 +160,8 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
         parameters = parameters + compute_bytes * table.elements
     elif sharded:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
+    elif shares.halves:
+        parameters = parameters + HALF * table.cast
     # One block's gradients whole, and the fp32 buffer that is reduced.
     reduction = (compute_bytes + FP32) * largest if shares.data > 1 else FP32 * largest
     moments = ADAMW * table.trained / divisor
@@ -170,7 +179,8 @@ def activations(costs: BlockCosts, table: ParameterTable, shares: Shares, kinds:
     A stage recomputed in two ways is two such stages, one after the other. Where gradients come block by block, a
     block that is still to run backward holds so much less than the stage's state, which counts all of them.
     """
-    return _activations(costs, table, kinds, copied=not shares.sharded, coming_bytes=shares.coming_bytes)
+    copied = not shares.sharded and not shares.halves
+    return _activations(costs, table, kinds, copied=copied, coming_bytes=shares.coming_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -220,6 +230,12 @@ def _boundary(profile: Profile, micro_batch: int, num_microbatches: int) -> Arra
     """Receive buffers: torch's stages allocate one per micro-batch of the step, for inputs and for gradients."""
     crossing = np.array(profile.crossing_bytes) * micro_batch
     return np.asarray((crossing[:, None] + crossing[None, :]) * (num_microbatches + 1))
+
+
+def spans(values: Array) -> Array:
+    """`[i, j]`: the sum of `values[i:j]`."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return np.asarray(total[None, :] - total[:, None])
 
 
 def _span_max(values: Array) -> Array:

@@ -253,6 +253,7 @@ class _Walk:
             saved_bytes=held / self._samples,
             workspace_bytes=max(0, self._peak(len(self._steps)) - held) / self._samples,
             weight_copy_bytes=copies,
+            cast_elements=sum(value.tensor.numel() * value.share for value in self._cast_weights()),
             products_bytes=self._products_bytes() / self._samples,
             forward_reduced_bytes=self._reduced_bytes()[0],
             backward_reduced_bytes=self._reduced_bytes()[1],
@@ -416,6 +417,11 @@ class _Walk:
         """A weight with a gradient, or autocast's copy of one."""
         value = self._values[identity(tensor)]
         return value.weight and value.gradient
+
+    def _cast_weights(self) -> Iterator[_Value]:
+        """What autocast casts for this block's products; a weight once."""
+        sources = (self._values[identity(source)] for _, ran in self._steps for source, _ in ran.casts)
+        return (value for value in sources if value.weight)
 
     def _weight_casts(self, ran: Ran, forward: list[Kernel], backward: list[Kernel]) -> None:
         sources = [self._values[identity(source)] for source, _ in ran.casts]

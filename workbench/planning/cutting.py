@@ -12,7 +12,7 @@ import numpy as np
 from workbench.cost.memory import ADAMW, Activations, StageState
 from workbench.planning.checkpointing import Indices, Mixed, Part, activations_of_levels, levels_of
 from workbench.planning.partition import SLACK, least_sum, partition, smallest
-from workbench.planning.pricing import Array, Degrees, Pricer, shares_of
+from workbench.planning.pricing import Array, Degrees, Pricer
 from workbench.planning.schedules import holdings
 
 CAP_STEPS = 3
@@ -126,7 +126,7 @@ class Cutter:
 
     def gradients_to_come(self, cut: Cut, stage: int) -> float:
         """Bytes of a stage's gradients that are not there yet at the fullest moment of its backward."""
-        shares, mixed = shares_of(self.degrees), cut.stages
+        shares, mixed = self._pricer.shares(self.degrees), cut.stages
         blocks = np.arange(cut.cuts[stage], cut.cuts[stage + 1])
         kinds = np.where(blocks < mixed.middle[stage], mixed.heavier[stage], mixed.lighter[stage])
         each = Mixed(blocks, blocks + 1, blocks + 1, kinds, kinds).activations(self._activations)

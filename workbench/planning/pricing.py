@@ -18,15 +18,18 @@ from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_po
 from workbench.cost.memory import (
     ADAMW,
     FP32,
+    HALF,
     Activations,
     ParameterTable,
     Shares,
     StageState,
     activations,
+    spans,
     stage_state,
 )
 from workbench.cost.profiles import BlockCosts, Profile
 from workbench.planning.checkpointing import Levels, Mixed, Uniform
+from workbench.planning.plan import keeps_halves
 
 Array = npt.NDArray[np.float64]
 
@@ -108,13 +111,23 @@ class DeviceCosts:
         return self._tables[tensor]
 
     def compute(
-        self, micro_batch: int, tensor: int, kinds: tuple[str, ...], host_ms: tuple[float, float], link: Link
+        self,
+        micro_batch: int,
+        tensor: int,
+        kinds: tuple[str, ...],
+        host_ms: tuple[float, float],
+        link: Link,
+        *,
+        halves: bool,
     ) -> Compute:
         """Of one micro-batch; `kinds` of activation checkpointing, `host_ms` the host's least time for a block's
-        forward and backward, `link` joins tensor-parallel ranks."""
-        key = (micro_batch, tensor, kinds, host_ms, link)
+        forward and backward, `link` joins tensor-parallel ranks, `halves`: bf16 copies of weights are kept."""
+        key = (micro_batch, tensor, kinds, host_ms, link, halves)
         if key not in self._computes:
-            self._computes[key] = self._compute(self.at(micro_batch, tensor), tensor, kinds, host_ms, link)
+            costs = self.at(micro_batch, tensor)
+            self._computes[key] = self._compute(
+                _without_casts(costs) if halves else costs, tensor, kinds, host_ms, link
+            )
         return self._computes[key]
 
     def _compute(
@@ -148,6 +161,17 @@ class DeviceCosts:
         return self._collectives[key]
 
 
+def _without_casts(costs: BlockCosts) -> BlockCosts:
+    """Where bf16 copies of weights are kept for a step."""
+    in_forward, in_backward = costs.casts_ms
+    return replace(
+        costs,
+        forward_ms=np.maximum(0.0, costs.forward_ms - in_forward),
+        backward_ms=np.maximum(0.0, costs.backward_ms - in_backward),
+        replay_ms=np.maximum(0.0, costs.replay_ms - in_forward),
+    )
+
+
 @dataclass(frozen=True)
 class Compute:
     """Milliseconds of one micro-batch in every stage `[i, j]`, with nothing but the tensor axis's communication."""
@@ -179,16 +203,20 @@ class Pricer:
     def table(self, degrees: Degrees) -> ParameterTable:
         return self._costs.table(degrees.tensor)
 
+    def shares(self, degrees: Degrees) -> Shares:
+        halves = keeps_halves(self.profile.precision, degrees.data, degrees.schedule)
+        return Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer, halves)
+
     @property
     def elements(self) -> Array:
         """Parameters of every stage, before any sharding."""
         return self._costs.table(1).elements
 
     def state(self, degrees: Degrees) -> StageState:
-        return stage_state(self.profile, self.table(degrees), degrees.micro_batch, shares_of(degrees))
+        return stage_state(self.profile, self.table(degrees), degrees.micro_batch, self.shares(degrees))
 
     def activations(self, degrees: Degrees) -> Activations:
-        return activations(self.costs(degrees), self.table(degrees), shares_of(degrees), self.kinds)
+        return activations(self.costs(degrees), self.table(degrees), self.shares(degrees), self.kinds)
 
     def whole(self, degrees: Degrees) -> StageTimes:
         """Of all blocks as one stage, by the first kind, as scalars: what a bound needs."""
@@ -202,7 +230,12 @@ class Pricer:
         """Of each of `stages`."""
         tensor_link = self.cluster.group_link(degrees.tensor)
         found = self._costs.compute(
-            degrees.micro_batch, degrees.tensor, self.kinds, self._host_ms(degrees), tensor_link
+            degrees.micro_batch,
+            degrees.tensor,
+            self.kinds,
+            self._host_ms(degrees),
+            tensor_link,
+            halves=self.shares(degrees).halves,
         )
         forward, backward = stages.whole(found.forward), stages.sum(found.backward)
         in_forward, in_backward, at_end = self._collectives(degrees, stages)
@@ -214,12 +247,12 @@ class Pricer:
             forward_wait=_exposed(in_forward, forward) + stages.whole(found.forward_reduced),
             backward_wait=_exposed(in_backward, backward) + stages.sum(found.backward_reduced),
             step_wait=_exposed(at_end, backward) if overlapped else at_end,
-            optimizer=self._optimizer(degrees, stages.whole(self.table(degrees).trained)),
+            optimizer=self._optimizer(degrees, stages),
         )
 
     def whole_state(self, degrees: Degrees) -> float:
         """Bytes of all blocks' parameters, gradients and optimiser state: no pipeline holds less in all."""
-        table, shares = self.table(degrees), shares_of(degrees)
+        table, shares = self.table(degrees), self.shares(degrees)
         divisor = degrees.data if shares.sharded else 1
         moments = 0.0 if degrees.offload_optimizer else ADAMW / divisor
         elements, trained = float(table.elements[0, -1]), float(table.trained[0, -1])
@@ -261,11 +294,15 @@ class Pricer:
         forward, backward = tuned.block_forward_s + hooks, tuned.block_backward_s + hooks + gathered_again
         return 1e3 * forward, 1e3 * backward
 
-    def _optimizer(self, degrees: Degrees, trained: Array) -> Array:
-        device = self.cluster.device
+    def _optimizer(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> Array:
+        """Copies of weights that are kept for a step included."""
+        device, table = self.cluster.device, self.table(degrees)
         shard = degrees.data if degrees.zero >= 1 else 1
-        elements = trained / shard
-        seconds = elements * OPTIMIZER_BYTES / (device.memory_bandwidth * device.efficiency.bandwidth)
+        elements = stages.whole(table.trained) / shard
+        traffic = OPTIMIZER_BYTES * elements
+        if self.shares(degrees).halves:
+            traffic = traffic + (FP32 + HALF) * stages.whole(table.cast)
+        seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
         if degrees.offload_optimizer:
             # Both moments come in, and go out again.
             seconds = seconds + 2 * elements * ADAMW / device.host_bandwidth
@@ -290,10 +327,6 @@ class Pricer:
         return gather, gather + scatter, nothing
 
 
-def shares_of(degrees: Degrees) -> Shares:
-    return Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer)
-
-
 def _tensor_reductions(costs: BlockCosts, tensor: int, link: Link) -> tuple[Array, Array]:
     """Milliseconds of each block's all-reduces over the tensor-parallel axis, forward and backward."""
 
@@ -316,9 +349,3 @@ def _exposed(communication: Array, compute: Array) -> Array:
     """What overlap leaves: the part that compute cannot hide, and what hiding costs compute."""
     hidden = np.minimum(communication, OVERLAP * compute)
     return np.asarray(communication - hidden + INTERFERENCE * hidden)
-
-
-def spans(values: Array) -> Array:
-    """`[i, j]`: the sum of `values[i:j]`."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return np.asarray(total[None, :] - total[:, None])
