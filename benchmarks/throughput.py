@@ -38,6 +38,7 @@ from training import random_batch, trainer_for
 import workbench as wb
 from workbench import api
 from workbench.execution import compiling
+from workbench.execution.causes import innermost
 from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -127,8 +128,10 @@ def main() -> None:
                 try:
                     with _compiler(label):
                         found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
-                except torch.OutOfMemoryError as error:
-                    found[-1]["error"] = f"out of memory: {str(error).splitlines()[0]}"
+                except Exception as error:
+                    if not isinstance(innermost(error), torch.OutOfMemoryError):
+                        raise
+                    found[-1]["error"] = f"out of memory: {str(innermost(error)).splitlines()[0]}"
                     _write(arguments, found)
                     os._exit(1)  # the other ranks wait for this one
                 _forget(device)

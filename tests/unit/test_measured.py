@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.unit.cost_values import bert, layered_profile
 from workbench import api, data, models
 from workbench.cost import Cluster, Profile
 from workbench.cost.measured import Measurement, with_measurements
 from workbench.cost.profiles import DividedCosts
-from workbench.execution.block_probe import chosen, measure
-from workbench.execution.probe_request import KEPT, Request
+from workbench.execution.block_probe import Probe, chosen, measure
+from workbench.execution.probe_request import HELPERS, KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
 from workbench.runs import probing
@@ -145,6 +147,24 @@ def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:
     batch = random_batch(specs, 20, vocab_size=50, labelled=0.15, device=torch.device("cpu"))
     assert 0.13 < (batch["labels"] != IGNORED).float().mean() < 0.17
     assert set(batch["input_ids"].unique().tolist()) <= set(range(50))
+
+
+def test_helpers_leave_what_the_probe_compiles_in_the_compilers_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    request, cpu = replace(request_of(bert(num_layers=2)), compiled=True), torch.device("cpu")
+
+    def cached(work: Callable[[Probe], None]) -> tuple[int, int]:
+        """Forward and backward graphs that were not, and that were in the cache."""
+        torch._dynamo.reset()
+        counters.clear()
+        work(Probe(request, 2, cpu))
+        return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
+
+    each = [cached(lambda probe, helper=helper: probe.compile_some(helper)) for helper in range(1, HELPERS + 1)]
+    assert each == [(2, 0), (2, 0)], "the head, and a layer"
+    assert cached(Probe.compile) == (2, 4), "the embedding is left to the probe"
 
 
 @pytest.fixture

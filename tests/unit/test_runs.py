@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+from torch import fx, nn
 
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.errors import RunFailed, RunNotFound
+from workbench.execution.causes import innermost
 from workbench.execution.worker import message_of
 from workbench.planning import search
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
@@ -272,3 +274,17 @@ def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
     assert "of 20.0 GiB a device" in message
     assert "wb.plan(experiment, memory_limit_gib=18)" in message
     assert message_of(ValueError("no"), plan) == "no"
+
+
+def test_an_error_of_compiled_code_is_told_from_the_compilers_own() -> None:
+    def full(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def backend(_code: object, _inputs: object) -> object:
+        return full
+
+    block = fx.symbolic_trace(nn.Linear(2, 2))
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (which one, depends on torch)
+        torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(torch.ones(1, 2))
+    assert type(innermost(caught.value)) is torch.OutOfMemoryError
+    assert innermost(caught.value).args == ("CUDA out of memory.",)

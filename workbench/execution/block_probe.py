@@ -1,9 +1,10 @@
 """What one block of each kind takes on this device, as training runs it: run in a process of its own by `runs.probing`.
 
-    python -m workbench.execution.block_probe FOLDER NUMBER
+    python -m workbench.execution.block_probe FOLDER NUMBER HELPER
 
 It imports what it needs and waits for the request in FOLDER, captures and compiles for the micro-batch that it guesses,
-then waits for the file that tells probe NUMBER which one to measure.
+then waits for the file that tells probe NUMBER which one to measure. HELPER 0 is the probe; others only compile some
+kinds of blocks for it, from the last kind on, and leave them in the compiler's cache, where the probe finds them.
 
 Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
 with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
@@ -37,9 +38,10 @@ from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
 from workbench.cost.measured import Measurement
 from workbench.execution.build import prepare_compiler, runners
+from workbench.execution.causes import innermost
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
-from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.execution.probe_request import HELPERS, KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.execution.random_batch import random_batch
 from workbench.execution.stage import BlockModule
 from workbench.rundir import read_json, write_json
@@ -112,17 +114,20 @@ class _Boundary(torch.autograd.Function):
 
 def measure(request: Request, micro_batch: int, device: torch.device) -> list[Measurement]:
     """Every kind of block of the requested model at one micro-batch."""
-    return _Probe(request, micro_batch, device, _silent).measure()
+    probe = Probe(request, micro_batch, device)
+    probe.compile()
+    return probe.measure()
 
 
 def _silent(done: str) -> None:
     pass
 
 
-class _Probe:
-    """Captured and compiled for one micro-batch."""
+class Probe:
+    """Captured for one micro-batch."""
 
-    def __init__(self, request: Request, micro_batch: int, device: torch.device, note: Note) -> None:
+    def __init__(self, request: Request, micro_batch: int, device: torch.device, note: Note | None = None) -> None:
+        note = note or _silent
         self.micro_batch = micro_batch
         self._device = device
         model = build_meta(request.build)
@@ -135,10 +140,21 @@ class _Probe:
         self._batch = random_batch(
             request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
         )
-        with _turn(device, fcntl.LOCK_SH):
-            self._chain.run(self._batch)  # compiles
-        _wait(device)
-        note("compiled")
+
+    def compile(self) -> None:
+        with _turn(self._device, fcntl.LOCK_SH):
+            self._chain.run(self._batch)
+            _wait(self._device)
+
+    def compile_some(self, helper: int) -> None:
+        """Each of `HELPERS` takes others of the kinds; the probe itself begins with the first."""
+        kinds = list(dict.fromkeys(self._graph.blocks[index].kind for index in self._blocks))
+        mine = kinds[:0:-1][helper - 1 :: HELPERS]
+        firsts = [next(index for index in self._blocks if self._graph.blocks[index].kind == kind) for kind in mine]
+        with _turn(self._device, fcntl.LOCK_SH):
+            for index in firsts:
+                self._chain.run_alone(index, self._batch)
+            _wait(self._device)
 
     def measure(self) -> list[Measurement]:
         with _turn(self._device, fcntl.LOCK_EX):
@@ -223,14 +239,27 @@ class _Chain:
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
         """One forward and backward of the chain."""
         log = _Log(self._device)
-        autocast: Any = torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
         self._context.labelled = self._counter.of(batch)
         log.forward.append(log.note())
-        with autocast:
+        with self._autocast():
             loss = self._forward(batch, log)
         loss.float().sum().backward()
         log.backward[0] = log.note()
         return log
+
+    def run_alone(self, index: int, batch: Mapping[str, torch.Tensor]) -> None:
+        """One block's forward and backward, on made-up values that look to the compiler like those of the chain."""
+        block, module, log = self._graph.blocks[index], self._modules[index], _Log(self._device)
+        received = (_bounded(_value(self._graph.values[name], self._device), log, 0) for name in block.receives)
+        borrowed = {name: self._shared[name] for name in module.borrowed}
+        self._context.labelled = self._counter.of(batch)
+        with self._autocast():
+            sends = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
+        ends = [value for value in sends if value.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(value) for value in ends])
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
     def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:
         values: dict[str, torch.Tensor] = {}
@@ -253,6 +282,11 @@ class _Chain:
 
 def _bounded(value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
     return _Boundary.apply(value, log, position) if value.requires_grad else value
+
+
+def _value(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+    return value.requires_grad_(value.is_floating_point())
 
 
 def _parameter(spec: TensorSpec, trained: bool, device: torch.device) -> nn.Parameter:
@@ -329,7 +363,7 @@ class _Clock:
 
 
 def main() -> None:
-    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    folder, number, helper = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     clock = _Clock()
     clock.note("imported")
     device = _device(number)
@@ -340,6 +374,9 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
+    if helper:
+        Probe(request, request.guesses[number], device).compile_some(helper)
+        return
     probe = _guessed(request, request.guesses[number], device, clock.note)
     micro_batch = int(read_json(_awaited(folder / f"{number}{MICRO_BATCH}")))
     clock.note("told")
@@ -366,12 +403,17 @@ def _device(number: int) -> torch.device:
     return device
 
 
-def _guessed(request: Request, micro_batch: int, device: torch.device, note: Note) -> _Probe | None:
+def _guessed(request: Request, micro_batch: int, device: torch.device, note: Note) -> Probe | None:
     """A probe for the micro-batch that most likely will be asked for; None where the device has no room for it."""
     try:
-        return _Probe(request, micro_batch, device, note)
-    except torch.OutOfMemoryError:
-        return None
+        probe = Probe(request, micro_batch, device, note)
+        probe.compile()
+    except Exception as error:
+        if isinstance(innermost(error), torch.OutOfMemoryError):
+            return None
+        raise
+    note("compiled")
+    return probe
 
 
 def _forget(device: torch.device) -> None:

@@ -32,6 +32,7 @@ from workbench.capture import Graph
 from workbench.errors import PlanMismatch
 from workbench.execution.actions import recorded
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
+from workbench.execution.causes import innermost
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
 from workbench.execution.checkpoint_files import step_of
 from workbench.execution.context import StepContext
@@ -67,7 +68,7 @@ def main(directory: str) -> int:
     except BaseException as error:
         _report(run, rank, stage, error, plan)
         if not supervised:
-            cause = _innermost(error)
+            cause = innermost(error)
             message = f"rank {rank} (stage {stage}): {type(cause).__name__}: {message_of(cause, plan)}".splitlines()[0]
             append_event(run.events, "status", state="failed", message=message)
         return 1
@@ -119,7 +120,7 @@ def _on_gpu() -> bool:
 def _report(run: RunDir, rank: int, stage: int, error: BaseException, plan: Plan) -> None:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
-    cause = _innermost(error)
+    cause = innermost(error)
     facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message_of(cause, plan)}
     facts["traceback"] = text
     write_json(run.error(rank), {**facts, "time": time.time()})
@@ -142,13 +143,6 @@ def cap_memory(plan: Plan, device: torch.device) -> None:
     if plan.memory_limit_bytes is not None:
         share = plan.memory_limit_bytes / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The exception that the pipeline's own `RuntimeError` was raised from."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
 from workbench.cost.measured import Measurement
-from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.execution.probe_request import HELPERS, KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.home import cache_home
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
@@ -128,14 +128,17 @@ class Probes:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
         self._processes = [self._start(slot) for slot in range(SIZES)]
+        self._helpers = [[self._start(slot, helper) for helper in range(1, HELPERS + 1)] for slot in range(SIZES)]
         self.seconds: list[dict[str, float]] = []
         """Of each probe that measured: how long after its start each thing was done."""
 
     def ask(self, request: Request, device: Device) -> None:
         text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, under a minute …"
         print(text, file=sys.stderr, flush=True)
+        asked = len(request.guesses) if request.compiled else 0
+        _end([helper for helpers in self._helpers[asked:] for helper in helpers])
         _end(self._processes[len(request.guesses) :])
-        del self._processes[len(request.guesses) :]
+        del self._helpers[asked:], self._processes[len(request.guesses) :]
         whole = self._path / f"{REQUEST}.part"
         whole.write_bytes(pickled("model", request))
         whole.rename(self._path / REQUEST)
@@ -144,7 +147,7 @@ class Probes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _end(self._processes)
+        _end([*self._processes, *(helper for helpers in self._helpers for helper in helpers)])
         self._folder.cleanup()
 
     def measure(self, sizes: Sequence[int]) -> tuple[tuple[Measurement, ...], list[str]]:
@@ -164,10 +167,10 @@ class Probes:
     def _path(self) -> Path:
         return Path(self._folder.name)
 
-    def _start(self, slot: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", PROBE, str(self._path), str(slot)]
+    def _start(self, slot: int, helper: int = 0) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", PROBE, str(self._path), str(slot), str(helper)]
         environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
-        with (self._path / f"{slot}.log").open("wb") as log:
+        with (self._path / f"{slot}{'.helper' * bool(helper)}.log").open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
     def _finished(self, slot: int) -> tuple[list[Measurement], str]:
