@@ -338,6 +338,8 @@ def _worker(arguments: argparse.Namespace) -> None:
     import training  # noqa: F401
     import transformers  # noqa: F401
 
+    from workbench.execution.causes import innermost
+
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -353,8 +355,11 @@ def _worker(arguments: argparse.Namespace) -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world)
         try:
             found = _timed(rows[index], arguments.steps, device)
-        except torch.OutOfMemoryError as error:
-            _write(_result(arguments.file, index), {"error": f"out of memory: {str(error).splitlines()[0]}"})
+        except Exception as error:
+            cause = innermost(error)
+            if not isinstance(cause, torch.OutOfMemoryError):
+                raise
+            _write(_result(arguments.file, index), {"error": f"out of memory: {str(cause).splitlines()[0]}"})
             os._exit(1)  # the other ranks wait for this one
         is_clean = _is_clean(device)
         dist.destroy_process_group()
