@@ -29,7 +29,7 @@ from workbench.cost.memory import (
 )
 from workbench.cost.profiles import BlockCosts, Profile
 from workbench.planning.checkpointing import Levels, Mixed, Uniform
-from workbench.planning.plan import keeps_halves
+from workbench.planning.plan import INTERLEAVED, keeps_halves
 
 Array = npt.NDArray[np.float64]
 
@@ -37,6 +37,11 @@ OVERLAP = 0.8
 """Share of a block's compute time that collectives can hide behind; they wait for each other at the edges."""
 INTERFERENCE = 0.3
 """Slow-down of compute by a collective that runs beside it, as a share of the collective's time."""
+SPINNING = 0.08
+"""Slow-down of GPUs' compute under torch's runtime for several stages a rank, as seen on 2 and 4 H200, interleaved × 4:
+7.8 % (scaled BERT: its bubble was as predicted, but actions that follow a receive took longer), 10.2 % (BERT-Large),
+6.6 % (GPT-3 1.3B). It posts receives early, and NCCL's kernels presumably wait for the sender on multiprocessors that
+products then lack."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
 """Per element: AdamW reads parameter, gradient and two moments and writes three; the norm reads a gradient and
 clipping reads and writes it."""
@@ -237,13 +242,14 @@ class Pricer:
             tensor_link,
             halves=self.shares(degrees).halves,
         )
-        forward, backward = stages.whole(found.forward), stages.sum(found.backward)
+        slower = self._slower(degrees)
+        forward, backward = slower * stages.whole(found.forward), slower * stages.sum(found.backward)
         in_forward, in_backward, at_end = self._collectives(degrees, stages)
         overlapped = degrees.schedule != "zero_bubble"
         return StageTimes(
             forward=forward,
             backward=backward,
-            weight=stages.whole(found.weight),
+            weight=slower * stages.whole(found.weight),
             forward_wait=_exposed(in_forward, forward) + stages.whole(found.forward_reduced),
             backward_wait=_exposed(in_backward, backward) + stages.sum(found.backward_reduced),
             step_wait=_exposed(at_end, backward) if overlapped else at_end,
@@ -285,6 +291,11 @@ class Pricer:
                 size = self.table(degrees).sizes[name]
                 total += all_reduce_s(FP32 * size / shard, holders, link)
         return 1e3 * total
+
+    def _slower(self, degrees: Degrees) -> float:
+        """Compute beside the schedule's own sends and receives."""
+        beside = degrees.schedule in INTERLEAVED and degrees.pipeline > 1 and self.cluster.device.kind == "cuda"
+        return 1 + SPINNING if beside else 1.0
 
     def _host_ms(self, degrees: Degrees) -> tuple[float, float]:
         """The host's time for one block's forward and backward, with FSDP2's hooks where it shards."""
