@@ -29,6 +29,7 @@ STEPS, EVERY = 40, 6
 KILLS = 12 if os.environ.get("WORKBENCH_TEST_ALL") else 2
 DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
     "pipeline": ("fp32", {"pipeline": 2}),
+    "pipeline in bf16": ("bf16", {"pipeline": 2}),
     "three replicas": ("fp32", {"data": 3, "zero": 0}),
     "two replicas": ("fp32", {"data": 2, "zero": 0}),
     "four replicas in bf16": ("bf16", {"data": 4, "zero": 0, "micro_batch": 1}),
@@ -37,7 +38,9 @@ DIVISIONS: dict[str, tuple[str, dict[str, int]]] = {
     "three shards in bf16": ("bf16", {"data": 3, "zero": 3}),
     "two shards that recompute some blocks": ("bf16", {"data": 2, "zero": 3}),
 }
-DEFAULT = ("pipeline", "three replicas") if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(DIVISIONS)
+DEFAULT = (
+    ("pipeline", "pipeline in bf16", "three replicas") if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(DIVISIONS)
+)
 
 
 def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:

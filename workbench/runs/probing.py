@@ -28,7 +28,7 @@ from workbench.home import cache_home
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
 
-FORMAT = 3
+FORMAT = 4
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
 LONGEST_MS = 300.0
