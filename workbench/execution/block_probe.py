@@ -1,10 +1,11 @@
 """What one block of each kind takes on this device, as training runs it: run in a process of its own by `runs.probing`.
 
-    python -m workbench.execution.block_probe FOLDER NUMBER HELPER
+    python -m workbench.execution.block_probe FOLDER NUMBER HELPER HELPERS
 
 It imports what it needs and waits for the request in FOLDER, captures and compiles for the micro-batch that it guesses,
-then waits for the file that tells probe NUMBER which one to measure. HELPER 0 is the probe; others only compile some
-kinds of blocks for it, from the last kind on, and leave them in the compiler's cache, where the probe finds them.
+then waits for the file that tells probe NUMBER which one to measure. HELPER 0 is the probe; each of the HELPERS others
+only compiles some kinds of blocks for it, from the last kind on, and leaves them in the compiler's cache, where the
+probe finds them.
 
 Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
 with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
@@ -41,7 +42,7 @@ from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.causes import innermost
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
-from workbench.execution.probe_request import HELPERS, KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.execution.random_batch import random_batch
 from workbench.execution.stage import BlockModule
 from workbench.rundir import read_json, write_json
@@ -146,10 +147,10 @@ class Probe:
             self._chain.run(self._batch)
             _wait(self._device)
 
-    def compile_some(self, helper: int) -> None:
-        """Each of `HELPERS` takes others of the kinds; the probe itself begins with the first."""
+    def compile_some(self, helper: int, helpers: int) -> None:
+        """Each of the helpers takes others of the kinds; the probe itself begins with the first."""
         kinds = list(dict.fromkeys(self._graph.blocks[index].kind for index in self._blocks))
-        mine = kinds[:0:-1][helper - 1 :: HELPERS]
+        mine = kinds[:0:-1][helper - 1 :: helpers]
         firsts = [next(index for index in self._blocks if self._graph.blocks[index].kind == kind) for kind in mine]
         with _turn(self._device, fcntl.LOCK_SH):
             for index in firsts:
@@ -363,7 +364,7 @@ class _Clock:
 
 
 def main() -> None:
-    folder, number, helper = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, (number, helper, helpers) = Path(sys.argv[1]), map(int, sys.argv[2:])
     clock = _Clock()
     clock.note("imported")
     device = _device(number)
@@ -375,7 +376,7 @@ def main() -> None:
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
     if helper:
-        Probe(request, request.guesses[number], device).compile_some(helper)
+        Probe(request, request.guesses[number], device).compile_some(helper, helpers)
         return
     probe = _guessed(request, request.guesses[number], device, clock.note)
     micro_batch = int(read_json(_awaited(folder / f"{number}{MICRO_BATCH}")))

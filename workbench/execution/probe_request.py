@@ -10,8 +10,6 @@ from workbench.tensors import TensorSpec
 
 KEPT = 4
 """Blocks of each kind that a probe runs."""
-HELPERS = 2
-"""Processes beside each probe that compile some kinds of blocks for it."""
 REQUEST = "request.pkl"
 MICRO_BATCH = "-micro-batch.json"
 RESULT = "-blocks.json"

@@ -23,8 +23,9 @@ from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
 from workbench.cost.measured import Measurement
-from workbench.execution.probe_request import HELPERS, KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.home import cache_home
+from workbench.machine import available_cores
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
 
@@ -35,6 +36,9 @@ LONGEST_MS = 300.0
 """A probed forward and backward is planned to take no longer; few devices' shares of a batch do."""
 SIZES = 3
 """Micro-batches that are probed, each a quarter of the one before."""
+HELPERS = 2
+"""Processes beside each probe that compile some kinds of blocks for it; fewer where they would take more than half of
+this machine's cores."""
 
 
 def kept_blocks(profile: Profile, cluster: Cluster) -> tuple[Measurement, ...]:
@@ -128,7 +132,8 @@ class Probes:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="workbench-probe-")
         self._processes = [self._start(slot) for slot in range(SIZES)]
-        self._helpers = [[self._start(slot, helper) for helper in range(1, HELPERS + 1)] for slot in range(SIZES)]
+        count = max(0, min(HELPERS, available_cores() // (2 * SIZES) - 1))
+        self._helpers = [[self._start(slot, one + 1, count) for one in range(count)] for slot in range(SIZES)]
         self.seconds: list[dict[str, float]] = []
         """Of each probe that measured: how long after its start each thing was done."""
 
@@ -167,8 +172,8 @@ class Probes:
     def _path(self) -> Path:
         return Path(self._folder.name)
 
-    def _start(self, slot: int, helper: int = 0) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", PROBE, str(self._path), str(slot), str(helper)]
+    def _start(self, slot: int, helper: int = 0, helpers: int = 0) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", PROBE, str(self._path), str(slot), str(helper), str(helpers)]
         environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(user_path())}
         with (self._path / f"{slot}{'.helper' * bool(helper)}.log").open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
