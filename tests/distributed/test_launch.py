@@ -253,6 +253,17 @@ def test_an_accelerate_launcher_killed_with_9_takes_no_rank_into_limbo(monkeypat
     assert not any(process_alive(record) for record in ranks)
 
 
+def test_ranks_that_had_only_just_started_do_not_outlive_their_launcher():
+    run = start(steps=500)
+    launcher = eventually(lambda: processes.launcher_record(run.directory).get("accelerate"))
+    eventually(lambda: len(processes.strays(run.directory)) > 1)  # the launcher itself, and a rank
+    os.kill(launcher["pid"], 9)
+    eventually(lambda: run.status.final)
+    assert run.status.state == "failed"
+    assert processes.strays(run.directory) == []
+    eventually(lambda: not run.alive)
+
+
 def test_ranks_that_hang_are_ended_by_force_after_a_stop(monkeypatch):
     monkeypatch.setenv("STANDIN_HANG_RANK", "1")
     monkeypatch.setenv("WORKBENCH_STOP_GRACE_S", "1")

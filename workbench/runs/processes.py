@@ -13,6 +13,8 @@ import psutil
 from workbench.rundir import RunDir, process_alive, process_record, read_json
 
 POLL_S = 0.1
+OURS = {"workbench.runs.supervisor", "workbench.runs.recorder"}
+"""What names a run's directory in its command line, and trains nothing."""
 
 
 def rank_records(run: RunDir) -> list[dict[str, Any]]:
@@ -43,6 +45,12 @@ def live_workers(run: RunDir) -> list[dict[str, Any]]:
     return [record for record in by_pid.values() if process_alive(record)]
 
 
+def survivors(run: RunDir) -> list[dict[str, Any]]:
+    """What a launcher that has gone left behind: ranks, also those that it had only just started."""
+    by_pid = {record["pid"]: record for record in (*live_workers(run), *strays(run))}
+    return list(by_pid.values())
+
+
 def run_alive(run: RunDir) -> bool:
     """Whether anything of the run is left: its supervisor, its launcher or a rank."""
     return process_alive(launcher_record(run).get("supervisor")) or bool(live_workers(run))
@@ -56,7 +64,7 @@ def strays(run: RunDir) -> list[dict[str, Any]]:
     directory, found = str(run.path), []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
-        if words and words[-1] == directory and "-m" in words and "workbench.runs.recorder" not in words:
+        if words and words[-1] == directory and "-m" in words and not OURS & set(words):
             with contextlib.suppress(psutil.Error):
                 found.append(process_record(process.pid))
     return found

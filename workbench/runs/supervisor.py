@@ -130,7 +130,7 @@ def reap(directory: str) -> int:
     watch = _Watch(run, EventTail(run.events))
     watch.read()
     watch.steps = None
-    workers = processes.live_workers(run)
+    workers = processes.survivors(run)
     if run.kill_file.exists():
         processes.kill_trees(workers)
     processes.send_signal(processes.rank_records(run), signal.SIGTERM)
@@ -186,9 +186,9 @@ def _train(run: RunDir, launcher: dict[str, Any]) -> int:
     _save(run, launcher)
     with sample_devices(run, launcher, process.pid):
         exit_code = _watch(process, watch, launcher)
-    survivors = processes.live_workers(run)
+    survivors = processes.survivors(run)
     if survivors:
-        _end(run, survivors, grace_s=0.0 if root_cause(run) else TERMINATE_GRACE_S)
+        _end(survivors, grace_s=0.0 if root_cause(run) else TERMINATE_GRACE_S)
     watch.read()
     with log.open(errors="replace") as file:
         file.seek(log_start)
@@ -326,10 +326,10 @@ def _ranks(run: RunDir) -> list[dict[str, Any]]:
     return [record for record in processes.live_workers(run) if record["pid"] != accelerate.get("pid")]
 
 
-def _end(run: RunDir, survivors: list[dict[str, Any]], grace_s: float) -> None:
+def _end(survivors: list[dict[str, Any]], grace_s: float) -> None:
     """No rank outlives its launcher: SIGTERM, which the worker answers with a checkpoint, then SIGKILL."""
     if grace_s > 0:
-        processes.send_signal(_ranks(run), signal.SIGTERM)
+        processes.send_signal(survivors, signal.SIGTERM)
         processes.wait_gone(survivors, grace_s)
     processes.kill_trees(survivors)
 
