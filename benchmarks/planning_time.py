@@ -121,7 +121,7 @@ def cold(model: Model) -> None:
         print(f"cold plan for this machine: {time.perf_counter() - started:.1f} s: {outcome}", flush=True)
         for file in Path(home, "blocks").glob("*.json"):
             for seconds in json.loads(file.read_text())["seconds"]:
-                print("  a probe, s after it was asked: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()))
+                print("  a probe, s after its start: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()))
         calibration, measured_s = timed(wb.calibrate)
         print(f"calibration: {measured_s:.1f} s: {calibration}")
 

@@ -6,9 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.distributed import zoo
@@ -33,9 +35,10 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one rank."""
+    """Of all ranks."""
 
     copies: int
+    """On the rank that has fewest."""
     losses: list[float]
     weights: dict[str, torch.Tensor]
 
@@ -78,7 +81,10 @@ def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
         for step in range(STEPS)
     ]
     copies = sum(len(module.halves) for held in stage.stages for module in held.block_modules())
-    return Outcome(copies, losses, {key: value.detach() for key, value in stage.named().items()})
+    of_ranks: list[Any] = [None] * plan.world
+    weights = {f"{key} of rank {here.rank}": value.detach() for key, value in stage.named().items()}
+    dist.all_gather_object(of_ranks, (copies, weights))
+    return Outcome(min(kept for kept, _ in of_ranks), losses, {k: v for _, held in of_ranks for k, v in held.items()})
 
 
 def test_only_what_nothing_but_products_reads_is_copied() -> None:
