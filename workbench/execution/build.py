@@ -204,5 +204,5 @@ def _tensors(
 
 def _mark_static(parameter: nn.Parameter) -> None:
     """Tell the compiler that a weight outlives the step, so that it may save the weight for the backward (free), not a
-    bf16 copy of it for every micro-batch in flight. (Blocks probed on H200 kept the copies all the same: see `Halves`.)"""
+    bf16 copy of it for every micro-batch in flight. (Blocks probed on H200 kept the copies all the same: `Halves`.)"""
     torch._dynamo.mark_static_address(parameter, guard=False)
