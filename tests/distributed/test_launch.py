@@ -17,7 +17,7 @@ from workbench.cost.cluster import Cluster, Device, Link
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, RunExists, RunFailed, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
-from workbench.rundir import process_alive, read_json
+from workbench.rundir import process_alive, read_events, read_json
 from workbench.runs import Run, launch, load_run, processes
 from workbench.runs.launcher import clone as launch_clone
 
@@ -242,6 +242,18 @@ def test_a_supervisor_killed_with_9_leaves_ranks_that_are_shown_and_can_be_stopp
     assert waiting.wait(timeout=60).status.state == "finished"
 
 
+def test_what_ends_the_ranks_without_a_supervisor_has_its_last_word_before_the_run_goes_on(monkeypatch):
+    run = orphaned(monkeypatch)
+    run.stop()
+    eventually(lambda: processes.supervisors(run.directory))
+    while run.alive:
+        time.sleep(0.01)
+    again = start(steps=run.summary()["step"] + 3, resume=run).wait(timeout=60)
+    assert again.status.state == "finished"
+    states = [event["state"] for event in read_events(run.directory.events) if event["type"] == "status"]
+    assert states == ["queued", "starting", "running", "stopped", "queued", "starting", "running", "finished"]
+
+
 def test_an_accelerate_launcher_killed_with_9_takes_no_rank_into_limbo(monkeypatch):
     monkeypatch.setenv("STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
@@ -256,11 +268,11 @@ def test_an_accelerate_launcher_killed_with_9_takes_no_rank_into_limbo(monkeypat
 def test_ranks_that_had_only_just_started_do_not_outlive_their_launcher():
     run = start(steps=500)
     launcher = eventually(lambda: processes.launcher_record(run.directory).get("accelerate"))
-    eventually(lambda: len(processes.strays(run.directory)) > 1)  # the launcher itself, and a rank
+    eventually(lambda: len(processes.survivors(run.directory)) > 1)  # the launcher itself, and a rank
     os.kill(launcher["pid"], 9)
     eventually(lambda: run.status.final)
     assert run.status.state == "failed"
-    assert processes.strays(run.directory) == []
+    assert processes.survivors(run.directory) == []
     eventually(lambda: not run.alive)
 
 

@@ -234,6 +234,8 @@ def _claim(run: RunDir, continued: bool) -> None:
 
 def clear_attempt(run: RunDir) -> None:
     """Put aside how the last attempt was described, who ran it and what failed; go on with the same events."""
+    if not processes.run_alive(run):
+        processes.wait_gone(processes.supervisors(run), processes.LEAVES_S)  # its last status belongs to this attempt
     if processes.run_alive(run) or processes.strays(run):
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
     number = sum(1 for _ in run.path.glob("attempts/*")) + 1

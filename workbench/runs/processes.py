@@ -13,8 +13,10 @@ import psutil
 from workbench.rundir import RunDir, process_alive, process_record, read_json
 
 POLL_S = 0.1
-OURS = {"workbench.runs.supervisor", "workbench.runs.recorder"}
-"""What names a run's directory in its command line, and trains nothing."""
+SUPERVISOR, RECORDER = "workbench.runs.supervisor", "workbench.runs.recorder"
+LEAVES_S = 5.0
+"""After the last status, how long a supervisor, or what ends ranks in its place, has until it exits and its
+devices are free again."""
 
 
 def rank_records(run: RunDir) -> list[dict[str, Any]]:
@@ -47,7 +49,8 @@ def live_workers(run: RunDir) -> list[dict[str, Any]]:
 
 def survivors(run: RunDir) -> list[dict[str, Any]]:
     """What a launcher that has gone left behind: ranks, also those that it had only just started."""
-    by_pid = {record["pid"]: record for record in (*live_workers(run), *strays(run))}
+    found = [record for module, record in _named(run) if module not in (SUPERVISOR, RECORDER)]
+    by_pid = {record["pid"]: record for record in (*live_workers(run), *found)}
     return list(by_pid.values())
 
 
@@ -57,16 +60,27 @@ def run_alive(run: RunDir) -> bool:
 
 
 def strays(run: RunDir) -> list[dict[str, Any]]:
-    """Processes that train this run and that no file knows: their launcher died before it could write them down.
+    """Whatever may still write to this run, in its files or not; all but what tells Weights & Biases of it.
 
-    Found by their command line, which names the run's directory; looks at every process of the machine.
+    A rank whose launcher died before it could write it down is in no file, nor is what ends the ranks, and writes
+    the last status, in the place of a supervisor that is gone.
     """
+    return [record for module, record in _named(run) if module != RECORDER]
+
+
+def supervisors(run: RunDir) -> list[dict[str, Any]]:
+    """The run's supervisor, and what stands in for it."""
+    return [record for module, record in _named(run) if module == SUPERVISOR]
+
+
+def _named(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
+    """Module and record of every `python -m MODULE … RUN_DIR` of this machine; looks at all its processes."""
     directory, found = str(run.path), []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
-        if words and words[-1] == directory and "-m" in words and not OURS & set(words):
+        if words and words[-1] == directory and "-m" in words:
             with contextlib.suppress(psutil.Error):
-                found.append(process_record(process.pid))
+                found.append((words[words.index("-m") + 1], process_record(process.pid)))
     return found
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from workbench.runs.history import History, Utilization
 
 POLL_S = 0.2
-SUPERVISOR_LEAVES_S = 5.0
-"""After the final status, until its devices are free again."""
 RECENT_STEPS = 20
 """Steps that the speed of a run is the median of."""
 VANISHED = "The launcher vanished."
@@ -226,7 +224,7 @@ class Run:
         except KeyboardInterrupt:
             print(f"{self.name} trains on; stop() ends it.")
             return self
-        processes.wait_gone(self._supervisor(), SUPERVISOR_LEAVES_S)
+        processes.wait_gone([*self._supervisor(), *processes.supervisors(self._dir)], processes.LEAVES_S)
         if status.state == "failed":
             raise self._failure(status)
         return self

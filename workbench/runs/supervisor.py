@@ -127,7 +127,7 @@ def keep_history(run: RunDir) -> None:
 def reap(directory: str) -> int:
     """End the ranks of a run whose supervisor is gone, and write the final status in its place."""
     run = RunDir(Path(directory))
-    watch = _Watch(run, EventTail(run.events))
+    watch = _Watch(run, EventTail(run.events), started=True)
     watch.read()
     watch.steps = None
     workers = processes.survivors(run)

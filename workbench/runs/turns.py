@@ -90,12 +90,17 @@ class Ticket:
 
 
 def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supervisor: Mapping[str, Any]) -> Ticket:
-    """Queue the run for `count` devices out of `pool`, behind every run that asked before."""
+    """Queue the run for `count` devices out of `pool`, behind every run that asked before.
+
+    Nothing of the run may be alive. A place that it had before, because a kill left the ticket, is given up: it would
+    count again as soon as the run does, and the run would wait for itself.
+    """
     from workbench.home import cache_home
 
     folder = cache_home() / "turns" / socket.gethostname()
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
+        _live_tickets(folder)  # sweeps those of the dead
         number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1
         ticket = Ticket(folder / f"{number:06d}.json")
         fields = {"run": str(run.path), "kind": kind, "pool": list(pool), "count": count}
