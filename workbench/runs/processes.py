@@ -48,10 +48,25 @@ def live_workers(run: RunDir) -> list[dict[str, Any]]:
 
 
 def survivors(run: RunDir) -> list[dict[str, Any]]:
-    """What a launcher that has gone left behind: ranks, also those that it had only just started."""
-    found = [record for module, record in _named(run) if module not in (SUPERVISOR, RECORDER)]
-    by_pid = {record["pid"]: record for record in (*live_workers(run), *found)}
+    """What a launcher that has gone left behind: ranks, also those that it had only just started.
+
+    Where two nodes of a run share a host, those of the other one are none: who started them still lives.
+    """
+    left = [
+        record
+        for module, record in _named(run)
+        if module not in (SUPERVISOR, RECORDER) and not _has_its_parent(run, record["pid"])
+    ]
+    by_pid = {record["pid"]: record for record in (*live_workers(run), *left)}
     return list(by_pid.values())
+
+
+def _has_its_parent(run: RunDir, pid: int) -> bool:
+    """Whether a process of the run is below another of the run's, not below who adopts orphans."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid).parent()
+        return parent is not None and str(run.path) in parent.cmdline()
+    return False
 
 
 def run_alive(run: RunDir) -> bool:
