@@ -29,7 +29,7 @@ class Peer:
     """`step(batch)` trains once on this replica's part of the global batch and returns its mean loss, on the device.
 
     `kind` is `ddp`, `fsdp` (reshard after backward only), `fsdp3` (after each forward too), `fsdp3+recompute`,
-    `pp4` or `pp2dp2`: a pipeline of that many stages over the rest of the devices.
+    or, as `pp4` and `pp2dp2`, a pipeline of so many stages and replicas.
     """
 
     def __new__(cls, kind: str, *_: Any, **__: Any) -> Peer:
@@ -41,6 +41,12 @@ class Peer:
 
     def step(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
+
+
+def pipeline_degrees(kind: str) -> tuple[int, int]:
+    """Stages and replicas of `pp4` or `pp2dp2`."""
+    stages, _, replicas = kind.removeprefix("pp").partition("dp")
+    return int(stages), int(replicas or 1)
 
 
 class _DataParallel(Peer):
@@ -90,9 +96,8 @@ class _DataParallel(Peer):
 
 class _Pipelined(Peer):
     def __init__(self, kind: str, build: Callable[[], nn.Module], micro_batch: int, device: torch.device) -> None:
-        stages, _, replicas = kind.removeprefix("pp").partition("dp")
         self.micro_batch, self.device = micro_batch, device
-        self.stages, self.data = int(stages), int(replicas or 1)
+        self.stages, self.data = pipeline_degrees(kind)
         self.mesh = init_device_mesh(device.type, (self.stages, self.data), mesh_dim_names=("pp", "dp"))
         self.rank, self.replica = self.mesh["pp"].get_local_rank(), self.mesh["dp"].get_local_rank()
         self.part = _Stage(_built(build, device), self.rank, self.stages)

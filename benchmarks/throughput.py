@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import gc
 import json
+import math
 import os
 import statistics
 import time
@@ -32,7 +33,7 @@ from unittest import mock
 import kernels
 import torch
 import torch.distributed as dist
-from peers import Peer
+from peers import Peer, pipeline_degrees
 from training import random_batch, trainer_for
 
 import workbench as wb
@@ -54,7 +55,7 @@ class Row:
     seq_len: int
     global_batch: int
     peers: tuple[tuple[str, int], ...]
-    """(kind, micro-batch), tuned by hand beforehand."""
+    """(kind, micro-batch), tuned by hand beforehand; a pipeline runs on as many devices as its name says, only."""
     ours: Mapping[str, Any]
     """What `wb.plan` is told besides."""
 
@@ -68,11 +69,12 @@ ROWS = {
         lambda: wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=512, max_positions=64),
         32,
         16,
-        (("ddp", 2), ("fsdp", 4), ("fsdp3+recompute", 4), ("pp4", 2), ("pp2dp2", 2)),
+        (("ddp", 2), ("fsdp", 4), ("fsdp3+recompute", 4), ("pp4", 2), ("pp2dp2", 2), ("pp2", 2)),
         {},
     ),
     "large": Row(wb.models.bert_large, 512, 512, (("ddp", 32), ("fsdp", 64)), {}),
     "scaled": Row(_scaled, 512, 256, (("fsdp", 32), ("ddp", 16)), {}),
+    "scaled-pp2": Row(_scaled, 512, 256, (("pp2", 8), ("pp2", 4)), {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, (("pp4", 8), ("pp4", 4)), {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, (("pp2dp2", 8),), {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, (("fsdp3+recompute", 32), ("pp4", 2)), {"memory_limit_gib": 32}),
@@ -115,7 +117,7 @@ def main() -> None:
     found = _kept(arguments.out)
     done = [(entry["row"], entry["contender"]) for entry in found]
     for name in arguments.rows:
-        contenders = _contenders(name, _plans(name, arguments.plan, meeting, rank, world), device)
+        contenders = _contenders(name, _plans(name, arguments.plan, meeting, rank, world), world, device)
         for turn in range(arguments.rounds):
             for label, build in contenders.items():
                 if done.count((name, label)) > turn:
@@ -180,12 +182,16 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
     return {label: wb.Plan.from_json(content) for label, content in json.loads(meeting.get(key)).items()}
 
 
-def _contenders(name: str, plans: Mapping[str, wb.Plan], device: torch.device) -> dict[str, Callable[[], Any]]:
+def _contenders(
+    name: str, plans: Mapping[str, wb.Plan], world: int, device: torch.device
+) -> dict[str, Callable[[], Any]]:
     row, experiment = ROWS[name], _experiment(name)
     found: dict[str, Callable[[], Any]] = {}
     for label, plan in plans.items():
         found[f"{label}: {plan.describe()}"] = partial(Ours, experiment, plan, device)
     for kind, micro_batch in row.peers:
+        if kind.startswith("pp") and math.prod(pipeline_degrees(kind)) != world:
+            continue
         found[f"{kind}, {micro_batch}"] = partial(Peer, kind, experiment.model.build, micro_batch, device)
     return found
 
