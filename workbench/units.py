@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import Any, TypeGuard
+
 GIB = 1024**3
 MIB = 1024**2
 
@@ -18,17 +21,30 @@ def gib(num_bytes: float) -> str:
 def count(number: float) -> str:
     """`"2.46 B"`, `"340 M"`, `"30.5 k"`: three significant digits."""
     for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if abs(number) >= scale:
+        if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:
     """`"213 ms"`, `"4.2 s"`, `"8 min 05 s"`, `"3 h 12 min"`."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def plain(number: Any) -> Any:
+    """NumPy's numbers as Python's, so that they are checked, printed and stored alike; all else as it is."""
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        return number
+    return int(number) if isinstance(number, numbers.Integral) else float(number)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Is it a whole number of at least one? `True` is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from workbench.cost import Cluster, Link
 from workbench.cost.calibration import IN_TRAINING, Calibration, Rates, calibrate, fit_link, fit_products
 from workbench.cost.communication import all_reduce_s
 from workbench.cost.hardware import H100
-from workbench.errors import PlanMismatch
+from workbench.errors import PlanInfeasible, PlanMismatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for a machine without GPUs")
 
@@ -70,10 +71,56 @@ def test_what_is_not_a_calibration_is_refused(tmp_path: Path) -> None:
             Calibration.load(file)
 
 
+RATES = {"fp32": Rates(50e12, 1e9, 0.5, 0.4), "bf16": Rates(700e12, 3e9, 0.6, 0.5)}
+GPU = Calibration("NVIDIA H100", "cuda", "2.13.0", 8, "2026-11-21", RATES, 3e12, 5e-6, 1e-4, 2e-4, 5e10, None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"memory_bandwidth": -1.0}, "memory_bandwidth is -1.0"),
+        ({"launch_s": float("nan")}, "launch_s is nan"),
+        ({"block_forward_s": "fast"}, "block_forward_s is 'fast'"),
+        ({"devices": 0}, "devices is 0"),
+        ({"devices": 1.5}, "devices is 1.5"),
+        ({"kind": "tpu"}, "kind is 'tpu'"),
+        ({"torch": None}, "torch is no text"),
+        ({"rates": {}}, "no rates for fp32"),
+        ({"rates": {"fp32": Rates(float("inf"), 1e9, 0.5, 0.4)}}, "fp32.peak_flops is inf"),
+        ({"link": Link(0.0, 1e-5)}, "link.bandwidth is 0.0"),
+    ],
+)
+def test_a_figure_that_no_measurement_gives_is_refused(damage: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert Calibration.load(GPU.save(tmp_path / "whole.json")) == GPU
+    with pytest.raises(PlanMismatch, match=rf"is not a calibration \(.*{words}\).*Run wb\.calibrate"):
+        Calibration.load(replace(GPU, **damage).save(tmp_path / "damaged.json"))
+
+
+def test_a_file_of_bytes_and_a_folder_are_no_calibrations(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(range(256)))
+    for path in (tmp_path / "bytes", tmp_path, tmp_path / "none"):
+        with pytest.raises(PlanMismatch, match="is not a calibration"):
+            Calibration.load(path)
+
+
+def test_processes_share_what_was_measured_of_their_processor(measured: Calibration) -> None:
+    peak = measured.rates["fp32"].peak_flops
+    for processes in (1, 2, 8):
+        for cluster in (Cluster.here(processes), measured.cluster(processes)):
+            assert cluster.gpus * cluster.device.peak_flops["fp32"] == pytest.approx(peak)
+            assert cluster.gpus * cluster.device.memory_bandwidth == pytest.approx(measured.memory_bandwidth)
+
+
+def test_a_calibrated_cluster_has_devices_whose_memory_is_known() -> None:
+    for none in (0, -1):
+        with pytest.raises(PlanInfeasible, match="cannot train anything"):
+            GPU.cluster(none)
+    with pytest.raises(PlanMismatch, match=r"on NVIDIA RTX 4090, whose memory it does not tell.*Plan on the machine"):
+        replace(GPU, device="NVIDIA RTX 4090").cluster()
+
+
 def test_a_gpu_keeps_its_data_sheets_peak() -> None:
-    rates = {"fp32": Rates(50e12, 1e9, 0.5, 0.4), "bf16": Rates(700e12, 3e9, 0.6, 0.5)}
-    gpu = Calibration("NVIDIA H100", "cuda", "2.13.0", 8, "2026-11-21", rates, 3e12, 5e-6, 1e-4, 2e-4, 5e10, None)
-    cluster = gpu.cluster(16)
+    cluster = GPU.cluster(16)
     assert (cluster.gpus, cluster.nodes) == (16, 2)
     assert cluster.device.peak_flops == H100.peak_flops
     efficiency = cluster.device.efficiency

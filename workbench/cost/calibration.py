@@ -34,7 +34,7 @@ from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
 from workbench.rundir import read_json, write_json
-from workbench.units import count, gib
+from workbench.units import count, gib, is_count
 
 FORMAT = 1
 IN_TRAINING = 0.78
@@ -108,24 +108,31 @@ class Calibration:
             )
 
     def cluster(self, gpus: int | None = None) -> Cluster:
-        """The measured machine, or `gpus` devices like its own, to plan for."""
+        """The measured machine, or `gpus` devices like its own, to plan for; raises `PlanInfeasible` for no device."""
+        chosen = self.devices if gpus is None else gpus
         if self.kind == "cpu":
-            base = detect(gpus or self.devices, calibrated=False)
-            return replace(base, device=self.applied_to(base.device), intra=self.link or base.intra)
+            base = detect(chosen, calibrated=False)
+            return replace(base, device=self.applied_to(base.device, chosen), intra=self.link or base.intra)
         known = known_gpu(self.device)
         if known is None:
             base = detect(None, calibrated=False)
+            if base.device.name != self.device.removeprefix("NVIDIA "):
+                raise PlanMismatch(
+                    f"The calibration was measured on {self.device}, whose memory it does not tell: the hardware table "
+                    f"lacks it and this machine has {base.device.name}. Plan on the machine that was measured.",
+                    calibrated=self.device,
+                    found=base.device.name,
+                )
             device, intra, inter = base.device, base.intra, base.inter
         else:
             device, intra, inter = known
-        chosen = gpus or self.devices
-        node = min(chosen, self.devices)
-        return Cluster(self.applied_to(device), chosen, node, self.link or intra, inter)
+        cluster = Cluster(self.applied_to(device, chosen), chosen, self.devices, self.link or intra, inter)
+        return replace(cluster, gpus_per_node=min(cluster.gpus, self.devices))
 
-    def applied_to(self, device: Device) -> Device:
+    def applied_to(self, device: Device, processes: int) -> Device:
         """The device with what was measured in place of the table's assumptions. A GPU's peak stays its data sheet's,
         which MFU is defined by; processes of a CPU share what was measured of all its cores."""
-        share = 1 / self.devices if self.kind == "cpu" else 1.0
+        share = 1 / processes if self.kind == "cpu" else 1.0
         peaks = {precision: found.peak_flops * share for precision, found in self.rates.items()}
         if self.kind == "cuda":
             peaks = dict(device.peak_flops)
@@ -164,8 +171,10 @@ class Calibration:
             fields = {key: item for key, item in value.items() if key != "format"}
             fields["rates"] = {name: Rates(**rates) for name, rates in fields["rates"].items()}
             fields["link"] = None if fields["link"] is None else Link(**fields["link"])
-            return Calibration(**fields)
-        except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            found = Calibration(**fields)
+            _check_figures(found)
+            return found
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanMismatch(
                 f"{path} is not a calibration ({error}). Run wb.calibrate() and share the file that "
                 f"calibration.save(path) writes.",
@@ -179,6 +188,27 @@ class Calibration:
             f"Calibration({self.devices} × {self.device}, torch {self.torch}, {self.measured}: {products}, "
             f"{gib(self.memory_bandwidth)}/s memory{link})"
         )
+
+
+def _check_figures(found: Calibration) -> None:
+    """Raise `ValueError` for a figure that no measurement gives, such as one that is not positive and finite."""
+    if found.kind not in ("cuda", "cpu"):
+        raise ValueError(f"kind is {found.kind!r}")
+    if "fp32" not in found.rates:
+        raise ValueError("it has no rates for fp32")
+    facts = asdict(found)
+    for text in ("device", "kind", "torch", "measured"):
+        if not isinstance(facts.pop(text), str):
+            raise ValueError(f"{text} is no text")
+    for name, part in {**facts.pop("rates"), "link": facts.pop("link") or {}}.items():
+        facts |= {f"{name}.{key}": figure for key, figure in part.items()}
+    if facts["host_bandwidth"] is None:
+        del facts["host_bandwidth"]
+    for name, figure in facts.items():
+        if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not 0 < figure < float("inf"):
+            raise ValueError(f"{name} is {figure!r}")
+    if not is_count(found.devices):
+        raise ValueError(f"devices is {found.devices!r}")
 
 
 def calibrate(*, again: bool = False) -> Calibration:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
-from workbench.units import gib
+from workbench.units import gib, is_count, plain
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,16 @@ class Device:
     @property
     def usable_bytes(self) -> int:
         """What tensors can fill: memory less what libraries take and what fragmentation wastes."""
-        return int((self.memory_bytes - self.reserved_bytes) * (1 - FRAGMENTATION))
+        return max(0, int((self.memory_bytes - self.reserved_bytes) * (1 - FRAGMENTATION)))
+
+    def times(self, share: float) -> Device:
+        """With so much of its memory and speed: a process that shares its processor with more or fewer others."""
+        return replace(
+            self,
+            memory_bytes=int(self.memory_bytes * share),
+            peak_flops={precision: flops * share for precision, flops in self.peak_flops.items()},
+            memory_bandwidth=self.memory_bandwidth * share,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "peak_flops": dict(self.peak_flops)}
@@ -111,8 +121,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name, word in (("gpus", "devices"), ("gpus_per_node", "devices per node")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            value = plain(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if not is_count(value):
                 raise PlanInfeasible(
                     f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
                     f'as in Cluster.of("h200", gpus=4), or use Cluster.here() for this machine.',
@@ -133,15 +144,22 @@ class Cluster:
         return self.intra if span <= self.gpus_per_node else self.inter
 
     def group_link(self, size: int, stride: int = 1) -> Link:
-        """What a collective over `size` devices, `stride` ranks apart, reaches per device.
+        """What a collective over `size` devices, `stride` ranks apart, reaches per device, in the slowest such group.
 
         Over several nodes, the members in one node each bring their own network card (NCCL runs one ring through
-        each), up to what the node's own links carry.
+        each), up to what the node's own links carry: the node with fewest of them is the narrowest.
         """
-        if size * stride <= self.gpus_per_node:
+        return self._link_through(_fewest_of_any(self.gpus, self.gpus_per_node, size, stride), size)
+
+    def peers_link(self, firsts: tuple[int, ...], members: int) -> Link:
+        """As `group_link`, for the `k`-th devices of several runs of `members` devices, which begin at `firsts`."""
+        return self._link_through(_fewest_together(self.gpus_per_node, firsts, members), len(firsts))
+
+    def _link_through(self, together: int, size: int) -> Link:
+        """`together`: the fewest members of a group of `size` in one node."""
+        if together == size:
             return self.intra
-        cards = max(1, self.gpus_per_node // stride)
-        return Link(min(self.intra.bandwidth, cards * self.inter.bandwidth), self.inter.latency_s)
+        return Link(min(self.intra.bandwidth, together * self.inter.bandwidth), self.inter.latency_s)
 
     def hop_link(self, first: int, second: int, members: int) -> Link:
         """What joins devices `first … first + members - 1` to as many from `second` on, one to one."""
@@ -149,11 +167,16 @@ class Cluster:
         return self.intra if together else self.inter
 
     def resized(self, gpus: int) -> Cluster:
-        """As many devices of the same kind, in nodes of the size in which they come."""
+        """As many devices of the same kind, in nodes of this size; where there is one node, of the size in which they
+        come. Processes of a CPU share what the processes of this cluster share."""
         from workbench.cost.hardware import NODES
 
+        if not is_count(gpus):
+            return replace(self, gpus=gpus)  # which refuses it
         largest = max((size for device, size, _, _ in NODES.values() if device == self.device), default=0)
-        return replace(self, gpus=gpus, gpus_per_node=min(gpus, max(largest, self.gpus_per_node)))
+        per_node = self.gpus_per_node if self.nodes > 1 else max(largest, self.gpus_per_node)
+        device = self.device.times(self.gpus / gpus) if self.device.kind == "cpu" else self.device
+        return replace(self, device=device, gpus=gpus, gpus_per_node=min(gpus, per_node))
 
     def describe(self) -> str:
         """`"4 × H200"`, `"256 × H200 in 32 nodes"`."""
@@ -186,9 +209,10 @@ class Cluster:
                 f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}", device=name
             )
         device, largest, intra, inter = NODES[key]
-        if not isinstance(gpus, int) or gpus < 1:
+        gpus, nodes = plain(gpus), plain(nodes)
+        if not is_count(gpus):
             return Cluster(device, gpus, largest, intra, inter)  # which refuses it
-        if nodes is not None and (not isinstance(nodes, int) or nodes < 1 or gpus % nodes):
+        if nodes is not None and (not is_count(nodes) or gpus % nodes):
             raise PlanInfeasible(
                 f"{gpus} GPUs cannot be divided evenly over {nodes!r} nodes. "
                 f"Choose a node count that divides {gpus}, or leave nodes out.",
@@ -207,3 +231,23 @@ class Cluster:
         from workbench.cost.detect import detect
 
         return detect(processes)
+
+
+@lru_cache(maxsize=1024)
+def _fewest_together(per_node: int, firsts: tuple[int, ...], members: int) -> int:
+    """Of groups `first + k for first in firsts`, `k` below `members`: the fewest of any group in one of its nodes."""
+    fewest = len(firsts)
+    for place in range(members):
+        nodes = [(first + place) // per_node for first in firsts]
+        fewest = min(fewest, *map(nodes.count, set(nodes)))
+    return fewest
+
+
+@lru_cache(maxsize=1024)
+def _fewest_of_any(gpus: int, per_node: int, size: int, stride: int) -> int:
+    """The same for all groups of `size` devices, `stride` ranks apart, that the cluster is made of."""
+    span = size * stride
+    if per_node % span == 0 or gpus <= per_node:
+        return size
+    starts = range(0, max(gpus - span, 0) + 1, span)
+    return min(_fewest_together(per_node, tuple(range(start, start + span, stride)), stride) for start in starts)

@@ -20,6 +20,7 @@ from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
 from workbench.rundir import read_json, write_json
+from workbench.units import is_count, plain
 
 CPU_PROCESSES = 2
 CPU_SHARE = 0.8
@@ -32,6 +33,8 @@ LOOPBACK = Link(0.6e9, 150e-6)
 """gloo over the loopback interface."""
 PCIE = Link(20e9, 20e-6)
 """GPUs of a kind that the hardware table lacks are assumed to talk over PCIe 4.0 × 16 (31.5 GB/s less overheads)."""
+SAME_MEMORY = 0.05
+"""Devices of one size say so nearly the same."""
 _GEMM_SIZE = 1024
 _COPY_BYTES = 64 << 20
 
@@ -47,13 +50,14 @@ def detect(processes: int | None = None, *, calibrated: bool = True) -> Cluster:
     if calibration is None:
         return found
     link = calibration.link or found.intra
-    return replace(found, device=calibration.applied_to(found.device), intra=link)
+    return replace(found, device=calibration.applied_to(found.device, found.gpus), intra=link)
 
 
 def _detected(processes: int | None) -> Cluster:
     import torch
 
-    if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
+    processes = plain(processes)
+    if processes is not None and not is_count(processes):
         raise PlanInfeasible(
             f"{processes!r} processes cannot train anything. Ask for a whole number of at least one, or leave it out.",
             processes=processes,
@@ -71,6 +75,7 @@ def _detected(processes: int | None) -> Cluster:
         )
     name = torch.cuda.get_device_name(0)
     device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
+    device = with_memory(device, torch.cuda.get_device_properties(0).total_memory)
     return Cluster(device, chosen, chosen, intra, inter, _host_bytes() // count)
 
 
@@ -105,6 +110,12 @@ def known_gpu(name: str) -> tuple[Device, Link, Link] | None:
     small = model == "a100" and any(word.startswith("40g") for word in words)
     device, _, intra, inter = NODES["a100-40gb" if small else model]
     return device, intra, inter
+
+
+def with_memory(device: Device, total_bytes: int) -> Device:
+    """The table's device, where it comes with another size of memory: a V100 of 16 GB, a slice of an A100."""
+    same = abs(total_bytes / device.memory_bytes - 1) < SAME_MEMORY
+    return device if same else replace(device, memory_bytes=total_bytes)
 
 
 def _measured_gpu(name: str) -> Device:

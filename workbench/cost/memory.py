@@ -125,6 +125,9 @@ class ParameterTable:
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )
+        self.block_trained = np.array(
+            [sum(trained[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
+        )
         own = [[name for name in block.parameters if name not in self.shared] for block in profile.blocks]
         self.own_trained = np.array([sum(trained[name] for name in names) for names in own], dtype=np.float64)
         """Of every block, elements of trained parameters that no other block uses."""
@@ -134,6 +137,8 @@ class ParameterTable:
         """Of every stage, elements of weights that matrix products read in bf16; what several blocks use left out."""
         self.largest = _span_max(self.block_elements)
         """Of every stage, elements of its largest block."""
+        self.largest_trained = _span_max(self.block_trained)
+        """The same of what is trained: the gradients that a block makes."""
 
 
 def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int) -> Array:
@@ -163,7 +168,7 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
     elif shares.halves:
         parameters = parameters + HALF * table.cast
     # One block's gradients whole, and the fp32 buffer that is reduced.
-    reduction = (compute_bytes + FP32) * largest if shares.data > 1 else FP32 * largest
+    reduction = ((compute_bytes + FP32) if shares.data > 1 else FP32) * table.largest_trained
     moments = ADAMW * table.trained / divisor
     return StageState(
         parameters=parameters,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.cost.cluster import FRAGMENTATION, Link
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning.plan import Plan
-from workbench.planning.planner import Search
+from workbench.planning.plan import RECOMPUTE, Plan
+from workbench.planning.planner import Search, check_profile
 from workbench.planning.requests import FIXABLE, Request
 from workbench.units import duration, gib
 
@@ -133,7 +133,9 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             planned=plan.signature,
             profiled=profile.signature,
         )
-    if profile is None and origin is not None:
+    if profile is not None:
+        check_profile(profile, plan.precision, plan.cluster)
+    if origin is not None and profile in (None, origin[0]):
         found, request = origin
         assert isinstance(found, Profile)
         assert isinstance(request, Request)
@@ -141,7 +143,24 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     if profile is None:
         return Explanation(plan, _parts(plan), ())
     request = Request(plan.global_batch, plan.seq_len, plan.cluster, plan.memory_limit_bytes)
-    return Explanation(plan, _parts(plan), tuple(_changes(plan, profile, request)))
+    free = Search(profile, request).plan()
+    if free.division() == plan.division():
+        return Explanation(plan, _parts(plan), tuple(_changes(plan, profile, request)))
+    changes = [*_changes(plan, profile, _as_divided(plan, request), ()), _freed(plan, free)]
+    return Explanation(plan, _parts(plan), tuple(sorted(changes, key=lambda change: -change.gain)))
+
+
+def _as_divided(plan: Plan, request: Request) -> Request:
+    """The request with every degree fixed as the plan has it."""
+    degrees: dict[str, Any] = {name: getattr(plan, name) for name in FIXABLE}
+    if plan.recompute not in RECOMPUTE:
+        del degrees["recompute"]
+    return replace(request, **degrees)
+
+
+def _freed(plan: Plan, free: Plan) -> Change:
+    gain = free.prediction.tokens_per_s / plan.prediction.tokens_per_s - 1
+    return Change("degrees", "all degrees were left to the search", gain, free, False, "request")
 
 
 def _parts(plan: Plan) -> tuple[Part, ...]:
@@ -156,9 +175,10 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
     return tuple(Part(name, ms, ms / step, meaning) for name, ms, meaning in shown)
 
 
-def _changes(plan: Plan, profile: Profile, request: Request) -> list[Change]:
+def _changes(plan: Plan, profile: Profile, request: Request, asked_for: Sequence[str] = FIXABLE) -> list[Change]:
+    """Each constraint loosened; of the degrees that are fixed, those `asked_for`."""
     found = []
-    for constraint, kind, words, loosened in _loosened(request):
+    for constraint, kind, words, loosened in _loosened(request, asked_for):
         try:
             other = Search(profile, loosened).plan()
         except PlanInfeasible:
@@ -169,7 +189,7 @@ def _changes(plan: Plan, profile: Profile, request: Request) -> list[Change]:
     return sorted(found, key=lambda change: -change.gain)
 
 
-def _loosened(request: Request) -> Iterator[tuple[str, str, str, Request]]:
+def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str, str, str, Request]]:
     """Each constraint by name and kind, in words what is loosened, and the request without it."""
     cluster, device = request.cluster, request.cluster.device
 
@@ -194,7 +214,7 @@ def _loosened(request: Request) -> Iterator[tuple[str, str, str, Request]]:
         even = max(1, round(request.global_batch / cluster.gpus)) * cluster.gpus
         words = f"the global batch were {even}, a multiple of {cluster.gpus} devices"
         yield "divisibility", "divisibility", words, replace(request, global_batch=even)
-    for name in FIXABLE:
+    for name in asked_for:
         value = getattr(request, name)
         cleared: dict[str, Any] = {name: None}
         if value is not None:

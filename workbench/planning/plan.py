@@ -5,12 +5,15 @@ Pure values; a plan is JSON, and is stored with every run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanMismatch
+from workbench.rundir import write_json
 from workbench.units import duration, gib
 
 if TYPE_CHECKING:
@@ -208,13 +211,25 @@ class Plan:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Plan:
-        fields = _upgraded(value)
-        fields["cluster"] = Cluster.from_json(fields["cluster"])
-        fields["block_names"] = tuple(fields["block_names"])
-        fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
-        fields["prediction"] = Prediction(**fields["prediction"])
-        fields["candidates"] = tuple(Candidate(**c) for c in fields["candidates"])
-        return Plan(**fields)
+        """Raises `PlanMismatch` for what is not a plan, or is one of a later format."""
+        try:
+            fields = _upgraded(value)
+            fields["cluster"] = Cluster.from_json(fields["cluster"])
+            fields["block_names"] = tuple(fields["block_names"])
+            fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
+            fields["prediction"] = Prediction(**fields["prediction"])
+            fields["candidates"] = tuple(Candidate(**c) for c in fields["candidates"])
+            return Plan(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanMismatch(
+                f"This is not a whole plan ({type(error).__name__}: {error}). Give what plan.save(path) or a run "
+                f"directory holds, or plan again with wb.plan(experiment)."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """As JSON that `wb.load_plan` reads."""
+        write_json(Path(path), self.to_json())
+        return Path(path)
 
     @property
     def origin(self) -> tuple[object, object] | None:

@@ -13,9 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from workbench.cost.cluster import Cluster
 from workbench.cost.memory import StageState
 from workbench.cost.profiles import Profile
-from workbench.errors import PlanMismatch
+from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.cutting import Cut, Cutter
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage, recompute_of_all
 from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer
@@ -36,14 +37,15 @@ MAX_REJECTED = 60
 
 def checked_search(profile: Profile, precision: str, request: Request) -> Search:
     """Raises for what no search can satisfy; see `workbench.planning.search`."""
-    _check_profile(profile, precision, request)
+    check_cluster(request.cluster)
+    check_profile(profile, precision, request.cluster)
     check(request, profile)
     return Search(profile, request)
 
 
-def _check_profile(profile: Profile, precision: str, request: Request) -> None:
-    check_cluster(request.cluster)
-    device = request.cluster.device
+def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
+    """Raise `PlanMismatch` for one that was made for another precision or kind of device."""
+    device = cluster.device
     if (profile.precision, profile.device_kind) != (precision, device.kind):
         raise PlanMismatch(
             f"The profile of {profile.model} is for {profile.precision} on {profile.device_kind}, and the plan is for "
@@ -118,7 +120,7 @@ class Search:
             if not np.isfinite(needed):
                 host = min(Cutter(self.pricer, option.degrees).least_host for option in options)
                 raise host_too_small(self.profile, self.request, host)
-            raise too_large(self.profile, self.request, len(options), (degrees, needed), self.kinds[-1])
+            raise too_large(self.profile, self.request, len(options), (degrees, needed), self.kinds[-1], self._fits)
         self._settle(options, known)
         return self._plan(best, options)
 
@@ -147,6 +149,12 @@ class Search:
             if needed < least:
                 found, least = option.degrees, needed
         return found, float(least)
+
+    def _fits(self, other: Request) -> bool:
+        try:
+            return bool(Search(self.profile, other).plan())
+        except PlanInfeasible:
+            return False
 
     # What there is to weigh
 

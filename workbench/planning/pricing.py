@@ -6,7 +6,7 @@ innermost, so that tensor-parallel ranks are neighbours and stages are `data * t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,6 +32,8 @@ from workbench.planning.checkpointing import Levels, Mixed, Uniform
 from workbench.planning.plan import INTERLEAVED, keeps_halves
 
 Array = npt.NDArray[np.float64]
+Collective = Callable[[Array, int, Link], Array]
+"""Seconds for so many bytes in a group over a link: one of `workbench.cost.communication`."""
 
 OVERLAP = 0.8
 """Share of a block's compute time that collectives can hide behind; they wait for each other at the edges."""
@@ -156,12 +158,19 @@ class DeviceCosts:
         """Milliseconds of the data axis's all-reduce, all-gather and reduce-scatter of every stage's parameters."""
         key = (data, tensor, link)
         if key not in self._collectives:
-            sizes = self.table(tensor).block_elements
-            compute_bytes = 2 if self.profile.precision == "bf16" else FP32
+            table = self.table(tensor)
+            compute_bytes = HALF if self.profile.precision == "bf16" else FP32
+
+            def of(collective: Collective, elements: Array, of_blocks: Array, each_bytes: int) -> Array:
+                """Every block with parameters starts one; what several blocks of a stage share moves once."""
+                start_s = collective(np.zeros(1), data, link)
+                moving_s = collective(each_bytes * elements, data, link) - start_s
+                return np.asarray(1e3 * (spans(np.where(of_blocks > 0, start_s, 0.0)) + moving_s))
+
             self._collectives[key] = (
-                spans(1e3 * all_reduce_s(FP32 * sizes, data, link)),
-                spans(1e3 * all_gather_s(compute_bytes * sizes, data, link)),
-                spans(1e3 * reduce_scatter_s(FP32 * sizes, data, link)),
+                of(all_reduce_s, table.trained, table.block_trained, FP32),
+                of(all_gather_s, table.elements, table.block_elements, compute_bytes),
+                of(reduce_scatter_s, table.trained, table.block_trained, FP32),
             )
         return self._collectives[key]
 
@@ -283,13 +292,14 @@ class Pricer:
         """All-reduces of gradients whose parameter lives on several pipeline ranks, one after the other."""
         shard = degrees.data if degrees.zero >= 1 else 1
         total = 0.0
+        replicas = degrees.data * degrees.tensor
         for name, blocks in self.table(degrees).shared.items():
             stages = np.searchsorted(cuts, blocks, side="right") - 1
-            holders = len(np.unique(stages % degrees.pipeline))
-            if holders > 1:
-                link = self.cluster.group_link(holders, degrees.data * degrees.tensor)
+            holders = np.unique(stages % degrees.pipeline).tolist()
+            if len(holders) > 1 and name not in self.profile.frozen:
+                link = self.cluster.peers_link(tuple(rank * replicas for rank in holders), replicas)
                 size = self.table(degrees).sizes[name]
-                total += all_reduce_s(FP32 * size / shard, holders, link)
+                total += all_reduce_s(FP32 * size / shard, len(holders), link)
         return 1e3 * total
 
     def _slower(self, degrees: Degrees) -> float:

@@ -21,7 +21,7 @@ Works = Callable[[Request], bool]
 
 def nothing_to_weigh(profile: Profile, request: Request, works: Works) -> PlanInfeasible:
     """No degrees satisfy the request, whatever would fit in memory."""
-    unscheduled = replace(request, schedule=None, chunks=None, micro_batch=None)
+    unscheduled = replace(request, schedule=None, chunks=None)
     what = _unscheduled(profile, request) if not works(unscheduled) else _schedule(profile, request, works)
     ways = list(_ways(profile, request, works))
     return PlanInfeasible(
@@ -35,15 +35,18 @@ def nothing_to_weigh(profile: Profile, request: Request, works: Works) -> PlanIn
 def _unscheduled(profile: Profile, request: Request) -> str:
     given = [f"{name}={value}" for name in ("pipeline", "data", "tensor", "zero") if (value := getattr(request, name))]
     fixed = f" with {', '.join(given)}" if given else ""
+    micro, share = "", "an equal share of the batch"
+    if request.micro_batch is not None:
+        micro, share = f" in micro-batches of {request.micro_batch}", f"{share} in whole micro-batches"
     return (
-        f"No division of {request.cluster.gpus} devices{fixed} suits a global batch of {request.global_batch} samples "
-        f"and {len(profile.blocks)} blocks: every replica needs an equal share of the batch, and every stage a block."
+        f"No division of {request.cluster.gpus} devices{fixed} suits a global batch of {request.global_batch} samples"
+        f"{micro} and {len(profile.blocks)} blocks: every replica needs {share}, and every stage a block."
     )
 
 
 def _schedule(profile: Profile, request: Request, works: Works) -> str:
     """The devices can be divided, but not for this schedule."""
-    free = replace(request, schedule=None, chunks=None, micro_batch=None)
+    free = replace(request, schedule=None, chunks=None)
     wanted = divisors(request.cluster.gpus) if request.pipeline is None else [request.pipeline]
     ranks = [degree for degree in wanted if works(replace(free, pipeline=degree))]
     blocks, name = len(profile.blocks), request.schedule or "interleaved"
@@ -106,9 +109,9 @@ def _sentence(ways: list[str]) -> str:
 
 
 def too_large(
-    profile: Profile, request: Request, options: int, least: tuple[Degrees, float], leanest: str
+    profile: Profile, request: Request, options: int, least: tuple[Degrees, float], leanest: str, fits: Works
 ) -> PlanInfeasible:
-    """Nothing fits: `least` needs the fewest bytes, with `leanest` activation checkpointing."""
+    """Nothing fits: `least` needs the fewest bytes, with `leanest` activation checkpointing. `fits` tries another."""
     d, needed = least
     tensor = f"tensor={d.tensor}, " if d.tensor > 1 else ""
     shape = f"pipeline={d.pipeline}, data={d.data}, {tensor}zero={d.zero}, micro_batch={d.micro_batch}"
@@ -117,7 +120,7 @@ def too_large(
     return PlanInfeasible(
         f"{profile.model} does not fit {request.cluster.describe()}: the smallest of {options} options ({shape}, "
         f"recompute={leanest!r}{host}) needs {need} a device, and {request.offer(offer)}. "
-        f"{_more_memory(request, d, needed)}",
+        f"{_more_memory(request, d, needed, fits)}",
         needed_bytes=int(needed),
         offered_bytes=request.offered_bytes,
         options=options,
@@ -155,9 +158,12 @@ def apart(needed: float, offered: float) -> tuple[str, str]:
     return f"just over {offer}", offer
 
 
-def _more_memory(request: Request, least: Degrees, needed: float) -> str:
+def _more_memory(request: Request, least: Degrees, needed: float, fits: Works) -> str:
     ways = []
-    device = request.cluster.device
+    device, batch, gpus = request.cluster.device, request.global_batch, request.cluster.gpus
+    even = -(-batch // gpus) * gpus
+    if even != batch and fits(replace(request, global_batch=even)):
+        ways.append(f"choose a global batch of {even}, a multiple of {gpus} devices")
     if request.recompute in ("none", "selective"):
         ways.append("allow activation checkpointing")
     if request.zero is not None and request.zero < 3 and least.data > 1:
@@ -172,7 +178,6 @@ def _more_memory(request: Request, least: Degrees, needed: float) -> str:
         limit_gib = needed / (1 - FRAGMENTATION) / GIB
         scale = 10 ** max(1, 1 - math.floor(math.log10(limit_gib)))
         ways.append(f"raise the memory limit to at least {math.ceil(scale * limit_gib) / scale:g} GiB")
-    gpus = request.cluster.gpus
     words = ("process", "processes") if device.kind == "cpu" else ("device", "devices")
     ways.append(f"give the plan more than {gpus} {words[gpus > 1]}")
     text = ", or ".join(ways)

@@ -9,7 +9,7 @@ from workbench.cost.cluster import FRAGMENTATION, Cluster
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, suggestion
 from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES, Candidate
-from workbench.units import GIB, gib
+from workbench.units import GIB, gib, is_count, plain
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,10 @@ class Request:
     offload_optimizer: bool | None = None
     runnable: Runnable = RUNNABLE
 
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "seq_len", "memory_limit_bytes", *FIXABLE):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
     def fixed_to(self, row: Candidate) -> Request:
         """This request with every degree fixed as in one row of its search."""
         recompute = row.recompute if row.recompute in RECOMPUTE else self.recompute
@@ -105,12 +109,13 @@ def memory_limit_bytes(gibibytes: float | None) -> int | None:
     """Raises `PlanInfeasible` for what is not a size."""
     if gibibytes is None:
         return None
+    gibibytes = plain(gibibytes)
     if isinstance(gibibytes, bool) or not isinstance(gibibytes, (int, float)) or not 0 < gibibytes < float("inf"):
         raise PlanInfeasible(
             f"memory_limit_gib={gibibytes!r} must be a number greater than 0. Give GiB for one device, such as 32.",
             memory_limit_gib=gibibytes,
         )
-    return int(gibibytes * GIB)
+    return max(1, int(gibibytes * GIB))
 
 
 def check_cluster(cluster: object) -> None:
@@ -159,7 +164,7 @@ def _check_numbers(request: Request) -> None:
         value = getattr(request, name)
         if value is None and name in OPTIONAL:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise PlanInfeasible(
                 f"{name}={value!r} must be a whole number of at least 1: {meaning}."
                 + (" Leave it out to have it searched." if name in {*DEGREES, "chunks", "micro_batch"} else ""),
@@ -317,7 +322,7 @@ def _check_batch(request: Request) -> None:
         )
     least = micro * (data or 1) if micro is not None else 1
     if micro is not None and batch % least:
-        replicas = f" on each of {data} replicas" if data else ""
+        replicas = f" on each of {data} replicas" if data and data > 1 else ""
         choices = listed(divisors(batch // data if data else batch))
         raise PlanInfeasible(
             f"A global batch of {batch} samples cannot be divided into micro-batches of {micro}{replicas}. Choose one "

@@ -341,9 +341,9 @@ def holdings(name: str, ranks: int, num_microbatches: int, chunks: int) -> tuple
     entries that no other exceeds in every number are kept. A schedule repeats itself, so that few micro-batches
     show what many do.
     """
-    shown = min(num_microbatches, _enough(ranks, num_microbatches, chunks))
     if name == "gpipe":
-        shown = num_microbatches
+        return (((num_microbatches, 0),),) * ranks
+    shown = min(num_microbatches, _enough(ranks, num_microbatches, chunks))
     return tuple(_holdings(lane, ranks, chunks) for lane in build_schedule(name, ranks, shown, chunks))
 
 

@@ -1,0 +1,254 @@
+"""Corners of planning: groups that straddle nodes, shared and frozen parameters, NumPy's numbers, damaged plans."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cost_values import layered_profile
+
+import workbench as wb
+from workbench.cost import Cluster
+from workbench.cost.cluster import Link
+from workbench.cost.communication import all_reduce_s
+from workbench.cost.detect import with_memory
+from workbench.cost.hardware import H200, V100
+from workbench.cost.memory import ParameterTable
+from workbench.cost.profiles import Profile
+from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.planning import Plan, search, what_if
+from workbench.planning.plan import RECOMPUTE
+from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
+from workbench.planning.requests import memory_limit_bytes
+from workbench.planning.schedules import holdings
+from workbench.units import GIB, count, duration
+
+FOUR = Cluster.of("h200", gpus=4)
+PROFILE = layered_profile()
+
+
+def plan_of(profile: Profile = PROFILE, **changes: Any) -> Plan:
+    return search(profile, **{"global_batch": 64, "seq_len": 512, "precision": "bf16", "cluster": FOUR, **changes})
+
+
+# Clusters
+
+
+def fewest_in_a_node(cluster: Cluster, size: int, stride: int) -> int:
+    """Of every group, counted one by one; its size where none leaves its node."""
+    found = size
+    for start in range(0, cluster.gpus, size * stride):
+        for place in range(stride):
+            nodes = [(start + place + member * stride) // cluster.gpus_per_node for member in range(size)]
+            found = min(found, *(nodes.count(node) for node in nodes))
+    return found
+
+
+@pytest.mark.parametrize(("gpus", "per_node"), [(12, 6), (12, 8), (24, 8), (14, 7), (20, 5), (6, 4), (7, 3)])
+def test_a_group_that_straddles_two_nodes_takes_the_link_between_them(gpus: int, per_node: int) -> None:
+    cluster = replace(Cluster.of("h200", gpus=gpus), gpus_per_node=per_node)
+    for stride in range(1, gpus + 1):
+        for size in range(1, gpus // stride + 1):
+            if gpus % (size * stride) == 0:
+                fewest = fewest_in_a_node(cluster, size, stride)
+                between = Link(min(cluster.intra.bandwidth, fewest * cluster.inter.bandwidth), cluster.inter.latency_s)
+                assert cluster.group_link(size, stride) == (cluster.intra if fewest == size else between)
+
+
+def test_replicas_that_straddle_two_nodes_make_a_step_longer() -> None:
+    """Three stages of four replicas on nodes of six: the second stage has two of its replicas in each node."""
+    degrees: dict[str, Any] = {"pipeline": 3, "data": 4, "zero": 0, "global_batch": 48, "micro_batch": 1}
+    straddling = plan_of(cluster=Cluster.of("h200", gpus=12, nodes=2), **degrees)
+    slower = replace(straddling.cluster, inter=Link(1e9, 1e-4))
+    aligned = plan_of(cluster=replace(slower, gpus_per_node=4), **degrees)
+    assert plan_of(cluster=slower, **degrees).prediction.step_ms > 1.2 * aligned.prediction.step_ms
+
+
+def test_a_tied_table_of_the_first_and_last_stage_is_reduced_over_the_link_between_their_nodes() -> None:
+    cluster = Cluster.of("h200", gpus=14, nodes=2)
+    pricer = Pricer(DeviceCosts(PROFILE, cluster.device), cluster, RECOMPUTE)
+    table = 4 * PROFILE.parameters["table"]
+    found = pricer.tied_ms(Degrees(14, 1, 1, 0, "1f1b", 1, False, 1, 64), tuple(range(15)))
+    assert found == pytest.approx(1e3 * all_reduce_s(float(table), 2, cluster.inter))
+    frozen = Pricer(DeviceCosts(replace(PROFILE, frozen=frozenset({"table"})), cluster.device), cluster, RECOMPUTE)
+    assert frozen.tied_ms(Degrees(14, 1, 1, 0, "1f1b", 1, False, 1, 64), tuple(range(15))) == 0
+
+
+def test_more_devices_come_in_nodes_of_the_clusters_own_size() -> None:
+    four_a_node = Cluster.of("h200", gpus=16, nodes=4)
+    assert four_a_node.resized(16) == four_a_node
+    assert four_a_node.resized(32).nodes == 8
+    assert FOUR.resized(32).nodes == 4
+    assert what_if(PROFILE, four_a_node, global_batch=64, seq_len=512, gpus=16) == plan_of(cluster=four_a_node)
+    with pytest.raises(PlanInfeasible, match="cluster of '8' devices"):
+        FOUR.resized("8")  # type: ignore[arg-type]
+
+
+def test_processes_of_one_processor_share_it_however_many_they_are() -> None:
+    device = replace(H200, kind="cpu")
+    two = replace(FOUR, device=device, gpus=2, gpus_per_node=2)
+    for other in (two.resized(1), two.resized(8)):
+        assert other.gpus * other.device.peak_flops["fp32"] == 2 * device.peak_flops["fp32"]
+        assert other.gpus * other.device.memory_bandwidth == 2 * device.memory_bandwidth
+        assert other.gpus * other.device.memory_bytes == pytest.approx(2 * device.memory_bytes)
+
+
+def test_a_device_of_the_table_with_other_memory_has_what_it_says() -> None:
+    assert with_memory(V100, int(15.8 * GIB)).usable_bytes < 16 * GIB < V100.usable_bytes
+    assert with_memory(H200, H200.memory_bytes + GIB) is H200
+
+
+def test_a_device_smaller_than_its_libraries_offers_nothing() -> None:
+    tiny = replace(FOUR, device=replace(H200, memory_bytes=GIB))
+    with pytest.raises(PlanInfeasible, match=r"each H200 offers 0\.0 KiB to tensors"):
+        plan_of(cluster=tiny)
+
+
+# Parameters that are shared or frozen
+
+
+def reduced_ms(profile: Profile) -> tuple[float, float, float]:
+    """Of the whole model over four replicas, without latency: all-reduce, all-gather, reduce-scatter."""
+    over = DeviceCosts(profile, H200).collectives(4, 1, Link(1e11, 0.0))
+    reduce, gather, scatter = (float(matrix[0, -1]) for matrix in over)
+    return reduce, gather, scatter
+
+
+def test_what_blocks_share_is_reduced_and_gathered_once() -> None:
+    """As in ALBERT: one layer's weights in all layers."""
+    blocks = tuple(
+        replace(block, parameters=("layer.0.weight",)) if block.name.startswith("layer") else block
+        for block in PROFILE.blocks
+    )
+    names = ("table", "head.bias", "layer.0.weight")
+    shared = replace(PROFILE, blocks=blocks, parameters={name: PROFILE.parameters[name] for name in names})
+    gigabytes = shared.parameter_count * 4 / 1e9
+    reduce, gather, scatter = reduced_ms(shared)
+    assert reduce == pytest.approx(1e3 * gigabytes * 1.5 / 100)
+    assert (gather, scatter) == (pytest.approx(reduce / 4), pytest.approx(reduce / 2))
+
+
+def test_a_frozen_parameter_is_gathered_and_never_reduced() -> None:
+    layers = frozenset(name for name in PROFILE.parameters if name.startswith("layer"))
+    some = replace(PROFILE, frozen=layers)
+    left = (PROFILE.parameter_count - sum(PROFILE.parameters[name] for name in layers)) / PROFILE.parameter_count
+    for before, after, share in zip(reduced_ms(PROFILE), reduced_ms(some), (left, 1.0, left), strict=True):
+        assert after == pytest.approx(share * before)
+    frozen = plan_of(replace(PROFILE, frozen=frozenset(PROFILE.parameters)), data=4, zero=0)
+    assert frozen.prediction.communication_ms == frozen.prediction.optimizer_ms == 0
+    assert all(stage.memory.gradients == stage.memory.optimizer == 0 for stage in frozen.stages)
+
+
+def test_the_largest_block_counts_for_gradients_where_it_is_trained() -> None:
+    table = ParameterTable(replace(layered_profile(vocabulary=10**9), frozen=frozenset({"table"})))
+    assert table.largest[0, -1] > 10**9
+    assert table.largest_trained[0, -1] == 50_000_000
+
+
+# Requests
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    """`for degree in np.arange(…)`, a column of a table."""
+    asked: dict[str, Any] = {"pipeline": 2, "data": 2, "zero": 1, "micro_batch": 4, "global_batch": 64}
+    found = plan_of(**{name: np.int64(value) for name, value in asked.items()})
+    assert found == plan_of(**asked)
+    assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert Cluster.of("h200", gpus=np.int32(16), nodes=np.int64(2)) == Cluster.of("h200", gpus=16, nodes=2)
+    assert memory_limit_bytes(np.float32(32)) == memory_limit_bytes(np.int64(32)) == 32 * GIB
+    with pytest.raises(PlanInfeasible, match=r"micro_batch=2\.0 must be a whole number"):
+        plan_of(micro_batch=np.float64(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"zero": 1, "micro_batch": 64},
+            "with zero=1 suits a global batch of 64 samples in micro-batches of 64 and .* in whole micro-batches, and",
+        ),
+        ({"schedule": "1f1b", "micro_batch": 64}, "a global batch of 64 in micro-batches of 64 gives fewer than 4"),
+        ({"memory_limit_bytes": memory_limit_bytes(1e-12)}, "does not fit 4 × H200.*your limit of"),
+        (
+            {"global_batch": 100_003},
+            "does not fit.*Choose a global batch of 100004, a multiple of 4 devices, or give the plan more",
+        ),
+    ],
+)
+def test_a_refusal_is_true_and_its_way_out_is_one(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PlanInfeasible, match=sentence):
+        plan_of(**changes)
+
+
+def test_a_step_of_many_micro_batches_is_planned_as_quickly_as_one_of_few() -> None:
+    started = time.perf_counter()
+    assert holdings("gpipe", 4, 200_000, 1) == (((200_000, 0),),) * 4
+    assert time.perf_counter() - started < 1
+
+
+# Plans
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
+    plan = plan_of()
+    assert wb.load_plan(plan.save(tmp_path / "plans" / "plan.json")) == plan
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: {},
+        lambda _: [],
+        lambda plan: {**plan, "stages": None},
+        lambda plan: {**plan, "stages": [{"index": 0}]},
+        lambda plan: {**plan, "cluster": {**plan["cluster"], "intra": 3}},
+        lambda plan: {**plan, "wings": 2},
+        lambda plan: {key: value for key, value in plan.items() if key != "format"},
+        lambda plan: {**plan, "format": "new"},
+    ],
+)
+def test_what_is_not_a_whole_plan_is_refused(damage: Any) -> None:
+    value = json.loads(json.dumps(plan_of().to_json()))
+    with pytest.raises(PlanMismatch, match=r"not a whole plan .*plan again with wb\.plan"):
+        Plan.from_json(damage(value))
+
+
+def test_a_plan_is_explained_with_a_profile_of_its_own_precision_and_kind_of_device() -> None:
+    stored = Plan.from_json(plan_of().to_json())
+    with pytest.raises(PlanMismatch, match="is for fp32 on cuda, and the plan is for bf16 on cuda"):
+        stored.explain(replace(PROFILE, precision="fp32"))
+    with pytest.raises(PlanMismatch, match="is for bf16 on cpu"):
+        stored.explain(replace(PROFILE, device_kind="cpu"))
+
+
+def test_degrees_that_were_fixed_are_not_taken_for_a_slow_device() -> None:
+    """A plan from a file does not say what was asked of it: what its degrees cost is told apart."""
+    fixed = plan_of(pipeline=4, micro_batch=1)
+    assert fixed.explain(PROFILE).changes == fixed.explain().changes, "the request is known here"
+    found = {change.constraint: change for change in Plan.from_json(fixed.to_json()).explain(PROFILE).changes}
+    assert found["degrees"].plan.division() == plan_of().division()
+    assert found["degrees"].gain > 0.5
+    assert found["memory"].gain == pytest.approx(0, abs=1e-9)
+    assert all(change.plan.pipeline == 4 for name, change in found.items() if name != "degrees")
+
+
+# Words
+
+
+def test_no_number_is_written_with_an_exponent_because_it_is_rounded() -> None:
+    assert [count(number) for number in (999.6, 999_600, 999.4)] == ["1 k", "1 M", "999"]
+    assert [duration(seconds) for seconds in (0.9996, 0.9994, 59.97, 59.9, 3599.6, 3600)] == [
+        "1.0 s",
+        "999 ms",
+        "1 min 00 s",
+        "59.9 s",
+        "1 h 00 min",
+        "1 h 00 min",
+    ]
+    written = [duration(0.001 * 1.0001**power) for power in range(0, 170_000, 7)]
+    assert not [words for words in written if "e+" in words or "60.0 s" in words or "60 min" in words]
