@@ -5,7 +5,8 @@ Everything a run leaves lies in one folder, readable without importing torch and
     experiment.json      what was asked for
     plan.json            how it was divided, with the prediction
     environment.json     machine, versions, git state
-    code/                the user's own model or dataset: model.pkl, data.pkl for the workers; source beside them
+    code/                the user's own model or dataset: model.pkl, data.pkl for the workers; source beside them,
+                         and path.json: where their modules lie
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
     tracking.json        what the worker gave Accelerate's `init_trackers` (runs of earlier versions)
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
@@ -16,6 +17,7 @@ Everything a run leaves lies in one folder, readable without importing torch and
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
     STOP                 asks the ranks to checkpoint and leave
+    lock                 held while somebody starts the run, or continues it
     checkpoints/step-<n>/
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
@@ -138,6 +140,10 @@ class RunDir:
         return self.path / "KILL"
 
     @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -188,8 +194,17 @@ def this_process() -> dict[str, Any]:
 
 
 def process_record(pid: int) -> dict[str, Any]:
-    """`pid`, `created` (Unix seconds) and `host` of a process that runs here now."""
-    return {"pid": pid, "created": psutil.Process(pid).create_time(), "host": socket.gethostname()}
+    """`pid`, `created` (Unix seconds), `ticks` (since the boot) and `host` of a process that runs here now."""
+    created = {"created": psutil.Process(pid).create_time(), "ticks": _ticks(pid)}
+    return {"pid": pid, **created, "host": socket.gethostname()}
+
+
+def _ticks(pid: int) -> int | None:
+    """When a process started, since the boot: unlike a time of day it stays when the clock is set. Linux only."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def is_elsewhere(record: Mapping[str, Any]) -> bool:
@@ -204,7 +219,10 @@ def process_alive(record: Mapping[str, Any] | None) -> bool:
         return False
     try:
         process = psutil.Process(record["pid"])
-        same = abs(process.create_time() - record["created"]) < _CLOCK_SLACK_S
+        if record.get("ticks") is not None:
+            same = record["ticks"] == _ticks(record["pid"])
+        else:
+            same = abs(process.create_time() - record["created"]) < _CLOCK_SLACK_S
         return bool(same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
@@ -213,11 +231,16 @@ def process_alive(record: Mapping[str, Any] | None) -> bool:
 
 
 def append_event(path: Path, type: str, /, **fields: Any) -> None:
-    """Append one event; a single `write` of a whole line, so that several writers may share the file."""
+    """Append one event; a single `write` of a whole line, so that several writers may share the file.
+
+    A line that a full disk left unfinished is ended first, or it would take this one with it.
+    """
     line = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * torn + line.encode())
     finally:
         os.close(descriptor)
 
@@ -249,5 +272,6 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def _parse(lines: bytes) -> Iterator[dict[str, Any]]:
     for line in lines.splitlines():
         with contextlib.suppress(ValueError):  # a line torn by a full disk must not end its readers
-            event: Mapping[str, Any] = json.loads(line)
-            yield dict(event)
+            event = json.loads(line)
+            if isinstance(event, dict) and "type" in event:
+                yield event

@@ -17,7 +17,7 @@ from workbench.cost.cluster import Cluster, Device, Link
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, RunExists, RunFailed, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
-from workbench.rundir import RunDir, process_alive, read_events, read_json
+from workbench.rundir import RunDir, process_alive, read_events, read_json, write_json
 from workbench.runs import Run, launch, load_run, processes
 from workbench.runs.launcher import clone as launch_clone
 
@@ -284,6 +284,7 @@ def test_what_has_its_launcher_is_no_survivor_though_no_file_knows_it(tmp_path, 
     (tmp_path / "node.py").write_text(child + spawn)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     run = RunDir(tmp_path / "run")
+    write_json(run.launcher, {"worker": "node"})
     launcher = subprocess.Popen([sys.executable, "-m", "node", str(run.path)])
     rank = [record["pid"] for record in eventually(lambda: two_strays(run)) if record["pid"] != launcher.pid]
     assert [record["pid"] for record in processes.survivors(run)] == [launcher.pid]

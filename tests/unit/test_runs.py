@@ -79,7 +79,9 @@ def test_a_live_rank_without_a_launcher_is_shown_and_a_reused_pid_is_not(tmp_pat
     write_json(run.rank(0), {**record, "rank": 0, "stage": 0})
     assert Run(run.path).status.state == "running"
     assert "vanished" in Run(run.path).status.message
-    write_json(run.rank(0), {**record, "created": record["created"] - 1000, "rank": 0, "stage": 0})
+    write_json(run.rank(0), {**record, "ticks": None, "created": record["created"] - 1000, "rank": 0, "stage": 0})
+    assert not Run(run.path).alive
+    write_json(run.rank(0), {**record, "ticks": (record["ticks"] or 0) - 1000, "created": 0, "rank": 0, "stage": 0})
     assert not Run(run.path).alive
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ from workbench.rundir import RunDir, process_alive, process_record, read_json
 
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.supervisor", "workbench.runs.recorder"
+WORKER = "workbench.execution.worker"
 LEAVES_S = 5.0
 """After the last status, how long a supervisor, or what ends ranks in its place, has until it exits and its
 devices are free again."""
@@ -21,20 +23,22 @@ devices are free again."""
 
 def rank_records(run: RunDir) -> list[dict[str, Any]]:
     """What `ranks/<rank>.json` hold, in rank order; each has `rank`, `pid`, `created` and `stage`."""
-    records = []
-    for path in run.ranks.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            records.append(read_json(path))
-    return sorted(records, key=lambda record: int(record["rank"]))
+    records = [_record(path) for path in run.ranks.glob("*.json")]
+    return sorted((record for record in records if "rank" in record), key=lambda record: int(record["rank"]))
 
 
 def launcher_record(run: RunDir) -> dict[str, Any]:
     """`launcher.json`, or `{}` before there is one."""
+    return _record(run.launcher)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """A JSON object; `{}` where there is none that can be read."""
     try:
-        record: dict[str, Any] = read_json(run.launcher)
+        value = read_json(path)
     except (OSError, ValueError):
         return {}
-    return record
+    return value if isinstance(value, dict) else {}
 
 
 def live_workers(run: RunDir) -> list[dict[str, Any]]:
@@ -43,8 +47,7 @@ def live_workers(run: RunDir) -> list[dict[str, Any]]:
     known = [*rank_records(run), *launcher.get("workers", ())]
     if launcher.get("accelerate"):
         known.append(launcher["accelerate"])
-    by_pid = {record["pid"]: record for record in known}
-    return [record for record in by_pid.values() if process_alive(record)]
+    return [record for record in _distinct(known) if process_alive(record)]
 
 
 def survivors(run: RunDir) -> list[dict[str, Any]]:
@@ -57,8 +60,12 @@ def survivors(run: RunDir) -> list[dict[str, Any]]:
         for module, record in _named(run)
         if module not in (SUPERVISOR, RECORDER) and not _has_its_parent(run, record["pid"])
     ]
-    by_pid = {record["pid"]: record for record in (*live_workers(run), *left)}
-    return list(by_pid.values())
+    return _distinct([*live_workers(run), *left])
+
+
+def _distinct(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record a process; ranks on other hosts may have the pids of those here."""
+    return list({(record["pid"], record.get("host")): record for record in records}.values())
 
 
 def _has_its_parent(run: RunDir, pid: int) -> bool:
@@ -88,14 +95,25 @@ def supervisors(run: RunDir) -> list[dict[str, Any]]:
     return [record for module, record in _named(run) if module == SUPERVISOR]
 
 
+def wait_left(run: RunDir) -> bool:
+    """After the last status: wait until nothing of the run is left that writes to it or keeps its devices."""
+    supervisor = launcher_record(run).get("supervisor")
+    return wait_gone([*([supervisor] if supervisor else []), *supervisors(run)], LEAVES_S)
+
+
 def _named(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
-    """Module and record of every `python -m MODULE … RUN_DIR` of this machine; looks at all its processes."""
-    directory, found = str(run.path), []
+    """Module and record of every `… -m MODULE … RUN_DIR` of this machine; looks at all its processes.
+
+    MODULE is one of ours or the run's worker: others (TensorBoard, a web server) may name the directory as well.
+    """
+    modules = (SUPERVISOR, RECORDER, launcher_record(run).get("worker", WORKER))
+    directory, found = run.path.resolve(), []
     for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or ()
-        if words and words[-1] == directory and "-m" in words:
+        words: list[str] = process.info["cmdline"] or []
+        module = next((word for word in modules if word in words), None)
+        if module and os.path.isabs(words[-1]) and Path(words[-1]).resolve() == directory:
             with contextlib.suppress(psutil.Error):
-                found.append((words[words.index("-m") + 1], process_record(process.pid)))
+                found.append((module, process_record(process.pid)))
     return found
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,8 @@ def main(directory: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: run.stop_file.touch())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _wait_until_known(run)
-    try:
+    with _last_words(run):
         exit_code = _see_through(run)
-    except BaseException as error:
-        processes.kill_trees(processes.live_workers(run))
-        _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
-        raise
     keep_history(run)  # its devices are free by now
     return exit_code
 
@@ -106,14 +103,21 @@ def supervise(run: RunDir, launcher: dict[str, Any]) -> int:
     """See a run through from the first of its nodes, on the devices that this process may use."""
     _save(run, launcher)
     _status(run, "starting", "")
-    try:
+    with _last_words(run):
         exit_code = _train(run, launcher)
-    except BaseException as error:
-        processes.kill_trees(processes.live_workers(run))
-        _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
-        raise
     keep_history(run)
     return exit_code
+
+
+@contextlib.contextmanager
+def _last_words(run: RunDir) -> Iterator[None]:
+    """A supervisor that cannot go on (a full disk, a directory that was removed) leaves no rank behind."""
+    try:
+        yield
+    except BaseException as error:
+        processes.kill_trees(record for record in processes.strays(run) if record["pid"] != os.getpid())
+        _status(run, "failed", f"the supervisor raised {type(error).__name__}: {error}; see {run.log('launcher')}.")
+        raise
 
 
 def keep_history(run: RunDir) -> None:
