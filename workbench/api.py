@@ -431,7 +431,7 @@ def load_run(path: Run | str | os.PathLike[str]) -> Run:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """A plan from the JSON that `plan.save(path)` or a run directory holds."""
-    file = Path(path)
+    file = Path(path).expanduser()
     return Plan.from_json(read_json(file / "plan.json" if file.is_dir() else file))
 
 
@@ -443,10 +443,11 @@ def runs(root: str | os.PathLike[str] | None = None) -> RunTable:
 def stop(runs: Runs, *, wait: bool = False) -> list[Run]:
     """Ask runs to write a checkpoint and end."""
     handles = _handles(runs)
+    ending = [run for run in handles if not run.status.final]
     for run in handles:
         run.stop()
     if wait:
-        for run in handles:
+        for run in ending:
             run.wait()
     return handles
 
@@ -454,9 +455,12 @@ def stop(runs: Runs, *, wait: bool = False) -> list[Run]:
 def kill(runs: Runs) -> list[Run]:
     """End runs at once, without a checkpoint, and wait until they have left their devices."""
     handles = _handles(runs)
+    ending = [run for run in handles if not run.status.final]
     for run in handles:
         run.kill(wait=False)
-    return [run.wait() for run in handles]
+    for run in ending:
+        run.wait()
+    return handles
 
 
 def wait(runs: Runs, *, timeout: float | None = None) -> list[Run]:
@@ -576,7 +580,8 @@ def share(
     """
     from workbench.notebooks import share as share_notebook
 
-    return share_notebook(Path(notebook), Path(to), None if runs is None else _handles(runs))
+    files = Path(notebook).expanduser(), Path(to).expanduser()
+    return share_notebook(*files, None if runs is None else _handles(runs))
 
 
 @checked_keywords
@@ -594,7 +599,8 @@ def reproduce(
     """
     from workbench.notebooks import reproduce as reproduce_notebook
 
-    return reproduce_notebook(Path(notebook), Path(to), kernel=kernel, at_commit=at_commit)
+    files = Path(notebook).expanduser(), Path(to).expanduser()
+    return reproduce_notebook(*files, kernel=kernel, at_commit=at_commit)
 
 
 def doctor() -> Report:

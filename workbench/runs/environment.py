@@ -92,10 +92,17 @@ def gpus() -> list[dict[str, Any]]:
     """Index, name, driver and memory of every NVIDIA GPU of the machine, visible to this process or not."""
     listing = nvidia_smi("--query-gpu=index,name,uuid,driver_version,memory.total,memory.used")
     found = []
-    for index, name, uuid, driver, total_mib, used_mib in listing:
-        memory = {"memory_bytes": int(total_mib) * 2**20, "used_bytes": int(used_mib) * 2**20}
-        found.append({"index": int(index), "name": name, "uuid": uuid, "driver": driver, **memory})
+    for row in listing:
+        if len(row) == 6:  # else a complaint about a GPU that is lost
+            index, name, uuid, driver, total_mib, used_mib = row
+            memory = {"memory_bytes": _bytes(total_mib), "used_bytes": _bytes(used_mib)}
+            found.append({"index": int(index), "name": name, "uuid": uuid, "driver": driver, **memory})
     return found
+
+
+def _bytes(mib: str) -> int:
+    """0 for a GPU that does not say (`[N/A]`): one that shares the host's memory, or a part of one."""
+    return int(mib) * 2**20 if mib.isdigit() else 0
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
@@ -103,7 +110,10 @@ def nvidia_smi(query: str) -> list[list[str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs
+        return []
     if answer.returncode != 0:
         return []
     return [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from workbench.rundir import FINAL_STATES
-from workbench.runs.run import Run
+from workbench.runs.run import Run, summary_or_why_not
 from workbench.units import count, duration
 
 POLL_S = 0.2
@@ -27,7 +27,7 @@ class Follower:
         if everything:
             self._due = time.monotonic() + self._every_s
         for run in runs:
-            facts = run.summary()
+            facts = summary_or_why_not(run)
             now, before = (facts["state"], facts["message"], facts["step"]), self._said.get(facts["path"])
             if before is None or now[:2] != before[:2] or (everything and now != before):
                 self._said[facts["path"]] = now

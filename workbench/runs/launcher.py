@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import inspect
 import json
@@ -14,11 +15,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import CheckpointError, PlanInfeasible, PlanMismatch, RunExists
+from workbench.errors import CheckpointError, PlanInfeasible, PlanMismatch, RunExists, WorkbenchError
 from workbench.rundir import RunDir, append_event, process_record, read_json, write_json
 from workbench.runs import processes, turns
 from workbench.runs.environment import environment
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
-WORKER = "workbench.execution.worker"
+WORKER = processes.WORKER
+LONGEST_NAME = 100
+"""Letters of an experiment's name that its directory takes: file systems end at 255."""
 
 
 def launch(
@@ -55,9 +58,10 @@ def launch(
     """
     check_plan(experiment, plan)
     devices = _check_machine(plan)
-    run = _written(experiment, plan, directory, resume, facts, code)
-    append_event(run.events, "status", state="queued", message="")
-    _start_supervisor(run, plan, devices, worker)
+    turns.queue_folder()
+    with _written(experiment, plan, directory, resume, facts, code) as run:
+        append_event(run.events, "status", state="queued", message="")
+        _start_supervisor(run, plan, devices, worker)
     _tell_notebook(run)
     return Run(run.path)
 
@@ -75,12 +79,13 @@ def prepare(
     Raises `RunExists`, `PlanMismatch` or `CheckpointError`.
     """
     check_plan(experiment, plan)
-    run = _written(experiment, plan, directory, resume, facts, None)
-    write_json(run.launcher, {})  # known to be started by somebody else
-    append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
+    with _written(experiment, plan, directory, resume, facts, None) as run:
+        write_json(run.launcher, {})  # known to be started by somebody else
+        append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
     return Run(run.path)
 
 
+@contextlib.contextmanager
 def _written(
     experiment: Experiment,
     plan: Plan,
@@ -88,17 +93,24 @@ def _written(
     resume: Run | str | os.PathLike[str] | None,
     facts: Mapping[str, Any] | None,
     code: Mapping[str, bytes] | None,
-) -> RunDir:
-    """A run directory that ranks can start from."""
+) -> Iterator[RunDir]:
+    """A run directory that ranks can start from; nobody else starts them while the block runs."""
     code = _user_code(experiment) if code is None else code
     checkpoint = None if resume is None else _checkpoint(resume)
-    run = _prepare_directory(experiment, directory, checkpoint)
-    _describe(run, experiment, plan, facts or {})
-    for name, content in code.items():
-        (run.code / name).write_bytes(content)
-    if checkpoint is not None:
-        write_json(run.resume, {"checkpoint": str(checkpoint), "step": _step_of(checkpoint)})
-    return run
+    if checkpoint is not None and _step_of(checkpoint) > experiment.steps:
+        raise CheckpointError(
+            f"{checkpoint} is of step {_step_of(checkpoint):,}, after the {experiment.steps:,} steps asked for. Ask "
+            "for more steps, or launch the experiment anew.",
+            step=_step_of(checkpoint),
+            steps=experiment.steps,
+        )
+    with _own_directory(experiment, directory, checkpoint) as run:
+        _describe(run, experiment, plan, facts or {})
+        for name, content in code.items():
+            (run.code / name).write_bytes(content)
+        if checkpoint is not None:
+            write_json(run.resume, {"checkpoint": str(checkpoint), "step": _step_of(checkpoint)})
+        yield run
 
 
 def clone(run: Run, plan: Plan | None = None, *, worker: str = WORKER, **changes: Any) -> Run:
@@ -122,6 +134,8 @@ def clone(run: Run, plan: Plan | None = None, *, worker: str = WORKER, **changes
     }
     code = {name: path.read_bytes() for name, path in kept.items() if path.exists()}
     code |= _user_code(experiment, only=[part for part in ("model", "data") if part in changes])
+    if code:
+        code[CODE_PATH] = _path_json([*_code_path(run.directory), *user_path()])
     return launch(experiment, chosen, facts={"cloned_from": run.name}, code=code, worker=worker)
 
 
@@ -170,7 +184,9 @@ def _checkpoint(resume: Run | str | os.PathLike[str]) -> Path:
             raise CheckpointError(f"There is no checkpoint {path}. Its run lists those it has: run.checkpoints.")
         return path
     run = resume if isinstance(resume, Run) else load_run(path)
-    if run.alive:
+    if run.status.final:
+        processes.wait_left(run.directory)
+    if run.alive or run.heard_elsewhere:
         raise RunExists(
             f"Run {run.name} is still {run.status.state}. Stop it first: run.stop(wait=True).", run=str(run.path)
         )
@@ -187,58 +203,94 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _prepare_directory(
+@contextlib.contextmanager
+def _own_directory(
     experiment: Experiment, directory: str | os.PathLike[str] | None, checkpoint: Path | None
-) -> RunDir:
+) -> Iterator[RunDir]:
     """Make the run's directory, or clear the last attempt's traces from the one that is continued."""
-    if directory is None and checkpoint is not None:
-        run = RunDir(checkpoint.parent.parent)
-        clear_attempt(run)
-    elif directory is None:
-        run = RunDir(_new_directory(str(experiment.name)))
-    else:
+    continued = None if checkpoint is None else checkpoint.parent.parent
+    if directory is not None:
         run = RunDir(Path(directory).expanduser().absolute())
-        _claim(run, continued=checkpoint is not None and checkpoint.parent.parent == run.path)
-    for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
-        folder.mkdir(parents=True, exist_ok=True)
-    return run
+        continued = continued if continued is not None and continued.resolve() == run.path.resolve() else None
+    else:
+        run = RunDir(continued or _new_directory(str(experiment.name)))
+    if continued is None:
+        _claim(run)
+    with _alone(run):
+        if continued is not None:
+            clear_attempt(run)
+        elif run.experiment.exists():
+            raise _taken(run)
+        for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield run
+
+
+@contextlib.contextmanager
+def _alone(run: RunDir) -> Iterator[None]:
+    """Two kernels, or two buttons, that start the same run at once would train it twice, into the same files."""
+    try:
+        file = run.lock.open("a")
+    except OSError as error:
+        raise WorkbenchError(
+            f"{run.path} cannot be written: {error.strerror}. wb.clone(run) trains the same in a folder of your own.",
+            directory=str(run.path),
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunExists(
+                f"{run.path} is being started by somebody else right now. Follow it: wb.load_run({str(run.path)!r}).",
+                directory=str(run.path),
+            ) from None
+        yield
 
 
 def _new_directory(name: str) -> Path:
     """`runs/<name>-<yyyymmdd-hhmmss>`, made so that no two launches share one."""
-    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:LONGEST_NAME].strip("-.") or "run"
+    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     root = runs_root()
-    root.mkdir(parents=True, exist_ok=True)
-    for attempt in range(1, 1000):
-        path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            return path
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise WorkbenchError(
+            f"No run can be kept in {root}: {error.strerror}. Set WORKBENCH_RUNS to a folder that can be written.",
+            folder=str(root),
+        ) from None
     raise AssertionError("a thousand runs in one second")
 
 
-def _claim(run: RunDir, continued: bool) -> None:
+def _claim(run: RunDir) -> None:
     if run.path.is_dir() and any(run.path.iterdir()):
-        if not continued:
-            what = "holds a run" if run.experiment.exists() else "is not empty"
-            raise RunExists(
-                f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
-                f"resume={str(run.path)!r}.",
-                directory=str(run.path),
-            )
-        clear_attempt(run)
-    elif run.path.exists() and not run.path.is_dir():
+        raise _taken(run)
+    if run.path.exists() and not run.path.is_dir():
         raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
     run.path.mkdir(parents=True, exist_ok=True)
+
+
+def _taken(run: RunDir) -> RunExists:
+    what = "holds a run" if run.experiment.exists() else "is not empty"
+    return RunExists(
+        f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
+        f"resume={str(run.path)!r}.",
+        directory=str(run.path),
+    )
 
 
 def clear_attempt(run: RunDir) -> None:
     """Put aside how the last attempt was described, who ran it and what failed; go on with the same events."""
     if not processes.run_alive(run):
-        processes.wait_gone(processes.supervisors(run), processes.LEAVES_S)  # its last status belongs to this attempt
+        processes.wait_left(run)  # its last status belongs to this attempt
     if processes.run_alive(run) or processes.strays(run):
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
-    number = sum(1 for _ in run.path.glob("attempts/*")) + 1
+    number = max((int(path.name) for path in run.path.glob("attempts/*") if path.name.isdigit()), default=0) + 1
     aside = run.path / "attempts" / str(number)
     aside.mkdir(parents=True)
     for path in (run.experiment, run.plan, run.environment, run.tracker):
@@ -306,7 +358,24 @@ def _user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) 
     for name, value in own.items():
         files[f"{name}.pkl"] = pickled(name, value)
         files[f"{name}.py"] = _source(value).encode()
+    if files:
+        files[CODE_PATH] = _path_json(user_path())
     return files
+
+
+CODE_PATH = "path.json"
+"""In `code/`: where the modules lie that a model or dataset is found in; the run may be continued from elsewhere."""
+
+
+def _path_json(entries: Iterable[str]) -> bytes:
+    return json.dumps(list(dict.fromkeys(entries)), indent=2).encode()
+
+
+def _code_path(run: RunDir) -> list[str]:
+    try:
+        return [str(entry) for entry in read_json(run.code / CODE_PATH)]
+    except (OSError, ValueError):
+        return []
 
 
 def _source(value: Any) -> str:
@@ -346,14 +415,25 @@ def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker:
             stdout=log,
             stderr=log,
             start_new_session=True,  # or an interrupt of the kernel would reach it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(user_path())},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(worker_path(run))},
         )
-    threading.Thread(target=process.wait, name=f"reap {run.path.name}", daemon=True).start()
-    supervisor = process_record(process.pid)
-    count = 1 if kind == "cpu" else plan.world
-    ticket = turns.take_ticket(run, kind=kind, pool=devices, count=count, supervisor=supervisor)
-    summary = {"world": plan.world, "kind": kind, "precision": plan.precision}
-    write_json(run.launcher, {"supervisor": supervisor, "ticket": str(ticket.path), "plan": summary, "worker": worker})
+    try:
+        supervisor = process_record(process.pid)
+        count = 1 if kind == "cpu" else plan.world
+        ticket = turns.take_ticket(run, kind=kind, pool=devices, count=count, supervisor=supervisor)
+        told = {"supervisor": supervisor, "ticket": str(ticket.path), "worker": worker}
+        summary = {"world": plan.world, "kind": kind, "precision": plan.precision}
+        write_json(run.launcher, {**told, "plan": summary})
+    except BaseException:
+        process.kill()  # it waits for what could not be written
+        raise
+    finally:
+        threading.Thread(target=process.wait, name=f"reap {run.path.name}", daemon=True).start()
+
+
+def worker_path(run: RunDir) -> Iterable[str]:
+    """Where the ranks find modules: as this process does, and where the run's own code found them."""
+    return dict.fromkeys([*user_path(), *_code_path(run)])
 
 
 def user_path() -> Iterable[str]:

@@ -29,7 +29,7 @@ from workbench.home import cache_home
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, read_json, this_process, write_json
 from workbench.runs import processes, supervisor, turns
 from workbench.runs.failure import record_silent_death
-from workbench.runs.launcher import WORKER, clear_attempt, user_path
+from workbench.runs.launcher import WORKER, clear_attempt, worker_path
 from workbench.runs.supervisor import Nodes
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def slurm(
             *lines,
             "# Submitted again, or requeued, it continues from the last good checkpoint.",
             "set -euo pipefail",
-            f"export PYTHONPATH={shlex.quote(os.pathsep.join(user_path()))}",
+            f"export PYTHONPATH={shlex.quote(os.pathsep.join(worker_path(run.directory)))}",
             f"export WORKBENCH_HOME={shlex.quote(str(cache_home()))}",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             "port=$((20000 + SLURM_JOB_ID % 10000))",

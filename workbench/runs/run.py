@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import html
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -28,8 +30,12 @@ POLL_S = 0.2
 RECENT_STEPS = 20
 """Steps that the speed of a run is the median of."""
 VANISHED = "The launcher vanished."
+FULL = " Its disk is full, so that nobody could write why: free some, and resume it."
+FULL_BYTES = 2**20
 LAUNCH_LIMIT_S = 30.0
-"""From a new run's first event until its supervisor is known."""
+"""From a new run's first file until its supervisor is known."""
+SILENCE_S = 60.0
+"""Of a run on another host, after which it is taken to be gone: its supervisor samples devices every two seconds."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class _Progress:
     memory: dict[int, dict[str, Any]]
     troubles: tuple[str, ...] = ()
     """What went wrong with checkpoints since the last launch."""
+    offset: int = 0
+    """Bytes of the events that this was read from: kept with it, since several threads may read one handle."""
 
     @property
     def step(self) -> dict[str, Any]:
@@ -84,7 +92,6 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._dir = RunDir(Path(path).absolute())
-        self._offset = 0
         self._seen = _Progress(None, {}, (), None, {})
 
     @property
@@ -103,7 +110,12 @@ class Run:
     @property
     def experiment(self) -> dict[str, Any]:
         """What was asked for, as JSON: reading a run never executes anyone's code."""
-        value: dict[str, Any] = read_json(self._dir.experiment)
+        try:
+            value = read_json(self._dir.experiment)
+        except (OSError, ValueError) as error:
+            raise RunNotFound(f"{self._dir.experiment} cannot be read: {error}.", run=str(self.path)) from None
+        if not isinstance(value, dict):
+            raise RunNotFound(f"{self._dir.experiment} describes no experiment.", run=str(self.path))
         return value
 
     @property
@@ -146,11 +158,13 @@ class Run:
 
     def _status_of_the_orphaned(self, progress: _Progress, recorded: Status) -> Status:
         """No process is left and nobody wrote how it ended; the ranks' `end` event may still tell."""
-        if not self._dir.launcher.exists() and time.time() - recorded.time < LAUNCH_LIMIT_S:
+        begun = recorded.time or _made_at(self.path)
+        if not self._dir.launcher.exists() and time.time() - begun < LAUNCH_LIMIT_S:
             return recorded  # `launch` is about to start it
         if progress.end is None:
             killed = self._dir.kill_file.exists()
-            return Status("stopped", KILLED, recorded.time) if killed else Status("failed", VANISHED, recorded.time)
+            message = KILLED if killed else VANISHED + (FULL if _disk_is_full(self.path) else "")
+            return Status("stopped" if killed else "failed", message, recorded.time)
         steps, target = int(progress.end["steps"]), int(self.experiment.get("steps", 0))
         if steps >= target:
             return Status("finished", f"{steps} steps (the launcher had vanished).", progress.end["time"])
@@ -162,16 +176,18 @@ class Run:
         Harmless when the run has ended. Ranks that hang are ended by force after a few minutes, also when
         the launcher is gone.
         """
+        ended = self.status.final
         self._ask_to_leave(self._dir.stop_file)
-        return self.wait() if wait else self
+        return self.wait() if wait and not ended else self
 
     def kill(self, wait: bool = True) -> Run:
         """End the ranks at once; what was trained since the last checkpoint is lost.
 
         Harmless when the run has ended. Processes of another host are ended by their own supervisor, if it lives.
         """
+        ended = self.status.final
         self._ask_to_leave(self._dir.kill_file)
-        return self.wait() if wait else self
+        return self.wait() if wait and not ended else self
 
     def _ask_to_leave(self, request: Path) -> None:
         supervisor = self._supervisor()
@@ -186,6 +202,13 @@ class Run:
     def _elsewhere(self) -> bool:
         """Whether what writes the run's states is on another host: its supervisor, or rank 0 where it has none."""
         return any(map(is_elsewhere, self._supervisor() or processes.rank_records(self._dir)[:1]))
+
+    @property
+    def heard_elsewhere(self) -> bool:
+        """Whether another host writes to the run, as far as its events tell: its processes cannot be looked at."""
+        if self.status.final or not self._elsewhere:
+            return False
+        return time.time() - self._dir.events.stat().st_mtime < SILENCE_S
 
     @property
     def _prepared(self) -> bool:
@@ -224,7 +247,7 @@ class Run:
         except KeyboardInterrupt:
             print(f"{self.name} trains on; stop() ends it.")
             return self
-        processes.wait_gone([*self._supervisor(), *processes.supervisors(self._dir)], processes.LEAVES_S)
+        processes.wait_left(self._dir)
         if status.state == "failed":
             raise self._failure(status)
         return self
@@ -246,7 +269,7 @@ class Run:
         """
         from workbench.execution.export import export_step
 
-        return export_step(self._dir.checkpoints, Path(to), step)
+        return export_step(self._dir.checkpoints, Path(to).expanduser(), step)
 
     def events(self) -> list[dict[str, Any]]:
         """Every event so far; `workbench.rundir` lists their fields."""
@@ -292,7 +315,7 @@ class Run:
         from workbench.runs.history import latest
 
         seen = self._seen
-        events, self._offset = latest(self._dir.events, self._offset)
+        events, offset = latest(self._dir.events, seen.offset)
         status, start, steps, end, memory = seen.status, seen.start, list(seen.steps), seen.end, dict(seen.memory)
         troubles = list(seen.troubles)
         for event in events:
@@ -316,7 +339,7 @@ class Run:
                 end = event
             elif event["type"] == "memory":
                 memory[int(event["rank"])] = event
-        self._seen = _Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory, tuple(troubles))
+        self._seen = _Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory, tuple(troubles), offset)
         return self._seen
 
     def summary(self) -> dict[str, Any]:
@@ -381,7 +404,7 @@ class Run:
 
     def __repr__(self) -> str:
         facts = self.summary()
-        parts = [facts["state"], f"step {facts['step']:,} of {facts['steps']:,}", *_figures(facts)]
+        parts = [facts["state"], f"step {_step_cell(facts)}", *_figures(facts)]
         message = f" ({facts['message']})" if facts["message"] and facts["state"] != "finished" else ""
         return f"Run({self.name}: {', '.join(parts)}{message})"
 
@@ -434,7 +457,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
         return load_remote(path)
     for candidate in (Path(path).expanduser(), runs_root() / path):
-        if RunDir(candidate).experiment.is_file():
+        if _is_run(candidate):
             return Run(candidate)
     parent = Path(path).expanduser().absolute().parent
     names = {p.name for root in (runs_root(), parent) for p in _run_directories(root)}
@@ -451,7 +474,29 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 def _run_directories(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return [path for path in root.iterdir() if RunDir(path).experiment.is_file()]
+    return [path for path in root.iterdir() if _is_run(path)]
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return RunDir(path).experiment.is_file()
+    except OSError:  # a folder that is not for us to look into
+        return False
+
+
+def _disk_is_full(path: Path) -> bool:
+    try:
+        return shutil.disk_usage(path).free < FULL_BYTES
+    except OSError:
+        return False
+
+
+def _made_at(path: Path) -> float:
+    """Unix seconds at which the run was described, 0 for one that has gone; what is being launched may lack a file."""
+    for file in (RunDir(path).environment, RunDir(path).experiment):
+        with contextlib.suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -479,8 +524,8 @@ class RunTable:
         return self.runs[key] if isinstance(key, int) else load_run(self.root / key)
 
     def rows(self) -> list[dict[str, Any]]:
-        """`Run.summary()` of each."""
-        return [run.summary() for run in self.runs]
+        """`Run.summary()` of each, or of one that cannot be read, that it has failed and why."""
+        return [summary_or_why_not(run) for run in self.runs]
 
     def cells(self) -> list[tuple[str, ...]]:
         """`HEADER`'s columns of each run, for people."""
@@ -503,13 +548,24 @@ class RunTable:
         return f"<table><thead>{line('th', HEADER)}</thead><tbody>{body}</tbody></table>"
 
 
+def summary_or_why_not(run: Run) -> dict[str, Any]:
+    """`Run.summary()`; damaged files, or a run that is being deleted, must not hide the others."""
+    try:
+        return run.summary()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        unknown = ("steps", "loss", "tokens", "tokens_per_s", "mfu", "eta_s", "devices", "peak_bytes")
+        why = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {type(error).__name__}: {error}."
+        known = {"name": run.name, "path": str(run.path), "state": "failed", "message": why, "step": 0, "gpus": []}
+        return {**known, **dict.fromkeys(unknown), "time": 0.0}
+
+
 HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when")
 
 
 def runs(root: str | os.PathLike[str] | None = None) -> RunTable:
     """The runs in `root` (by default where `launch` puts them), newest first."""
     folder = runs_root() if root is None else Path(root).expanduser().absolute()
-    found = sorted(_run_directories(folder), key=lambda path: RunDir(path).environment.stat().st_mtime, reverse=True)
+    found = sorted(_run_directories(folder), key=_made_at, reverse=True)
     return RunTable(folder, tuple(Run(path) for path in found))
 
 
@@ -517,7 +573,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["name"],
         row["state"],
-        f"{row['step']:,} of {row['steps']:,}",
+        _step_cell(row),
         "" if row["loss"] is None else f"{row['loss']:.4g}",
         "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),
         "" if not row["mfu"] else f"{row['mfu']:.1%}",
@@ -525,6 +581,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         _devices_cell(row),
         f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
     )
+
+
+def _step_cell(row: dict[str, Any]) -> str:
+    return f"{row['step']:,} of {row['steps']:,}" if row["steps"] else f"{row['step']:,}"
 
 
 def _devices_cell(row: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, process_alive, read_json, write_json
 from workbench.runs.processes import run_alive
 
@@ -37,8 +38,22 @@ def node_devices(kind: str) -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return uuids
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return tuple(uuids[int(name)] if name.isdigit() and int(name) < len(uuids) else name for name in names)
+    found: dict[str, None] = {}
+    for name in map(str.strip, visible.split(",")):
+        device = _visible_device(name, uuids)
+        if device is None:
+            break  # CUDA, too, sees none from the first that does not exist: "-1", Slurm's "NoDevFiles"
+        found[device] = None
+    return tuple(found)
+
+
+def _visible_device(name: str, uuids: Sequence[str]) -> str | None:
+    """One entry of `CUDA_VISIBLE_DEVICES` by its whole UUID where that is known; None for what is no device."""
+    if name.isdigit():
+        return (uuids[int(name)] if int(name) < len(uuids) else None) if uuids else name
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    return next((uuid for uuid in uuids if uuid.startswith(name)), name)
 
 
 def _gpu_uuids() -> tuple[str, ...]:
@@ -95,10 +110,7 @@ def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supe
     Nothing of the run may be alive. A place that it had before, because a kill left the ticket, is given up: it would
     count again as soon as the run does, and the run would wait for itself.
     """
-    from workbench.home import cache_home
-
-    folder = cache_home() / "turns" / socket.gethostname()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = queue_folder()
     with _locked(folder):
         _live_tickets(folder)  # sweeps those of the dead
         number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1
@@ -106,6 +118,23 @@ def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supe
         fields = {"run": str(run.path), "kind": kind, "pool": list(pool), "count": count}
         write_json(ticket.path, {**fields, "devices": None, "supervisor": dict(supervisor)})
     return ticket
+
+
+def queue_folder() -> Path:
+    """Where this host's tickets lie. Raises `WorkbenchError` where none can be written."""
+    from workbench.home import cache_home
+
+    folder = cache_home() / "turns" / socket.gethostname()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            return folder
+    except OSError as error:
+        raise WorkbenchError(
+            f"This machine's queue of runs cannot be kept in {folder}: {error.strerror}. Set WORKBENCH_HOME to a "
+            "folder that can be written.",
+            folder=str(folder),
+        ) from None
 
 
 def _tickets(folder: Path) -> list[Path]:

@@ -1,0 +1,79 @@
+"""Two starts of one run at once, a model that lies elsewhere: with real processes."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from tests.distributed.test_launch import HERE, ROOT, eventually, experiment, node, plan_for, start
+from workbench.errors import CheckpointError, RunExists, WorkbenchError
+from workbench.runs import launch, launcher, load_run, runs
+
+__all__ = ["node"]  # a fixture of every test here, too
+
+
+def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
+    run = start(steps=2, world=1).wait(60)
+    asked_twice, described = threading.Barrier(2), launcher.environment
+
+    def slowly():
+        asked_twice.wait(30)
+        return described()
+
+    monkeypatch.setattr(launcher, "environment", slowly)
+    first = threading.Thread(target=start, args=(4, 1), kwargs={"resume": run.path})
+    first.start()
+    eventually(lambda: (run.path / "attempts").exists() and not run.directory.launcher.exists())
+    with pytest.raises(RunExists, match="being started by somebody else"):
+        start(steps=4, world=1, resume=run.path)
+    assert len(runs()) == 1
+    asked_twice.wait(30)
+    first.join()
+    assert load_run(run.path).wait(60).history().step.tolist() == [1, 2, 3, 4]
+    states = [event["state"] for event in run.events() if event["type"] == "status"]
+    assert states.count("finished") == 2
+    with pytest.raises(CheckpointError, match="is of step 4, after the 3 steps"):
+        start(steps=3, world=1, resume=run)
+
+
+def test_a_run_is_listed_while_another_kernel_is_describing_it(monkeypatch):
+    listed, described = threading.Event(), launcher.environment
+    monkeypatch.setattr(launcher, "environment", lambda: (listed.wait(30), described())[1])
+    launching = threading.Thread(target=start, args=(1, 1))
+    launching.start()
+    (row,) = eventually(lambda: runs().rows())
+    listed.set()
+    launching.join()
+    assert (row["state"], row["message"]) == ("queued", "")
+    assert runs()[0].wait(60).status.state == "finished"
+
+
+def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_folder(node):
+    (node / "project").mkdir()
+    (node / "project" / "my_net.py").write_text("def build():\n    return 'my net'\n")
+    code = f"""
+        import sys
+        sys.path[:0] = [{str(ROOT)!r}, {str(HERE)!r}]
+        import my_net
+        from test_launch import experiment, launch, plan_for
+        asked = experiment(1).replace(model=my_net.build, name="own")
+        print(launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60).path)
+    """
+    (node / "project" / "train.py").write_text(textwrap.dedent(code))
+    command = [sys.executable, str(node / "project" / "train.py")]
+    run = load_run(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    asked = experiment(2)
+    again = launch(asked, plan_for(asked, 1), resume=run, code={}, worker="standin_worker").wait(60)
+    assert again.logs().count("built my net") == 2
+    clone = launcher.clone(run, worker="standin_worker").kill()
+    assert str(node / "project") in launcher.worker_path(clone.directory)
+
+
+def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, monkeypatch):
+    (node / "file").touch()
+    monkeypatch.setenv("WORKBENCH_HOME", str(node / "file"))
+    with pytest.raises(WorkbenchError, match="Set WORKBENCH_HOME"):
+        start()
+    assert not (node / "runs").exists()

@@ -1,0 +1,262 @@
+"""What happens to runs beside training: torn and foreign files, two kernels, other hosts, odd environments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.unit.test_runs import make_run
+from workbench import api
+from workbench.errors import CheckpointError, RunExists, RunNotFound, WorkbenchError
+from workbench.rundir import (
+    RunDir,
+    append_event,
+    process_alive,
+    process_record,
+    read_events,
+    this_process,
+    write_json,
+)
+from workbench.runs import Run, environment, launcher, load_run, processes, run, runs, supervisor, turns
+from workbench.runs.follow import Follower
+
+SLEEP = "import time; time.sleep({})"
+FAR = {"pid": 1, "created": 0.0, "host": "another-host"}
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts processes that sleep, with further words on their command line."""
+    started = []
+
+    def one(*words: str, seconds: float = 60) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", SLEEP.format(seconds), *words]))
+        while psutil.Process(started[-1].pid).cmdline()[:1] != [sys.executable]:  # forked, and not yet itself
+            time.sleep(0.01)
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def pids(records: list[dict[str, Any]]) -> set[int]:
+    return {record["pid"] for record in records}
+
+
+def test_only_processes_that_train_a_run_are_taken_for_its_own(tmp_path, begin):
+    found = make_run(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    begin("-m", "tensorboard.main", "--logdir", str(found.path))
+    begin("-m", "workbench.cli", "show", "--follow", str(found.path))
+    rank = begin("-m", processes.WORKER, str(found.path))
+    assert pids(processes.strays(found)) == pids(processes.survivors(found)) == {rank.pid}
+    for other in (tmp_path / "link" / "bert-1", tmp_path / "x" / ".." / "bert-1"):
+        assert pids(processes.strays(RunDir(other))) == {rank.pid}
+
+
+def test_ranks_of_other_hosts_do_not_hide_those_that_run_here(tmp_path, begin):
+    found = make_run(tmp_path)
+    here = process_record(begin().pid)
+    write_json(found.rank(0), {**here, "rank": 0})
+    write_json(found.rank(1), {**FAR, "pid": here["pid"], "rank": 1})
+    assert pids(processes.live_workers(found)) == {here["pid"]}
+
+
+def test_a_clock_that_is_set_ends_nobody():
+    record = this_process()
+    assert process_alive({**record, "created": record["created"] + 3600})
+    assert not process_alive({**record, "ticks": record["ticks"] + 1})
+
+
+def test_a_supervisor_that_cannot_go_on_leaves_no_rank_behind(tmp_path, begin):
+    found = make_run(tmp_path)
+    rank = begin("-m", processes.WORKER, str(found.path))
+    with pytest.raises(OSError, match="full"), supervisor._last_words(found):
+        raise OSError("full")
+    assert not psutil.pid_exists(rank.pid)
+    assert Run(found.path).status.state == "failed"
+
+
+def checkpointed(folder: Path, step: int = 2, **facts: Any) -> RunDir:
+    """A run that was stopped, and left a checkpoint."""
+    found = make_run(folder, **facts)
+    found.checkpoint(step).mkdir(parents=True)
+    append_event(found.events, "checkpoint", step=step, path="", seconds=0.0)
+    append_event(found.events, "status", state="stopped", message="")
+    return found
+
+
+def test_a_run_is_continued_at_once_though_its_supervisor_is_only_just_leaving(tmp_path, begin):
+    last = begin(seconds=1)
+    found = checkpointed(tmp_path, supervisor=process_record(last.pid))
+    assert launcher._checkpoint(Run(found.path)) == found.checkpoint(2)
+
+
+def test_a_run_that_another_host_writes_is_not_continued_here(tmp_path):
+    found = make_run(tmp_path, supervisor=FAR)
+    with pytest.raises(RunExists, match="is still running"):
+        launcher._checkpoint(Run(found.path))
+    os.utime(found.events, (time.time() - 120,) * 2)  # its machine is gone
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        launcher._checkpoint(Run(found.path))
+
+
+def test_an_earlier_attempt_that_was_deleted_stops_no_later_one(tmp_path):
+    found = checkpointed(tmp_path)
+    (found.path / "attempts" / "2").mkdir(parents=True)
+    launcher.clear_attempt(found)
+    assert (found.path / "attempts" / "3" / "launcher.json").exists()
+
+
+def test_what_has_failed_is_stopped_and_killed_without_a_complaint(tmp_path):
+    found = make_run(tmp_path)
+    assert Run(found.path).stop(wait=True).status.state == "failed"
+    assert Run(found.path).kill().status.state == "failed"
+    assert [one.name for one in (*api.kill(found.path), *api.stop([found.path], wait=True))] == ["bert-1"] * 2
+
+
+def test_events_after_a_line_that_a_full_disk_cut_short_are_read(tmp_path):
+    events = tmp_path / "events.jsonl"
+    append_event(events, "status", state="running", message="")
+    with events.open("a") as file:
+        file.write('{"type": "step", "time": 17')
+    append_event(events, "status", state="failed", message="No space left on device")
+    with events.open("a") as file:
+        file.write("5\nnull\n")
+    assert [event["state"] for event in read_events(events)] == ["running", "failed"]
+
+
+def test_two_threads_may_read_one_handle(tmp_path, monkeypatch):
+    found = make_run(tmp_path, supervisor=this_process())
+    handle, known = Run(found.path), run.Status
+
+    def interrupted(*fields: Any) -> run.Status:
+        """The other thread's turn comes while this one digests what it has read."""
+        monkeypatch.setattr(run, "Status", known)
+        append_event(found.events, "status", state="finished", message="")
+        handle._progress()
+        return known(*fields)
+
+    monkeypatch.setattr(run, "Status", interrupted)
+    handle._progress()
+    assert handle.status.state == "finished"
+
+
+def test_one_damaged_run_does_not_hide_the_others(tmp_path):
+    for name, text in (("empty", ""), ("list", "[]"), ("foreign", '{"model": "mine"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "experiment.json").write_text(text)
+        os.utime(tmp_path / name / "experiment.json", (0, 0))
+    found = make_run(tmp_path, "sound", supervisor=this_process())
+    write_json(found.rank(0), {})
+    rows = {row["name"]: row for row in runs(tmp_path).rows()}
+    assert {name: row["state"] for name, row in rows.items()} == {
+        "sound": "running",
+        **dict.fromkeys(("empty", "list", "foreign"), "failed"),
+    }
+    assert "experiment.json cannot be read" in rows["empty"]["message"]
+    assert "0 of 100" in repr(runs(tmp_path))
+    with pytest.raises(RunNotFound, match="cannot be read"):
+        repr(load_run(tmp_path / "empty"))
+
+
+def test_a_run_that_is_just_being_launched_is_listed_as_queued(tmp_path):
+    write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    (row,) = runs(tmp_path).rows()
+    assert (row["state"], row["steps"]) == ("queued", 10)
+
+
+def test_followers_are_told_that_a_run_was_deleted_and_go_on(tmp_path):
+    found, other = (Run(make_run(tmp_path, name, supervisor=this_process()).path) for name in ("gone", "there"))
+    follower = Follower(0.0)
+    assert len(list(follower.lines([found, other]))) == 2
+    shutil.rmtree(found.path)
+    append_event(other.directory.events, "step", step=1, loss=2.0)
+    gone, there = follower.lines([found, other])
+    assert "failed" in gone
+    assert "loss 2" in there
+
+
+def test_a_run_that_nobody_could_end_says_that_its_disk_is_full(tmp_path, monkeypatch):
+    found = make_run(tmp_path)
+    monkeypatch.setattr(run.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+    assert "Its disk is full" in Run(found.path).status.message
+
+
+def test_a_long_name_makes_a_directory_all_the_same_and_a_closed_folder_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    assert launcher._new_directory("x" * 300).is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "file"))
+    with pytest.raises(WorkbenchError, match="Set WORKBENCH_RUNS"):
+        launcher._new_directory("x")
+
+
+def test_a_home_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "file"))
+    with pytest.raises(WorkbenchError, match="Set WORKBENCH_HOME"):
+        turns.queue_folder()
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Answers for the driver's tool, which is not here."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def answer(text: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<END\n{text}\nEND\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return answer
+
+
+def test_a_gpu_that_does_not_tell_its_memory_or_is_lost_stops_no_launch(nvidia_smi):
+    nvidia_smi("0, NVIDIA GB10, GPU-a, 580.1, [N/A], [N/A]")
+    assert [(gpu["name"], gpu["memory_bytes"]) for gpu in environment.gpus()] == [("NVIDIA GB10", 0)]
+    nvidia_smi("Unable to determine the device handle for GPU0: 0000:01:00.0: Unknown Error")
+    assert environment.gpus() == []
+
+
+def test_visible_devices_are_read_as_cuda_does(nvidia_smi, monkeypatch):
+    nvidia_smi("GPU 0: NVIDIA H200 (UUID: GPU-aaaa-1)\nGPU 1: NVIDIA H200 (UUID: GPU-bbbb-2)")
+    first, second = "GPU-aaaa-1", "GPU-bbbb-2"
+    asked = {
+        "1, 0": (second, first),
+        "GPU-bb": (second,),
+        "0,0": (first,),
+        "0,-1,1": (first,),
+        "1,7,0": (second,),
+        **dict.fromkeys(("-1", "NoDevFiles", ""), ()),
+    }
+    for value, devices in asked.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert turns.node_devices("cuda") == devices, value
+
+
+def test_the_modules_of_a_runs_own_code_are_found_from_wherever_it_goes_on(tmp_path):
+    found = make_run(tmp_path)
+    found.code.mkdir()
+    (found.code / launcher.CODE_PATH).write_bytes(launcher._path_json([str(tmp_path / "project")]))
+    assert list(launcher.worker_path(found)) == [*launcher.user_path(), str(tmp_path / "project")]
+
+
+def test_a_tilde_is_the_home_folder_in_every_verb(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    checkpointed(tmp_path)
+    with pytest.raises(WorkbenchError, match=str(tmp_path / "mine.ipynb")):
+        api.share("~/mine.ipynb", "~")
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "plan.json")):
+        api.load_plan("~/plan.json")
