@@ -132,6 +132,23 @@ def test_a_failing_cell_is_named_and_leaves_the_page_up_to_it(notebook, tmp_path
     assert (tmp_path / "out" / "trial.html").exists()
 
 
+def test_a_notebook_is_not_executed_over_itself(notebook, tmp_path):
+    before = notebook.read_bytes()
+    for folder in (tmp_path, tmp_path / "out" / ".."):
+        with pytest.raises(WorkbenchError, match="would be overwritten"):
+            notebooks.execute(notebook, folder)
+    assert notebook.read_bytes() == before
+
+
+def test_a_kernel_that_dies_leaves_the_page_up_to_there(notebook, tmp_path):
+    value = nbformat.read(notebook, as_version=4)
+    value.cells.append(nbformat.v4.new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"))
+    nbformat.write(value, notebook)
+    with pytest.raises(WorkbenchError, match=r"kernel of trial.ipynb died"):
+        notebooks.execute(notebook, tmp_path / "out")
+    assert "default for 400 steps" in (tmp_path / "out" / "trial.html").read_text()
+
+
 def test_a_template_that_does_not_exist_is_answered_with_what_there_is(tmp_path, monkeypatch):
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "bert_scaling.ipynb").write_text("{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import tomllib
@@ -107,11 +108,12 @@ def no_browser(tmp_path, monkeypatch):
 def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("MY_API_KEY", "very-secret-value")
+    monkeypatch.setenv("MY_SIGNING_KEY", '{"begin": "of-it"\n"middle-of-it"}')
     values = losses(0)
     run_of(tmp_path / "runs", values, data_fingerprint="abc", command=["x"], directory="/home/me")
     run_of(tmp_path / "runs", values, "bert-10")
     original = tmp_path / "<i>mine.ipynb"
-    text = "Run(bert-1: finished) with very-secret-value <script>alert(1)</script>"
+    text = "Run(bert-1: finished) with very-secret-value <script>alert(1)</script>" + os.environ["MY_SIGNING_KEY"]
     widget = {WIDGET_MIME: {"model_id": "0"}, "text/plain": "FigureWidget({})"}
     nbformat.write(notebook_with({PLOTLY_MIME: figure()}, widget, text=text), original)
     shared = notebooks.share(original, tmp_path / "to")
@@ -119,7 +121,8 @@ def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeyp
     drawn, stream = value.cells[0].outputs
     assert drawn["data"]["image/png"].startswith("iVBOR"), shared.notes
     assert PLOTLY_MIME in drawn["data"]
-    assert "very-secret-value" not in shared.notebook.read_text() + shared.page.read_text()
+    for secret in ("very-secret-value", "middle-of-it"):
+        assert secret not in shared.notebook.read_text() + shared.page.read_text()
     assert stream["text"].startswith("Run(bert-1: finished) with ***")
     (recorded,) = _record.read_record(value, "mine").runs
     assert (recorded.name, recorded.data_fingerprint) == ("bert-1", "abc")

@@ -53,6 +53,8 @@ def execute(
     anything runs.
     """
     _check_parameters(notebook, parameters or {})
+    if (to / notebook.name).resolve() == notebook.resolve():
+        raise WorkbenchError(f"{notebook} would be overwritten. Give another folder: workbench execute … --to FOLDER.")
     to.mkdir(parents=True, exist_ok=True)
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
@@ -77,6 +79,7 @@ def _papermill(
 ) -> str | None:
     """What failed, in one sentence; None if every cell ran."""
     import papermill
+    from nbclient.exceptions import DeadKernelError
 
     try:
         papermill.execute_notebook(
@@ -89,6 +92,8 @@ def _papermill(
         )
     except papermill.PapermillExecutionError as error:
         return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue}"
+    except DeadKernelError:
+        return f"The kernel of {notebook.name} died: it was killed, or ran out of memory. Its runs train on."
     return None
 
 

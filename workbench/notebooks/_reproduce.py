@@ -99,7 +99,7 @@ def reproduce(
     """
     record = read_record(read_notebook(notebook), notebook.name)
     to.mkdir(parents=True, exist_ok=True)
-    if (to / notebook.name).absolute() == notebook.absolute():
+    if (to / notebook.name).resolve() == notebook.resolve():
         raise WorkbenchError(
             f"{notebook} would be overwritten. Give another folder: workbench reproduce … --to FOLDER."
         )

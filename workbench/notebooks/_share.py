@@ -12,7 +12,7 @@ from workbench.errors import WorkbenchError
 from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
 from workbench.notebooks._record import KEY, Record, runs_shown_in
 from workbench.runs import Run
-from workbench.runs.environment import masked
+from workbench.runs.environment import masked, secrets
 
 LARGEST_BYTES = 5_000_000
 
@@ -37,7 +37,7 @@ def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared
     secrets are replaced by `***`. Raises `WorkbenchError` rather than overwrite the notebook itself.
     """
     target = (to / notebook.name).absolute()
-    if target == notebook.absolute():
+    if target.resolve() == notebook.resolve():
         raise WorkbenchError(f"{notebook} would be overwritten. Give another folder: workbench share … --to FOLDER.")
     value = read_notebook(notebook)
     notes = [*_recorded(value, runs)]
@@ -114,4 +114,16 @@ def _text(notebook: Any) -> str:
 
 def _write(notebook: Any, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(masked(_text(notebook)), encoding="utf-8")
+    target.write_text(masked(_text(_without(secrets(), notebook))), encoding="utf-8")
+
+
+def _without(hidden: Sequence[str], value: Any) -> Any:
+    """`masked` in each text by itself: JSON will escape the quotes and line ends of a secret that has some."""
+    if isinstance(value, dict):
+        return type(value)({key: _without(hidden, content) for key, content in value.items()})
+    if isinstance(value, list):
+        return [_without(hidden, content) for content in value]
+    if isinstance(value, str):
+        for secret in hidden:
+            value = value.replace(secret, "***")
+    return value
