@@ -16,7 +16,8 @@ from workbench.execution.causes import innermost
 from workbench.execution.worker import message_of
 from workbench.planning import search
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
-from workbench.runs import Run, doctor, load_run, runs, turns
+from workbench.runs import Run, checkup, doctor, load_run, runs, turns
+from workbench.runs.checkup import SHOWN_PACKAGES
 from workbench.runs.environment import environment, git_state
 from workbench.runs.failure import record_silent_death, root_cause
 from workbench.runs.supervisor import accelerate_command, worker_environment
@@ -257,6 +258,21 @@ def test_the_doctor_names_what_is_missing_with_its_remedy(monkeypatch, tmp_path)
     assert not report.ok
     assert "PyTorch" in repr(report)
     assert report._repr_html_().count("<tr>") == len(report.findings)
+
+
+def test_the_doctor_misses_no_package_where_all_that_was_asked_for_is_installed():
+    packages = [checkup._package(name) for name in SHOWN_PACKAGES]
+    assert all(package.ok for package in packages), packages
+
+
+def test_the_doctor_knows_packages_by_their_whole_names_and_refuses_old_ones(monkeypatch):
+    asked = ["jupyterlab-templates>=0.5.3", "jupyterlab>=4.6", "wandb>=0.31,<1; extra == 'test'", "plotly (>=7.0)"]
+    monkeypatch.setattr(checkup.metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(checkup.environment, "package_version", {"jupyterlab": "4.6.0rc1", "plotly": "7.0.1"}.get)
+    assert checkup._package("jupyterlab").remedy == "pip install 'jupyterlab>=4.6'."
+    assert checkup._package("jupyterlab").found == "4.6.0rc1, >=4.6 needed"
+    assert checkup._package("wandb").remedy == "pip install 'wandb'."
+    assert checkup._package("plotly").ok
 
 
 def test_importing_runs_imports_no_heavy_library():

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from workbench.machine import available_cores, cpu_model
 from workbench.runs import environment
@@ -156,31 +158,19 @@ def _package(name: str) -> Finding:
     install = f"pip install '{name}{needed}'."
     if version is None:
         return Finding(name, False, "not installed", install)
-    if needed and not _satisfies(version, needed):
+    if not needed.contains(version, prereleases=True):
         return Finding(name, False, f"{version}, {needed} needed", install)
     return Finding(name, True, version)
 
 
-def _needed(name: str) -> str:
-    """`">=1.15"`: what this installation of the workbench asks of a package; "" when run from a bare checkout."""
+def _needed(name: str) -> SpecifierSet:
+    """`>=1.15`: what this installation of the workbench asks of a package; any when run from a bare checkout."""
     try:
-        requirements = metadata.requires("workbench") or []
+        requirements = map(Requirement, metadata.requires("workbench") or [])
     except metadata.PackageNotFoundError:
-        return ""
-    for requirement in requirements:
-        text = requirement.partition(";")[0].replace(" ", "")
-        if text.startswith(name) and not text[len(name) : len(name) + 1].isalnum() and "extra" not in requirement:
-            return text[len(name) :].lstrip("()")
-    return ""
-
-
-def _satisfies(version: str, needed: str) -> bool:
-    return _numbers(version) >= _numbers(needed.lstrip(">=~").partition(",")[0])
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = (part for part in version.partition("+")[0].split(".") if part.isdigit())
-    return tuple(int(part) for part in parts)
+        return SpecifierSet()
+    asked = (each.specifier for each in requirements if each.name == name and each.marker is None)
+    return next(asked, SpecifierSet())
 
 
 def _wandb() -> Finding:
