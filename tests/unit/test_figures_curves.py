@@ -9,8 +9,9 @@ import pytest
 from figure_values import curve
 
 from workbench.errors import UnknownParameter
-from workbench.figures import Curve, loss_curves, throughput
+from workbench.figures import Curve, difference, differences, loss_curves, throughput
 from workbench.figures._panels import panel_names, panels
+from workbench.figures._picture import curves_png
 from workbench.figures._series import (
     MAX_POINTS,
     TURN,
@@ -181,6 +182,48 @@ def test_a_column_that_nobody_recorded_is_refused() -> None:
 def test_a_name_is_text_and_never_markup() -> None:
     [line] = parts(loss_curves([curve("<a href='x'>run</a>")]), "line")
     assert "<a" not in line.name
+
+
+def test_a_name_is_never_taken_for_a_value_of_the_curve() -> None:
+    """`%{y}` in a name would stand for a value in hover texts, and vanish from the legend."""
+    name = "50%{y} of it"
+    [shown] = parts(loss_curves([curve(name)]), "line")
+    assert "%{y} of" not in shown.name
+    assert shown.name.replace("\u200b", "") == name
+    hovers = [trace.hovertemplate for trace in panels([curve(name)]).data if trace.hovertemplate]
+    assert hovers
+    assert all("%{y} of" not in hover for hover in hovers)
+
+
+def test_a_long_name_leaves_room_for_the_curves() -> None:
+    names = [f"bert-large {'tuned ' * 40}seed {seed}" for seed in (1, 2)]
+    shown = [trace.name for trace in parts(loss_curves([curve(name) for name in names]), "line")]
+    assert all(len(name) == 48 and name.startswith("bert-large tuned") for name in shown)
+    assert [name[-6:] for name in shown] == ["seed 1", "seed 2"]
+    assert len(throughput([curve(name) for name in names]).layout.title.subtitle.text) < 200
+
+
+def test_no_two_of_many_runs_share_colour_and_line() -> None:
+    curves = [curve(f"run-{index}", steps=20) for index in range(40)]
+    looks = {(trace.line.color, trace.line.dash) for trace in parts(loss_curves(curves), "line")}
+    assert len(looks) == 40
+    found = [difference(other, curves[0]) for other in curves[1:20]]
+    assert len({(t.line.color, t.line.dash) for t in parts(differences(found), "difference")}) == 19
+
+
+def test_the_title_has_room_for_the_speeds_of_few_runs_and_for_the_ends_of_many() -> None:
+    speeds = [curve(f"run-{index}", steps=20, tokens_per_step=1000 * (index + 1)) for index in range(20)]
+    assert throughput(speeds).layout.title.subtitle.text == (
+        "fastest of 20 run-19: 200 k tokens/s, MFU 40.0% · slowest run-0: 10 k tokens/s, MFU 40.0% (medians)"
+    )
+    assert "run-1: 20 k tokens/s, MFU 40.0% (medians)" in throughput(speeds[:2]).layout.title.subtitle.text
+
+
+def test_a_picture_leaves_out_what_a_logarithmic_axis_cannot_show() -> None:
+    falling = Curve("falling", {"step": np.arange(1, 11), "loss": np.linspace(3, -3, 10)})
+    picture = curves_png(loss_curves([falling], x="step", log_y=True))
+    assert picture is not None
+    assert picture.startswith(b"\x89PNG")
 
 
 def test_smoothing_leaves_a_constant_alone_and_a_straight_line_straight() -> None:

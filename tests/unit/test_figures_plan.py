@@ -218,6 +218,15 @@ def test_static_html_needs_no_script_and_escapes_names() -> None:
     assert page.count("<tr ") == 1 + 4
 
 
+def test_the_columns_of_the_static_page_keep_their_widths_however_long_names_are() -> None:
+    """A cell that does not wrap is as wide as its text, and pushes the memory off the page."""
+    value = plan(2, 8)
+    page = plan_html(replace(value, block_names=tuple(f"{'long.' * 40}{index}" for index in range(8))))
+    assert "table-layout:fixed" in page
+    assert re.findall(r"<th style=\"width:(\d+)%", page) == ["20", "48", "32"]
+    assert "1 block: bert.embeddings<" in plan_html(plan(4, 4))
+
+
 def test_a_notebook_stores_a_plan_as_figure_as_html_and_as_a_sentence() -> None:
     value = plan(2, 8)
     bundle = plan_mimebundle(value)
@@ -233,6 +242,18 @@ def test_prediction_states_the_error_of_each_quantity() -> None:
     ticks = [axis.ticktext for axis in figure.select_xaxes()]
     assert ticks[:3] == [("<b>-20.0%</b>",), ("<b>+25.0%</b>",), ("<b>+0.0%</b>",)]
     assert all("+25.0%" in tick for tick in ticks[3])
+
+
+def test_a_quantity_that_was_measured_as_nothing_has_no_error() -> None:
+    [ticks] = [axis.ticktext for axis in prediction(plan(2, 8), {"step_ms": 0.0}).select_xaxes()]
+    assert ticks == ("<b>–</b>",)
+
+
+def test_numbers_of_many_devices_stand_upright_beside_each_other() -> None:
+    for stages, angle in ((4, 0), (16, -90)):
+        value = plan(stages, 32)
+        peaks = {rank: value.device_bytes(rank) for rank in range(stages)}
+        assert {trace.textangle for trace in prediction(value, {"peak_bytes": peaks}).data} == {angle}
 
 
 def test_predicted_memory_of_a_device_is_that_of_all_its_stages() -> None:

@@ -92,6 +92,7 @@ def test_where_nothing_fits_the_planners_sentence_stands_in_the_panel() -> None:
     panel.memory_gib.value = 0.1
     eventually(lambda: panel.plan is None)
     assert "GiB" in panel.children[-2].value
+    eventually(lambda: not json.loads(panel.children[-1].figure)["data"])  # nor does an earlier plan stand below it
     panel.memory_gib.value = panel.memory_gib.max
     eventually(lambda: panel.plan is not None and "data parallel" in panel.children[-2].value)
 

@@ -30,6 +30,8 @@ MARKS: Mapping[str, tuple[str, int, str | None]] = {
     "divergence": ("triangle-up", 12, "white"),
 }
 """Symbol, size and outline (None: the run's colour) of each kind of event."""
+MOST_NAMED = 3
+"""Runs whose speed a title has room for."""
 MARK_WORDS = {"checkpoint": "○ checkpoint", "resume": "▷ resumed", "divergence": "▲ diverges"}
 
 
@@ -127,7 +129,7 @@ def _traces(curve: DrawnCurve, x: str, y: str, smooth: bool, label_position: str
         trace.update(
             x=curve.x[x][points],
             legendgroup=curve.key,
-            name=theme.text(curve.name),
+            name=theme.text(theme.short(curve.name)),
             meta=part,
             zorder=0 if part == "end" else PARTS.index(part),  # only in the lowest layer may a text leave the plot
             showlegend=part == "line",
@@ -396,6 +398,7 @@ def _say_nothing_yet(figure: go.Figure) -> None:
 
 def throughput(curves: Sequence[CurveLike], smoothing: float = SMOOTHING) -> go.Figure:
     """Tokens per second and step time over steps; the spread is drawn pale, its moving average in front."""
+    legend = {"x": 1.01, "xanchor": "left", "y": 1} if len(curves) > 8 else {"x": 0.995, "xanchor": "right", "y": 0.60}
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     for row, y in enumerate(("tokens_per_s", "step_ms"), start=1):
         for curve in draw(curves, y, smoothing, {"step": 1.0}):
@@ -415,21 +418,23 @@ def throughput(curves: Sequence[CurveLike], smoothing: float = SMOOTHING) -> go.
         legend={
             "groupclick": "togglegroup",
             "tracegroupgap": 0,
-            "x": 0.995,
-            "xanchor": "right",
-            "y": 0.60,
-            "yanchor": "bottom",
+            "yanchor": "top" if len(curves) > 8 else "bottom",
+            **legend,
         },
     )
     return figure
 
 
 def _mean_rates(curves: Sequence[CurveLike]) -> str:
-    """Median tokens/s and MFU of each run, as a sentence."""
-    parts = []
+    """Median tokens/s and MFU of each run, as a sentence; of many runs those of the fastest and the slowest."""
+    medians = []
     for curve in curves:
         rates, mfu = column(curve, "tokens_per_s"), column(curve, "mfu")
         if np.isfinite(rates).any():
+            rate = float(np.nanmedian(rates))
             share = f", MFU {np.nanmedian(mfu):.1%}" if np.isfinite(mfu).any() else ""
-            parts.append(f"{theme.text(curve.name)}: {count(float(np.nanmedian(rates)))} tokens/s{share}")
-    return " · ".join(parts) + (" (medians)" if parts else "")
+            medians.append((rate, f"{theme.text(theme.short(curve.name))}: {count(rate)} tokens/s{share}"))
+    if len(medians) > MOST_NAMED:
+        fastest, slowest = max(medians)[1], min(medians)[1]
+        return f"fastest of {len(medians)} {fastest} · slowest {slowest} (medians)"
+    return " · ".join(words for _, words in medians) + (" (medians)" if medians else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,6 +13,9 @@ from workbench.figures import theme
 from workbench.figures._series import X_AXES
 from workbench.figures.comparison import SURE, Difference
 
+NAME_CHARACTERS = 32
+"""Of a run's name: a sentence has two of them."""
+
 
 def differences(found: Sequence[Difference], title: str | None = None) -> go.Figure:
     """Smoothed loss of each run minus the first one's: below zero, it is the lower of the two.
@@ -19,12 +23,13 @@ def differences(found: Sequence[Difference], title: str | None = None) -> go.Fig
     The band holds 90 % of the resamples (`workbench.figures.comparison`); a diamond marks where two curves last
     cross, its bar the interval of that point.
     """
+    found = [_shortly_named(item) for item in found]
     figure = go.Figure()
     axis = X_AXES[found[0].axis]
     scale, heading = axis.unit(max(float(item.x[-1]) for item in found))
     figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1.5})
     for index, item in enumerate(found, start=1):
-        for trace in _traces(item, theme.series_color(index), scale):
+        for trace in _traces(item, index, scale):
             figure.add_trace(trace)
     figure.update_yaxes(range=_settled_range(found), title_text=f"Loss minus that of {theme.text(found[0].names[1])}")
     figure.update_xaxes(title_text=heading, rangemode="tozero")
@@ -35,13 +40,18 @@ def differences(found: Sequence[Difference], title: str | None = None) -> go.Fig
         title=theme.title(theme.text(title or "Difference in loss"), "<br>".join(lines)),
         margin={"t": 66 + 18 * len(lines)},
         hovermode="x unified",
-        legend={"x": 0.995, "xanchor": "right", "y": 0.99, "yanchor": "top"},
+        legend={"y": 0.99, "yanchor": "top", **({"x": 1.01} if len(found) > 8 else {"x": 0.995, "xanchor": "right"})},
     )
     return figure
 
 
-def _traces(item: Difference, color: str, scale: float) -> list[go.Scatter]:
-    name, x = theme.text(item.names[0]), item.x / scale
+def _shortly_named(item: Difference) -> Difference:
+    first, second = (theme.short(name, NAME_CHARACTERS) for name in item.names)
+    return replace(item, names=(first, second))
+
+
+def _traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
+    name, color, x = theme.text(item.names[0]), theme.series_color(index), item.x / scale
     band = go.Scatter(
         x=np.concatenate([x, x[::-1]]),
         y=np.concatenate([item.high, item.low[::-1]]),
@@ -50,16 +60,16 @@ def _traces(item: Difference, color: str, scale: float) -> list[go.Scatter]:
         line={"width": 0},
         hoverinfo="skip",
         showlegend=False,
-        legendgroup=name,
+        legendgroup=str(index),
         meta="band",
     )
     line = go.Scatter(
         x=x,
         y=item.value,
         mode="lines",
-        line={"color": color, "width": 2},
+        line={"color": color, "width": 2, "dash": theme.series_dash(index)},
         name=name,
-        legendgroup=name,
+        legendgroup=str(index),
         customdata=np.column_stack([item.low, item.high]),
         hovertemplate="%{y:+.3f} (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})",
         meta="difference",
@@ -82,7 +92,7 @@ def _traces(item: Difference, color: str, scale: float) -> list[go.Scatter]:
             "width": 6,
         },
         name=name,
-        legendgroup=name,
+        legendgroup=str(index),
         showlegend=False,
         hovertemplate=f"they last cross here ({SURE:.0%}: {at.low / scale:.4g} to {at.high / scale:.4g})",
         meta="crossover",

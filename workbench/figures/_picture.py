@@ -135,6 +135,8 @@ class _Drawing:
                 self._mark(point, trace.marker, index)
         if "text" in mode and trace.text is not None:
             for point, words in zip(points.tolist(), trace.text, strict=False):
+                if not np.isfinite(point).all():
+                    continue
                 shift = {"top right": -9, "bottom right": 9}.get(str(trace.textposition), 0)
                 self._write(point[0] + 7, point[1] + shift, _plain(words), trace.textfont.color, anchor="lm")
 

@@ -22,6 +22,9 @@ PANELS_PX = 190
 GAP_PX = 74
 """Between the panels and a timeline: the panels' labels and the timeline's heading."""
 
+UPRIGHT_PAIRS = 8
+"""More pairs than these in a panel stand so close that their numbers are turned."""
+
 MEASURES = ("step_ms", "tokens_per_s", "mfu", "peak_bytes")
 
 
@@ -170,6 +173,7 @@ def _add_panel(figure: go.Figure, pairs: list[Pair], col: int) -> None:
                 marker={"color": color},
                 text=[pair.write(value) for pair, value in zip(pairs, values, strict=True)],
                 textposition="outside",
+                textangle=-90 if len(pairs) > UPRIGHT_PAIRS else 0,
                 textfont={"size": 11},
                 constraintext="none",
                 cliponaxis=False,
@@ -179,6 +183,10 @@ def _add_panel(figure: go.Figure, pairs: list[Pair], col: int) -> None:
             col=col,
         )
     tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
-    ticks = [f"{pair.label}{'<br>' if pair.label else ''}<b>{pair.difference:+.1%}</b>" for pair in pairs]
+    ticks = [f"{pair.label}{'<br>' if pair.label else ''}<b>{_signed(pair.difference)}</b>" for pair in pairs]
     figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
     figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)
+
+
+def _signed(difference: float) -> str:
+    return f"{difference:+.1%}" if math.isfinite(difference) else "–"

@@ -386,7 +386,7 @@ def drawn(
         name=curve.name,
         key=str(index),
         color=color_of(curve, index),
-        dash="solid" if index < len(theme.PALETTE) else "dash",
+        dash=theme.series_dash(index),
         raw_index=decimated(raw, budget),
         line_index=decimated(line, budget if width <= 0 else max(budget // 2, 2 * CONTEXT_POINTS)),
         raw=raw,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.errors import UnknownParameter, suggestion
-from workbench.figures._series import SMOOTHING, X_AXES, Array, CurveLike, axes_of, column, smoothed
+from workbench.figures._series import SMOOTHING, X_AXES, Array, Curve, CurveLike, axes_of, column, smoothed
 from workbench.units import count, duration
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def standings(
     curves: Sequence[CurveLike], axes: Sequence[str] = EQUAL, smoothing: float = SMOOTHING, seed: int = 0
 ) -> tuple[Standing, ...]:
     """Who is lowest at equal tokens, FLOPs, GPU-hours and time, as far as every run recorded them."""
-    known = axes_of(curves)
+    curves, known = told_apart(curves), axes_of(curves)
     return tuple(_standing(curves, axis, smoothing, seed) for axis in axes if axis in known)
 
 
@@ -154,6 +154,18 @@ def _standing(curves: Sequence[CurveLike], axis: str, smoothing: float, seed: in
         for curve, value, below, above in zip(curves, values, low, high, strict=True)
     }
     return Standing(axis, float(grid[-1]), losses, curves[best].name, share)
+
+
+def told_apart(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
+    """The curves by names of their own: of runs that are called alike (in two folders), the later ones numbered."""
+    names = [curve.name for curve in curves]
+    if len(set(names)) == len(names):
+        return curves
+    numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [
+        Curve(name if number == 1 else f"{name} ({number})", curve.columns)
+        for name, number, curve in zip(names, numbers, curves, strict=True)
+    ]
 
 
 def shared_grid(curves: Sequence[CurveLike], axis: str) -> Array:
@@ -309,6 +321,7 @@ def contrast(
 
     `described` holds, for every run, nested JSON of what it was: experiment, plan, environment.
     """
+    curves = told_apart(curves)
     first, *others = curves
     return Contrast(
         tuple(curve.name for curve in curves),

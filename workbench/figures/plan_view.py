@@ -133,8 +133,8 @@ def plan_html(plan: Plan) -> str:
     return (
         f'<div style="{style}"><div style="font-size:15px;font-weight:600">{heading}</div>'
         f'<div style="margin:8px 0">{cards}</div>'
-        f'<table style="width:100%;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
-        f'<tr style="background:#fff;color:{theme.MUTED}"><th></th>'
+        f'<table style="width:100%;table-layout:fixed;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
+        f'<tr style="background:#fff;color:{theme.MUTED}"><th style="width:20%"></th>'
         '<th style="width:48%;text-align:left">blocks, as long as their time</th>'
         f'<th style="width:32%;text-align:left">memory of {holder} {_memory_key()}</th></tr>{rows}</table></div>'
     )
@@ -163,12 +163,13 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
     stage_ms = stage.forward_ms + stage.backward_ms
     num_blocks = stage.end_block - stage.first_block
     first, last = plan.block_names[stage.first_block], plan.block_names[stage.end_block - 1]
+    blocks = f"1 block: {first}" if num_blocks == 1 else f"{num_blocks} blocks: {first} … {last}"
     color = theme.series_color(stage.index)
     bar = (
         f'<div style="width:{96 * stage_ms / longest_ms:.1f}%;background:{color};color:{theme.ink_on(color)};'
         'padding:3px 6px;white-space:nowrap;overflow:hidden;box-sizing:border-box" '
         f'title="{html.escape(first)} … {html.escape(last)}">'
-        f"{num_blocks} blocks: {html.escape(first)} … {html.escape(last)}</div>"
+        f"{html.escape(blocks)}</div>"
     )
     segments = "".join(_memory_segment(stage.memory, item.name, scale_bytes) for item in fields(Memory))
     return (

@@ -13,6 +13,10 @@ import plotly.graph_objects as go
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5559A", "#4AA3DF", "#C98A00", "#6A51A3", "#6B7280")
 
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+NAME_CHARACTERS = 48
+"""Of a run's name in a legend: a longer one would leave no room for the curves."""
+
 INK = "#1F2937"
 MUTED = "#5B6472"
 GRID = "#E5E8EC"
@@ -113,9 +117,19 @@ def _rgb(color: str) -> tuple[int, int, int]:
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
 
+def series_dash(index: int) -> str:
+    """Its line: solid for the first eight, another for each eight after, so that no two share colour and line."""
+    return DASHES[index // len(PALETTE) % len(DASHES)]
+
+
 def text(value: object) -> str:
-    """A user's text, safe to place where Plotly reads HTML-like markup."""
-    return html.escape(str(value), quote=False)
+    """A user's text, safe to place where Plotly reads HTML-like markup or `%{…}`."""
+    return html.escape(str(value), quote=False).replace("%{", "%\u200b{")
+
+
+def short(name: str, most: int = NAME_CHARACTERS) -> str:
+    """A name for a legend: of a longer one the beginning and the end, in which long names mostly differ."""
+    return name if len(name) <= most else f"{name[: most - most // 3 - 1]}…{name[-(most // 3) :]}"
 
 
 def title(main: str, subtitle: str | None = None) -> dict[str, object]:

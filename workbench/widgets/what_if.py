@@ -33,6 +33,10 @@ IDLE_S = 3600.0
 SAVED_AFTER_S = 2.0
 """When no slider has moved for so long, what a saved notebook shows follows."""
 TWO_ABREAST = {"flex_flow": "row wrap", "max_width": "720px"}
+NO_PICTURE = go.Figure(
+    layout={"height": 60, "plot_bgcolor": "white", "xaxis": {"visible": False}, "yaxis": {"visible": False}}
+)
+"""Where nothing fits: what was planned before is not shown below the sentence that says so."""
 LOOK: dict[str, Any] = {"layout": fixed(340), "style": {"description_width": "90px"}}
 
 
@@ -113,6 +117,7 @@ class WhatIf(widgets.VBox):
             self.plan = self._planned(None if self.micro_batch.value == AUTO else self.micro_batch.value)
         except WorkbenchError as error:
             self.plan = None
+            self._plot.show(NO_PICTURE)
             self._note.value = f'<div style="color:{theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
         else:
             self._draw(self.plan)
