@@ -430,9 +430,14 @@ def load_run(path: Run | str | os.PathLike[str]) -> Run:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """A plan from the JSON that `plan.save(path)` or a run directory holds."""
+    """A plan from the JSON that `plan.save(path)` or a run directory holds; raises `PlanMismatch` for another file."""
     file = Path(path).expanduser()
-    return Plan.from_json(read_json(file / "plan.json" if file.is_dir() else file))
+    file = file / "plan.json" if file.is_dir() else file
+    try:
+        value = read_json(file)
+    except (OSError, ValueError) as error:
+        raise PlanMismatch(f"{file} holds no plan ({error}). Write one there: plan.save(path).") from None
+    return Plan.from_json(value)
 
 
 def runs(root: str | os.PathLike[str] | None = None) -> RunTable:

@@ -12,7 +12,7 @@ import pytest
 from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
 from workbench import notebooks
 from workbench.planning.plan import Plan
-from workbench.rundir import read_json, write_json
+from workbench.rundir import write_json
 from workbench.runs.launcher import LAUNCHES, REPLAY, replayed_plan
 
 CELL = f"""
@@ -81,4 +81,6 @@ def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkey
     assert replayed_plan(asked) is None, "this machine has no GPU"
     (node / "launches").write_text("first\nsecond\n")
     assert replayed_plan(asked) is None
-    assert len(read_json(node / "replay.json")) == 2
+    write_json(node / "replay.json", [entries[1], entries[0]])
+    (node / "launches").write_text("first\nfirst\n")  # which was continued
+    assert replayed_plan(asked) == recorded

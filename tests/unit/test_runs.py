@@ -196,6 +196,20 @@ def test_runs_of_few_devices_share_a_node_and_a_large_one_waits_its_turn(tmp_pat
     assert four.try_start() == pool
 
 
+def test_runs_of_kernels_that_see_different_gpus_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+
+    def ticket(name, *pool):
+        run = make_run(tmp_path, name)
+        return turns.take_ticket(run, kind="cuda", pool=pool, count=1, supervisor=this_process())
+
+    first, second, other = ticket("first", "a"), ticket("second", "a"), ticket("other", "b")
+    assert first.try_start() == ("a",)
+    assert second.try_start() is None
+    assert (other.ahead(), other.try_start()) == ([], ("b",))
+    assert second.ahead() == ["first"]
+
+
 def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch, sleeper):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     orphan = make_run(tmp_path, "orphan")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from tests.unit.test_runs import make_run
 from workbench import api
-from workbench.errors import CheckpointError, RunExists, RunNotFound, WorkbenchError
+from workbench.errors import CheckpointError, PlanMismatch, RunExists, RunNotFound, WorkbenchError
 from workbench.rundir import (
     RunDir,
     append_event,
@@ -258,5 +259,26 @@ def test_a_tilde_is_the_home_folder_in_every_verb(tmp_path, monkeypatch):
     checkpointed(tmp_path)
     with pytest.raises(WorkbenchError, match=str(tmp_path / "mine.ipynb")):
         api.share("~/mine.ipynb", "~")
-    with pytest.raises(FileNotFoundError, match=str(tmp_path / "plan.json")):
+    with pytest.raises(PlanMismatch, match=str(tmp_path / "plan.json")):
         api.load_plan("~/plan.json")
+
+
+def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp_path):
+    found = make_run(tmp_path)
+
+    class Place:
+        """Behind a hundred others."""
+
+        looks = 0
+
+        def try_start(self) -> None:
+            self.looks += 1
+
+        def ahead(self) -> list[str]:
+            return ["other"] * 100
+
+    threading.Timer(0.7, found.stop_file.touch).start()
+    place, began = Place(), time.monotonic()
+    assert supervisor._wait_for_turn(found, place) is None
+    assert time.monotonic() - began < 2
+    assert place.looks == 1

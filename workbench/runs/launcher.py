@@ -329,7 +329,8 @@ def replayed_plan(experiment: Experiment) -> Plan | None:
     file, launches = os.environ.get(REPLAY), os.environ.get(LAUNCHES)
     if not file or not launches:
         return None
-    recorded, done = read_json(Path(file)), len(Path(launches).read_text().splitlines())
+    recorded = read_json(Path(file))
+    done = len(set(Path(launches).read_text().splitlines()))  # a run that was continued is still one
     if done >= len(recorded):
         return None
     asked, then = json.loads(json.dumps(experiment.to_json())), recorded[done]["experiment"]

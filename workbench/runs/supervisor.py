@@ -25,6 +25,8 @@ from workbench.runs.failure import record_silent_death, root_cause
 from workbench.runs.tracking import start_recorder
 
 POLL_S = 0.2
+LONGEST_POLL_S = 10.0
+"""Far back in a long queue: each look reads every place in it."""
 FAILURE_GRACE_S = 10.0
 """After one rank has reported an error, how long the others may take to leave by themselves."""
 STOP_GRACE_S = 300.0
@@ -166,7 +168,7 @@ def _see_through(run: RunDir) -> int:
 def _wait_for_turn(run: RunDir, ticket: turns.Ticket) -> tuple[str, ...] | None:
     """Block until devices are free; None when the run was stopped first."""
     announced: list[str] | None = None
-    while not (run.stop_file.exists() or run.kill_file.exists()):
+    while not _asked_to_leave(run):
         devices = ticket.try_start()
         if devices is not None:
             return devices
@@ -174,8 +176,14 @@ def _wait_for_turn(run: RunDir, ticket: turns.Ticket) -> tuple[str, ...] | None:
         if ahead != announced:
             _status(run, "queued", f"Waits for {', '.join(ahead)}." if ahead else "Waits for its devices.")
             announced = ahead
-        time.sleep(POLL_S)
+        look_again = time.monotonic() + min(LONGEST_POLL_S, POLL_S * max(1, len(ahead)))
+        while time.monotonic() < look_again and not _asked_to_leave(run):
+            time.sleep(POLL_S)
     return None
+
+
+def _asked_to_leave(run: RunDir) -> bool:
+    return run.stop_file.exists() or run.kill_file.exists()
 
 
 def _train(run: RunDir, launcher: dict[str, Any]) -> int:

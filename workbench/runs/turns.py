@@ -77,12 +77,11 @@ class Ticket:
     def try_start(self) -> tuple[str, ...] | None:
         """The devices that this run may use from now on, or None while it is not its turn.
 
-        It is, when every earlier ticket of the same kind has started and enough devices are free.
+        It is, when every earlier ticket for some of these devices has started and enough of them are free.
         """
         with _locked(self.path.parent):
             mine = read_json(self.path)
-            earlier = [t for t in _live_tickets(self.path.parent) if t["number"] < self.number]
-            rivals = [t for t in earlier if t["kind"] == mine["kind"]]
+            rivals = self._rivals(mine)
             if any(t["devices"] is None for t in rivals):
                 return None
             taken = {device for t in rivals for device in t["devices"]}
@@ -97,8 +96,12 @@ class Ticket:
         """Names of the live runs before this one, oldest first."""
         mine = read_json(self.path)
         with _locked(self.path.parent):
-            tickets = _live_tickets(self.path.parent)
-        return [Path(t["run"]).name for t in tickets if t["number"] < self.number and t["kind"] == mine["kind"]]
+            return [Path(ticket["run"]).name for ticket in self._rivals(mine)]
+
+    def _rivals(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Live earlier tickets that may be given some of the same devices; two kernels may see different GPUs."""
+        earlier = [ticket for ticket in _live_tickets(self.path.parent) if ticket["number"] < self.number]
+        return [t for t in earlier if t["kind"] == mine["kind"] and not set(mine["pool"]).isdisjoint(t["pool"])]
 
     def leave(self) -> None:
         self.path.unlink(missing_ok=True)
