@@ -1,4 +1,4 @@
-"""The verbs of the workbench in a shell: `workbench plan|run|resume|clone|runs|show|compare|stop|sync|doctor`,
+"""The verbs of the workbench in a shell: `workbench calibrate|plan|run|resume|clone|runs|show|compare|stop|…`,
 `workbench new|execute|share|reproduce` for notebooks.
 
 Each verb calls the function of the same name in `workbench.api`, imported when it is needed.
@@ -48,8 +48,22 @@ Every = Annotated[int | None, typer.Option("--checkpoint-every", help="Steps bet
 Limit = Annotated[float | None, typer.Option("--memory-limit-gib", help="At most this much on one device.")]
 Pipeline = Annotated[int | None, typer.Option("--pipeline", help="Fix the pipeline-parallel degree.")]
 DataParallel = Annotated[int | None, typer.Option("--data-parallel", help="Fix the data-parallel degree.")]
-Zero = Annotated[int | None, typer.Option("--zero", help="Fix the ZeRO stage: 0, 2 or 3.")]
+Tensor = Annotated[int | None, typer.Option("--tensor", help="Fix the tensor-parallel degree.")]
+Zero = Annotated[int | None, typer.Option("--zero", help="Fix the ZeRO stage: 0, 1, 2 or 3.")]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Fix the micro-batch size.")]
+Recompute = Annotated[
+    str | None, typer.Option("--recompute", help="Fix activation checkpointing: none, selective or full.")
+]
+Schedule = Annotated[str | None, typer.Option("--schedule", help="Fix it: gpipe, 1f1b, interleaved or zero_bubble.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", help="Fix how many stages a pipeline rank has.")]
+Offload = Annotated[
+    bool | None,
+    typer.Option("--offload-optimizer/--no-offload-optimizer", help="Fix whether the host holds optimiser states."),
+]
+Fields = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Any other field of the experiment; repeatable."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -76,13 +90,22 @@ def plan(
     seq_len: SeqLen = None,
     learning_rate: Rate = None,
     precision: Precision = None,
+    parameter: Fields = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="Devices to plan for; this machine's by default.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="v100, a100, h100, h200 … somewhere else.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="That those of --device are in; 8 each if none.")] = None,
     memory_limit_gib: Limit = None,
     pipeline: Pipeline = None,
     data_parallel: DataParallel = None,
+    tensor: Tensor = None,
     zero: Zero = None,
     micro_batch: MicroBatch = None,
+    recompute: Recompute = None,
+    schedule: Schedule = None,
+    chunks: Chunks = None,
+    offload_optimizer: Offload = None,
+    weighed: Annotated[bool, typer.Option("--all", help="Print the table of all plans that were weighed.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where the step goes, and what binds.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan's JSON here, for `run --plan`.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -91,17 +114,32 @@ def plan(
 
     sizes = {"hidden_size": hidden_size, "num_layers": layers, "num_heads": heads, "layout": layout}
     training: dict[str, Any] = {"steps": steps, "global_batch": global_batch, "seq_len": seq_len}
-    training |= {"learning_rate": learning_rate, "precision": precision}
+    training |= {"learning_rate": learning_rate, "precision": precision, **parameters_from(parameter or ())}
     experiment = experiment_from(file, model, sizes, data, training)
-    forced = _given(pipeline=pipeline, data=data_parallel, zero=zero, micro_batch=micro_batch)
-    chosen = api.plan(experiment, _cluster(device, gpus), memory_limit_gib=memory_limit_gib, **forced)
+    plans = api.search(
+        experiment,
+        _cluster(device, gpus, nodes),
+        memory_limit_gib=memory_limit_gib,
+        pipeline=pipeline,
+        data=data_parallel,
+        tensor=tensor,
+        zero=zero,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        schedule=schedule,
+        chunks=chunks,
+        offload_optimizer=offload_optimizer,
+    )
+    chosen = plans.best
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(chosen.to_json(), indent=2) + "\n")
     if as_json:
         typer.echo(json.dumps(chosen.to_json(), indent=2))
-    else:
-        typer.echo(describe_plan(chosen))
+        return
+    typer.echo(repr(plans) if weighed else describe_plan(chosen))
+    if explain:
+        typer.echo(f"\n{chosen.explain()}")
 
 
 @app.command()
@@ -121,11 +159,17 @@ def run(
     seed: Seed = None,
     name: Name = None,
     checkpoint_every: Every = None,
+    parameter: Fields = None,
     memory_limit_gib: Limit = None,
     pipeline: Pipeline = None,
     data_parallel: DataParallel = None,
+    tensor: Tensor = None,
     zero: Zero = None,
     micro_batch: MicroBatch = None,
+    recompute: Recompute = None,
+    schedule: Schedule = None,
+    chunks: Chunks = None,
+    offload_optimizer: Offload = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan saved by `workbench plan --save`.")] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="Of the run; runs/<name>-<time> by default.")] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the run directory, and start nothing.")] = False,
@@ -144,12 +188,23 @@ def run(
         "name": name,
     }
     training |= {"learning_rate": learning_rate, "precision": precision, "checkpoint_every": checkpoint_every}
-    experiment = experiment_from(file, model, sizes, data, training)
-    forced = _given(pipeline=pipeline, data=data_parallel, zero=zero, micro_batch=micro_batch)
+    experiment = experiment_from(file, model, sizes, data, training | parameters_from(parameter or ()))
     if plan_file is not None:
         chosen = api.load_plan(plan_file)
     else:
-        chosen = api.plan(experiment, memory_limit_gib=memory_limit_gib, **forced)
+        chosen = api.plan(
+            experiment,
+            memory_limit_gib=memory_limit_gib,
+            pipeline=pipeline,
+            data=data_parallel,
+            tensor=tensor,
+            zero=zero,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            schedule=schedule,
+            chunks=chunks,
+            offload_optimizer=offload_optimizer,
+        )
     begin = api.prepare if prepare else api.launch
     _announce(begin(experiment, chosen, directory=directory), wait and not prepare, as_json)
 
@@ -158,13 +213,15 @@ def run(
 def resume(
     run: Annotated[str, typer.Argument(help="A run's name or directory.")],
     steps: Annotated[int | None, typer.Option("--steps", help="Train to this step instead.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Go on under this plan; any may follow any.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its last checkpoint, in its own directory."""
     from workbench import api
 
-    _announce(api.resume(run, steps=steps), wait, as_json)
+    chosen = None if plan_file is None else api.load_plan(plan_file)
+    _announce(api.resume(run, chosen, steps=steps), wait, as_json)
 
 
 @app.command()
@@ -321,6 +378,20 @@ def stop(
 
 
 @app.command()
+def calibrate(
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
+    save: Annotated[Path | None, typer.Option("--save", help="Write it as JSON, to plan for this machine.")] = None,
+) -> None:
+    """Measure this machine once: matrix products, attention, memory, the links between devices; kept for planning."""
+    from workbench import api
+
+    found = api.calibrate(again=again)
+    if save is not None:
+        found.save(save)
+    typer.echo(repr(found))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has for training and what is missing; exit code 1 if something is."""
     from workbench import api
@@ -464,11 +535,13 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _cluster(device: str | None, gpus: int | None) -> Cluster | None:
+def _cluster(device: str | None, gpus: int | None, nodes: int | None) -> Cluster | None:
     from workbench.cost.cluster import Cluster
 
     if device is not None:
-        return Cluster.of(device, **_given(gpus=gpus))
+        return Cluster.of(device, **_given(gpus=gpus, nodes=nodes))
+    if nodes is not None:
+        raise InvalidExperiment("--nodes says how those of another machine are connected; name it by --device too.")
     return None if gpus is None else Cluster.here(gpus)
 
 

@@ -1,6 +1,8 @@
 """The command line: flags to experiments, errors to one sentence, notebooks to pages."""
 
+import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from workbench import cli, notebooks
+from workbench import api, cli, notebooks
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.rundir import RunDir, append_event, this_process, write_json
 
@@ -17,9 +19,13 @@ NO_SIZES = {"hidden_size": None, "num_layers": None, "num_heads": None, "layout"
 
 
 def workbench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from workbench.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "workbench", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -58,6 +64,28 @@ def test_a_misspelt_model_or_a_size_without_a_model_is_refused():
         cli.experiment_from(None, None, {**NO_SIZES, "hidden_size": 8}, None, {})
     with pytest.raises(UnknownParameter, match="num_layers"):
         cli.named_model("bert-large", {"num_layers": 3})
+
+
+@pytest.mark.parametrize("verb", [cli.plan, cli.run])
+def test_whatever_a_plan_can_be_told_in_python_has_a_flag(verb):
+    shell = {"data": "data_parallel"}  # where --data is the text
+    asked = set(inspect.signature(api.plan).parameters) - {"experiment", "cluster"}
+    assert {shell.get(name, name) for name in asked} <= set(inspect.signature(verb).parameters)
+
+
+def test_a_shell_shows_what_was_weighed_and_why_and_keeps_to_what_was_fixed(tmp_path):
+    sizes = ("--model", "bert", "--hidden-size", "64", "--layers", "4", "--heads", "4", "--seq-len", "32")
+    asked = ("plan", *sizes, "-p", "clip_norm=null", "--device", "h200", "--gpus", "4", "--nodes", "2")
+    fixed = ("--tensor", "2", "--schedule", "interleaved", "--chunks", "2", "--recompute", "full")
+    told = workbench(*asked, *fixed, "--all", "--explain", "--save", "plan.json", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "plans weighed" in told.stdout
+    assert "Binding constraint" in told.stdout
+    plan = api.load_plan(tmp_path / "plan.json")
+    assert (plan.tensor, plan.schedule, plan.recompute, plan.pipeline) == (2, "interleaved", "full", 2)
+    assert plan.cluster.nodes == 2
+    alone = workbench("plan", *sizes, "--nodes", "2", cwd=tmp_path)
+    assert (alone.returncode, "--device" in alone.stderr) == (2, True)
 
 
 def test_an_error_is_one_sentence_and_exit_code_2(tmp_path):
