@@ -67,6 +67,11 @@ def test_a_page_embeds_plotly_once_and_fetches_nothing(tmp_path: Path) -> None:
     assert "<title>Two &lt;runs&gt;</title>" in page
 
 
+def test_lines_above_the_figures_stay_lines(tmp_path: Path) -> None:
+    page = save_html(show_plan(plan()), tmp_path / "page.html", text="a plan\n  stage 0 <b>").read_text()
+    assert '<p style="white-space: pre-line">a plan\n  stage 0 &lt;b&gt;</p>' in page
+
+
 def test_a_run_cannot_close_the_script_that_draws_it(tmp_path: Path) -> None:
     page = save_html(loss_curves([curve("</script><script>alert(1)</script>")]), tmp_path / "page.html").read_text()
     assert "<script>alert(1)" not in page

@@ -10,6 +10,7 @@ from figure_values import curve
 
 from workbench.errors import UnknownParameter
 from workbench.figures import Curve, difference, differences, loss_curves, throughput
+from workbench.figures._curves import _loss
 from workbench.figures._panels import panel_names, panels
 from workbench.figures._picture import curves_png
 from workbench.figures._series import (
@@ -116,6 +117,11 @@ def test_the_end_of_each_line_carries_its_last_value() -> None:
     figure = loss_curves([curve("a", steps=1000)], smoothing=0.0)
     [end] = parts(figure, "end")
     assert end.text[0] == f"<b>{curve('a', steps=1000).columns['loss'][-1]:#.3g}</b>"
+
+
+@pytest.mark.parametrize(("loss", "label"), [(10.946, "10.95"), (5.417, "5.42"), (0.05123, "0.0512"), (0.0, "0.00")])
+def test_an_end_label_tells_losses_apart(loss: float, label: str) -> None:
+    assert _loss(loss) == label
 
 
 def test_labels_of_two_runs_that_end_together_stand_above_and_below() -> None:

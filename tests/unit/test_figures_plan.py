@@ -27,6 +27,7 @@ from workbench.figures import (
 from workbench.figures._partition import CHARACTER_SHARE
 from workbench.figures._timeline import NUMBERED_LANE
 from workbench.planning import timeline as simulated
+from workbench.planning.plan import Memory
 from workbench.planning.schedules import build_schedule, simulate
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
@@ -127,6 +128,17 @@ def test_memory_is_labelled_where_the_label_fits() -> None:
     pairs = [pair for t in parts(figure, "memory") for pair in zip(t.x, t.text, strict=True)]
     assert all(text == (f"{x:.3g}" if x >= CHARACTER_SHARE * end * len(f"{x:.3g}") else "") for x, text in pairs)
     assert {bool(text) for _, text in pairs} == {False, True}
+
+
+def test_a_small_models_memory_is_counted_in_the_unit_of_its_total() -> None:
+    value = plan(2, 8)
+    small = replace(value, stages=tuple(replace(s, memory=Memory(0, 0, 0, 3 << 20, 0)) for s in value.stages))
+    figure = partition(small)
+    assert figure.layout.xaxis2.title.text == "peak of one device (MiB)"
+    assert [x for trace in parts(figure, "memory") for x in trace.x if x] == [3.0, 3.0]
+    [totals] = parts(figure, "totals")
+    assert list(totals.x) == [3.0, 3.0]
+    assert totals.text[0] == " 3.0 MiB"
 
 
 def test_a_limit_far_off_is_named_instead_of_drawn() -> None:

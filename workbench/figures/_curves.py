@@ -226,12 +226,17 @@ def _end_trace(curve: DrawnCurve, line: Array, position: str | None) -> go.Scatt
         y=values,
         mode="markers" if position is None else "markers+text",
         marker={"color": curve.color, "size": 6},
-        text=[f"<b>{value:#.3g}</b>" for value in values],
+        text=[f"<b>{_loss(value)}</b>" for value in values],
         textposition=position or "middle right",
         textfont={"color": curve.color, "size": theme.FONT_PX},
         cliponaxis=False,
         hoverinfo="skip",
     )
+
+
+def _loss(value: float) -> str:
+    """Two decimals where losses mostly are, else three significant digits."""
+    return f"{value:.2f}" if 1 <= abs(value) < 100 else f"{value:#.3g}"
 
 
 def _label_positions(drawn: Sequence[DrawnCurve], x: str) -> list[str | None]:

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from workbench.figures import theme
 from workbench.planning.plan import RECOMPUTE_WORDS, Memory, Plan, Stage
 from workbench.tensors import TensorSpec
-from workbench.units import GIB, count, duration, gib
+from workbench.units import GIB, MIB, count, duration, gib
 
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
 """More than these in one stage and its blocks wrap into several rows; three digits need wider blocks than two."""
@@ -288,18 +288,19 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     """Draw the memory of one device of each pipeline rank, stacked by kind, against its limit, into one subplot."""
     ranks = list(range(plan.pipeline))
     devices = [device_memory(plan, rank) for rank in ranks]
+    unit, _ = _memory_unit(plan)
     least = CHARACTER_SHARE * _memory_range(plan)
     for kind in (item.name for item in fields(Memory)):
         values = [getattr(memory, kind) for memory in devices]
         figure.add_trace(
             go.Bar(
                 orientation="h",
-                x=[value / GIB for value in values],
+                x=[value / unit for value in values],
                 y=ranks,
                 width=0.62 if plan.chunks == 1 else 0.45,
                 name=MEMORY_LABELS[kind],
                 marker={"color": theme.MEMORY_COLORS[kind], "line": {"color": "white", "width": 0.5}},
-                text=[_if_it_fits(f"{value / GIB:.3g}", value / GIB, least) for value in values],
+                text=[_if_it_fits(f"{value / unit:.3g}", value / unit, least) for value in values],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
@@ -314,7 +315,7 @@ def add_memory(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
             row=row,
             col=col,
         )
-    _add_totals(figure, devices, limit_of(plan)[0], row=row, col=col)
+    _add_totals(figure, devices, plan, row=row, col=col)
     _add_limit(figure, plan, row=row, col=col)
     figure.update_yaxes(
         range=[plan.pipeline - 0.5, -0.5],
@@ -335,24 +336,30 @@ def _if_it_fits(text: str, length: float, least: float) -> str:
     return text if length >= least * len(text) else ""
 
 
+def _memory_unit(plan: Plan) -> tuple[int, str]:
+    """Bytes and name of what the axis of memory counts: as totals are written (`gib`)."""
+    return (MIB, "MiB") if plan.peak_bytes < 0.1 * GIB else (GIB, "GiB")
+
+
 def _memory_range(plan: Plan) -> float:
-    """GiB: where the axis of memory ends."""
+    """Where the axis of memory ends, in its unit."""
     limit, peak = limit_of(plan)[0], plan.peak_bytes
-    room = 1.35 * peak / GIB
-    return max(room, LIMIT_ROOM * limit / GIB) if _is_near(limit, peak) else room
+    room = 1.35 * peak
+    return (max(room, LIMIT_ROOM * limit) if _is_near(limit, peak) else room) / _memory_unit(plan)[0]
 
 
 def _is_near(limit: int, peak: int) -> bool:
     return limit <= 4 * peak
 
 
-def _add_totals(figure: go.Figure, devices: Sequence[Memory], limit: float, *, row: int, col: int) -> None:
+def _add_totals(figure: go.Figure, devices: Sequence[Memory], plan: Plan, *, row: int, col: int) -> None:
     """Each at the end of its bar; beyond the limit's line, where they would lie on it."""
+    limit, unit = limit_of(plan)[0], _memory_unit(plan)[0]
     ends = [memory.total for memory in devices]
     crossing = [end <= limit <= end + LABEL_SHARE * LIMIT_ROOM * limit for end in ends]
     figure.add_trace(
         go.Scatter(
-            x=[(limit if crosses else end) / GIB for end, crosses in zip(ends, crossing, strict=True)],
+            x=[(limit if crosses else end) / unit for end, crosses in zip(ends, crossing, strict=True)],
             y=list(range(len(devices))),
             mode="text",
             text=[f" {gib(memory.total)}" for memory in devices],
@@ -373,11 +380,12 @@ def _add_limit(figure: go.Figure, plan: Plan, *, row: int, col: int) -> None:
     limit, name = limit_of(plan)
     peak = plan.peak_bytes
     near, right = _is_near(limit, peak), _memory_range(plan)
-    figure.update_xaxes(title_text="peak of one device (GiB)", range=[0, right], row=row, col=col)
+    unit, unit_name = _memory_unit(plan)
+    figure.update_xaxes(title_text=f"peak of one device ({unit_name})", range=[0, right], row=row, col=col)
     if near:
-        figure.add_vline(x=limit / GIB, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, row=row, col=col)
+        figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, row=row, col=col)
     figure.add_annotation(
-        x=limit / GIB if near else right,
+        x=limit / unit if near else right,
         y=1,
         yref="y domain" if col == 1 else f"y{col} domain",
         yanchor="bottom",

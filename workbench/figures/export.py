@@ -77,11 +77,11 @@ def save_html(
 ) -> Path:
     """Write figures below one another as one self-contained page; nothing is fetched when it opens.
 
-    A `str` among `figures` is inserted as HTML (`plan_html`, a table); `text` is a plain paragraph above all.
+    A `str` among `figures` is inserted as HTML (`plan_html`, a table); `text` is plain, in lines, above all.
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)
     body = "".join(part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts)
-    paragraph = f"<p>{html.escape(text)}</p>\n" if text else ""
+    paragraph = f'<p style="white-space: pre-line">{html.escape(text)}</p>\n' if text else ""
     page = PAGE.format(
         title=html.escape(title),
         font=theme.FONT_FAMILY,
