@@ -13,8 +13,8 @@ from workbench.figures import theme
 from workbench.figures._series import X_AXES
 from workbench.figures.comparison import SURE, Difference
 
-NAME_CHARACTERS = 32
-"""Of a run's name: a sentence has two of them."""
+NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
+"""Of a run's name, in a sentence, which has two of them, and along the axis."""
 
 
 def differences(found: Sequence[Difference], title: str | None = None) -> go.Figure:
@@ -31,7 +31,8 @@ def differences(found: Sequence[Difference], title: str | None = None) -> go.Fig
     for index, item in enumerate(found, start=1):
         for trace in _traces(item, index, scale):
             figure.add_trace(trace)
-    figure.update_yaxes(range=_settled_range(found), title_text=f"Loss minus that of {theme.text(found[0].names[1])}")
+    first = theme.text(theme.short(found[0].names[1], AXIS_CHARACTERS))
+    figure.update_yaxes(range=_settled_range(found), title_text=f"Loss minus that of {first}")
     figure.update_xaxes(title_text=heading, rangemode="tozero")
     lines = [theme.text(item.describe()) for item in found]
     figure.update_layout(
@@ -40,7 +41,12 @@ def differences(found: Sequence[Difference], title: str | None = None) -> go.Fig
         title=theme.title(theme.text(title or "Difference in loss"), "<br>".join(lines)),
         margin={"t": 66 + 18 * len(lines)},
         hovermode="x unified",
-        legend={"y": 0.99, "yanchor": "top", **({"x": 1.01} if len(found) > 8 else {"x": 0.995, "xanchor": "right"})},
+        legend={
+            "tracegroupgap": 0,
+            "y": 0.99,
+            "yanchor": "top",
+            **({"x": 1.01} if len(found) > 8 else {"x": 0.995, "xanchor": "right"}),
+        },
     )
     return figure
 

@@ -122,7 +122,7 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
     if "tokens_per_s" in measured:
         panels.append(("Tokens/s", [Pair("", predicted.tokens_per_s, float(measured["tokens_per_s"]), count)]))
     if "mfu" in measured and predicted.mfu is not None:
-        pair = Pair("", 100 * predicted.mfu, 100 * float(measured["mfu"]), lambda share: f"{share:.1f} %")
+        pair = Pair("", 100 * predicted.mfu, 100 * float(measured["mfu"]), lambda share: f"{share:.1f}")
         panels.append(("MFU (%)", [pair]))
     if "peak_bytes" in measured:
         panels.append(("Peak memory of a device (GiB)", _memory_pairs(plan, measured["peak_bytes"])))

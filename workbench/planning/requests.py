@@ -137,8 +137,8 @@ def check(request: Request, profile: Profile) -> None:
     _check_sharding(request)
     if request.pipeline and request.pipeline > len(profile.blocks):
         raise PlanInfeasible(
-            f"pipeline={request.pipeline} asks for more stages than the {len(profile.blocks)} blocks of "
-            f"{profile.model}. Choose at most {len(profile.blocks)}.",
+            f"pipeline={request.pipeline} asks for more stages than the {len(profile.blocks)} "
+            f"block{'s' * (len(profile.blocks) > 1)} of {profile.model}. Choose at most {len(profile.blocks)}.",
             pipeline=request.pipeline,
             blocks=len(profile.blocks),
         )
