@@ -1,5 +1,7 @@
 """Two starts of one run at once, a model that lies elsewhere: with real processes."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -7,9 +9,9 @@ import threading
 
 import pytest
 
-from tests.distributed.test_launch import HERE, ROOT, eventually, experiment, node, plan_for, start
+from tests.distributed.test_launch import HERE, ROOT, eventually, experiment, first_step, node, plan_for, start
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
-from workbench.runs import launch, launcher, load_run, runs
+from workbench.runs import launch, launcher, load_run, processes, runs
 
 __all__ = ["node"]  # a fixture of every test here, too
 
@@ -77,3 +79,14 @@ def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, mon
     with pytest.raises(WorkbenchError, match="Set WORKBENCH_HOME"):
         start()
     assert not (node / "runs").exists()
+
+
+def test_a_run_whose_every_process_is_told_to_end_has_stopped_in_order(monkeypatch):
+    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
+    run = start(steps=10_000)
+    first_step(run)
+    launcher_pid = processes.launcher_record(run.directory)["accelerate"]["pid"]
+    for pid in (launcher_pid, *(record["pid"] for record in processes.rank_records(run.directory))):
+        os.kill(pid, signal.SIGTERM)  # as a scheduler does
+    status = run.wait(60).status
+    assert str(status) == f"stopped: Stopped at step {run.checkpoints[-1].step} of 10000."

@@ -34,6 +34,8 @@ STOP_GRACE_S = 300.0
 TERMINATE_GRACE_S = 60.0
 """After SIGTERM, how long until SIGKILL."""
 ELASTIC_SHUTDOWN_S = "30"
+ELASTIC_ENDED = 1
+"""Exit code of torchrun's launcher after SIGTERM, too; a rank that fails leaves its error besides."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Variables by which a user may set torch's CUDA allocator; the second is their older name."""
 GROWING = "expandable_segments:True"
@@ -365,9 +367,13 @@ def _conclude(run: RunDir, watch: _Watch, exit_code: int, launcher_output: str) 
 
 
 def _orderly_ending(run: RunDir, watch: _Watch, exit_code: int) -> tuple[str, str] | None:
-    """State and message if the ranks left of their own accord, or because a stop was asked for."""
+    """State and message if the ranks left of their own accord, or because a stop was asked for.
+
+    A scheduler, or a machine that shuts down, sends SIGTERM to every process: the ranks answer with a checkpoint, and
+    their launcher dies of it.
+    """
     target = read_json(run.experiment)["steps"]
-    if exit_code == 0 and watch.steps is not None:
+    if exit_code in (0, ELASTIC_ENDED, -signal.SIGTERM) and watch.steps is not None:
         if watch.steps >= target:
             return "finished", f"{watch.steps} steps."
         return "stopped", f"Stopped at step {watch.steps} of {target}."
