@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from torch.nn import functional
 from tests.distributed import zoo
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.errors import CaptureError
+from workbench.models import as_model
 
 Batch = dict[str, torch.Tensor]
 
@@ -191,6 +194,31 @@ class SharedNorm(Net):
         return self.norm(super().body(self.norm(x)))
 
 
+class UpdatesAfterTheLoss(Net):
+    """Its last layer returns the loss; what follows belongs to no layer, and does not read it."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 5)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(self.linear(x), labels)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(self.Last())
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers[:-1]:
+            x = layer(x)
+        loss = self.layers[-1](x, labels)
+        self.steps += 1
+        return loss
+
+
 class Weighted(Net):
     """A weighted mean and a negative log-likelihood, under autocast; label 0 is ignored."""
 
@@ -231,6 +259,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
         Frozen,
         OneLayer,
         SharedNorm,
+        UpdatesAfterTheLoss,
         Weighted,
         LayerDrop,
     )
@@ -517,6 +546,38 @@ def test_a_model_whose_constructor_needs_real_numbers_is_built_all_the_same() ->
     assert len(captured(model, batch_for("DropPath")).blocks) == 6
 
 
+def test_a_model_of_the_users_own_whose_constructor_needs_real_numbers_is_built_all_the_same() -> None:
+    class DropPath(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+
+    assert len(build_meta(as_model(DropPath).build).rates) == 4
+
+
+@pytest.mark.parametrize("where", ["buffer", "parameter", "attribute", "forward"])
+def test_a_model_on_meta_may_meet_tensors_of_the_cpu(where: str) -> None:
+    class Table(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.from_numpy(np.arange(16, dtype=np.float32))
+            if where == "parameter":
+                table = nn.Parameter(table)
+            if where == "buffer":
+                self.register_buffer("table", table)
+            elif where != "forward":
+                self.table = table
+            self.layers[3] = self.layers[0]
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            table = torch.arange(16.0, device="cpu") if where == "forward" else self.table
+            return super().body(x + table)
+
+    on_meta, on_cpu = captured(build_meta(Table), batch_for("Table")), captured(Table(), batch_for("Table"))
+    assert [block.name for block in on_meta.blocks] == [block.name for block in on_cpu.blocks]
+    assert on_meta.ties == on_cpu.ties
+
+
 def test_bert_of_two_billion_parameters_is_captured_on_meta_in_seconds_and_under_two_gigabytes() -> None:
     code = """
         import resource, sys, time
@@ -604,6 +665,44 @@ def test_a_custom_autograd_function_is_refused_because_its_backward_would_be_los
     assert "Doubled" in str(error)
     assert "register_autograd" in str(error)
     assert torch.equal(Doubled.apply(torch.ones(2)), torch.ones(2)), "the function itself is as before"
+
+
+def test_a_hook_on_a_tensor_is_refused_with_its_line_because_it_would_be_lost() -> None:
+    class Scales(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            x.register_hook(lambda gradient: gradient / 2)
+            return super().body(x)
+
+    error = refused(Scales())
+    assert error.facts["line"] == line_of(Scales, "x.register_hook")
+    assert "detach()" in str(error)
+
+
+@pytest.mark.parametrize("what", ["parameter", "module"])
+def test_backward_hooks_are_refused_because_nothing_would_call_them(what: str) -> None:
+    model = Net()
+    if what == "parameter":
+        model.head.weight.register_hook(lambda gradient: 0 * gradient)
+    else:
+        model.head.register_full_backward_hook(lambda _module, inputs, _outputs: inputs)
+    assert f"backward hook on the {what} head" in str(refused(model))
+
+
+@pytest.mark.parametrize("source", ["random", "numpy"])
+def test_random_numbers_that_are_not_torchs_are_refused_because_they_would_be_drawn_once(source: str) -> None:
+    class Draws(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x) * (random.random() if source == "random" else np.random.rand())
+
+    assert "Draw from torch's" in str(refused(Draws()))
+
+
+def test_a_loss_that_waits_for_labels_is_told_so() -> None:
+    class NoLabels(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, object]:  # type: ignore[override]
+            return {"loss": None if labels is None else super().forward(x, labels)}
+
+    assert "returned no loss for a batch of x" in str(refused(NoLabels(), batch={"x": torch.zeros(4, 8)}))
 
 
 def test_the_torch_function_patched_during_a_failed_capture_is_put_back() -> None:

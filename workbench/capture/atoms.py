@@ -84,12 +84,12 @@ def _module_path(node: fx.Node) -> str:
     return next(reversed(stack.values()))[0].partition("@")[0] if stack else ""
 
 
-def atoms(flow: Dataflow, layers: frozenset[str]) -> tuple[Atom, ...]:
+def atoms(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[Atom, ...]:
     """The live, not-free nodes in order, cut where the layer changes.
 
     Operations between two layers that touch no parameter belong to the layer before them; those that do (an
     embedding, a head, a norm between stages) form an atom of their own. Cuts that an in-place write reaches
-    across are removed by joining the atoms.
+    across are removed by joining the atoms; what follows the loss (a buffer's update) joins it, so that it is last.
     """
     nodes = [n for n in flow.order if n in flow.live and n not in flow.free and n.op == "call_function"]
     runs: list[tuple[tuple[str, str] | None, list[fx.Node]]] = []
@@ -100,7 +100,7 @@ def atoms(flow: Dataflow, layers: frozenset[str]) -> tuple[Atom, ...]:
         else:
             runs.append((key, [node]))
     grouped = _absorb_glue(runs, flow)
-    joined = _join_across_writes([found for _, found in grouped], flow)
+    joined = _join_across_writes([found for _, found in grouped], flow, loss)
     owners = {found[0]: key[0] for key, found in grouped if key}
     names = [owners.get(found[0]) or _common_path(found, flow) for found in joined]
     return tuple(Atom(name, tuple(found)) for name, found in zip(_numbered(names), joined, strict=True))
@@ -132,12 +132,13 @@ def _absorb_glue(
     return grouped
 
 
-def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow) -> list[list[fx.Node]]:
+def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow, loss: fx.Node) -> list[list[fx.Node]]:
     """Merge neighbours wherever a cut would part the uses of something that is written to.
 
     A value may not cross a cut and be written to after it; a buffer that forward changes has one home.
     """
-    barred: set[int] = set()
+    with_loss = next((index for index, group in enumerate(groups) if loss in group), len(groups))
+    barred = set(range(with_loss + 1, len(groups)))
     for first, last in _spans_of_writes(groups, flow):
         barred.update(range(first + 1, last + 1))
     joined: list[list[fx.Node]] = []

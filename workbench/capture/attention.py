@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from workbench.capture.regions import regions_of
+
 aten = torch.ops.aten
 _SDPA = aten.scaled_dot_product_attention.default
 _MASKED_BELOW = -1e9
@@ -23,6 +25,7 @@ _MASKED_BELOW = -1e9
 def simplify_attention(module: fx.GraphModule) -> None:
     """Fuse written-out attention and drop constant masks, in place."""
     _make_dropout_explicit(module.graph)
+    _drop_empty_caches(module.graph)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target is aten.matmul.default:
             _fuse(module.graph, node)
@@ -69,35 +72,42 @@ def _fuse(graph: fx.Graph, output: fx.Node) -> None:
 
 def _matched(output: fx.Node) -> _Attention | None:
     """Read the pattern backwards from its last product; None where anything differs from it."""
+
+    def is_step(node: Any, *targets: Any) -> bool:
+        """In the same regions as the product: a softmax under `no_grad` has no gradient."""
+        return _is(node, *targets) and not node.kwargs and regions_of(node) == regions_of(output)
+
     weights: Any
     value: Any
     weights, value = output.args[:2]
     dropout = 0.0
-    if _is(weights, aten.dropout.default):
+    if is_step(weights, aten.dropout.default):
         dropout = float(weights.args[1]) if weights.args[2] else 0.0
         weights = weights.args[0]
-    if not _is(weights, aten.softmax.int) or weights.args[1] not in (-1, 3) or len(weights.args) > 2:
+    if not is_step(weights, aten.softmax.int) or weights.args[1] not in (-1, 3) or len(weights.args) > 2:
         return None
     scores: Any = weights.args[0]
     mask: Any = None
-    if _is(scores, aten.add.Tensor):
+    if is_step(scores, aten.add.Tensor):
         scores, mask = scores.args[:2]
         if not isinstance(mask, fx.Node) or not _is_constant(mask):
             return None
     scale = 1.0
-    if _is(scores, aten.div.Tensor, aten.mul.Tensor) and isinstance(scores.args[1], int | float):
+    if is_step(scores, aten.div.Tensor, aten.mul.Tensor) and isinstance(scores.args[1], int | float):
         scale = 1 / scores.args[1] if scores.target is aten.div.Tensor else float(scores.args[1])
         scores = scores.args[0]
-    if not _is(scores, aten.matmul.default):
+    if not is_step(scores, aten.matmul.default):
         return None
     query: Any
     transposed: Any
     query, transposed = scores.args[:2]
-    if not _is(transposed, aten.transpose.int) or {_dim(transposed, 1), _dim(transposed, 2)} != {2, 3}:
+    if not is_step(transposed, aten.transpose.int) or {_dim(transposed, 1), _dim(transposed, 2)} != {2, 3}:
         return None
     key: Any = transposed.args[0]
     if any(not isinstance(node, fx.Node) or _rank(node) != 4 for node in (query, key, value)):
         return None
+    if len({tuple(node.meta["val"].shape[:2]) for node in (query, key, value)}) > 1:
+        return None  # products broadcast samples and heads; attention kernels do not
     return _Attention(query, key, value, mask, dropout, scale)
 
 
@@ -123,6 +133,17 @@ def _make_dropout_explicit(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target is aten.dropout.default and node.args[1] == 0:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _drop_empty_caches(graph: fx.Graph) -> None:
+    """What is appended to nothing is itself: keys and values of `transformers` models, whose default is a cache."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.cat.default:
+            tensors: Any = node.args[0]
+            filled = [tensor for tensor in tensors if tuple(tensor.meta["val"].shape) != (0,)]
+            if len(filled) == 1 and filled[0].meta["val"].dtype == node.meta["val"].dtype:
+                node.replace_all_uses_with(filled[0])
+                graph.erase_node(node)
 
 
 def _simplify_mask(attention: fx.Node, constants: dict[fx.Node, _Mask | None]) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 
-_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal")
+_RATES = ("p", "dropout", "dropout_p")
+"""What operations that can draw dropout call its rate."""
+_WITH_STATISTICS = ("batch_norm", "instance_norm")
+"""What they write to, their schemas do not say."""
+_MAYBE_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::dropout"})
 
 
 def tensor_at(module: nn.Module, target: str) -> Any:
@@ -22,16 +28,12 @@ def tensor_at(module: nn.Module, target: str) -> Any:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers (an attention counts only with a dropout above 0)."""
-    if node.op != "call_function":
+    """Whether the node draws random numbers (attention, a recurrent layer or a dropout: at a rate above 0)."""
+    if _schema(node) is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
-    name = str(node.target)
-    if "scaled_dot_product" in name:
-        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(rate)
-    if "dropout" in name:
-        return len(node.args) < 3 or (bool(node.args[1]) and bool(node.args[2]))
-    return any(word in name for word in _RANDOM) and "layer_norm" not in name and "batch_norm" not in name
+    given = _arguments(node)
+    rates = [given[name] for name in _RATES if name in given]
+    return all(rates) and given.get("train") is not False
 
 
 def _schema(node: fx.Node) -> Any:
@@ -40,20 +42,30 @@ def _schema(node: fx.Node) -> Any:
     return None
 
 
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """An operation's arguments by name, defaults filled in."""
+    formal = _schema(node).arguments
+    defaults = {argument.name: argument.default_value for argument in formal}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
 def mutates(node: fx.Node) -> tuple[fx.Node, ...]:
     """The arguments that the node writes to."""
     schema = _schema(node)
     if schema is None:
         return ()
-    if "batch_norm" in schema.name and schema.name != "aten::_batch_norm_no_update":
+    if any(word in schema.name for word in _WITH_STATISTICS) and schema.name != "aten::_batch_norm_no_update":
         return tuple(arg for arg in node.args[3:5] if isinstance(arg, fx.Node) and _training(node))
     if not schema.is_mutable:
         return ()
-    return tuple(
-        arg
-        for arg, formal in zip(node.args, schema.arguments, strict=False)
-        if formal.alias_info is not None and formal.alias_info.is_write and isinstance(arg, fx.Node)
-    )
+    given = _arguments(node)
+    written = [given[formal.name] for formal in schema.arguments if _is_written(formal)]
+    return tuple(leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node))
+
+
+def _is_written(formal: Any) -> bool:
+    """An argument or a result of a schema."""
+    return formal.alias_info is not None and bool(formal.alias_info.is_write)
 
 
 def _training(node: fx.Node) -> bool:
@@ -63,13 +75,23 @@ def _training(node: fx.Node) -> bool:
 def storage_of(node: fx.Node) -> fx.Node:
     """The node that owns the memory which `node` may be a view of (conservative: follows first arguments)."""
     while True:
-        schema = _schema(node)
-        aliasing = schema is not None and any(r.alias_info is not None for r in schema.returns)
-        maybe_view = schema is not None and schema.name in ("aten::reshape", "aten::contiguous", "aten::to")
-        source = node.args[0] if node.args else None
-        if not (aliasing or maybe_view) or not isinstance(source, fx.Node):
+        source = _viewed(node)
+        if not isinstance(source, fx.Node):
             return node
         node = source
+
+
+def _viewed(node: fx.Node) -> Any:
+    """What the result of an operation may be a view of."""
+    if node.target is operator.getitem:
+        return node.args[0]
+    schema = _schema(node)
+    if schema is None:
+        return None
+    if any(_is_written(result) for result in schema.returns):
+        return next(iter(mutates(node)), None)
+    aliasing = any(result.alias_info is not None for result in schema.returns)
+    return node.args[0] if node.args and (aliasing or schema.name in _MAYBE_VIEWS) else None
 
 
 @dataclass(frozen=True)

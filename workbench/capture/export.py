@@ -7,9 +7,11 @@ tensors, so a failure has a Python traceback through the user's code; the last l
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import linecache
 import logging
+import random
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from workbench.capture.graph import spec_of
@@ -49,20 +50,70 @@ def example_batch(batch: Mapping[str, TensorSpec], device: torch.device) -> dict
 
 
 def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str) -> Exported:
-    """Export `model(**batch)`; raises `CaptureError` naming the user's line that stops it."""
+    """Export `model(**batch)`; raises `CaptureError` naming the user's line that stops it.
+
+    A model on the meta device whose forward meets tensors of the CPU (a table from NumPy, `torch.arange` of no device)
+    is given memory there, which nobody writes to.
+    """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    try:
+        return _exported(model, batch, name, device)
+    except CaptureError as error:
+        if not any(p.is_meta for p in model.parameters()) or not _mixes_devices(str(error.__cause__)):
+            raise
+    _leave_meta(model)
+    return _exported(model, batch, name, torch.device("cpu"))
+
+
+def _exported(model: nn.Module, batch: Mapping[str, TensorSpec], name: str, device: torch.device) -> Exported:
     example = example_batch(batch, device)
-    with _custom_functions_refused(name), _inert_layerdrop(model), _numbers_in_the_graph(), _quiet_failure():
+    with contextlib.ExitStack() as stack:
+        for patch in (_returning_its_loss(model, name, batch), _custom_functions_refused(name), _hooks_refused(name)):
+            stack.enter_context(patch)
+        for patch in (_inert_layerdrop(model), _numbers_in_the_graph(), _masks_unread(), _quiet_failure()):
+            stack.enter_context(patch)
+        drawn = _generators()
         try:
             program = torch.export.export(model, (), example, strict=False)
         except CaptureError:
             raise
         except Exception as error:
             raise _explained(error, name, batch) from error
-    assert program.call_spec.out_spec is not None
+        if _generators() != drawn:
+            raise CaptureError(
+                f"The forward of {name} draws from Python's or NumPy's random numbers, which capture would fix for "
+                f"good. Draw from torch's: torch.rand(…), and choose by torch.where.",
+                model=name,
+            )
     module = _without_checks(program.module(check_guards=False))
     open_regions(module)
-    return Exported(module, _loss_node(module, program.call_spec.out_spec, name))
+    _make_gradients_dense(module)
+    return Exported(module, _loss_node(module))
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the random numbers that are not torch's."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else ""
+
+
+def _mixes_devices(message: str) -> bool:
+    return "on the same device" in message
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Put every tensor of a model on the CPU, tied ones as one; without numbers, so that no memory is touched."""
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for key, value in held.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                setattr(module, key, found.setdefault(id(value), _empty_on_cpu(value)))
+
+
+def _empty_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _without_checks(module: Any) -> fx.GraphModule:
@@ -78,11 +129,44 @@ def _without_checks(module: Any) -> fx.GraphModule:
     return module  # type: ignore[no-any-return]
 
 
-def _loss_node(module: fx.GraphModule, out_spec: pytree.TreeSpec, name: str) -> fx.Node:
-    """The scalar that training minimises: `.loss`, `["loss"]`, the first of a tuple, or the output itself."""
+def _make_gradients_dense(module: fx.GraphModule) -> None:
+    """Ignore `sparse=True` of embeddings: the gradient is the same, and no reduction or AdamW takes a sparse one."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            names = [argument.name for argument in node.target._schema.arguments]
+            place = names.index("sparse") if "sparse" in names else len(node.args)
+            if place < len(node.args):
+                node.update_arg(place, False)
+    module.recompile()
+
+
+def _loss_node(module: fx.GraphModule) -> fx.Node:
     [output] = [node for node in module.graph.nodes if node.op == "output"]
-    leaves, _ = pytree.tree_flatten(output.args[0])
-    result = pytree.tree_unflatten(leaves, out_spec)
+    [loss] = output.all_input_nodes
+    return loss  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _returning_its_loss(model: nn.Module, name: str, batch: Mapping[str, TensorSpec]) -> Iterator[None]:
+    """Let forward return its loss alone: export knows few of the types that it may come in (caches, dataclasses)."""
+    forward = model.forward
+    own = vars(model).get("forward")
+
+    @functools.wraps(forward)
+    def returning_its_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return _loss_of(forward(*args, **kwargs), name, batch)
+
+    object.__setattr__(model, "forward", returning_its_loss)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "forward")
+        if own is not None:
+            object.__setattr__(model, "forward", own)
+
+
+def _loss_of(result: Any, name: str, batch: Mapping[str, TensorSpec]) -> torch.Tensor:
+    """The scalar that training minimises: `.loss`, `["loss"]`, the first of a tuple, or the output itself."""
     if isinstance(result, Mapping) and "loss" in result:
         loss = result["loss"]
     elif hasattr(result, "loss"):
@@ -91,20 +175,20 @@ def _loss_node(module: fx.GraphModule, out_spec: pytree.TreeSpec, name: str) -> 
         loss = result[0]
     else:
         loss = result
-    value = loss.meta.get("val") if isinstance(loss, fx.Node) else None
-    if (
-        not isinstance(loss, fx.Node)
-        or not isinstance(value, torch.Tensor)
-        or value.numel() != 1
-        or not value.is_floating_point()
-    ):
-        found = spec_of("loss", value).shape if isinstance(value, torch.Tensor) else type(result).__name__
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss
+    if loss is None and result is not None:
         raise CaptureError(
-            f"{name} returned {found} where its loss should be. Let forward return a scalar loss: as `.loss`, "
-            f'`["loss"]`, the first item of a tuple, or alone.',
+            f"{name} returned no loss for a batch of {', '.join(batch)}. Most models compute it where they are given "
+            f"labels: add the field to the items of the dataset.",
             model=name,
         )
-    return loss
+    found = spec_of("loss", loss).shape if isinstance(loss, torch.Tensor) else type(result).__name__
+    raise CaptureError(
+        f"{name} returned {found} where its loss should be. Let forward return a scalar loss: as `.loss`, "
+        f'`["loss"]`, the first item of a tuple, or alone.',
+        model=name,
+    )
 
 
 @contextlib.contextmanager
@@ -133,6 +217,68 @@ def _custom_functions_refused(name: str) -> Iterator[None]:
         yield
     finally:
         setattr(torch.autograd.Function, "apply", original)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _hooks_refused(name: str) -> Iterator[None]:
+    """Refuse `Tensor.register_hook` in forward: export forgets the hook, and with it what it does to the gradient."""
+    original = torch.Tensor.register_hook
+
+    def refusing(tensor: torch.Tensor, hook: Any) -> Any:
+        file, number, text = _users_frame(traceback.extract_stack()[:-1])
+        if not file:
+            return original(tensor, hook)
+        raise CaptureError(
+            f"{name} registers a hook on a tensor at {file}:{number} (`{text}`), which torch.export would silently "
+            f"drop. To scale a gradient by c, write c * x + ((1 - c) * x).detach().",
+            model=name,
+            file=file,
+            line=number,
+        )
+
+    setattr(torch.Tensor, "register_hook", refusing)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.Tensor, "register_hook", original)  # noqa: B010
+
+
+def refuse_backward_hooks(model: nn.Module, name: str) -> None:
+    """Refuse hooks that a backward through the original parameters and modules would call: blocks have neither."""
+    on_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    on_modules = ("_backward_hooks", "_backward_pre_hooks")
+    parameters = [
+        key for key, tensor in model.named_parameters() if any(getattr(tensor, h, None) for h in on_parameters)
+    ]
+    modules = [key or "itself" for key, module in model.named_modules() if any(getattr(module, h) for h in on_modules)]
+    for what, names in (("parameter", parameters), ("module", modules)):
+        if names:
+            raise CaptureError(
+                f"{name} has a backward hook on the {what} {names[0]}, which would never be called. Write what it does "
+                f"to the gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros and ones "
+                f"masks it.",
+                model=name,
+                **{what: names[0]},
+            )
+
+
+@contextlib.contextmanager
+def _masks_unread() -> Iterator[None]:
+    """Let `nn.Transformer` take a mask as it comes, without looking in its values whether it is the causal one.
+
+    It asks in order to give attention a hint; the mask itself is applied either way.
+    """
+    module = torch.nn.modules.transformer
+    detect = module._detect_is_causal_mask
+
+    def unread(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
+        return is_causal is True
+
+    setattr(module, "_detect_is_causal_mask", unread)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(module, "_detect_is_causal_mask", detect)  # noqa: B010
 
 
 @contextlib.contextmanager
@@ -207,6 +353,11 @@ def _explained(error: Exception, name: str, batch: Mapping[str, TensorSpec]) -> 
         )
     elif "unexpected keyword" in reason or ("missing" in reason and "argument" in reason):
         message = f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
+    elif _mixes_devices(reason):
+        message = (
+            f"tensors of two devices meet{where}. Make tensors in forward where its inputs are, "
+            f"torch.arange(…, device=x.device), and register those made in the constructor as buffers."
+        )
     else:
         message = f"{kind}{where}: {reason}. It was called with {fields}: see that model(**batch) runs on such a batch."
     return CaptureError(
@@ -225,7 +376,7 @@ def _frames(trace: TracebackType | None) -> traceback.StackSummary:
 def _users_frame(frames: Sequence[traceback.FrameSummary]) -> tuple[str, int, str]:
     """The innermost frame in code that is neither installed nor ours; else the innermost of `transformers`."""
     own = str(Path(__file__).parent.parent)
-    theirs = [f for f in frames if not f.filename.startswith((*_LIBRARIES, own, "<frozen"))]
+    theirs = [f for f in frames if not f.filename.startswith((*_LIBRARIES, own, "<frozen", "<string>"))]
     modelling = [f for f in frames if f"{'transformers'}/models" in f.filename.replace("\\", "/")]
     for candidates in (theirs, modelling):
         inside = [f for f in candidates if f.name not in ("<module>",)]

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from workbench.capture.atoms import atoms, layer_paths, parameter_names
 from workbench.capture.attention import simplify_attention
-from workbench.capture.dataflow import Dataflow, analyse
-from workbench.capture.export import export
+from workbench.capture.dataflow import Dataflow, analyse, storage_of
+from workbench.capture.export import export, refuse_backward_hooks
 from workbench.capture.graph import Block, Graph, spec_of
 from workbench.capture.lift import Lifter
 from workbench.capture.losses import label_count, mean_losses
@@ -26,7 +26,7 @@ def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     try:
         with torch.device("meta"):
             return factory().train()
-    except RuntimeError:  # what torch raises where a meta tensor's numbers are asked for
+    except Exception:  # a meta tensor's numbers were asked for; what is wrong otherwise is wrong again
         return factory().train()
 
 
@@ -51,6 +51,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     name = name or type(model).__name__
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
+    refuse_backward_hooks(model, name)
     exported = export(model, batch, name)
     settle_writes(exported.module, name)
     simplify_attention(exported.module)
@@ -64,7 +65,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
             model=name,
         )
     losses = mean_losses(flow)
-    found = atoms(flow, layer_paths(model, flow.order))
+    found = atoms(flow, layer_paths(model, flow.order), exported.loss)
     home = {node: index for index, atom in enumerate(found) for node in atom.nodes}
     lifter = Lifter(exported.module, flow, exported.loss, names, losses)
     blocks = tuple(lifter.lift(index, atom, home) for index, atom in enumerate(found))
@@ -89,7 +90,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
 
 
 def _learned(loss: fx.Node, flow: Dataflow) -> Iterator[torch.Tensor]:
-    """The trainable parameters that the loss reaches by differentiable operations."""
+    """The trainable parameters that the loss reaches by differentiable operations, in-place writes included."""
     seen: set[fx.Node] = set()
     stack = [loss]
     while stack:
@@ -97,7 +98,7 @@ def _learned(loss: fx.Node, flow: Dataflow) -> Iterator[torch.Tensor]:
         if node in seen or not gradients_pass(node):
             continue
         seen.add(node)
-        stack.extend(node.all_input_nodes)
+        stack.extend((*node.all_input_nodes, *flow.writers.get(storage_of(node), ())))
         if node in flow.tensors and flow.tensors[node].requires_grad:
             yield flow.tensors[node]
 

@@ -37,6 +37,9 @@ def regions_of(node: fx.Node) -> tuple[Region, ...]:
 
 def gradients_pass(node: fx.Node) -> bool:
     """Whether an operation's result can carry a gradient to its inputs."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return False
     switches = [region.settings[0] for region in regions_of(node) if region.operation is _GRAD]
     return node.target is not torch.ops.aten.detach.default and (not switches or bool(switches[-1]))
 

@@ -206,6 +206,8 @@ class Propagation:
         if found is not None:
             if found.dim != dim or found.sharding.segments != layout.sharding.segments:
                 raise DeadEnd(found.columns | layout.columns)
+        elif dim >= len(shape_of(source)):
+            raise layout.dead_end()
         elif dim < 0 or shape_of(source)[dim] == 1:
             self.enter(node, source)
         elif shape_of(source)[dim] == sum(layout.sharding.segments):
