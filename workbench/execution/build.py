@@ -43,7 +43,7 @@ def build_model(factory: Callable[[], nn.Module], parameter_bytes: int, device: 
     torch.manual_seed(seed)
     with torch.device(where):
         model = factory()
-    return model.train()
+    return model.to(where).train()  # a table from NumPy is on the CPU, wherever it was made
 
 
 def prepare_compiler() -> None:
@@ -197,8 +197,8 @@ def _tensors(
     for name in graph.block_parameters(stage.first_block, stage.end_block):
         held, sharding = originals[name].detach(), division.parameters.get(name)
         if sharding is not None:
-            held = part(held, sharding, context.tensor_rank).contiguous()
-        parameters[name] = nn.Parameter(held.to(device), requires_grad=name not in graph.frozen)
+            held = part(held, sharding, context.tensor_rank)
+        parameters[name] = nn.Parameter(held.to(device).contiguous(), requires_grad=name not in graph.frozen)
     return parameters, {name: tensors[name].detach().to(device) for block in blocks for name in block.buffers}
 
 

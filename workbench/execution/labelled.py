@@ -85,10 +85,8 @@ class LabelCounter:
         )
 
     def _count(self, index: int, batch: Mapping[str, torch.Tensor]) -> list[int]:
-        fields = [batch[name] for name in self._inputs[index]]
-        self._move(fields[0].device)
-        parts = zip(*(field.split(self._micro_batch) for field in fields), strict=True)
-        counts = torch.stack([self._codes[index](*part) for part in parts])
+        self._move(next(iter(batch.values())).device)
+        counts = labels_of_micro_batches(self._codes[index], self._inputs[index], batch, self._micro_batch)
         return [int(count) for count in counts.tolist()]
 
     def _move(self, device: torch.device) -> None:
@@ -96,6 +94,15 @@ class LabelCounter:
             for code in self._codes.values():
                 retarget(code.to(device), device)
             self._device = device
+
+
+def labels_of_micro_batches(
+    code: fx.GraphModule, inputs: Sequence[str], batch: Mapping[str, torch.Tensor], micro_batch: int
+) -> torch.Tensor:
+    """What `LabelCount.code` counts in each micro-batch; more samples at once may not fit sizes that it has fixed."""
+    samples = len(next(iter(batch.values())))
+    parts = [slice(first, first + micro_batch) for first in range(0, samples, micro_batch)]
+    return torch.stack([code(*(batch[name][part] for name in inputs)) for part in parts])
 
 
 def retarget(code: fx.GraphModule, device: torch.device) -> None:

@@ -38,6 +38,10 @@ _ATTENTION: dict[Any, int] = {
 """Attention kernels, with the position of their dropout rate."""
 
 
+_RECURRENT = ("lstm", "gru", "rnn_")
+"""Operations that, on a CPU, add to the products that they make in place."""
+
+
 def mode_for(code: fx.GraphModule, asked: str) -> str:
     """How a block may be recomputed.
 
@@ -46,8 +50,12 @@ def mode_for(code: fx.GraphModule, asked: str) -> str:
     """
     if writes_arguments(code):
         return "none"
-    in_place = any(mutates(node) for node in code.graph.nodes)
+    in_place = any(mutates(node) or _is_recurrent(node) for node in code.graph.nodes)
     return "full" if asked == "selective" and in_place else asked
+
+
+def _is_recurrent(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname.startswith(_RECURRENT)
 
 
 def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,7 +10,8 @@ step (BERT-Large, 128 × 128 tokens: 105 ms a step).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
 
     FSDP2 wraps each block that has parameters, then the stage for those that its blocks share. Under bf16 it gathers
     bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
-    operation, as it does without sharding.
+    operation, as it does without sharding. What FSDP2 cannot shard stays whole, its gradients left to
+    `average_gradients`.
     """
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
         return stage
@@ -49,10 +51,21 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
         reduce_dtype=torch.float32 if precision == "bf16" else None,
         cast_forward_inputs=False,
     )
+    shared = list(stage.parameters(recurse=False))
+    gathered = [shared, *(list(block.parameters()) for block in blocks)]
+    whole = {parameter for together in gathered for parameter in _kept_whole(together)}
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-    fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=whole)
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
     return stage
+
+
+def _kept_whole(parameters: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """Of those that are gathered together: scalars, which have no dim to shard, and all but the commonest dtype."""
+    bytes_of: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        bytes_of[parameter.dtype] += parameter.nbytes
+    return (p for p in parameters if p.ndim == 0 or p.dtype != bytes_of.most_common(1)[0][0])
 
 
 def _settle_buckets(replica: DistributedDataParallel) -> None:
@@ -65,22 +78,25 @@ def _settle_buckets(replica: DistributedDataParallel) -> None:
     """
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     replica.reducer.prepare_for_backward([])
-    (0.0 * torch.stack([parameter.sum() for parameter in parameters]).sum()).backward()
+    (0.0 * torch.stack([parameter.sum().real for parameter in parameters]).sum()).backward()
     for parameter in parameters:
         parameter.grad = None
     replica.reducer._rebuild_buckets()
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace every gradient by its mean over the group, a bucket at a time: for backwards that DDP cannot follow."""
-    bucket: list[torch.Tensor] = []
+    """Replace every gradient by its mean over the group, a bucket at a time: where neither DDP nor FSDP2 does."""
+    buckets: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None:
-            bucket.append(parameter.grad)
+        if parameter.grad is None:
+            continue
+        bucket = buckets[parameter.grad.dtype]
+        bucket.append(parameter.grad)
         if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
             _average(bucket, group)
-            bucket = []
-    _average(bucket, group)
+            bucket.clear()
+    for bucket in buckets.values():
+        _average(bucket, group)
 
 
 def _average(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -109,7 +109,7 @@ class _Product(torch.autograd.Function):
 def _accumulate(
     value: torch.Tensor, gradient: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool
 ) -> None:
-    rows, seen = gradient.flatten(0, -2), value.flatten(0, -2)
+    rows, seen = gradient.reshape(-1, gradient.shape[-1]), value.reshape(-1, value.shape[-1])
     if weight.requires_grad:
         _add(weight, seen.t() @ rows if transposed else rows.t() @ seen)
     if bias is not None and bias.requires_grad:

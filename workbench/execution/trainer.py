@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
 from workbench.execution.context import StepContext
-from workbench.execution.labelled import LabelCounter, LabelCounts, retarget
+from workbench.execution.labelled import LabelCounter, LabelCounts, labels_of_micro_batches, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.optim import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
 from workbench.execution.pipe import SPLIT_BACKWARD, PipeStage, build_schedule
@@ -102,9 +103,8 @@ class Trainer:
         target = torch.empty(self.samples, device="meta") if self.stage.computes_loss else None
         inputs: dict[str, Any] = dict(batch)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
-        if self.plan.schedule in SPLIT_BACKWARD and self.plan.data > 1:
-            parameters = [parameter for stage in self.stage.stages for parameter in stage.parameters()]
-            average_gradients(parameters, self.place.data_group)
+        if self.plan.data > 1:
+            average_gradients(self._reduced_by_hand(), self.place.data_group)
         self._reduce_ties()
         if not losses:
             return torch.zeros((), device=self.context.device)
@@ -151,7 +151,7 @@ class Trainer:
         if not self._label_counts:
             return
         found = [
-            code(*(batch[name] for name in count.inputs))
+            labels_of_micro_batches(code, count.inputs, batch, self.plan.micro_batch).sum()
             for count, code in zip(self.graph.label_counts, self._label_counts, strict=True)
         ]
         counts = torch.stack(found).float()
@@ -159,6 +159,13 @@ class Trainer:
             dist.all_reduce(counts, group=self.place.data_group)
         shares = self.plan.num_microbatches * self.plan.data
         self.context.counts = list((counts / shares).unbind())
+
+    def _reduced_by_hand(self) -> list[nn.Parameter]:
+        """What nothing else averages over the replicas: all under a split backward, what sharded stages hold whole."""
+        parameters = [parameter for stage in self.stage.stages for parameter in stage.parameters()]
+        if self.plan.schedule in SPLIT_BACKWARD:
+            return parameters
+        return [parameter for parameter in parameters if self.plan.zero > 0 and not isinstance(parameter, DTensor)]
 
     def _refresh_copies(self) -> None:
         """Bring this rank's copies of a parameter to its value after the last update or a loaded checkpoint."""
@@ -216,7 +223,7 @@ def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.Proce
     mine: dict[str, dist.ProcessGroup] = {}
     for name in graph.parameters:
         found = holders(plan, graph, name)
-        if len(found) < 2:
+        if len(found) < 2 or name in graph.frozen:
             continue
         for replica in range(place.data * place.tensor):
             members = tuple(ranks[pipeline_rank][replica] for pipeline_rank in found)

@@ -1,0 +1,264 @@
+"""Models as people write them at home: their losses and gradients are plain PyTorch's under every plan as well."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from torch.nn import functional
+
+from tests.distributed import zoo
+from tests.distributed.harness import CPU, LINK, launch
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, loss_of, part_of, plan_of, trainer_of
+from workbench.capture import Graph, build_meta, capture, spec_of
+from workbench.cost import profile
+from workbench.cost.cluster import Cluster
+from workbench.planning import search
+
+TOLERANCE = 1e-5
+WIDTH = 16
+
+
+class Residual(nn.Module):
+    """A stem, four residual layers and a head; the models below change one thing about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, zoo.CLASSES)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.stem(x)))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
+        return functional.cross_entropy(self.logits(x), labels)
+
+
+class WritesIntoViews(Residual):
+    """Halves of a layer's output are written into an empty tensor: no operation takes them as its input."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            out[:, : WIDTH // 2] = self.left(x)
+            out[:, WIDTH // 2 :] = self.right(x).tanh()
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+
+class OddParameters(Residual):
+    """A scalar that all layers use, two dtypes in one layer, complex numbers, a transposed matrix, a lone vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.layers[1].register_parameter("turn", nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64)))
+        self.layers[2][0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() * 0.1)
+        self.query, self.project = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + layer(x) * self.scale
+            if index == 1:
+                x = torch.view_as_real(torch.view_as_complex(x.unflatten(1, (-1, 2))) * layer.turn).flatten(1)
+        return x + self.project(self.query)
+
+
+class Routed(Residual):
+    """A router that is trained by nothing: only its choice is used. The target is made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.codes = nn.Linear(WIDTH, 2), nn.Embedding(2, WIDTH, sparse=True)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        choice = self.router(x).argmax(-1)
+        return super().body(x) + self.codes(choice)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
+        made = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        return functional.cross_entropy(self.logits(x), made) + functional.cross_entropy(self.logits(x), labels)
+
+
+@dataclass
+class Output:
+    """No type that `torch.export` knows."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+class Gpt(nn.Module):
+    """As in the lectures: sizes are spelt out in views, the mask is made on no device, a cell keeps what it saw."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.out, self.cell = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, width = x.shape
+            query, key, value = self.mix(x).split([16, 4, 4], dim=-1)
+            heads = query.view(batch, length, 4, 4).transpose(1, 2)
+            scores = heads @ key.unsqueeze(1).transpose(2, 3) / 2  # one key for all heads
+            scores = scores + torch.full((length, length), -torch.inf).triu(1)
+            seen = (scores.softmax(-1) @ value.unsqueeze(1)).transpose(1, 2).reshape(batch, length, width)
+            flat = self.out(seen).view(batch * length, width)
+            return x + self.cell(flat, x.view(batch * length, width)).view(batch, length, width)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(zoo.VOCAB, WIDTH)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, zoo.VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        batch, length = input_ids.shape
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x).view(batch * length, zoo.VOCAB)
+        return Output(logits, functional.cross_entropy(logits, labels.view(batch * length)))
+
+
+def llama_with_a_cache() -> nn.Module:
+    """As its configuration comes: it returns a cache of keys and values."""
+    sizes = {"vocab_size": zoo.VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **heads, max_position_embeddings=zoo.SEQ))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    kind.__name__: kind for kind in (WritesIntoViews, OddParameters, Routed, Gpt)
+} | {"llama": llama_with_a_cache}
+CASES = (
+    Case(pipeline=2),
+    Case(pipeline=2, schedule="zero_bubble"),
+    Case(pipeline=2, recompute="selective"),
+    Case(data=2),
+    Case(data=2, zero=1, recompute="full"),
+    Case(data=2, zero=3),
+    Case(tensor=2),
+)
+
+
+def batch_of(name: str, size: int) -> zoo.Batch:
+    return zoo.batch("gpt2" if name in ("Gpt", "llama") else "unet", size)
+
+
+def captured(name: str, model: nn.Module) -> Graph:
+    return capture(model, {key: spec_of(key, value) for key, value in batch_of(name, MICRO_BATCH).items()}, name=name)
+
+
+def _compared(_rank: int) -> dict[tuple[str, Case], float]:
+    """The largest relative difference of a loss or gradient to plain PyTorch's, for every model and case."""
+    found = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make().train()
+        graph = captured(name, model)
+        for case in CASES:
+            found[name, case] = _difference(name, copy.deepcopy(model), graph, case)
+    return found
+
+
+def _difference(name: str, model: nn.Module, graph: Graph, case: Case) -> float:
+    plan = plan_of(graph, case)
+    batch = batch_of(name, plan.global_batch)
+    plain = copy.deepcopy(model)
+    expected = loss_of(plain(**batch)) if not isinstance(plain, Gpt) else plain(**batch).loss
+    expected.backward()
+    gradients = {key: p.grad for key, p in plain.named_parameters()}
+    trainer = trainer_of(model, graph, plan)
+    loss = trainer.gradients(0, part_of(trainer, batch))
+    torch.distributed.all_reduce(loss)
+    worst = abs(loss - expected.detach()) / abs(expected.detach())
+    scale = max(g.norm() for g in gradients.values() if g is not None)
+    for key in trainer.stage.named():
+        gradient, other = trainer.full_gradient(key), gradients[key]
+        assert (gradient is None) == (other is None), f"{name}, {case}: {key} is {gradient}, and {other} in PyTorch"
+        if gradient is not None and other is not None:
+            other = other.to_dense()
+            worst = torch.maximum(worst, (gradient - other).norm() / max(other.norm(), 1e-4 * scale))
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return worst.item()
+
+
+def test_models_written_in_unusual_ways_equal_plain_pytorch() -> None:
+    wrong = {key: error for key, error in launch(_compared, 2).items() if not error <= TOLERANCE}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_written_in_unusual_ways_are_planned_from_the_meta_device(name: str) -> None:
+    """With the blocks that they have where there are numbers."""
+    graph = captured(name, build_meta(MODELS[name]))
+    assert [block.name for block in graph.blocks] == [block.name for block in captured(name, MODELS[name]()).blocks]
+    plan = search(
+        profile(graph, CPU, "fp32", compiled=False),
+        global_batch=16,
+        seq_len=zoo.SEQ,
+        precision="fp32",
+        cluster=Cluster(CPU, 2, 2, LINK, LINK),
+        pipeline=2,
+    )
+    assert plan.pipeline == 2
+
+
+class Noisy(Residual):
+    """Numbers that are drawn in place, dropout inside of a recurrent layer, and a power iteration on buffers."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.5, batch_first=True)
+            self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gumbel = -torch.empty_like(x).exponential_().log()
+            return self.linear(self.rnn((x * torch.empty_like(x).uniform_(0.5, 1.5))[:, None])[0][:, 0]) + gumbel
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+
+def _noisy(_rank: int) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Gradients and buffers of one step, by how activations are recomputed; other numbers were drawn before each."""
+    torch.manual_seed(0)
+    model = Noisy().train()
+    graph = captured("Noisy", model)
+    found = {}
+    for recompute in ("none", "full", "selective"):
+        trainer = trainer_of(copy.deepcopy(model), graph, plan_of(graph, Case(recompute=recompute)))
+        trainer.gradients(0, batch_of("Noisy", 4 * MICRO_BATCH))
+        gradients = {key: parameter.grad.clone() for key, parameter in trainer.stage.named().items()}
+        found[recompute] = gradients, {key: value.clone() for key, value in trainer.stage.named_state().items()}
+    return found
+
+
+def test_every_kind_of_noise_is_drawn_again_in_a_recomputation_and_buffers_advance_once() -> None:
+    found = launch(_noisy, 1)
+    for recompute in ("full", "selective"):
+        for one, other in zip(found["none"], found[recompute], strict=True):
+            assert one.keys() == other.keys()
+            different = [key for key in one if not torch.allclose(one[key], other[key], rtol=1e-5, atol=1e-7)]
+            assert not different, f"{recompute}: {different}"
