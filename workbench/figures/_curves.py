@@ -12,6 +12,7 @@ from plotly.subplots import make_subplots
 
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures._legend import CORNERS, legend_place
 from workbench.figures._series import PARTS, SMOOTHING, X_AXES, Array, CurveLike, DrawnCurve, axes_of, column, draw
 from workbench.units import count
 
@@ -32,6 +33,8 @@ MARKS: Mapping[str, tuple[str, int, str | None]] = {
 """Symbol, size and outline (None: the run's colour) of each kind of event."""
 MOST_NAMED = 3
 """Runs whose speed a title has room for."""
+MOST_INSIDE = 8
+"""Runs whose names a legend inside the plot has room for."""
 MARK_WORDS = {"checkpoint": "○ checkpoint", "resume": "▷ resumed", "divergence": "▲ diverges"}
 
 
@@ -58,7 +61,9 @@ def loss_curves(
     _require_column(curves, y)
     drawn = draw(curves, y, smoothing, {name: scale for name, (scale, _) in axes.items()})
     figure = go.Figure(traces_of(drawn, x, y, smooth=smoothing > 0))
-    _lay_out(figure, axes, x, y, log_y, title, many=len(drawn) > 8)
+    _lay_out(figure, axes, x, y, log_y, title, many=len(drawn) > MOST_INSIDE)
+    if len(drawn) <= MOST_INSIDE:
+        figure.update_layout(legend=legend_place(figure.data, log_y=log_y))
     figure.update_layout(updatemenus=_menus(figure, drawn, axes, x, y, log_y))
     if key := mark_key(drawn):
         figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 104})
@@ -70,7 +75,7 @@ def loss_curves(
 def loss_layout(curves: Sequence[CurveLike], x: str) -> go.Figure:
     """A figure that is laid out as `loss_curves` lays it out, without title, menus or curves."""
     figure = go.Figure()
-    _lay_out(figure, axes_of(curves), x, "loss", False, None, many=len(curves) > 8)
+    _lay_out(figure, axes_of(curves), x, "loss", False, None, many=len(curves) > MOST_INSIDE)
     figure.layout.title = None
     return figure
 
@@ -300,14 +305,14 @@ def _lay_out(
     title: str | None,
     many: bool,
 ) -> None:
-    legend = {"x": 1.01, "xanchor": "left"} if many else {"x": 0.995, "xanchor": "right"}
+    legend = {"x": 1.01, "xanchor": "left", "y": 0.99, "yanchor": "top"} if many else CORNERS["top right"]
     figure.update_layout(
         template=theme.TEMPLATE,
         height=480,
         title=theme.title(theme.text(title or f"{_label(y)} of each run")),
         margin={"t": 92, "r": 64},
         hovermode="x unified",
-        legend={"y": 0.99, "yanchor": "top", "groupclick": "togglegroup", "tracegroupgap": 0, **legend},
+        legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={
             "title": {"text": axes[x][1]},
             "rangemode": "tozero",
@@ -352,7 +357,7 @@ def _menus(
         {
             "label": f"{kind} {label}",
             "method": "relayout",
-            "args": [{"yaxis.type": kind, "yaxis.autorange": True}],
+            "args": [{"yaxis.type": kind, "yaxis.autorange": True, **_legend_moved(figure, drawn, kind == "log")}],
         }
         for kind in ("linear", "log")
     ]
@@ -377,6 +382,13 @@ def _menus(
             "pad": {"b": 4, "l": 140},
         },
     ]
+
+
+def _legend_moved(figure: go.Figure, drawn: Sequence[DrawnCurve], log_y: bool) -> dict[str, Any]:
+    """Where the legend stands on another axis, as plotly.js is told."""
+    if len(drawn) > MOST_INSIDE:
+        return {}
+    return {f"legend.{key}": value for key, value in legend_place(figure.data, log_y=log_y).items()}
 
 
 def hover_title(heading: str) -> str:

@@ -10,6 +10,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.figures import theme
+from workbench.figures._curves import MOST_INSIDE
+from workbench.figures._legend import legend_place
 from workbench.figures._series import X_AXES
 from workbench.figures.comparison import SURE, Difference
 
@@ -32,7 +34,8 @@ def differences(found: Sequence[Difference], title: str | None = None) -> go.Fig
         for trace in _traces(item, index, scale):
             figure.add_trace(trace)
     first = theme.text(theme.short(found[0].names[1], AXIS_CHARACTERS))
-    figure.update_yaxes(range=_settled_range(found), title_text=f"Loss minus that of {first}")
+    shown = _settled_range(found)
+    figure.update_yaxes(range=shown, title_text=f"Loss minus that of {first}")
     figure.update_xaxes(title_text=heading, rangemode="tozero")
     lines = [theme.text(item.describe()) for item in found]
     figure.update_layout(
@@ -43,9 +46,7 @@ def differences(found: Sequence[Difference], title: str | None = None) -> go.Fig
         hovermode="x unified",
         legend={
             "tracegroupgap": 0,
-            "y": 0.99,
-            "yanchor": "top",
-            **({"x": 1.01} if len(found) > 8 else {"x": 0.995, "xanchor": "right"}),
+            **({"x": 1.01, "y": 0.99} if len(found) > MOST_INSIDE else legend_place(figure.data, y_range=shown)),
         },
     )
     return figure

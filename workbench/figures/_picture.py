@@ -19,6 +19,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from workbench.figures import theme
+from workbench.figures._legend import corner_of
 from workbench.figures._series import Array
 
 WIDTH_PX = 860
@@ -101,7 +102,9 @@ class _Drawing:
         self._draw_axes(figure, x, y)
         for trace in sorted(traces, key=lambda trace: trace.zorder or 0):
             self._draw_trace(trace, x, y)
-        self._draw_legend([trace for trace in traces if trace.showlegend is not False], top)
+        self._draw_legend(
+            [trace for trace in traces if trace.showlegend is not False], corner_of(figure.layout.legend), top
+        )
 
     def _axes(self, figure: go.Figure, traces: Sequence[Any], top: int) -> tuple[_Axis, _Axis]:
         layout = figure.layout
@@ -156,12 +159,15 @@ class _Drawing:
             up = [(x - half, y + half), (x, y - half), (x + half, y + half)]
             self._pen.polygon(self._px(up if symbol == "triangle-up" else tip), color, edge, FINER)
 
-    def _draw_legend(self, traces: Sequence[Any], top: int) -> None:
+    def _draw_legend(self, traces: Sequence[Any], corner: str, top: int) -> None:
         if len(traces) < 2:
             return
         names = [_plain(trace.name)[:60] for trace in traces]
-        right = self._width - RIGHT - 8
-        left = right - max(self._pen.textlength(name, self._fonts[theme.FONT_PX]) for name in names) / FINER
+        longest = max(self._pen.textlength(name, self._fonts[theme.FONT_PX]) for name in names) / FINER
+        left = LEFT + 52 if "left" in corner else self._width - RIGHT - 8 - longest
+        right = left + longest
+        if "bottom" in corner:
+            top = self._height - BELOW - 16 - LINE_PX * len(names)
         box = [(left - 44, top + 4), (right + 6, top + 12 + LINE_PX * len(names))]
         self._pen.rectangle(self._px(box), "white", theme.GRID, FINER)
         for index, (trace, name) in enumerate(zip(traces, names, strict=True)):

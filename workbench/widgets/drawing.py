@@ -10,8 +10,9 @@ from typing import Any
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
-from workbench.figures._curves import hover_title, loss_layout, mark_key, traces_of, visible_points
+from workbench.figures._curves import MOST_INSIDE, hover_title, loss_layout, mark_key, traces_of, visible_points
 from workbench.figures._devices import utilization_traces
+from workbench.figures._legend import corner_of, legend_place
 from workbench.figures._panels import PANEL_POINTS, memory_traces, panel_names, panels, rate_points
 from workbench.figures._series import (
     PARTS,
@@ -123,6 +124,8 @@ class LossFigure:
                 redrawn.add(end - 1)
             kept[index] = (curve, window, smooth)
         self._lay_out(heading, log_x, log_y)
+        if len(whole) <= MOST_INSIDE and window is None:
+            self.figure.layout.legend.update(self._legend(log_x, log_y))
         self.widget.show(self.figure, sorted(redrawn))
 
     def _lay_out(self, heading: str, log_x: bool, log_y: bool) -> None:
@@ -136,12 +139,17 @@ class LossFigure:
         )
         self.figure.layout.yaxis.update(type="log" if log_y else "linear", uirevision=str(log_y))
 
+    def _legend(self, log_x: bool, log_y: bool) -> dict[str, Any]:
+        """Where it stands, unless a curve has come to run through it."""
+        return legend_place(self.figure.data, log_x=log_x, log_y=log_y, held=corner_of(self.figure.layout.legend))
+
     def plain(self, snapshots: Sequence[Snapshot], x: str, smooth: bool, log_y: bool) -> go.Figure:
         """A figure of its own with the curves as they were last drawn, whole."""
         curves = [snapshot.curve for snapshot in snapshots]
         x = x if x in axes_of(curves) else "step"
         figure = loss_layout(curves, x)
         figure.add_traces(traces_of(self._latest, x, "loss", smooth=smooth))
+        figure.layout.legend = self.figure.layout.legend
         return figure.update_layout(yaxis={"type": "log" if log_y else "linear"})
 
     @property
