@@ -103,6 +103,13 @@ def test_a_file_of_bytes_and_a_folder_are_no_calibrations(tmp_path: Path) -> Non
             Calibration.load(path)
 
 
+def test_a_calibration_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    file = GPU.save(tmp_path / "later.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    with pytest.raises(PlanMismatch, match="format 2, of a later workbench; this one reads up to 1"):
+        Calibration.load(file)
+
+
 def test_processes_share_what_was_measured_of_their_processor(measured: Calibration) -> None:
     peak = measured.rates["fp32"].peak_flops
     for processes in (1, 2, 8):

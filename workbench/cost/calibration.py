@@ -160,15 +160,18 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """As JSON that `load` reads."""
-        write_json(Path(path), {"format": FORMAT, **asdict(self)})
-        return Path(path)
+        file = Path(path).expanduser()
+        write_json(file, {"format": FORMAT, **asdict(self)})
+        return file
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Calibration:
         """Raises `PlanMismatch` for a file that is not a calibration."""
         try:
-            value = read_json(Path(path))
+            value = read_json(Path(path).expanduser())
             fields = {key: item for key, item in value.items() if key != "format"}
+            if value.get("format", FORMAT) > FORMAT:
+                raise ValueError(f"format {value['format']}, of a later workbench; this one reads up to {FORMAT}")
             fields["rates"] = {name: Rates(**rates) for name, rates in fields["rates"].items()}
             fields["link"] = None if fields["link"] is None else Link(**fields["link"])
             found = Calibration(**fields)

@@ -228,8 +228,9 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """As JSON that `wb.load_plan` reads."""
-        write_json(Path(path), self.to_json())
-        return Path(path)
+        file = Path(path).expanduser()
+        write_json(file, self.to_json())
+        return file
 
     @property
     def origin(self) -> tuple[object, object] | None:
