@@ -185,6 +185,18 @@ def test_a_refusal_is_true_and_its_way_out_is_one(changes: dict[str, Any], sente
         plan_of(**changes)
 
 
+def test_of_two_sharding_stages_that_are_the_same_one_is_weighed() -> None:
+    """In a step of one micro-batch gradients are reduced once under ZeRO 2 as under ZeRO 1."""
+    one, two = (plan_of(data=4, zero=zero, micro_batch=16) for zero in (1, 2))
+    assert one.prediction.step_ms == pytest.approx(two.prediction.step_ms, rel=1e-12)
+    assert one.stages[0].memory == two.stages[0].memory
+    assert (one.zero, two.zero) == (1, 2), "what is asked for is planned"
+    rows = {(row.zero, row.micro_batch * row.data == 64) for row in plan_of(data=4).candidates}
+    assert (1, True) in rows
+    assert (2, False) in rows
+    assert (2, True) not in rows
+
+
 def test_a_step_of_many_micro_batches_is_planned_as_quickly_as_one_of_few() -> None:
     started = time.perf_counter()
     assert holdings("gpipe", 4, 200_000, 1) == (((200_000, 0),),) * 4

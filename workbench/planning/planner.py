@@ -170,7 +170,7 @@ class Search:
                 if rest:
                     continue
                 for schedule, chunks in self._schedules(pipeline, num_microbatches):
-                    for zero in self._zero_stages(data, schedule):
+                    for zero in self._zero_stages(data, schedule, num_microbatches):
                         for offload in self._offloads():
                             yield Degrees(
                                 pipeline,
@@ -232,12 +232,14 @@ class Search:
                 if chunks * pipeline <= most and not is_1f1b:
                     yield name, chunks
 
-    def _zero_stages(self, data: int, schedule: str) -> tuple[int, ...]:
-        """On one replica there is nothing to shard. A zero-bubble schedule's split backward leaves nothing that FSDP2
-        could reduce."""
+    def _zero_stages(self, data: int, schedule: str, num_microbatches: int) -> tuple[int, ...]:
+        """On one replica there is nothing to shard. In a step of one micro-batch ZeRO 1 and 2 are the same, and which is
+        faster a matter of rounding. A zero-bubble schedule's split backward leaves nothing that FSDP2 could reduce."""
         if data == 1:
             return () if self.request.zero else (0,)
         wanted = self.request.runnable.zero_stages if self.request.zero is None else (self.request.zero,)
+        if num_microbatches == 1 and 1 in wanted:
+            wanted = tuple(stage for stage in wanted if stage != 2)
         return tuple(stage for stage in wanted if stage == 0) if schedule == "zero_bubble" else wanted
 
     def _offloads(self) -> tuple[bool, ...]:
