@@ -170,6 +170,17 @@ def test_a_notebook_is_not_executed_over_itself(notebook, tmp_path):
     assert notebook.read_bytes() == before
 
 
+def test_a_notebook_without_a_kernel_runs_with_pythons_and_one_with_an_unknown_one_is_answered(notebook, tmp_path):
+    value = nbformat.read(notebook, as_version=4)
+    value.metadata.kernelspec.name = "somebody-elses"
+    nbformat.write(value, tmp_path / "theirs.ipynb")
+    with pytest.raises(WorkbenchError, match=r"asks for the kernel 'somebody-elses'.*--kernel python3"):
+        notebooks.execute(tmp_path / "theirs.ipynb", tmp_path / "out")
+    del value.metadata["kernelspec"]
+    nbformat.write(value, notebook)
+    assert "default for 7 steps" in notebooks.execute(notebook, tmp_path / "out", {"steps": 7}).page.read_text()
+
+
 def test_a_kernel_that_dies_leaves_the_page_up_to_there(notebook, tmp_path):
     value = nbformat.read(notebook, as_version=4)
     value.cells.append(nbformat.v4.new_code_cell("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UnknownParameter, WorkbenchError, suggestion
-from workbench.figures.export import notebook_to_html, without_widgets
+from workbench.figures.export import notebook_to_html, read_notebook, without_widgets
 from workbench.notebooks._record import add_record
 from workbench.rundir import RunDir
 from workbench.runs import Run
@@ -24,6 +24,7 @@ from workbench.runs.tracking import start_upload
 
 REPORT_EVERY_S = 15.0
 POLL_S = 0.5
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,19 @@ def execute(
     `report` is given a line of progress every few seconds while runs of the notebook train. `variables` are added to
     the kernel's environment, and `folder` is where it starts. A failing cell still leaves notebook and page, up to the
     failure. Raises `UnknownParameter` for a parameter that the notebook's `parameters` cell does not set, before
-    anything runs.
+    anything runs, and `WorkbenchError` for a kernel that is not here.
     """
-    _check_parameters(notebook, parameters or {})
     if (to / notebook.name).resolve() == notebook.resolve():
         raise WorkbenchError(f"{notebook} would be overwritten. Give another folder: workbench execute … --to FOLDER.")
-    to.mkdir(parents=True, exist_ok=True)
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
+        source = _with_kernel(notebook, Path(scratch))
+        _check_parameters(source, parameters or {})
+        to.mkdir(parents=True, exist_ok=True)
         launches = Path(scratch) / "launches"
         launches.touch()
         with _environment({**(variables or {}), LAUNCHES: str(launches)}), _reported(launches, report):
-            failure = _papermill(notebook, executed, parameters or {}, kernel, folder)
+            failure = _papermill(source, executed, parameters or {}, kernel, folder)
         runs = launched(launches)
     without_widgets(executed)
     add_record(executed, runs)
@@ -79,6 +81,7 @@ def _papermill(
 ) -> str | None:
     """What failed, in one sentence; None if every cell ran."""
     import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
 
     try:
@@ -92,9 +95,30 @@ def _papermill(
         )
     except papermill.PapermillExecutionError as error:
         return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue}"
+    except NoSuchKernel as error:
+        raise WorkbenchError(
+            f"{notebook.name} asks for the kernel {error.name!r}, which is not here. Run it with this one's: "
+            f"--kernel {KERNEL['name']}.",
+            kernel=error.name,
+        ) from None
     except DeadKernelError:
         return f"The kernel of {notebook.name} died: it was killed, or ran out of memory. Its runs train on."
     return None
+
+
+def _with_kernel(notebook: Path, scratch: Path) -> Path:
+    """The notebook, or a copy that names a kernel where it does not, as some editors leave it.
+
+    Raises `DataError` for what is no notebook.
+    """
+    import nbformat
+
+    value = read_notebook(notebook)
+    if value.metadata.get("kernelspec", {}).get("name"):
+        return notebook
+    value.metadata["kernelspec"] = nbformat.from_dict(KERNEL)
+    nbformat.write(value, scratch / notebook.name)
+    return scratch / notebook.name
 
 
 def _check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:

@@ -222,6 +222,8 @@ class Run:
 
     def _reap(self) -> None:
         """Start what ends the ranks in the place of a supervisor that is gone."""
+        from workbench.runs.launcher import worker_path
+
         if not self._dir.kill_file.exists():
             processes.send_signal(processes.rank_records(self._dir), signal.SIGTERM)
         with self._dir.log("launcher").open("ab") as log:
@@ -231,6 +233,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(worker_path(self._dir))},
             )
 
     def wait(self, timeout: float | None = None) -> Run:

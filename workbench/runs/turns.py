@@ -60,7 +60,10 @@ def _gpu_uuids() -> tuple[str, ...]:
     if shutil.which("nvidia-smi") is None:  # some containers have the driver only
         files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
         return tuple(re.findall(r"GPU UUID:\s*(\S+)", "\n".join(file.read_text() for file in files)))
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs
+        return ()
     return tuple(re.findall(r"^GPU \d+:.*UUID: ([^)]+)\)", listing, flags=re.MULTILINE))
 
 
