@@ -21,7 +21,7 @@ from workbench.cost.hardware import H200, V100
 from workbench.cost.memory import ParameterTable
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning import Plan, search, what_if
+from workbench.planning import Plan, Request, search, weigh, what_if
 from workbench.planning.plan import RECOMPUTE
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.requests import memory_limit_bytes
@@ -183,6 +183,15 @@ def test_numpys_numbers_are_numbers() -> None:
 def test_a_refusal_is_true_and_its_way_out_is_one(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(PlanInfeasible, match=sentence):
         plan_of(**changes)
+
+
+def test_a_row_that_the_table_lacks_is_told_by_its_number() -> None:
+    plans = weigh(PROFILE, "bf16", Request(64, 512, FOUR))
+    assert plans[np.int64(0)] is plans.best
+    with pytest.raises(IndexError, match=rf"There is no row 999: the table has rows 0 to {len(plans) - 1}\."):
+        plans[999]
+    with pytest.raises(TypeError, match="slice"):
+        plans[0:2]  # type: ignore[index]
 
 
 def test_of_two_sharding_stages_that_are_the_same_one_is_weighed() -> None:

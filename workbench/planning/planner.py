@@ -233,8 +233,8 @@ class Search:
                     yield name, chunks
 
     def _zero_stages(self, data: int, schedule: str, num_microbatches: int) -> tuple[int, ...]:
-        """On one replica there is nothing to shard. In a step of one micro-batch ZeRO 1 and 2 are the same, and which
-        is faster a matter of rounding. A zero-bubble schedule's split backward leaves nothing that FSDP2 could reduce."""
+        """On one replica there is nothing to shard. In a step of one micro-batch ZeRO 1 and 2 are the same: which is
+        faster is a matter of rounding. A zero-bubble schedule's backward leaves nothing that FSDP2 could reduce."""
         if data == 1:
             return () if self.request.zero else (0,)
         wanted = self.request.runnable.zero_stages if self.request.zero is None else (self.request.zero,)

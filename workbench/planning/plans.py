@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import operator
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,6 +59,9 @@ class Plans:
 
     def __getitem__(self, number: int) -> Plan:
         """Row `number` as a plan of its own, to launch or to draw; raises `PlanInfeasible` if it does not fit."""
+        number = operator.index(number)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"There is no row {number}: the table has rows 0 to {len(self) - 1}.")
         row = self.rows[number]
         if row == self.best.candidates[0]:
             return self.best
