@@ -73,21 +73,6 @@ def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_
     assert str(node / "project") in launcher.worker_path(clone.directory)
 
 
-def test_ranks_without_a_supervisor_are_ended_from_a_script_that_finds_workbench_by_itself(node, monkeypatch):
-    monkeypatch.setenv("STANDIN_STEP_S", "0.05")
-    run = start(steps=10_000, world=1)
-    first_step(run)
-    os.kill(processes.launcher_record(run.directory)["supervisor"]["pid"], signal.SIGKILL)
-    eventually(lambda: "vanished" in run.status.message)
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from workbench import load_run; load_run(sys.argv[1]).kill()"
-    )
-    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-c", code, str(run.path)], cwd=node, env=elsewhere, check=True, timeout=60)
-    assert run.status.message.startswith("Killed")
-    assert "No module named" not in run.logs("launcher")
-
-
 def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, monkeypatch):
     (node / "file").touch()
     monkeypatch.setenv("WORKBENCH_HOME", str(node / "file"))

@@ -282,3 +282,14 @@ def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp
     assert supervisor._wait_for_turn(found, place) is None
     assert time.monotonic() - began < 2
     assert place.looks == 1
+
+
+def test_what_ends_orphaned_ranks_finds_workbench_where_this_process_does(tmp_path, begin, monkeypatch):
+    found = make_run(tmp_path)
+    write_json(found.rank(0), {**process_record(begin().pid), "rank": 0})
+    found.logs.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    Run(found.path).kill(wait=False)
+    assert str(tmp_path / "checkout") in started[0]["PYTHONPATH"].split(os.pathsep)
