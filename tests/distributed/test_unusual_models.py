@@ -83,7 +83,8 @@ class OddParameters(Residual):
 
 
 class Routed(Residual):
-    """A router that is trained by nothing: only its choice is used. The target is made in forward."""
+    """A router that is trained by nothing: only its choice is used; of another value, only the sign. The target is
+    made in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class Routed(Residual):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         choice = self.router(x).argmax(-1)
-        return super().body(x) + self.codes(choice)
+        return super().body(x) * (x > 0) + self.codes(choice)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
         made = torch.zeros(len(x), dtype=torch.long, device=x.device)

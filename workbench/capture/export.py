@@ -98,7 +98,7 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _mixes_devices(message: str) -> bool:
-    return "on the same device" in message
+    return "on the same device" in message or "found two different devices" in message
 
 
 def _leave_meta(model: nn.Module) -> None:

@@ -12,7 +12,8 @@ Where this differs from the stock `PipelineStage`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class PipeStage(PipelineStage):
             dw_builder=deferral.take if deferral is not None else None,
         )
         self._module = module
+        self._received = stage.received
         self._context = context
         self._zero = zero
 
@@ -100,7 +102,17 @@ class PipeStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> Any:
         with self._context.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if bwd_chunk_id in self.bwd_cache:
+            self.bwd_cache[bwd_chunk_id] = tuple(self._filled(self.bwd_cache[bwd_chunk_id]))
+
+    def _filled(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+        """Zeros for a received value that no gradient came back to: torch 2.11 has none to send then."""
+        for gradient, spec in itertools.zip_longest(gradients, self._received):
+            if gradient is None and spec is not None:
+                yield torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._context.device)
+            else:
+                yield gradient
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._context.action("W", self.stage_index, bwd_chunk_id):

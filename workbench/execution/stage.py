@@ -186,11 +186,13 @@ class StageModule(nn.Module):
 
     @property
     def received(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.graph.values[name] for name in self._receives)
+        """What crosses the cut before it, as it is carried."""
+        return tuple(_carried(self.graph.values[name]) for name in self._receives)
 
     @property
     def sent(self) -> tuple[TensorSpec, ...]:
-        return tuple(self.graph.values[name] for name in self._sends)
+        """What crosses the cut after it, as it is carried."""
+        return tuple(_carried(self.graph.values[name]) for name in self._sends)
 
     def named(self) -> dict[str, nn.Parameter]:
         """The model's parameter names -> the parameters as they are now (sharding replaces the objects)."""
@@ -211,8 +213,7 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
         values = {
-            name: _ContiguousGradient.apply(value) if value.requires_grad else value
-            for name, value in zip(self._receives, received, strict=True)
+            name: _arrived(value, self.graph.values[name]) for name, value in zip(self._receives, received, strict=True)
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
         with self._autocast():
@@ -286,6 +287,22 @@ class HeldStages:
         return any(module.block.counts for stage in self.stages for module in stage.block_modules())
 
 
+_CARRIER = "float64"
+"""Whole numbers cross cuts as the bits of these: torch 2.11 asks a gradient of whatever a stage receives."""
+
+
+def _carried(spec: TensorSpec) -> TensorSpec:
+    return spec if spec.is_floating else TensorSpec(spec.name, spec.shape, _CARRIER)
+
+
 def _fresh(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A contiguous tensor of the promised dtype that aliases nothing the stage keeps."""
+    """A contiguous tensor of the promised dtype, as it is carried, that aliases nothing the stage keeps."""
+    if not spec.is_floating:
+        return value.to(torch.int64, copy=True, memory_format=torch.contiguous_format).view(getattr(torch, _CARRIER))
     return value.to(getattr(torch, spec.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+def _arrived(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if not spec.is_floating:
+        return value.detach().view(torch.int64).to(getattr(torch, spec.dtype))
+    return _ContiguousGradient.apply(value) if value.requires_grad else value
