@@ -293,3 +293,16 @@ def test_what_ends_orphaned_ranks_finds_workbench_where_this_process_does(tmp_pa
     monkeypatch.setattr(run.subprocess, "Popen", lambda *_, env, **__: started.append(env))
     Run(found.path).kill(wait=False)
     assert str(tmp_path / "checkout") in started[0]["PYTHONPATH"].split(os.pathsep)
+
+
+def test_a_run_that_is_just_being_launched_can_be_stopped(tmp_path):
+    write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    found = Run(tmp_path / "new").stop()
+    assert found.directory.stop_file.exists()
+    assert supervisor._wait_for_turn(found.directory, turns.Ticket(tmp_path / "nowhere.json")) is None
+
+
+def test_what_was_prepared_for_others_to_start_is_not_asked_to_stop(tmp_path):
+    write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    write_json(tmp_path / "new" / "launcher.json", {})
+    assert not Run(tmp_path / "new").stop().directory.stop_file.exists()

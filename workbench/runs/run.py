@@ -191,8 +191,10 @@ class Run:
 
     def _ask_to_leave(self, request: Path) -> None:
         supervisor = self._supervisor()
-        elsewhere = not self.status.final and self._elsewhere
-        if not self.alive and not elsewhere:
+        ended = self.status.final
+        elsewhere = not ended and self._elsewhere
+        being_launched = not ended and not self._dir.launcher.exists()  # its supervisor will look for the request
+        if not (self.alive or elsewhere or being_launched):
             return
         request.touch()
         if supervisor and not elsewhere and not any(map(process_alive, supervisor)):
@@ -208,7 +210,9 @@ class Run:
         """Whether another host writes to the run, as far as its events tell: its processes cannot be looked at."""
         if self.status.final or not self._elsewhere:
             return False
-        return time.time() - self._dir.events.stat().st_mtime < SILENCE_S
+        with contextlib.suppress(OSError):
+            return time.time() - self._dir.events.stat().st_mtime < SILENCE_S
+        return False
 
     @property
     def _prepared(self) -> bool:
