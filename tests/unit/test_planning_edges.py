@@ -212,6 +212,25 @@ def test_a_step_of_many_micro_batches_is_planned_as_quickly_as_one_of_few() -> N
     assert time.perf_counter() - started < 1
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_no_kind_of_memory_is_less_than_nothing(schedule: str, chunks: int) -> None:
+    """In a step of one micro-batch gradients come as activations go: not before, of a stage that is still to run."""
+    found = plan_of(
+        replace(PROFILE, compiled=False),
+        cluster=Cluster.of("h200", gpus=2),
+        global_batch=1,
+        pipeline=2,
+        schedule=schedule,
+        chunks=chunks,
+    )
+    for stage in found.stages:
+        memory = stage.memory
+        assert memory.parameters > 0
+        assert 0 <= memory.gradients <= 4 * stage.parameters
+        assert min(memory.activations, memory.optimizer, memory.workspace) >= 0
+
+
 # Plans
 
 

@@ -110,29 +110,39 @@ class Cutter:
 
     def shares(self, rank: int, cut: Cut) -> list[float]:
         """Bytes of each of a rank's stages at the rank's fullest moment, by the schedule's own order of actions."""
+        return self._fullest_moment(rank, cut)[0]
+
+    def _fullest_moment(self, rank: int, cut: Cut) -> tuple[list[float], tuple[int, ...]]:
+        """See `shares`; and which of `holdings` that moment is."""
         mine = slice(rank, None, self.degrees.pipeline)
         state = cut.stages.whole(self.state.total)[mine].tolist()
         activations = cut.stages.activations(self._activations)
         held, newest = activations.held[mine].tolist(), activations.newest[mine].tolist()
-        best: list[float] = []
-        for *counts, running in self._holdings[rank]:
+        best, moment = list[float](), self._holdings[rank][0]
+        for entry in self._holdings[rank]:
+            *counts, running = entry
             parts = []
             for chunk, count in enumerate(counts):
                 of_running = (count - 1) * held[chunk] + newest[chunk]
                 parts.append(state[chunk] + (of_running if chunk == running else count * held[chunk]))
             if sum(parts) > sum(best, 0.0):
-                best = parts
-        return best
+                best, moment = parts, entry
+        return best, moment
 
     def gradients_to_come(self, cut: Cut, stage: int) -> float:
-        """Bytes of a stage's gradients that are not there yet at the fullest moment of its backward."""
+        """Bytes of a stage's gradients that are not there yet at its rank's fullest moment: of the blocks yet to
+        run backward, if it is its own backward; of all, where another stage of the rank runs before it."""
         shares, mixed = self._pricer.shares(self.degrees), cut.stages
         blocks = np.arange(cut.cuts[stage], cut.cuts[stage + 1])
+        own_trained = self._pricer.table(self.degrees).own_trained[blocks]
+        chunk, rank = divmod(stage, self.degrees.pipeline)
+        *counts, running = self._fullest_moment(rank, cut)[1]
+        if chunk != running:
+            return shares.coming_bytes * float(own_trained.sum()) if counts[chunk] else 0.0
         kinds = np.where(blocks < mixed.middle[stage], mixed.heavier[stage], mixed.lighter[stage])
         each = Mixed(blocks, blocks + 1, blocks + 1, kinds, kinds).activations(self._activations)
         fullest = int((each.held.cumsum() - each.held + each.newest).argmax())
-        trained = self._pricer.table(self.degrees).own_trained[blocks]
-        return shares.coming_bytes * float(trained[:fullest].sum())
+        return shares.coming_bytes * float(own_trained[:fullest].sum())
 
     # What no cut is below
 
