@@ -72,13 +72,15 @@ class OddParameters(Residual):
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.layers[1].register_parameter("turn", nn.Parameter(torch.randn(WIDTH // 2, dtype=torch.complex64)))
         self.layers[2][0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() * 0.1)
+        self.spectrum = nn.Linear(WIDTH // 2, WIDTH // 2, dtype=torch.complex64)
         self.query, self.project = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
             x = x + layer(x) * self.scale
             if index == 1:
-                x = torch.view_as_real(torch.view_as_complex(x.unflatten(1, (-1, 2))) * layer.turn).flatten(1)
+                numbers = torch.view_as_complex(x.unflatten(1, (-1, 2))) * layer.turn
+                x = torch.view_as_real(numbers + self.spectrum(self.spectrum(numbers))).flatten(1)
         return x + self.project(self.query)
 
 

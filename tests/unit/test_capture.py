@@ -233,6 +233,12 @@ class Weighted(Net):
         return weighted + functional.nll_loss(functional.log_softmax(logits, -1), labels, ignore_index=0)
 
 
+class Smoothed(Weighted):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.body(self.stem(x)))
+        return functional.cross_entropy(logits, labels, weight=self.weight, ignore_index=0, label_smoothing=0.1)
+
+
 class LayerDrop(Net):
     def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
@@ -261,13 +267,14 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
         SharedNorm,
         UpdatesAfterTheLoss,
         Weighted,
+        Smoothed,
         LayerDrop,
     )
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "Overwrites": lambda: ResNet(OverwritesItsInput)}
 ALWAYS = ("bert", "gpt2", "albert", "t5", "electra-discriminator", *zoo.BY_HAND)
 """The rest of the zoo where WORKBENCH_TEST_ALL is set."""
-ROUNDED = ("llama", "electra-discriminator")
+ROUNDED = ("llama", "electra-discriminator", "Smoothed")
 """A causal mask becomes a flag of the attention kernel, a mean over a selection a quotient: equal but for rounding."""
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: make for name, make in zoo.MODELS.items() if name in ALWAYS or os.environ.get("WORKBENCH_TEST_ALL")},
@@ -507,7 +514,7 @@ def test_label_counts_are_those_of_the_batch() -> None:
     assert int(count.code(batch["labels"])) == int((batch["labels"][:, 1:] != -100).sum()), "GPT-2 shifts its labels"
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "electra-discriminator", "Weighted"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "electra-discriminator", "Weighted", "Smoothed"])
 def test_losses_of_micro_batches_over_the_global_count_sum_to_the_mean_over_the_batch(name: str) -> None:
     batch = batch_for(name, size=8)
     parts = [{key: value[i : i + 2] for key, value in batch.items()} for i in range(0, 8, 2)]
@@ -676,6 +683,15 @@ def test_a_hook_on_a_tensor_is_refused_with_its_line_because_it_would_be_lost() 
     error = refused(Scales())
     assert error.facts["line"] == line_of(Scales, "x.register_hook")
     assert "detach()" in str(error)
+
+
+def test_a_derivative_in_forward_is_refused_with_its_line() -> None:
+    class Penalty(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x.requires_grad_(), labels)
+            return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().mean()
+
+    assert refused(Penalty()).facts["line"] == line_of(Penalty, "torch.autograd.grad")
 
 
 @pytest.mark.parametrize("what", ["parameter", "module"])

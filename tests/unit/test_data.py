@@ -544,6 +544,18 @@ def test_items_that_are_not_dicts_of_tensors_are_shown():
         data.as_data([{"a": 1}]).check(Training())
 
 
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"a": torch.zeros(2), "text": "one"}, "of type str instead of a tensor. Leave it out"),
+        ({"a": [1, 2]}, "with_format"),
+    ],
+)
+def test_a_field_that_is_no_tensor_comes_with_its_way_out(item, words):
+    with pytest.raises(DataError, match=words):
+        data.as_data([item]).check(Training())
+
+
 def test_items_of_different_shapes_name_the_field():
     ragged = data.as_data([{"a": torch.zeros(n + 1)} for n in range(4)]).dataset(Training())
     with pytest.raises(DataError, match="differ in the shape of 'a'"):

@@ -2,8 +2,9 @@
 
 Exported `transformers` models carry a mask even where every position may be attended, because under tracing they do
 not look at its values; a mask keeps scaled-dot-product attention off its flash kernels. And some models write
-attention out as matmul, softmax, dropout, matmul, which stores scores quadratic in the sequence length. Both are
-rewritten here to what they compute. Nothing else of the model changes, and a mask that depends on the batch stays.
+attention out as matmul, softmax, dropout, matmul, which stores scores quadratic in the sequence length. Some append
+keys and values to an empty cache. All are rewritten here to what they compute. Nothing else of the model changes, and
+a mask that depends on the batch stays.
 """
 
 from __future__ import annotations

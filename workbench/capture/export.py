@@ -70,6 +70,7 @@ def _exported(model: nn.Module, batch: Mapping[str, TensorSpec], name: str, devi
     with contextlib.ExitStack() as stack:
         for patch in (_returning_its_loss(model, name, batch), _custom_functions_refused(name), _hooks_refused(name)):
             stack.enter_context(patch)
+        stack.enter_context(_derivatives_refused(name))
         for patch in (_inert_layerdrop(model), _numbers_in_the_graph(), _masks_unread(), _quiet_failure()):
             stack.enter_context(patch)
         drawn = _generators()
@@ -241,6 +242,29 @@ def _hooks_refused(name: str) -> Iterator[None]:
         yield
     finally:
         setattr(torch.Tensor, "register_hook", original)  # noqa: B010
+
+
+@contextlib.contextmanager
+def _derivatives_refused(name: str) -> Iterator[None]:
+    """Refuse `torch.autograd.grad` in forward, which export cannot follow, before it says so in words of its own."""
+    original = torch.autograd.grad
+
+    def refusing(*_args: Any, **_kwargs: Any) -> Any:
+        file, number, text = _users_frame(traceback.extract_stack()[:-1])
+        where = f" at {file}:{number} (`{text}`)" if file else ""
+        raise CaptureError(
+            f"{name} takes a derivative in its forward{where}, and torch.export cannot follow torch.autograd.grad. "
+            f"Write the derivative as operations.",
+            model=name,
+            file=file,
+            line=number,
+        )
+
+    setattr(torch.autograd, "grad", refusing)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, "grad", original)  # noqa: B010
 
 
 def refuse_backward_hooks(model: nn.Module, name: str) -> None:

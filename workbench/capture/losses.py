@@ -69,7 +69,7 @@ def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
         return MeanLoss(node, target, None, None) if selected else None
     if target.meta["val"].is_floating_point():
         return None
-    if weight is not None and (weight not in flow.free or given.get("label_smoothing")):
+    if weight is not None and weight not in flow.free:
         return None
     return MeanLoss(node, target, weight, int(given["ignore_index"]))
 

@@ -223,9 +223,7 @@ def _trained(block: Block) -> set[fx.Node]:
     first = len(block.parameters) + len(block.buffers)
     found.update(placeholders[: len(block.parameters)], placeholders[first : first + len(block.receives)])
     for node in block.code.graph.nodes:
-        value = node.meta.get("val")
-        whole_number = isinstance(value, torch.Tensor) and not value.is_floating_point()
-        if any(source in found for source in node.all_input_nodes) and not whole_number:
+        if any(source in found for source in node.all_input_nodes) and not holds_whole_numbers(node):
             found.add(node)
     return {node for node in found if not holds_whole_numbers(node)}
 

@@ -104,12 +104,19 @@ def require_tensors(item: Any, index: int) -> Batch:
     for name, value in item.items():
         if not isinstance(value, torch.Tensor):
             raise DataError(
-                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. "
-                "Convert it in the dataset: torch.as_tensor(…).",
+                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {_way_out(item, value)}",
                 index=index,
                 field=name,
             )
     return dict(item)
+
+
+def _way_out(item: Mapping[str, Any], value: Any) -> str:
+    if isinstance(value, str | bytes):
+        return "Leave it out, or turn it into numbers in the dataset."
+    if isinstance(value, list) and all(not isinstance(field, torch.Tensor) for field in item.values()):
+        return "Convert it in the dataset: torch.as_tensor(…), or dataset.with_format('torch') of a Hugging Face one."
+    return "Convert it in the dataset: torch.as_tensor(…)."
 
 
 def item_specs(item: Batch) -> dict[str, TensorSpec]:

@@ -102,14 +102,14 @@ class _Product(torch.autograd.Function):
         into = None
         if ctx.needs_input_grad[1]:
             matrix = weight.t() if ctx.transposed else weight
-            into = gradient @ matrix.to(gradient.dtype)
+            into = gradient @ matrix.to(gradient.dtype).conj()
         return None, into, None, None, None
 
 
 def _accumulate(
     value: torch.Tensor, gradient: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool
 ) -> None:
-    rows, seen = gradient.reshape(-1, gradient.shape[-1]), value.reshape(-1, value.shape[-1])
+    rows, seen = gradient.reshape(-1, gradient.shape[-1]), value.reshape(-1, value.shape[-1]).conj()
     if weight.requires_grad:
         _add(weight, seen.t() @ rows if transposed else rows.t() @ seen)
     if bias is not None and bias.requires_grad:
