@@ -64,6 +64,16 @@ def test_equal_cost_is_the_most_that_every_run_has_spent() -> None:
     assert found["tokens"].sure
 
 
+def test_runs_are_compared_where_they_meet_though_on_another_axis_they_never_do() -> None:
+    """A step of one costs more FLOPs than the other run as a whole."""
+    small, large = line("small", 1.0, 5.0), line("large", 1.0, 6.0)
+    large = Curve("large", {**large.columns, "flops": 1e6 * np.asarray(large.columns["flops"])})
+    assert [standing.axis for standing in standings([small, large])] == ["tokens"]
+    assert [standing.axis for standing in contrast([small, large]).standings] == ["tokens"]
+    with pytest.raises(UnknownParameter, match="share no stretch of x='flops'"):
+        contrast([small, large], x="flops")
+
+
 def test_the_same_seed_gives_the_same_numbers() -> None:
     first, again = (difference(line("a", 2.0, 6.0), line("b", 1.0, 5.5, seed=1)) for _ in range(2))
     assert first.crossover == again.crossover

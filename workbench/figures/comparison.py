@@ -134,9 +134,18 @@ def difference(
 def standings(
     curves: Sequence[CurveLike], axes: Sequence[str] = EQUAL, smoothing: float = SMOOTHING, seed: int = 0
 ) -> tuple[Standing, ...]:
-    """Who is lowest at equal tokens, FLOPs, GPU-hours and time, as far as every run recorded them."""
+    """Who is lowest at equal tokens, FLOPs, GPU-hours and time: over those that every run was on at some time."""
     curves, known = told_apart(curves), axes_of(curves)
-    return tuple(_standing(curves, axis, smoothing, seed) for axis in axes if axis in known)
+    return tuple(_standing(curves, axis, smoothing, seed) for axis in axes if axis in known and _meet(curves, axis))
+
+
+def _meet(curves: Sequence[CurveLike], axis: str) -> bool:
+    """Whether all curves share a stretch: one step of a slow run may cost more than another run as a whole."""
+    try:
+        shared_grid(curves, axis)
+    except UnknownParameter:
+        return False
+    return True
 
 
 def _standing(curves: Sequence[CurveLike], axis: str, smoothing: float, seed: int) -> Standing:
