@@ -400,7 +400,19 @@ def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps
             planned=chosen.signature,
             found=handle.plan.signature,
         )
-    return _launch(experiment, chosen, resume=handle, code={})
+    return _launch(experiment, chosen, resume=handle, code={}, facts=_kept_facts(handle, experiment))
+
+
+def _kept_facts(run: Run, experiment: Experiment) -> dict[str, Any]:
+    """What a run's environment says beside its machine, for its continuation; data of one's own is not read here."""
+    known: dict[str, Any] = {
+        name: run.environment[name] for name in ("cloned_from", "data_fingerprint") if name in run.environment
+    }
+    if not experiment.data.is_custom:
+        known["data_fingerprint"] = data_fingerprint(experiment)
+    elif experiment.steps != run.experiment["steps"]:
+        known["data_fingerprint"] = None  # of other last samples
+    return known
 
 
 @checked_keywords

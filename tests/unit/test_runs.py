@@ -55,6 +55,19 @@ def test_a_run_is_what_its_events_say_while_its_supervisor_lives(tmp_path):
     assert "<progress value='0.4000'" in handle._repr_html_()
 
 
+def test_a_continued_run_keeps_what_is_known_of_its_data_and_origin(tmp_path):
+    from workbench import Experiment, api, data, models
+
+    own = Experiment(model=models.bert_large(), data=[{"input_ids": [1]}] * 8, steps=100)
+    named = own.replace(data=data.corpus("demo"))
+    run = make_run(tmp_path)
+    write_json(run.environment, {"cloned_from": "bert-0", "data_fingerprint": "abc", "python": "3.0"})
+    kept = {"cloned_from": "bert-0", "data_fingerprint": "abc"}
+    assert api._kept_facts(Run(run.path), own) == kept
+    assert api._kept_facts(Run(run.path), own.replace(steps=200)) == kept | {"data_fingerprint": None}
+    assert api._kept_facts(Run(run.path), named)["data_fingerprint"] == api.data_fingerprint(named) != "abc"
+
+
 def test_a_run_whose_processes_vanished_has_failed(tmp_path):
     run = make_run(tmp_path)
     handle = Run(run.path)
