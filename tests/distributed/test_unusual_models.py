@@ -125,6 +125,7 @@ class Gpt(nn.Module):
             scores = scores + torch.full((length, length), -torch.inf).triu(1)
             seen = (scores.softmax(-1) @ value.unsqueeze(1)).transpose(1, 2).reshape(batch, length, width)
             flat = self.out(seen).view(batch * length, width)
+            flat = flat + functional.scaled_dot_product_attention(x, x, x, is_causal=True).view(batch * length, width)
             return x + self.cell(flat, x.view(batch * length, width)).view(batch, length, width)
 
     def __init__(self) -> None:

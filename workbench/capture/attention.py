@@ -33,6 +33,7 @@ def simplify_attention(module: fx.GraphModule) -> None:
     constants: dict[fx.Node, _Mask | None] = {}
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target is _SDPA:
+            _give_heads(module.graph, node)
             _simplify_mask(node, constants)
     module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or _writes(node))
     module.recompile()
@@ -145,6 +146,30 @@ def _drop_empty_caches(graph: fx.Graph) -> None:
             if len(filled) == 1 and filled[0].meta["val"].dtype == node.meta["val"].dtype:
                 node.replace_all_uses_with(filled[0])
                 graph.erase_node(node)
+
+
+def _give_heads(graph: fx.Graph, attention: fx.Node) -> None:
+    """Attention without a dim of heads has one head: kernels and the rest of us know four dims."""
+
+    def viewed(operand: Any, operation: Any) -> Any:
+        if not isinstance(operand, fx.Node) or _rank(operand) < 3:
+            return operand
+        view = graph.call_function(operation, (operand, 1))
+        value = operand.meta["val"]
+        changed = value.unsqueeze(1) if operation is aten.unsqueeze.default else value.squeeze(1)
+        view.meta = {**attention.meta, "val": changed}
+        return view
+
+    if any(not isinstance(operand, fx.Node) or _rank(operand) != 3 for operand in attention.args[:3]):
+        return
+    with graph.inserting_before(attention):
+        attention.args = tuple(viewed(operand, aten.unsqueeze.default) for operand in attention.args)
+        if "attn_mask" in attention.kwargs:
+            attention.update_kwarg("attn_mask", viewed(attention.kwargs["attn_mask"], aten.unsqueeze.default))
+    attention.meta = {**attention.meta, "val": attention.meta["val"].unsqueeze(1)}
+    with graph.inserting_after(attention):
+        result = viewed(attention, aten.squeeze.dim)
+    attention.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
 def _simplify_mask(attention: fx.Node, constants: dict[fx.Node, _Mask | None]) -> None:
