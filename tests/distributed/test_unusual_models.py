@@ -101,6 +101,20 @@ class Routed(Residual):
         return functional.cross_entropy(self.logits(x), made) + functional.cross_entropy(self.logits(x), labels)
 
 
+class Branches(Residual):
+    """Takes one of two ways, by a parameter; values of an attention are wider than its queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, 4)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().body(x)
+        few, seen = self.narrow(x).view(-1, 1, 2, 2), x.view(-1, 1, 2, WIDTH // 2)
+        x = x + functional.scaled_dot_product_attention(few, few, seen).flatten(1)
+        return torch.cond(self.narrow.bias.sum() > 0, lambda x: x.sin() * 0.5, lambda x: x.cos(), (x,))
+
+
 @dataclass
 class Output:
     """No type that `torch.export` knows."""
@@ -151,7 +165,7 @@ def llama_with_a_cache() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (WritesIntoViews, OddParameters, Routed, Gpt)
+    kind.__name__: kind for kind in (WritesIntoViews, OddParameters, Routed, Branches, Gpt)
 } | {"llama": llama_with_a_cache}
 CASES = (
     Case(pipeline=2),

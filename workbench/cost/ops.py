@@ -193,7 +193,7 @@ def _run_any(ran: Ran, node: fx.Node, args: Any, kwargs: Any, gradients: set[int
     watched = torch.enable_grad() if leaves and not mutates else torch.no_grad()
     with FlopCounterMode(display=False) as counter, watched:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            outputs = node.target(*inputs[0], **inputs[1])
+            outputs = _called(node.target, *inputs)
         ran.forward_flops = counter.get_total_flops()
         ends = [o for o in tree_flatten(outputs)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
         if ends:
@@ -210,6 +210,25 @@ def _run_any(ran: Ran, node: fx.Node, args: Any, kwargs: Any, gradients: set[int
         ran.family = "view"
 
 
+def _called(target: Any, args: Any, kwargs: Any) -> Any:
+    """What the target returns; of `torch.cond` the longer branch is taken, since nobody knows how often which is."""
+    if target is torch.ops.higher_order.cond:
+        _, *branches, operands = args
+        return _OnMeta(max(branches, key=lambda code: len(code.graph.nodes))).run(*operands)
+    return target(*args, **kwargs)
+
+
+class _OnMeta(fx.Interpreter):
+    """Runs code on meta tensors, whatever devices it names."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(target, *tree_map(_on_meta, (args, kwargs)))
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return value.to(META) if isinstance(value, torch.Tensor) else value
+
+
 def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None:
     """Scaled dot-product attention as the device runs it.
 
@@ -221,8 +240,8 @@ def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    batch, heads, rows, width = query.shape
-    columns = key.shape[-2]
+    batch, heads, rows, _ = query.shape
+    columns, width = key.shape[-2], value.shape[-1]
     shapes = (tuple(query.shape), (batch, heads, *key.shape[2:]), (batch, heads, *value.shape[2:]))
     ran.forward_flops = sdpa_flop_count(*shapes)
     ran.family = "attention"

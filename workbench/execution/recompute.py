@@ -46,16 +46,21 @@ def mode_for(code: fx.GraphModule, asked: str) -> str:
     """How a block may be recomputed.
 
     One that advances buffers (BatchNorm's statistics) never is: they would advance twice. One that works in place is
-    recomputed as a whole: it might write to a result that selective checkpointing keeps.
+    recomputed as a whole: it might write to a result that selective checkpointing keeps. So is one with `torch.cond`,
+    which selective checkpointing cannot look into.
     """
     if writes_arguments(code):
         return "none"
-    in_place = any(mutates(node) or _is_recurrent(node) for node in code.graph.nodes)
-    return "full" if asked == "selective" and in_place else asked
+    as_a_whole = any(mutates(node) or _is_recurrent(node) or _is_branch(node) for node in code.graph.nodes)
+    return "full" if asked == "selective" and as_a_whole else asked
 
 
 def _is_recurrent(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._opname.startswith(_RECURRENT)
+
+
+def _is_branch(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:
