@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -405,9 +405,10 @@ def resume(run: Run | str | os.PathLike[str], plan: Plan | None = None, *, steps
 
 def _kept_facts(run: Run, experiment: Experiment) -> dict[str, Any]:
     """What a run's environment says beside its machine, for its continuation; data of one's own is not read here."""
-    known: dict[str, Any] = {
-        name: run.environment[name] for name in ("cloned_from", "data_fingerprint") if name in run.environment
-    }
+    then: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # nothing that a continuation needs
+        then = run.environment
+    known: dict[str, Any] = {name: then[name] for name in ("cloned_from", "data_fingerprint") if name in then}
     if not experiment.data.is_custom:
         known["data_fingerprint"] = data_fingerprint(experiment)
     elif experiment.steps != run.experiment["steps"]:

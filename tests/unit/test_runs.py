@@ -66,6 +66,8 @@ def test_a_continued_run_keeps_what_is_known_of_its_data_and_origin(tmp_path):
     assert api._kept_facts(Run(run.path), own) == kept
     assert api._kept_facts(Run(run.path), own.replace(steps=200)) == kept | {"data_fingerprint": None}
     assert api._kept_facts(Run(run.path), named)["data_fingerprint"] == api.data_fingerprint(named) != "abc"
+    run.environment.unlink()
+    assert api._kept_facts(Run(run.path), own) == {}
 
 
 def test_a_run_whose_processes_vanished_has_failed(tmp_path):
