@@ -91,6 +91,36 @@ def llama() -> nn.Module:
     return tf.LlamaForCausalLM(tf.LlamaConfig(**_sizes(num_key_value_heads=2), use_cache=False))
 
 
+def mistral() -> nn.Module:
+    """Fewer keys than queries, a window of attention, and the cache that its configuration has by default."""
+    return tf.MistralForCausalLM(tf.MistralConfig(**_sizes(num_key_value_heads=2), sliding_window=4))
+
+
+def qwen3() -> nn.Module:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**_sizes(num_key_value_heads=2, head_dim=8)))
+
+
+def gemma2() -> nn.Module:
+    """Layers with and without a window in turn, scores and logits capped by tanh."""
+    return tf.Gemma2ForCausalLM(tf.Gemma2Config(**_sizes(num_key_value_heads=2, head_dim=8), sliding_window=4))
+
+
+def mixtral() -> nn.Module:
+    """Two of four experts for each token."""
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**_sizes(num_key_value_heads=2), num_local_experts=4))
+
+
+def modernbert() -> nn.Module:
+    tokens = {f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    return tf.ModernBertForMaskedLM(tf.ModernBertConfig(**_sizes(), **tokens))
+
+
+def mamba() -> nn.Module:
+    """A state-space model: a scan over the sequence, convolutions along it, no attention."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "state_size": 4}
+    return tf.MambaForCausalLM(tf.MambaConfig(**sizes))
+
+
 def t5() -> nn.Module:
     return tf.T5ForConditionalGeneration(
         tf.T5Config(
@@ -257,6 +287,12 @@ HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {
     "opt": opt,
     "gpt-neox": gpt_neox,
     "llama": llama,
+    "mistral": mistral,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "mixtral": mixtral,
+    "modernbert": modernbert,
+    "mamba": mamba,
     "t5": t5,
     "bart": bart,
     "vit": vit,
@@ -271,7 +307,18 @@ BY_HAND: dict[str, Callable[[], nn.Module]] = {
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {**HUGGING_FACE, **BY_HAND}
 IMAGES = ("vit", "swin", "resnet")
-PADDED = ("bert", "roberta", "electra", "electra-discriminator", "deberta", "deberta-v2", "opt", "t5", "bart")
+PADDED = (
+    "bert",
+    "roberta",
+    "electra",
+    "electra-discriminator",
+    "deberta",
+    "deberta-v2",
+    "opt",
+    "modernbert",
+    "t5",
+    "bart",
+)
 """Their batch has an attention mask, with 0 to 8 positions of padding."""
 NORMALISED_BY_BATCH = ("resnet",)
 """BatchNorm takes its statistics from the micro-batch: the equal of plain PyTorch is one that accumulates gradients."""
