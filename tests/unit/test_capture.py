@@ -274,7 +274,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 IMAGES: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "Overwrites": lambda: ResNet(OverwritesItsInput)}
 ALWAYS = ("bert", "gpt2", "albert", "t5", "electra-discriminator", *zoo.BY_HAND)
 """The rest of the zoo where WORKBENCH_TEST_ALL is set."""
-ROUNDED = ("llama", "electra-discriminator", "Smoothed")
+ROUNDED = ("llama", "qwen3", "mixtral", "electra-discriminator", "Smoothed")
 """A causal mask becomes a flag of the attention kernel, a mean over a selection a quotient: equal but for rounding."""
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: make for name, make in zoo.MODELS.items() if name in ALWAYS or os.environ.get("WORKBENCH_TEST_ALL")},
