@@ -4,7 +4,7 @@
 
 Captures every model of the tests' zoo, plans it with the real planner for several divisions of 2 and 4 processes, and
 runs one step of each plan on real processes (gloo, fp32, dropout off) beside plain PyTorch on the whole batch.
-`--update` puts the table into `docs/models.md`. About fourteen minutes on 2 cores.
+`--update` puts the table into `docs/models.md`. More than ten minutes on 2 cores.
 """
 
 from __future__ import annotations
