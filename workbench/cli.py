@@ -132,8 +132,7 @@ def plan(
     )
     chosen = plans.best
     if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        save.write_text(json.dumps(chosen.to_json(), indent=2) + "\n")
+        chosen.save(save)
     if as_json:
         typer.echo(json.dumps(chosen.to_json(), indent=2))
         return
