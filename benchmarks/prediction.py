@@ -9,6 +9,8 @@ plans with one thing changed (`VARIATIONS`; each case goes on in the list where 
 cases together go through it), as many as `--per-case` says. A variation that does not fit, or is the choice itself,
 is passed over. `--plan scaled:4,1,0,8,none` adds one by hand: pipeline, data, ZeRO, micro-batch, checkpointing.
 
+Batches are for 4 GPUs; for another number they are larger or smaller with it, so that a GPU has as much to do.
+
 A measured step is the median of `--steps` after warm-up: random tokens, dropout 0.1, AdamW and clipping included. Peak
 memory is the allocator's, of the fullest device; a memory limit is enforced. A plan that fails is a row that says so.
 """
@@ -47,8 +49,12 @@ class Case:
 
     model: Callable[[], Any]
     seq_len: int
-    global_batch: int
+    batch_of_4: int
+    """Samples a step on 4 GPUs."""
     memory_limit_gib: float | None = None
+
+    def global_batch(self, gpus: int) -> int:
+        return self.batch_of_4 * gpus // 4
 
 
 def _scaled() -> Any:
@@ -132,6 +138,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    if arguments.file.exists():
+        raise SystemExit(f"{arguments.file} exists: predictions are written once. Choose another name.")
     known = CASES | TRIAL
     rows: list[Row] = []
     turn = 0
@@ -142,22 +150,20 @@ def _predict(arguments: argparse.Namespace) -> None:
         print(f"{name}: {len(chosen)} plans in {time.perf_counter() - made:.1f} s", flush=True)
         for why, plan in chosen:
             print(f"  {why}: {plan.describe()}", flush=True)
-    if arguments.file.exists():
-        raise SystemExit(f"{arguments.file} exists: predictions are written once. Choose another name.")
     _write(arguments.file, {"predicted": _now(), "rule": __doc__, "rows": rows})
     print(f"{len(rows)} predictions in {arguments.file}")
 
 
 def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> tuple[list[tuple[str, Plan]], int]:
-    experiment = _experiment(case)
     cluster = _cluster(arguments)
+    experiment = _experiment(case, cluster.gpus)
     costs = api.profile(experiment, cluster)
 
     def planned(**fixed: Any) -> Plan:
         limit = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
         return search(
             costs,
-            global_batch=case.global_batch,
+            global_batch=experiment.global_batch,
             seq_len=case.seq_len,
             precision=costs.precision,
             cluster=cluster,
@@ -199,10 +205,11 @@ def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
     return here if here.device.kind == "cpu" else here.resized(arguments.gpus)
 
 
-def _experiment(case: Case) -> wb.Experiment:
+def _experiment(case: Case, gpus: int) -> wb.Experiment:
     model = case.model()
     data = wb.data.corpus("demo", vocab_size=model.vocab_size)
-    return wb.Experiment(model=model, data=data, steps=1000, global_batch=case.global_batch, seq_len=case.seq_len)
+    batch = case.global_batch(gpus)
+    return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=case.seq_len)
 
 
 def _row(name: str, case: Case, why: str, plan: Plan) -> Row:
@@ -393,7 +400,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
 
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
-    experiment = _experiment((CASES | TRIAL)[row["case"]])
+    experiment = _experiment((CASES | TRIAL)[row["case"]], plan.world)
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
         limit = whole if row["memory_limit_gib"] is None else row["memory_limit_gib"] * GIB

@@ -3,6 +3,8 @@
     torchrun --nproc_per_node 4 benchmarks/throughput.py --out throughput.json large scaled scaled-32gib 4.8b
     torchrun --nproc_per_node 4 benchmarks/throughput.py --out tiny.json tiny        # on CPUs, to see that it runs
 
+Batches are for 4 GPUs; on another number they are larger or smaller with it, so that a GPU has as much to do.
+
 Every contender of a row is built, warmed up, measured and freed in turn, and the whole round is repeated, so that a
 machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included; each contender has
 process groups of its own, and a row's limit of memory is enforced on all of them. The peers' compiler is PyTorch's
@@ -53,7 +55,8 @@ class Row:
 
     model: Callable[[], Any]
     seq_len: int
-    global_batch: int
+    batch_of_4: int
+    """Samples a step on 4 GPUs."""
     peers: tuple[tuple[str, int], ...]
     """(kind, micro-batch), tuned by hand beforehand; a pipeline runs on as many devices as its name says, only."""
     ours: Mapping[str, Any]
@@ -176,7 +179,7 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
     if rank == 0:
         cluster = replace(wb.Cluster.here(), gpus=world, gpus_per_node=world)
         wanted = {"ours": ROWS[name].ours} | {f"ours {text}": _degrees(text) for text in forced}
-        planned = {label: api.plan(_experiment(name), cluster, **fixed) for label, fixed in wanted.items()}
+        planned = {label: api.plan(_experiment(name, world), cluster, **fixed) for label, fixed in wanted.items()}
         content = {label: replace(plan, candidates=()).to_json() for label, plan in planned.items()}
         meeting.set(key, json.dumps(content))
     return {label: wb.Plan.from_json(content) for label, content in json.loads(meeting.get(key)).items()}
@@ -185,7 +188,7 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
 def _contenders(
     name: str, plans: Mapping[str, wb.Plan], world: int, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    row, experiment = ROWS[name], _experiment(name)
+    row, experiment = ROWS[name], _experiment(name, world)
     found: dict[str, Callable[[], Any]] = {}
     for label, plan in plans.items():
         found[f"{label}: {plan.describe()}"] = partial(Ours, experiment, plan, device)
@@ -209,16 +212,17 @@ def _degrees(text: str) -> dict[str, Any]:
     return degrees | {"recompute": rest[0] if rest else "none"}
 
 
-def _experiment(name: str) -> wb.Experiment:
+def _experiment(name: str, gpus: int) -> wb.Experiment:
     row = ROWS[name]
     model = row.model()
     data = wb.data.corpus("demo", vocab_size=model.vocab_size)
-    return wb.Experiment(model=model, data=data, steps=1000, global_batch=row.global_batch, seq_len=row.seq_len)
+    batch = row.batch_of_4 * gpus // 4
+    return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=row.seq_len)
 
 
 def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.device, profile: bool) -> dict[str, Any]:
     """Median over `steps` after two to warm up."""
-    experiment = _experiment(name)
+    experiment = _experiment(name, dist.get_world_size())
     _limit(device, ROWS[name].ours.get("memory_limit_gib"))
     started = time.perf_counter()
     contender = build()
