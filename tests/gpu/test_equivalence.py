@@ -133,9 +133,9 @@ def _captured() -> tuple[nn.Module, Graph]:
     return model, capture(model, specs, name="bert")
 
 
-def data_parallel_trainer() -> Trainer:
-    """Of two replicas."""
-    return _trainer(case(data=2), *_captured())
+def trainer_on_device(chosen: Case) -> Trainer:
+    """Of this rank."""
+    return _trainer(chosen, *_captured())
 
 
 def _trainer(chosen: Case, model: nn.Module, graph: Graph) -> Trainer:

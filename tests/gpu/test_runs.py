@@ -20,7 +20,7 @@ from tests.distributed.real_worker import Ranks, curve, directory, last_step, pl
 from tests.distributed.test_every_plan import part_of
 from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
-from tests.gpu.test_equivalence import data_parallel_trainer
+from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.cost.cluster import Device
 from workbench.execution.actions import SETTLED, ActionLog
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress
@@ -114,7 +114,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 def _steps_beside_a_save(rank: int, path: Path) -> tuple[int, list[float], list[float]]:
     """(steps while a save of 256 MB was written, their losses, losses of the same steps from the checkpoint)."""
     ballast = Extras(unused={"ballast": torch.ones(64 << 20)} if rank == 0 else {})
-    first, second = data_parallel_trainer(), data_parallel_trainer()
+    first, second = trainer_on_device(case(data=2)), trainer_on_device(case(data=2))
     for step in range(3):
         _loss(first, step)
     checkpoints = Checkpoints(first, RunDir(path), extras=ballast)

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -69,19 +70,37 @@ def test_compiled_gelu_of_fp32_is_pytorchs(approximate: str) -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_of_bf16_calls_no_function_but_an_exponential(approximate: str) -> None:
+def gelu_beside_its_backward(approximate: str, dtype: torch.dtype) -> fx.Graph:
+    """As the compiler is given them where GELU is computed again for the backward."""
+
     def step(value: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         backward = torch.ops.aten.gelu_backward(gradient, value, approximate=approximate)
         return functional.gelu(value, approximate=approximate), backward
 
+    return make_fx(step, decomposition_table=select_decomp_table())(*torch.ones(2, 8, dtype=dtype)).graph
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_bf16_calls_no_function_but_an_exponential(approximate: str) -> None:
     def called(dtype: torch.dtype) -> set[str]:
-        graph = make_fx(step, decomposition_table=select_decomp_table())(*torch.ones(2, 8, dtype=dtype)).graph
+        graph = gelu_beside_its_backward(approximate, dtype)
         return {node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function"}
 
     slow = {"erf", "tanh"}
     assert called(torch.float32) & slow
     assert not called(torch.bfloat16) & slow
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_that_is_computed_again_shares_nothing_with_its_backward_that_the_compiler_would_keep(
+    approximate: str,
+) -> None:
+    def needed(node: fx.Node) -> set[fx.Node]:
+        return {node}.union(*map(needed, node.all_input_nodes))
+
+    graph = fx_graph_cse(gelu_beside_its_backward(approximate, torch.bfloat16))
+    again, backward = (needed(result) for result in graph.output_node().all_input_nodes)
+    assert max(len(needed(node)) for node in again & backward) < 15  # Inductor keeps what takes more than 30
 
 
 def test_gelu_hides_no_overflow() -> None:

@@ -198,8 +198,14 @@ def _tensors(
         held, sharding = originals[name].detach(), division.parameters.get(name)
         if sharding is not None:
             held = part(held, sharding, context.tensor_rank)
-        parameters[name] = nn.Parameter(held.to(device).contiguous(), requires_grad=name not in graph.frozen)
+        parameters[name] = nn.Parameter(_alone(held.to(device)), requires_grad=name not in graph.frozen)
     return parameters, {name: tensors[name].detach().to(device) for block in blocks for name in block.buffers}
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in memory of its own: a view of a part would keep the whole."""
+    shares = tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
 
 
 def _mark_static(parameter: nn.Parameter) -> None:

@@ -41,6 +41,7 @@ HALVES = (torch.bfloat16, torch.float16)
 instructions, is what they wait for."""
 _STOCK = {operation: decompositions[operation] for operation in (GELU, GELU_BACKWARD)}
 _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+_HALF_TAIL = tuple(factor / 2 for factor in _TAIL)
 _TAIL_SCALE = 0.3275911 / math.sqrt(2)
 _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 
@@ -61,7 +62,7 @@ def _gelu(value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
         plain: torch.Tensor = _STOCK[GELU](value, approximate=approximate)
         return plain
     wide = value.float()
-    share, _ = _share_and_slope(wide, approximate)
+    share, _ = _share_and_slope(wide, approximate, _HALF_TAIL, 1.0)
     return (wide * share).to(value.dtype)
 
 
@@ -70,12 +71,17 @@ def _gelu_backward(gradient: torch.Tensor, value: torch.Tensor, *, approximate: 
         plain: torch.Tensor = _STOCK[GELU_BACKWARD](gradient, value, approximate=approximate)
         return plain
     wide = value.float()
-    share, slope = _share_and_slope(wide, approximate)
+    # The same numbers by other operations: where GELU is computed again beside its backward, the compiler would keep
+    # the share that both read, in fp32, twice the memory of all else that the two read and write.
+    share, slope = _share_and_slope(wide, approximate, _TAIL, 0.5)
     return (gradient.float() * (share + wide * slope)).to(value.dtype)
 
 
-def _share_and_slope(value: torch.Tensor, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What GELU lets through of each fp32 element, and that share's derivative.
+def _share_and_slope(
+    value: torch.Tensor, approximate: str, tail_factors: Sequence[float], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What GELU lets through of each fp32 element, and that share's derivative; `scale` times the factors is half of
+    `_TAIL`.
 
     The normal distribution, its tail by Abramowitz and Stegun, 7.1.26: within 3e-7, a quarter of what PyTorch's own
     error function is off for GELU. For `tanh`, (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
@@ -86,7 +92,7 @@ def _share_and_slope(value: torch.Tensor, approximate: str) -> tuple[torch.Tenso
         return share, share * (1 - share) * slope
     bell = torch.exp(-0.5 * value * value)
     near = 1 / (1 + _TAIL_SCALE * value.abs())
-    tail = 0.5 * _polynomial(_TAIL, near) * near * bell
+    tail = _polynomial(tail_factors, near) * near * (scale * bell)
     return torch.where(value < 0, tail, 1 - tail), bell / math.sqrt(2 * math.pi)
 
 
