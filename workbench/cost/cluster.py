@@ -39,6 +39,9 @@ class Efficiency:
     """Least time of the host around one block's forward: hooks, guards, autograd nodes, launches. The device waits
     for the host where its own work is shorter."""
     block_backward_s: float = 60e-6
+    replay: float = 0.4
+    """Of what selective checkpointing computes again, the share of its time alone that it adds to a compiled backward,
+    whose kernels it joins (docs/cost.md)."""
     overlapped_link: float = 0.6
     """Share of a link's bandwidth that collectives reach beside compute, with which they share the device."""
     in_step: float = 1.05

@@ -41,6 +41,8 @@ class Kernel:
     launches: int = 1
     weight_gradient: bool = False
     """A backward product whose result only the optimiser needs."""
+    again: bool = True
+    """Of a forward: the backward reads what depends on it, so that checkpointing computes it again."""
 
     def seconds(self, micro_batch: int, device: Device, precision: str, *, backward: bool, compiled: bool) -> float:
         """Roofline: the longer of arithmetic and memory traffic, plus a launch each."""
@@ -76,7 +78,8 @@ class KindCost:
     cast_elements: float = 0.0
     """Of weights that autocast casts for matrix products."""
     products_bytes: float = 0.0
-    """Results of matrix products and attention: what selective activation checkpointing keeps besides the inputs."""
+    """Results of matrix products and attention that the backward needs: what selective activation checkpointing keeps
+    besides the inputs."""
     forward_reduced_bytes: tuple[float, ...] = ()
     """Of each all-reduce over the tensor-parallel axis in one forward."""
     backward_reduced_bytes: tuple[float, ...] = ()
@@ -126,8 +129,11 @@ class BlockCosts:
     backward_ms: Array
     weight_ms: Array
     """Of `backward_ms`, gradients of weights: what a zero-bubble schedule leaves for later."""
+    recompute_ms: Array
+    """What full activation checkpointing computes again: of the forward, what the backward needs."""
     replay_ms: Array
-    """What selective activation checkpointing computes again: all but matrix products and attention."""
+    """What selective activation checkpointing adds: all of that but matrix products and attention, where a compiler
+    joins it with the backward's own (`Efficiency.replay`)."""
     casts_ms: tuple[Array, Array]
     """Of `forward_ms` and `backward_ms`, autocast's of weights: nothing where bf16 copies are kept for a step."""
     saved_bytes: Array
@@ -193,7 +199,7 @@ class Profile:
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
         times = [self._kind_ms(kind, micro_batch, device) for kind in range(len(self.kinds))]
-        forward, backward, weight, replay = np.array(times).T
+        forward, backward, weight, recompute, replay = np.array(times).T
         memory = np.array(
             [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.kinds]
         ).T
@@ -204,6 +210,7 @@ class Profile:
             forward_ms=forward[of],
             backward_ms=backward[of],
             weight_ms=weight[of],
+            recompute_ms=recompute[of],
             replay_ms=replay[of],
             casts_ms=(CASTS_FORWARD_BYTES * cast * element_ms, CASTS_BACKWARD_BYTES * cast * element_ms),
             saved_bytes=memory[0][of] * micro_batch,
@@ -217,15 +224,14 @@ class Profile:
 
     def priced_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float]:
         """Forward and backward of one kind of block by the device's constants alone."""
-        forward, backward, _, _ = _kind_ms(self, self.kinds[kind], micro_batch, device)
-        return forward, backward
+        return _kind_ms(self, self.kinds[kind], micro_batch, device)[:2]
 
-    def _kind_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
+    def _kind_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float, float, float, float]:
         times = _kind_ms(self, self.kinds[kind], micro_batch, device)
         if self.measured_on != device.name or kind not in self.speeds:
             return times
         forward, backward = self.speeds[kind].at(micro_batch)
-        return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward
+        return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward, times[4] * forward
 
     def to_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
@@ -256,8 +262,10 @@ def _reduced(profile: Profile, name: str, micro_batch: int) -> tuple[tuple[float
     return tuple(of_kinds[block.kind] for block in profile.blocks)
 
 
-def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
-    """Forward, backward, of that the weights' gradients, and the forward without products and attention."""
+def _kind_ms(
+    profile: Profile, kind: KindCost, micro_batch: int, device: Device
+) -> tuple[float, float, float, float, float]:
+    """Forward, backward, of that the weights' gradients, and what full and selective checkpointing add."""
 
     def total(kernels: Iterable[Kernel], backward: bool) -> float:
         return 1e3 * sum(
@@ -266,8 +274,11 @@ def _kind_ms(profile: Profile, kind: KindCost, micro_batch: int, device: Device)
         )
 
     weights = [kernel for kernel in kind.backward if kernel.weight_gradient]
-    replayed = [kernel for kernel in kind.forward if kernel.family == STREAM]
-    return total(kind.forward, False), total(kind.backward, True), total(weights, True), total(replayed, False)
+    again = [kernel for kernel in kind.forward if kernel.again]
+    replayed = [kernel for kernel in again if kernel.family == STREAM]
+    share = device.efficiency.replay if profile.compiled else 1.0
+    forward, backward = total(kind.forward, False), total(kind.backward, True)
+    return forward, backward, total(weights, True), total(again, False), share * total(replayed, False)
 
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:

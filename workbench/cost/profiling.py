@@ -187,6 +187,7 @@ class _Walk:
         self._of_node: dict[str, list[torch.Tensor]] = {}
         self._rows = rows
         self._run(graph, block, received)
+        self._again = self._needed_again()
         self.divide(Division(), 1)
 
     def divide(self, division: Division, degree: int) -> None:
@@ -374,9 +375,25 @@ class _Walk:
         ]
         return max(forward + backward)
 
+    def _needed_again(self) -> set[int]:
+        """The steps that some value depends on which the backward reads: those that checkpointing runs again.
+
+        The last product of a block that ends in a sum is none of them.
+        """
+        needed = {key for key, value in self._values.items() if value.first_saved is not None and not value.weight}
+        steps = set()
+        for step, (_, ran) in reversed(list(enumerate(self._steps))):
+            made = {identity(tensor) for tensor in (*_tensors(ran.outputs), *ran.own_results)}
+            if made & needed:
+                steps.add(step)
+                needed |= {identity(tensor) for tensor in self._sources(ran)}
+        return steps
+
     def _products_bytes(self) -> float:
         kept: dict[int, float] = {}
-        for _, ran in self._steps:
+        for step, (_, ran) in enumerate(self._steps):
+            if step not in self._again:
+                continue
             if ran.family in (GEMM, ATTENTION):
                 kept |= {identity(t): self._values[identity(t)].nbytes for t in _tensors(ran.outputs)}
             if ran.family == ATTENTION:
@@ -388,9 +405,9 @@ class _Walk:
     def _kernels(self) -> tuple[list[Kernel], list[Kernel]]:
         forward: list[Kernel] = []
         backward: list[Kernel] = []
-        for _, ran in self._steps:
+        for step, (_, ran) in enumerate(self._steps):
             if ran.family in (GEMM, ATTENTION):
-                self._matrix_kernels(ran, forward, backward)
+                self._matrix_kernels(ran, forward, backward, step in self._again)
             self._weight_casts(ran, forward, backward)
         for group in self._groups():
             self._stream_kernels(group, forward, backward)
@@ -400,10 +417,10 @@ class _Walk:
             backward.append(Kernel(STREAM, 0, 0, ACCUMULATE_BYTES * trained, launches))
         return forward, backward
 
-    def _matrix_kernels(self, ran: Ran, forward: list[Kernel], backward: list[Kernel]) -> None:
+    def _matrix_kernels(self, ran: Ran, forward: list[Kernel], backward: list[Kernel], again: bool) -> None:
         batched, fixed = self._traffic([*ran.inputs, *_tensors(ran.outputs)])
         flops = ran.share * ran.forward_flops / self._samples
-        forward.append(Kernel(ran.family, flops, batched, fixed))
+        forward.append(Kernel(ran.family, flops, batched, fixed, again=again))
         if ran.backward_flops:
             launches = max(1, round(ran.backward_flops / ran.forward_flops)) if ran.family == GEMM else 1
             back = ran.share * ran.backward_flops / self._samples
@@ -492,7 +509,7 @@ class _Walk:
         writes = [t for k, t in group.outputs.items() if self._escapes(k, group)]
         batched, fixed = self._traffic(reads + writes)
         gathered = sum(t.numel() * t.element_size() for t in writes) / self._samples if group.gathered else 0.0
-        forward.append(Kernel(STREAM, 0, batched + gathered, fixed))
+        forward.append(Kernel(STREAM, 0, batched + gathered, fixed, again=bool(group.steps & self._again)))
         flows = [t for t in [*reads, *writes] if self._values[identity(t)].gradient]
         if group.differentiable or flows:
             kept = [t for k, t in group.saved.items() if not self._values[k].weight]

@@ -141,7 +141,7 @@ class DeviceCosts:
         self, costs: BlockCosts, tensor: int, kinds: tuple[str, ...], host_ms: tuple[float, float], link: Link
     ) -> Compute:
         nothing = np.zeros_like(costs.forward_ms)
-        again = {"none": nothing, "selective": costs.replay_ms, "full": costs.forward_ms}
+        again = {"none": nothing, "selective": costs.replay_ms, "full": costs.recompute_ms}
         # A GPU works while its host prepares the next block; a CPU is its own host.
         joined = np.add if self.device.kind == "cpu" else np.maximum
         reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
@@ -182,6 +182,7 @@ def _without_casts(costs: BlockCosts) -> BlockCosts:
         costs,
         forward_ms=np.maximum(0.0, costs.forward_ms - in_forward),
         backward_ms=np.maximum(0.0, costs.backward_ms - in_backward),
+        recompute_ms=np.maximum(0.0, costs.recompute_ms - in_forward),
         replay_ms=np.maximum(0.0, costs.replay_ms - in_forward),
     )
 
