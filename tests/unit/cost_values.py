@@ -19,6 +19,12 @@ def bert(**changes: Any) -> Any:
     )
 
 
+def gpt2(**changes: Any) -> Any:
+    return models.gpt2(
+        **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512, "max_positions": 64, **changes}
+    )
+
+
 def batch_of(model: Any, samples: int, seq_len: int) -> dict[str, TensorSpec]:
     names = ("input_ids", "labels") if model.objective == "clm" else ("input_ids", "token_type_ids", "labels")
     batch = {name: TensorSpec(name, (samples, seq_len), "int64") for name in names}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cost_values import bert, graph_of, layered_profile
+from cost_values import bert, gpt2, graph_of, layered_profile
 
-from workbench import models
 from workbench.capture import Block, Graph
 from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
@@ -167,13 +168,36 @@ def test_fusion_moves_no_more_bytes_than_single_operations() -> None:
     assert traffic(True) < 0.8 * traffic(False)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("make", "left_out"), [(bert, 0), (partial(bert, layout="pre_ln"), 1), (gpt2, 1)])
+def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
+    make: Callable[..., Any], left_out: int, dropout: float
+) -> None:
+    """What a block adds to its input at the end is no operand of its backward; what it then normalises is."""
+    kind = profile(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).kinds[1]
+    query_key_value, attention_out, up, down = 3 * 64, 2 * 64, 256, 64
+    assert sum(kernel.flops for kernel in kind.forward if not kernel.again) == left_out * 2 * 32 * down * up
+    kept = 2 * 32 * (query_key_value + attention_out + up + (1 - left_out) * down)
+    assert kept <= kind.products_bytes < kept + 2 * 32 * down, "and a log-sum-exp"
+
+
+def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
+    graph = graph_of(bert())
+    share = H200.device.efficiency.replay
+    for compiled, low, high in ((True, 0.0, share), (False, 0.0, 1.0)):
+        costs = profile(graph, H200.device, "bf16", compiled=compiled).at(8, H200.device)
+        assert (costs.replay_ms > low).all()
+        assert (costs.replay_ms <= high * costs.recompute_ms).all()
+        assert (costs.recompute_ms <= costs.forward_ms).all()
+
+
 @pytest.mark.parametrize(
     "model",
     [
         bert(dropout=0.1),
         bert(dropout=0.0),
         bert(layout="pre_ln", dropout=0.1),
-        models.gpt2(hidden_size=64, num_layers=2, num_heads=4, vocab_size=512, max_positions=64),
+        gpt2(),
     ],
     ids=["post_ln", "post_ln without dropout", "pre_ln", "gpt2"],
 )

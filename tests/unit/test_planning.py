@@ -425,6 +425,24 @@ def test_every_level_recomputes_one_block_more_and_takes_no_less() -> None:
         assert ms[0] < ms[len(PROFILE.blocks)] < ms[-1]
 
 
+def test_fsdp_copies_parameters_as_often_as_it_gathers_them_and_gradients_as_often_as_it_reduces_them() -> None:
+    def step_ms(zero: int, micro_batches: int) -> float:
+        degrees = Degrees(1, 4, 1, zero, "1f1b", 1, False, 64 // micro_batches, micro_batches)
+        in_forward, in_backward, at_end = pricer_of(PROFILE)._copies(degrees, Mixed.everything(len(PROFILE.blocks)))
+        return float(micro_batches * (in_forward + in_backward) + at_end)
+
+    element_ms = 1e3 * PROFILE.parameter_count / (H200.device.memory_bandwidth * pricing.SHARDING_BANDWIDTH)
+    gather, reduction, later_sum = 6 / 4 + 4, 2 + 4, 12 / 4
+    for bytes_each, zero, micro_batches in (
+        (0, 0, 4),
+        (gather + reduction, 1, 1),
+        (gather + (2 + 4) + 3 * (2 + 8) + 8, 1, 4),
+        (gather + 4 * reduction + 3 * later_sum, 2, 4),
+        (4 * (2 * gather + reduction) + 3 * later_sum, 3, 4),
+    ):
+        assert step_ms(zero, micro_batches) == pytest.approx(bytes_each * element_ms)
+
+
 def mixed_of_all(blocks: int) -> Mixed:
     """All blocks as one stage, at every level."""
     levels = np.arange(2 * blocks + 1)

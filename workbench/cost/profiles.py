@@ -20,6 +20,8 @@ Array = npt.NDArray[np.float64]
 
 GEMM, ATTENTION, STREAM = "gemm", "attention", "stream"
 
+ACCUMULATE_BYTES = 12
+"""Per gradient element and micro-batch: read the new and the old, write the sum, fp32."""
 CASTS_FORWARD_BYTES, CASTS_BACKWARD_BYTES = 6, 3
 """Per element of a weight: what autocast's casts read and write in a micro-batch beyond what is read and written where
 bf16 copies are kept for a step. A forward casts each weight; the backward's share makes up the difference that was seen

@@ -21,11 +21,19 @@ from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
 from workbench.cost.cluster import Device
 from workbench.cost.ops import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
-from workbench.cost.profiles import ATTENTION, GEMM, STREAM, BlockCost, DividedCosts, Kernel, KindCost, Profile
+from workbench.cost.profiles import (
+    ACCUMULATE_BYTES,
+    ATTENTION,
+    GEMM,
+    STREAM,
+    BlockCost,
+    DividedCosts,
+    Kernel,
+    KindCost,
+    Profile,
+)
 from workbench.tensors import TensorSpec
 
-ACCUMULATE_BYTES = 12
-"""Per gradient element and micro-batch: read the new and the old, write the sum, fp32."""
 TENSOR_DEGREES = (2, 4, 8)
 """Tensor-parallel degrees that are priced: within a node."""
 UNDIVIDED = 0.2
@@ -119,6 +127,10 @@ def _part(spec: TensorSpec, sharding: Sharding | None) -> int:
 
 def _per_sample(specs: Iterable[TensorSpec], graph: Graph) -> float:
     return sum(spec.nbytes for spec in specs) / graph.micro_batch
+
+
+_DRAWN = frozenset({"dropout", "native_dropout"})
+"""Operations whose own work, a mask, depends on none of their inputs."""
 
 
 @dataclass(frozen=True)
@@ -382,11 +394,14 @@ class _Walk:
         """
         needed = {key for key, value in self._values.items() if value.first_saved is not None and not value.weight}
         steps = set()
-        for step, (_, ran) in reversed(list(enumerate(self._steps))):
-            made = {identity(tensor) for tensor in (*_tensors(ran.outputs), *ran.own_results)}
+        for step, (name, ran) in reversed(list(enumerate(self._steps))):
+            copies = {identity(copy): identity(source) for source, copy in ran.casts}
+            own = [] if name in _DRAWN else [tensor for tensor in ran.saved if self._born(tensor, step)]
+            made = {identity(tensor) for tensor in (*_tensors(ran.outputs), *ran.own_results, *own)} - set(copies)
             if made & needed:
                 steps.add(step)
                 needed |= {identity(tensor) for tensor in self._sources(ran)}
+            needed |= {source for copy, source in copies.items() if copy in needed}
         return steps
 
     def _products_bytes(self) -> float:

@@ -27,7 +27,7 @@ from workbench.cost.memory import (
     spans,
     stage_state,
 )
-from workbench.cost.profiles import BlockCosts, Profile
+from workbench.cost.profiles import ACCUMULATE_BYTES, BlockCosts, Profile
 from workbench.planning.checkpointing import Levels, Mixed, Uniform
 from workbench.planning.plan import INTERLEAVED, keeps_halves
 
@@ -44,6 +44,9 @@ SPINNING = 0.08
 7.8 % (scaled BERT: its bubble was as predicted, but actions that follow a receive took longer), 10.2 % (BERT-Large),
 6.6 % (GPT-3 1.3B). It posts receives early, and NCCL's kernels presumably wait for the sender on multiprocessors that
 products then lack."""
+SHARDING_BANDWIDTH = 0.4
+"""Share of the memory's bandwidth that FSDP2's copies into and out of its buffers reach, its sums of gradients and its
+casts, a kernel a parameter: 0.41 under ZeRO 1 with two micro-batches, 0.40 under ZeRO 3 (scaled BERT, 2 × H200)."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
 """Per element: AdamW reads parameter, gradient and two moments and writes three; the norm reads a gradient and
 clipping reads and writes it."""
@@ -126,16 +129,26 @@ class DeviceCosts:
         link: Link,
         *,
         halves: bool,
+        sharded: bool,
     ) -> Compute:
         """Of one micro-batch; `kinds` of activation checkpointing, `host_ms` the host's least time for a block's
-        forward and backward, `link` joins tensor-parallel ranks, `halves`: bf16 copies of weights are kept."""
-        key = (micro_batch, tensor, kinds, host_ms, link, halves)
+        forward and backward, `link` joins tensor-parallel ranks, `halves`: blocks are given weights in bf16,
+        `sharded`: others add up their gradients."""
+        key = (micro_batch, tensor, kinds, host_ms, link, halves, sharded)
         if key not in self._computes:
             costs = self.at(micro_batch, tensor)
-            self._computes[key] = self._compute(
-                _without_casts(costs) if halves else costs, tensor, kinds, host_ms, link
-            )
+            if halves:
+                costs = _without_casts(costs)
+            if sharded:
+                costs = self._without_sums(costs, tensor)
+            self._computes[key] = self._compute(costs, tensor, kinds, host_ms, link)
         return self._computes[key]
+
+    def _without_sums(self, costs: BlockCosts, tensor: int) -> BlockCosts:
+        """Where a block's gradients are not added to earlier ones as it makes them."""
+        byte_ms = 1e3 / (self.device.memory_bandwidth * self.device.efficiency.bandwidth)
+        sums_ms = ACCUMULATE_BYTES * self.table(tensor).block_trained * byte_ms
+        return replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - sums_ms))
 
     def _compute(
         self, costs: BlockCosts, tensor: int, kinds: tuple[str, ...], host_ms: tuple[float, float], link: Link
@@ -244,25 +257,28 @@ class Pricer:
     def times(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> StageTimes:
         """Of each of `stages`."""
         tensor_link = self.cluster.group_link(degrees.tensor)
+        shares = self.shares(degrees)
         found = self._costs.compute(
             degrees.micro_batch,
             degrees.tensor,
             self.kinds,
             self._host_ms(degrees),
             tensor_link,
-            halves=self.shares(degrees).halves,
+            halves=shares.halves or (shares.sharded and self.profile.precision == "bf16"),
+            sharded=shares.sharded,
         )
         slower = self._slower(degrees)
         forward, backward = slower * stages.whole(found.forward), slower * stages.sum(found.backward)
         in_forward, in_backward, at_end = self._collectives(degrees, stages)
+        copies = self._copies(degrees, stages)
         overlapped = degrees.schedule != "zero_bubble"
         return StageTimes(
             forward=forward,
             backward=backward,
             weight=slower * stages.whole(found.weight),
-            forward_wait=_exposed(in_forward, forward) + stages.whole(found.forward_reduced),
-            backward_wait=_exposed(in_backward, backward) + stages.sum(found.backward_reduced),
-            step_wait=_exposed(at_end, backward) if overlapped else at_end,
+            forward_wait=_exposed(in_forward, forward) + stages.whole(found.forward_reduced) + copies[0],
+            backward_wait=_exposed(in_backward, backward) + stages.sum(found.backward_reduced) + copies[1],
+            step_wait=(_exposed(at_end, backward) if overlapped else at_end) + copies[2],
             optimizer=self._optimizer(degrees, stages),
         )
 
@@ -329,6 +345,36 @@ class Pricer:
             # Both moments come in, and go out again.
             seconds = seconds + 2 * elements * ADAMW / device.host_bandwidth
         return np.asarray(1e3 * seconds)
+
+    def _copies(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
+        """Milliseconds of what FSDP2 does on the device besides its collectives: in one forward, in one backward, at
+        the step's end.
+
+        Before a gather, shards are cast to bf16, and after it parameters copied out of its buffer; gradients are cast
+        and copied into a buffer, and what is reduced is added to what earlier micro-batches left. ZeRO 1 adds up whole
+        fp32 gradients instead, and copies them once.
+        """
+        table, micro_batches = self.table(degrees), degrees.num_microbatches
+        nothing = np.zeros_like(stages.whole(self.elements))
+        if not self.shares(degrees).sharded:
+            return nothing, nothing, nothing
+        device = self.cluster.device
+        byte_ms = 1e3 / (device.memory_bandwidth * SHARDING_BANDWIDTH)
+        half = HALF if self.profile.precision == "bf16" else FP32
+        cast = (FP32 + half) / degrees.data if half != FP32 else 0.0
+        gather = stages.whole(table.elements) * byte_ms * (cast + 2 * half)
+        trained = stages.whole(table.trained) * byte_ms
+        copied, added = trained * (half + FP32), trained * 3 * FP32 / degrees.data
+        later = (micro_batches - 1) / micro_batches
+        if degrees.zero == 1 and micro_batches > 1:
+            first = half + FP32 if half != FP32 else 0
+            summed = trained * (first / micro_batches + (half + 2 * FP32) * later)
+            return gather / micro_batches, summed, trained * 2 * FP32
+        if degrees.zero == 1:
+            return gather, nothing, copied
+        if degrees.zero == 2:
+            return gather / micro_batches, copied + added * later, nothing
+        return gather, gather + copied + added * later, nothing
 
     def _collectives(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
         """Milliseconds of the data axis's collectives: in one forward, in one backward, at the step's end."""
