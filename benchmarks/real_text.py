@@ -25,6 +25,8 @@ MANY = 1_000_000
 SETTLED = 4
 """Steps that medians leave out."""
 LAST = 3
+WARM_UP = 2000
+"""Steps until the learning rate is what it is: these models' losses rise where their first updates are as large."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def trained(case: Case, arguments: argparse.Namespace) -> str:
         global_batch=case.global_batch,
         seq_len=case.seq_len,
         learning_rate=1e-4,
-        warmup_steps=arguments.steps,
+        warmup_steps=WARM_UP,
     )
     experiment.data.prepare(experiment)
     here = wb.Cluster.here()

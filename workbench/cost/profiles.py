@@ -136,8 +136,9 @@ class BlockCosts:
     replay_ms: Array
     """What selective activation checkpointing adds: all of that but matrix products and attention, where a compiler
     joins it with the backward's own (`Efficiency.replay`)."""
-    casts_ms: tuple[Array, Array]
-    """Of `forward_ms` and `backward_ms`, autocast's of weights: nothing where bf16 copies are kept for a step."""
+    casts_ms: tuple[Array, Array, Array]
+    """Of `forward_ms` (and `recompute_ms`), `backward_ms` and `replay_ms`, autocast's casts of weights: nothing where
+    blocks are given bf16 weights."""
     saved_bytes: Array
     workspace_bytes: Array
     weight_copy_bytes: Array
@@ -214,7 +215,11 @@ class Profile:
             weight_ms=weight[of],
             recompute_ms=recompute[of],
             replay_ms=replay[of],
-            casts_ms=(CASTS_FORWARD_BYTES * cast * element_ms, CASTS_BACKWARD_BYTES * cast * element_ms),
+            casts_ms=(
+                CASTS_FORWARD_BYTES * cast * element_ms,
+                CASTS_BACKWARD_BYTES * cast * element_ms,
+                self.replayed(device) * CASTS_FORWARD_BYTES * cast * element_ms,
+            ),
             saved_bytes=memory[0][of] * micro_batch,
             workspace_bytes=memory[1][of] * micro_batch,
             weight_copy_bytes=memory[2][of],
@@ -234,6 +239,10 @@ class Profile:
             return times
         forward, backward = self.speeds[kind].at(micro_batch)
         return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward, times[4] * forward
+
+    def replayed(self, device: Device) -> float:
+        """Of what selective checkpointing computes again, the share of its time alone that it takes."""
+        return device.efficiency.replay if self.compiled else 1.0
 
     def to_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
@@ -278,9 +287,9 @@ def _kind_ms(
     weights = [kernel for kernel in kind.backward if kernel.weight_gradient]
     again = [kernel for kernel in kind.forward if kernel.again]
     replayed = [kernel for kernel in again if kernel.family == STREAM]
-    share = device.efficiency.replay if profile.compiled else 1.0
     forward, backward = total(kind.forward, False), total(kind.backward, True)
-    return forward, backward, total(weights, True), total(again, False), share * total(replayed, False)
+    replay = profile.replayed(device) * total(replayed, False)
+    return forward, backward, total(weights, True), total(again, False), replay
 
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:

@@ -189,14 +189,14 @@ class DeviceCosts:
 
 
 def _without_casts(costs: BlockCosts) -> BlockCosts:
-    """Where bf16 copies of weights are kept for a step."""
-    in_forward, in_backward = costs.casts_ms
+    """Where blocks are given weights in bf16."""
+    in_forward, in_backward, in_replay = costs.casts_ms
     return replace(
         costs,
         forward_ms=np.maximum(0.0, costs.forward_ms - in_forward),
         backward_ms=np.maximum(0.0, costs.backward_ms - in_backward),
         recompute_ms=np.maximum(0.0, costs.recompute_ms - in_forward),
-        replay_ms=np.maximum(0.0, costs.replay_ms - in_forward),
+        replay_ms=np.maximum(0.0, costs.replay_ms - in_replay),
     )
 
 
