@@ -165,9 +165,11 @@ def _freed(plan: Plan, free: Plan) -> Change:
 
 def _parts(plan: Plan) -> tuple[Part, ...]:
     found, step = plan.prediction, plan.prediction.step_ms
+    sharded = plan.zero > 0 and plan.data > 1
+    copies = ", and FSDP2's copies, casts and sums around it" if sharded else ""
     rows = (
         ("Compute", found.compute_ms, "forward and backward of the busiest device"),
-        ("Exposed communication", found.communication_ms, "what overlap with compute does not hide"),
+        ("Exposed communication", found.communication_ms, f"what overlap with compute does not hide{copies}"),
         ("Bubble", found.bubble_ms, "the busiest device waits for the other stages"),
         ("Optimiser", found.optimizer_ms, "the update, after the last backward"),
     )

@@ -94,7 +94,7 @@ class Prediction:
     compute_ms: float
     bubble_ms: float
     communication_ms: float
-    """Exposed: what overlap does not hide."""
+    """Exposed: what overlap does not hide; under ZeRO 1 to 3 with the copies, casts and sums of FSDP2."""
     optimizer_ms: float
     bubble_fraction: float
     """Idle share of the pipeline's schedule, by simulation."""

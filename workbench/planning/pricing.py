@@ -83,9 +83,9 @@ class StageTimes:
     """Of `backward`, the gradients of weights: what a zero-bubble schedule leaves for later."""
     forward_wait: Array
     backward_wait: Array
-    """One micro-batch's exposed communication."""
+    """One micro-batch's exposed communication, FSDP2's copies included."""
     step_wait: Array
-    """Exposed communication once a step: what the last backward does not hide."""
+    """The same once a step: what the last backward does not hide."""
     optimizer: Array
 
     @cached_property
