@@ -284,11 +284,14 @@ def _taken(run: RunDir) -> RunExists:
     )
 
 
-def clear_attempt(run: RunDir) -> None:
-    """Put aside how the last attempt was described, who ran it and what failed; go on with the same events."""
+def clear_attempt(run: RunDir, node: int | None = None) -> None:
+    """Put aside how the last attempt was described, who ran it and what failed; go on with the same events.
+
+    `node`: the one that does so, whose next attempt other nodes may have begun.
+    """
     if not processes.run_alive(run):
         processes.wait_left(run)  # its last status belongs to this attempt
-    if processes.run_alive(run) or processes.strays(run):
+    if processes.run_alive(run) or processes.strays(run, node):
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
     number = max((int(path.name) for path in run.path.glob("attempts/*") if path.name.isdigit()), default=0) + 1
     aside = run.path / "attempts" / str(number)
