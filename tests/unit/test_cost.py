@@ -184,10 +184,10 @@ def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
 def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
     graph = graph_of(bert())
     share = H200.device.efficiency.replay
-    for compiled, low, high in ((True, 0.0, share), (False, 0.0, 1.0)):
+    for compiled, most in ((True, share), (False, 1.0)):
         costs = profile(graph, H200.device, "bf16", compiled=compiled).at(8, H200.device)
-        assert (costs.replay_ms > low).all()
-        assert (costs.replay_ms <= high * costs.recompute_ms).all()
+        assert (costs.replay_ms > 0).all()
+        assert (costs.replay_ms <= most * costs.recompute_ms).all()
         assert (costs.recompute_ms <= costs.forward_ms).all()
 
 

@@ -66,18 +66,23 @@ def test_only_processes_that_train_a_run_are_taken_for_its_own(tmp_path, begin):
         assert pids(processes.strays(RunDir(other))) == {rank.pid}
 
 
-def test_what_another_node_on_this_host_started_does_not_keep_the_first_from_resuming(tmp_path, begin, monkeypatch):
+def test_what_another_node_on_this_host_started_does_not_keep_the_first_from_resuming(tmp_path, begin):
     found = make_run(tmp_path)
-    begin(processes.MACHINE_RANK, "1", "-m", processes.WORKER, str(found.path))
-    monkeypatch.setenv("GROUP_RANK", "1")
-    begin("-m", processes.WORKER, str(found.path))
-    assert len(processes.strays(found)) == 2
-    launcher.clear_attempt(found, 0)
-    monkeypatch.setenv("GROUP_RANK", "0")
-    own = begin("-m", processes.WORKER, str(found.path))
-    assert pids(processes.strays(found, 0)) == {own.pid}
-    with pytest.raises(RunExists, match="still running"):
-        launcher.clear_attempt(found, 0)
+    rank = [sys.executable, "-c", SLEEP.format(60), "-m", processes.WORKER, str(found.path)]
+    starts_it = f"import subprocess, sys; subprocess.run({rank!r})"
+    node = subprocess.Popen([sys.executable, "-c", starts_it, "-m", "workbench.runs.nodes", str(found.path)])
+    try:
+        while not processes.strays(found):
+            time.sleep(0.01)
+        with pytest.raises(RunExists, match="still running"):
+            launcher.clear_attempt(found)
+        launcher.clear_attempt(found, among_nodes=True)
+        begin("-m", processes.WORKER, str(found.path))  # nobody of the run's started it
+        with pytest.raises(RunExists, match="still running"):
+            launcher.clear_attempt(found, among_nodes=True)
+    finally:
+        processes.kill_trees([process_record(node.pid), *processes.strays(found)])
+        node.wait()
 
 
 def test_ranks_of_other_hosts_do_not_hide_those_that_run_here(tmp_path, begin):

@@ -72,7 +72,7 @@ def _gelu_backward(gradient: torch.Tensor, value: torch.Tensor, *, approximate: 
         return plain
     wide = value.float()
     # The same numbers by other operations: where GELU is computed again beside its backward, the compiler would keep
-    # the share that both read, in fp32, twice the memory of all else that the two read and write.
+    # the share that both read, in fp32: as much memory as two of the tensors that they read and write.
     share, slope = _share_and_slope(wide, approximate, _TAIL, 0.5)
     return (gradient.float() * (share + wide * slope)).to(value.dtype)
 

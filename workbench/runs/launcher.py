@@ -284,14 +284,15 @@ def _taken(run: RunDir) -> RunExists:
     )
 
 
-def clear_attempt(run: RunDir, node: int | None = None) -> None:
+def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> None:
     """Put aside how the last attempt was described, who ran it and what failed; go on with the same events.
 
-    `node`: the one that does so, whose next attempt other nodes may have begun.
+    `among_nodes`: others, perhaps on this host, may have begun the next attempt.
     """
     if not processes.run_alive(run):
         processes.wait_left(run)  # its last status belongs to this attempt
-    if processes.run_alive(run) or processes.strays(run, node):
+    left = [*processes.survivors(run), *processes.supervisors(run)] if among_nodes else processes.strays(run)
+    if processes.run_alive(run) or left:
         raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
     number = max((int(path.name) for path in run.path.glob("attempts/*") if path.name.isdigit()), default=0) + 1
     aside = run.path / "attempts" / str(number)

@@ -147,7 +147,7 @@ def _described(run: RunDir, nodes: Nodes, worker: str) -> dict[str, Any]:
 def _ready(run: RunDir, nodes: Nodes, worker: str) -> dict[str, Any]:
     """Put aside what an earlier start left, and continue from its last checkpoint."""
     if processes.launcher_record(run).get("supervisor"):
-        clear_attempt(run, nodes.rank)
+        clear_attempt(run, among_nodes=True)
         saved = complete(run.checkpoints)
         if saved:
             write_json(run.resume, {"checkpoint": str(saved[-1]), "step": step_of(saved[-1])})

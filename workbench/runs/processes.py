@@ -16,8 +16,6 @@ from workbench.rundir import RunDir, process_alive, process_record, read_json
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.supervisor", "workbench.runs.recorder"
 WORKER = "workbench.execution.worker"
-MACHINE_RANK = "--machine_rank"
-"""Accelerate's option for which node of a run a launcher is; its ranks have torch's variable GROUP_RANK."""
 LEAVES_S = 5.0
 """After the last status, how long a supervisor, or what ends ranks in its place, has until it exits and its
 devices are free again."""
@@ -83,26 +81,13 @@ def run_alive(run: RunDir) -> bool:
     return process_alive(launcher_record(run).get("supervisor")) or bool(live_workers(run))
 
 
-def strays(run: RunDir, node: int | None = None) -> list[dict[str, Any]]:
+def strays(run: RunDir) -> list[dict[str, Any]]:
     """Whatever may still write to this run, in its files or not; all but what tells Weights & Biases of it.
 
     A rank whose launcher died before it could write it down is in no file, nor is what ends the ranks, and writes
-    the last status, in the place of a supervisor that is gone. `node`: but for what another node started, which may be
-    on this host too.
+    the last status, in the place of a supervisor that is gone.
     """
-    found = [record for module, record in _named(run) if module != RECORDER]
-    return [record for record in found if node is None or _node_of(record) in {None, node}]
-
-
-def _node_of(record: Mapping[str, Any]) -> int | None:
-    """The node whose launcher or rank a process is, if it says so."""
-    with contextlib.suppress(psutil.Error, ValueError):
-        process = psutil.Process(record["pid"])
-        words = process.cmdline()
-        if MACHINE_RANK in words:
-            return int(words[words.index(MACHINE_RANK) + 1])
-        return int(process.environ()["GROUP_RANK"]) if "GROUP_RANK" in process.environ() else None
-    return None
+    return [record for module, record in _named(run) if module != RECORDER]
 
 
 def supervisors(run: RunDir) -> list[dict[str, Any]]:

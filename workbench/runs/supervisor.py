@@ -246,7 +246,7 @@ def accelerate_command(
     elif kind == "cpu":
         command += ["--cpu"]
     if nodes.count > 1:
-        command += [processes.MACHINE_RANK, str(nodes.rank), "--main_process_ip", nodes.address]
+        command += ["--machine_rank", str(nodes.rank), "--main_process_ip", nodes.address]
     command += ["--num_processes", str(world), "--num_machines", str(nodes.count), "--dynamo_backend", "no"]
     command += ["--mixed_precision", "bf16" if precision == "bf16" else "no"]
     return [*command, "-m", worker, str(run)]
