@@ -69,7 +69,8 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
 def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
     """See `profile`; and the cluster, which is this machine if none was given.
 
-    The processes that measure start first: they take as long as this one to import torch.
+    The processes that measure start first, and are asked what the driver's word lets expect: this one takes as long as
+    they do to import torch, which knows.
     """
     from workbench.runs.probing import Probes, kept_blocks, measured_blocks, seems_kept, seems_measurable
 
@@ -77,10 +78,14 @@ def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile,
     with ExitStack() as stack:
         early = cluster is None and seems_measurable() and not seems_kept(experiment.model.name)
         probes = stack.enter_context(Probes()) if early else None
+        likely = _likely_cluster() if early else None
+        if probes is not None and likely is not None:
+            probes.expect(_probe_request(experiment, likely))
         cluster = _cluster(cluster)
-        request = _probe_request(experiment, cluster)
-        if probes is not None and request is not None:
-            probes.ask(request, cluster.device)
+        request = _probe_request(experiment, cluster) if _is_here(cluster) else None
+        if probes is not None and (request is None or not probes.ask(request, cluster.device)):
+            probes.end()
+            probes = None
         costs = _counted(experiment, cluster)
         found = kept_blocks(costs, cluster) if cluster.device.kind == "cuda" else ()
         if not found and request is not None:
@@ -109,14 +114,26 @@ def _counted(experiment: Experiment, cluster: Cluster) -> Profile:
     )
 
 
-def _probe_request(experiment: Experiment, cluster: Cluster) -> Request | None:
-    """What is asked of the processes that measure the model's blocks, if this machine has the cluster's GPU."""
+def _likely_cluster() -> Cluster | None:
+    """This machine as its driver describes it."""
+    from workbench.cost.detect import node_of
+    from workbench.runs.devices import visible_gpus
+
+    return node_of(visible_gpus())
+
+
+def _is_here(cluster: Cluster) -> bool:
+    """Whether this machine has the cluster's GPU."""
     from workbench.cost.detect import local_gpu
+
+    return cluster.device.kind == "cuda" and local_gpu() == cluster.device.name
+
+
+def _probe_request(experiment: Experiment, cluster: Cluster) -> Request:
+    """What is asked of the processes that measure the model's blocks on this machine."""
     from workbench.execution.probe_request import Request
     from workbench.runs.probing import guesses
 
-    if cluster.device.kind != "cuda" or local_gpu() != cluster.device.name:
-        return None
     return Request(
         experiment.model.name,
         experiment.model.build,

@@ -1,8 +1,9 @@
 """A profile corrected by blocks that were run: `execution.block_probe` measures them, `runs.probing` keeps them.
 
 Times: the ratio of measured to priced is interpolated over the logarithm of the micro-batch and applied to what is
-priced, so that one measurement serves tensor-parallel degrees too. Memory: a line through the bytes held at each
-micro-batch (what grows with it, and what does not) takes the place of what was counted on the meta device.
+priced, so that one measurement serves tensor-parallel degrees too. The host's times hardly depend on the micro-batch:
+the least that were seen. Memory: a line through the bytes held at each micro-batch (what grows with it, and what does
+not) takes the place of what was counted on the meta device.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Measurement:
     """What its forward leaves for its backward."""
     workspace_bytes: float
     """What it needs besides while it runs, but for its parameters' gradients; forward or backward, the larger."""
+    forward_host_ms: float = 0.0
+    """For how long the host is busy with it, if it does not wait for the device; 0 on a CPU."""
+    backward_host_ms: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,6 +56,7 @@ def with_measurements(profile: Profile, device: Device, found: Sequence[Measurem
         divided=divided,
         measured_on=device.name,
         speeds=speeds,
+        hosts={kind: host for kind, points in of_kind.items() if (host := _host_ms(points)) is not None},
     )
 
 
@@ -63,6 +68,12 @@ def _speeds(profile: Profile, kind: int, points: Sequence[Measurement], device: 
         tuple(_ratio(slower * point.forward_ms, ms) for point, (ms, _) in zip(points, priced, strict=True)),
         tuple(_ratio(slower * point.backward_ms, ms) for point, (_, ms) in zip(points, priced, strict=True)),
     )
+
+
+def _host_ms(points: Sequence[Measurement]) -> tuple[float, float] | None:
+    """Forward and backward, where the host's times were taken."""
+    found = [(point.forward_host_ms, point.backward_host_ms) for point in points if point.forward_host_ms > 0]
+    return min(found, key=sum) if found else None
 
 
 def _ratio(measured: float, priced: float) -> float:

@@ -127,8 +127,10 @@ class BlockCosts:
     """Every block at one micro-batch: arrays with one entry a block. Equal to itself only, so that it can be a key."""
 
     forward_ms: Array
-    """On the device; its host may take longer (`Efficiency.block_forward_s`)."""
+    """On the device; its host may take longer."""
     backward_ms: Array
+    host_ms: tuple[Array, Array]
+    """What the host takes for a forward and a backward: as measured, else `Efficiency.block_forward_s` and its like."""
     weight_ms: Array
     """Of `backward_ms`, gradients of weights: what a zero-bubble schedule leaves for later."""
     recompute_ms: Array
@@ -174,6 +176,8 @@ class Profile:
     """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
     speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)
     """By kind."""
+    hosts: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
+    """By kind, milliseconds of the host for a forward and a backward, where measured."""
 
     @property
     def parameter_count(self) -> int:
@@ -203,6 +207,7 @@ class Profile:
         """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
         times = [self._kind_ms(kind, micro_batch, device) for kind in range(len(self.kinds))]
         forward, backward, weight, recompute, replay = np.array(times).T
+        host_forward, host_backward = np.array([self._host_ms(kind, device) for kind in range(len(self.kinds))]).T
         memory = np.array(
             [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.kinds]
         ).T
@@ -212,6 +217,7 @@ class Profile:
         return BlockCosts(
             forward_ms=forward[of],
             backward_ms=backward[of],
+            host_ms=(host_forward[of], host_backward[of]),
             weight_ms=weight[of],
             recompute_ms=recompute[of],
             replay_ms=replay[of],
@@ -240,6 +246,13 @@ class Profile:
         forward, backward = self.speeds[kind].at(micro_batch)
         return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward, times[4] * forward
 
+    def _host_ms(self, kind: int, device: Device) -> tuple[float, float]:
+        tuned = device.efficiency
+        if self.measured_on != device.name or kind not in self.hosts:
+            return 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
+        forward, backward = self.hosts[kind]
+        return tuned.host_in_step * forward, tuned.host_in_step * backward
+
     def replayed(self, device: Device) -> float:
         """Of what selective checkpointing computes again, the share of its time alone that it takes."""
         return device.efficiency.replay if self.compiled else 1.0
@@ -248,6 +261,7 @@ class Profile:
         fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
         fields["divided"] = {str(degree): asdict(costs) for degree, costs in self.divided.items()}
         fields["speeds"] = {str(kind): asdict(speeds) for kind, speeds in self.speeds.items()}
+        fields["hosts"] = {str(kind): list(times) for kind, times in self.hosts.items()}
         return fields
 
     @staticmethod
@@ -265,6 +279,7 @@ class Profile:
             int(kind): Speeds(**{name: tuple(values) for name, values in speeds.items()})
             for kind, speeds in fields.get("speeds", {}).items()
         }
+        fields["hosts"] = {int(kind): tuple(times) for kind, times in fields.get("hosts", {}).items()}
         return Profile(**fields)
 
 

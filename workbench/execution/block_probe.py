@@ -52,6 +52,8 @@ from workbench.units import GIB
 SUSTAINED_S = 1.5
 """The device is kept busy for so long, as training keeps it: its clocks fall under load. The second half counts."""
 FEWEST, MOST = 6, 60
+SINGLE = 2
+"""Rounds on an idle device that count, after one that does not."""
 FREE_SHARE = 0.5
 """Of a GPU's memory, at least; with less, something else runs there and would disturb the times."""
 CYCLES_PER_S = 1.8e9
@@ -69,6 +71,9 @@ class _Moment:
     event: Any
     held: int
     peak: int
+    begun: float
+    ended: float
+    """When the host came, and when it had taken this down."""
 
 
 class _Log:
@@ -80,13 +85,14 @@ class _Log:
         self.backward: dict[int, _Moment] = {}
 
     def note(self) -> _Moment:
+        begun = time.perf_counter()
         if self._device.type != "cuda":
-            return _Moment(_HostEvent(), 0, 0)
+            return _Moment(_HostEvent(), 0, 0, begun, begun)
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        moment = _Moment(event, torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+        held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        return moment
+        return _Moment(event, held, peak, begun, time.perf_counter())
 
 
 class _HostEvent:
@@ -159,16 +165,18 @@ class Probe:
 
     def measure(self) -> list[Measurement]:
         with _turn(self._device, fcntl.LOCK_EX):
-            logs = _sustained(lambda: self._chain.run(self._batch), self._device)
-        return _summary(self._graph, self._blocks, logs, self.micro_batch)
+            single, logs = _sustained(lambda: self._chain.run(self._batch), self._device)
+        return _summary(self._graph, self._blocks, single, logs, self.micro_batch)
 
 
-def _sustained(run: Callable[[], _Log], device: torch.device) -> list[_Log]:
-    """Rounds one after the other until the device has been busy for `SUSTAINED_S`; those of the second half."""
-    for _ in range(2):
+def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log]]:
+    """Rounds that begin on an idle device, where the host need not wait; then one after the other until the device has
+    been busy for `SUSTAINED_S`: those of the second half."""
+    single = []
+    for _ in range(1 + SINGLE):
         _wait(device)
         begun = time.perf_counter()
-        run()
+        single.append(run())
         host_s = time.perf_counter() - begun
         _wait(device)
         round_s = time.perf_counter() - begun
@@ -181,7 +189,7 @@ def _sustained(run: Callable[[], _Log], device: torch.device) -> list[_Log]:
         _sleep(device, sleep_s)
         logs.append(run())
     _wait(device)
-    return logs[rounds // 2 :]
+    return single[1:], logs[rounds // 2 :]
 
 
 def _sleep(device: torch.device, seconds: float) -> None:
@@ -309,25 +317,42 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _summary(graph: Graph, chain: list[int], logs: list[_Log], micro_batch: int) -> list[Measurement]:
+def _summary(
+    graph: Graph, chain: list[int], single: list[_Log], logs: list[_Log], micro_batch: int
+) -> list[Measurement]:
     """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
-    before a first one is of another kind."""
+    before a first one is of another kind. The host's times are those of `single` rounds."""
     positions: dict[str, list[int]] = defaultdict(list)
     for position, index in enumerate(chain):
         positions[graph.blocks[index].kind].append(position)
     found = []
     for places in positions.values():
         seen = [_of_block(graph, chain, position, log) for position in (places[1:] or places) for log in logs]
-        forward, backward, held, workspace = (statistics.median(column) for column in zip(*seen, strict=True))
-        found.append(Measurement(chain[places[0]], micro_batch, forward, backward, held, workspace))
+        host = [_host_of_block(chain, position, log) for position in (places[1:] or places) for log in single]
+        medians = (statistics.median(column) for columns in (seen, host) for column in zip(*columns, strict=True))
+        found.append(Measurement(chain[places[0]], micro_batch, *medians))
     return found
 
 
-def _of_block(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
+def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Moment, _Moment | None, _Moment | None]:
+    """Around a block's forward, and around its backward."""
     before, after = log.forward[position], log.forward[position + 1]
     # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note.
     begun = after if position == len(chain) - 1 else log.backward.get(position + 1)
-    ended = log.backward.get(position)
+    return before, after, begun, log.backward.get(position)
+
+
+def _host_of_block(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
+    """Milliseconds that the host is busy with a block's forward and backward; on a CPU, no more than with computing."""
+    before, after, begun, ended = _moments(chain, position, log)
+    if isinstance(before.event, _HostEvent):
+        return 0.0, 0.0
+    backward = 0.0 if begun is None or ended is None else ended.begun - begun.ended
+    return 1e3 * (after.begun - before.ended), 1e3 * backward
+
+
+def _of_block(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
+    before, after, begun, ended = _moments(chain, position, log)
     forward = before.event.elapsed_time(after.event)
     held, workspace = after.held - before.held, after.peak - after.held
     backward = 0.0

@@ -125,23 +125,23 @@ class DeviceCosts:
         micro_batch: int,
         tensor: int,
         kinds: tuple[str, ...],
-        host_ms: tuple[float, float],
+        hooks_ms: tuple[float, float],
         link: Link,
         *,
         halves: bool,
         sharded: bool,
     ) -> Compute:
-        """Of one micro-batch; `kinds` of activation checkpointing, `host_ms` the host's least time for a block's
-        forward and backward, `link` joins tensor-parallel ranks, `halves`: blocks are given weights in bf16,
+        """Of one micro-batch; `kinds` of activation checkpointing, `hooks_ms` what the host takes besides for a
+        block's forward and backward, `link` joins tensor-parallel ranks, `halves`: blocks are given weights in bf16,
         `sharded`: others add up their gradients."""
-        key = (micro_batch, tensor, kinds, host_ms, link, halves, sharded)
+        key = (micro_batch, tensor, kinds, hooks_ms, link, halves, sharded)
         if key not in self._computes:
             costs = self.at(micro_batch, tensor)
             if halves:
                 costs = _without_casts(costs)
             if sharded:
                 costs = self._without_sums(costs, tensor)
-            self._computes[key] = self._compute(costs, tensor, kinds, host_ms, link)
+            self._computes[key] = self._compute(costs, tensor, kinds, hooks_ms, link)
         return self._computes[key]
 
     def _without_sums(self, costs: BlockCosts, tensor: int) -> BlockCosts:
@@ -151,17 +151,18 @@ class DeviceCosts:
         return replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - sums_ms))
 
     def _compute(
-        self, costs: BlockCosts, tensor: int, kinds: tuple[str, ...], host_ms: tuple[float, float], link: Link
+        self, costs: BlockCosts, tensor: int, kinds: tuple[str, ...], hooks_ms: tuple[float, float], link: Link
     ) -> Compute:
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.replay_ms, "full": costs.recompute_ms}
         # A GPU works while its host prepares the next block; a CPU is its own host.
         joined = np.add if self.device.kind == "cpu" else np.maximum
+        host_forward, host_backward = (of + hooks for of, hooks in zip(costs.host_ms, hooks_ms, strict=True))
         reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
         reduced_again = {"none": nothing, "selective": nothing, "full": reduced_forward}
         return Compute(
-            forward=spans(joined(costs.forward_ms, host_ms[0])),
-            backward=np.stack([spans(joined(costs.backward_ms + again[kind], host_ms[1])) for kind in kinds]),
+            forward=spans(joined(costs.forward_ms, host_forward)),
+            backward=np.stack([spans(joined(costs.backward_ms + again[kind], host_backward)) for kind in kinds]),
             weight=spans(costs.weight_ms),
             forward_reduced=spans(reduced_forward),
             backward_reduced=np.stack([spans(reduced_backward + reduced_again[kind]) for kind in kinds]),
@@ -262,7 +263,7 @@ class Pricer:
             degrees.micro_batch,
             degrees.tensor,
             self.kinds,
-            self._host_ms(degrees),
+            self._hooks_ms(degrees),
             tensor_link,
             halves=shares.halves or (shares.sharded and self.profile.precision == "bf16"),
             sharded=shares.sharded,
@@ -324,13 +325,12 @@ class Pricer:
         beside = degrees.schedule in INTERLEAVED and degrees.pipeline > 1 and self.cluster.device.kind == "cuda"
         return 1 + SPINNING if beside else 1.0
 
-    def _host_ms(self, degrees: Degrees) -> tuple[float, float]:
-        """The host's time for one block's forward and backward, with FSDP2's hooks where it shards."""
+    def _hooks_ms(self, degrees: Degrees) -> tuple[float, float]:
+        """The host's time for FSDP2's hooks around one block's forward and backward, where it shards."""
         tuned = self.cluster.device.efficiency
         hooks = tuned.sharded_block_s if degrees.zero >= 1 and degrees.data > 1 else 0.0
         gathered_again = hooks / 2 if degrees.zero == 3 else 0.0
-        forward, backward = tuned.block_forward_s + hooks, tuned.block_backward_s + hooks + gathered_again
-        return 1e3 * forward, 1e3 * backward
+        return 1e3 * hooks, 1e3 * (hooks + gathered_again)
 
     def _optimizer(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> Array:
         """Copies of weights that are kept for a step included."""

@@ -8,6 +8,7 @@ delays nothing. The ranks have no part in it. Without NVML there are no samples.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,35 @@ class Meter(Protocol):
     def sample(self) -> Sample: ...
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """What the driver calls each GPU that this process may use, asked without torch; empty where NVML does not know."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = (
+                [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if chosen is None else chosen.split(",")
+            )
+            return tuple(str(pynvml.nvmlDeviceGetName(_handle(pynvml, name.strip()))) for name in names)
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # no NVML or no driver; a slice of a GPU, an index that is not there
+        return ()
+
+
+def _handle(nvml: Any, device: str) -> Any:
+    """NVML's handle of a GPU that `CUDA_VISIBLE_DEVICES` calls so: its UUID, that one's beginning, or its index."""
+    if device.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(device))
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        if nvml.nvmlDeviceGetUUID(handle).startswith(device):
+            return handle
+    return nvml.nvmlDeviceGetHandleByUUID(device)
+
+
 class GpuMeter:
     """The GPUs of these names, as `CUDA_VISIBLE_DEVICES` has them: UUIDs, their beginnings, or indices.
 
@@ -52,18 +82,8 @@ class GpuMeter:
 
         self._nvml = pynvml
         pynvml.nvmlInit()
-        self._handles = [self._handle(name) for name in devices]
+        self._handles = [_handle(pynvml, name) for name in devices]
         self._names = tuple(f"GPU {pynvml.nvmlDeviceGetIndex(handle)}" for handle in self._handles)
-
-    def _handle(self, device: str) -> Any:
-        nvml = self._nvml
-        if device.isdigit():
-            return nvml.nvmlDeviceGetHandleByIndex(int(device))
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if nvml.nvmlDeviceGetUUID(handle).startswith(device):
-                return handle
-        return nvml.nvmlDeviceGetHandleByUUID(device)
 
     def sample(self) -> Sample:
         shares, used = [], []
