@@ -20,7 +20,7 @@ from workbench.execution.block_probe import Probe, chosen, measure
 from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
-from workbench.runs import probing
+from workbench.runs import devices, probing
 from workbench.runs.probing import Probes, guesses, kept_blocks, measured_blocks, micro_batches, seems_kept
 from workbench.tensors import TensorSpec
 
@@ -49,6 +49,21 @@ def test_between_two_micro_batches_the_ratio_to_what_was_priced_is_interpolated(
     found = with_measurements(counted, H200.device, layers_measured(*points))
     assert found.at(8, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * 1.5 * priced[8])
     assert found.at(64, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * priced[64])
+
+
+def test_a_measured_host_takes_the_place_of_the_devices_constants() -> None:
+    """The least of the micro-batches; kinds without a measurement, and a CPU's, keep what is assumed."""
+    points = layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0))
+    seen = [replace(points[0], forward_host_ms=1.5, backward_host_ms=0.9), replace(points[1], forward_host_ms=1.6)]
+    seen[1] = replace(seen[1], backward_host_ms=2.0)
+    found = with_measurements(layered_profile(), H200.device, seen)
+    tuned = H200.device.efficiency
+    forward, backward = found.at(4, H200.device).host_ms
+    assert forward[LAYER] == pytest.approx(tuned.host_in_step * 1.5)
+    assert backward[LAYER] == pytest.approx(tuned.host_in_step * 0.9)
+    assert forward[-1] == pytest.approx(1e3 * tuned.block_forward_s)
+    assert with_measurements(layered_profile(), H200.device, points).hosts == {}
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_what_was_not_measured_and_other_devices_stay_as_priced() -> None:
@@ -199,6 +214,17 @@ def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
 
 
 @pytest.mark.usefixtures("one_size")
+def test_probes_that_expect_something_else_cannot_answer() -> None:
+    request, cpu = request_of(bert(num_layers=2)), Cluster.here(1).device
+    with Probes() as probes:
+        probes.expect(request)
+        assert probes.ask(request, cpu)
+        assert not probes.ask(replace(request, precision="bf16"), cpu)
+        found, reasons = probes.measure([1])
+    assert (reasons, {one.micro_batch for one in found}) == ([], {1})
+
+
+@pytest.mark.usefixtures("one_size")
 def test_probes_that_were_never_told_what_to_measure_end_with_their_context() -> None:
     with Probes() as probes:
         probes.ask(request_of(bert()), Cluster.here(1).device)
@@ -218,9 +244,11 @@ def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning(
 
 
 @pytest.mark.usefixtures("one_size")
-def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end_unasked(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("driver_names", [(), ("NVIDIA H200",) * 4])
+def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end(
+    monkeypatch: pytest.MonkeyPatch, driver_names: tuple[str, ...]
 ) -> None:
+    """Whether or not they were to expect a question, which a driver's word is enough for."""
     started: list[Probes] = []
 
     class Seen(Probes):
@@ -230,8 +258,10 @@ def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end_unaske
 
     monkeypatch.setattr(probing, "Probes", Seen)
     monkeypatch.setattr(probing, "seems_measurable", lambda: True)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: driver_names)
     model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
     corpus = data.corpus("demo", vocab_size=64)
     api.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
     [probes] = started
     assert [process.poll() is not None for process in probes._processes] == [True]
+    assert (probes._expected is not None) == bool(driver_names)

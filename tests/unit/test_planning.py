@@ -721,7 +721,7 @@ def test_selective_checkpointing_lies_between_none_and_full() -> None:
 
 
 def test_zero_1_shards_the_optimiser_and_nothing_else() -> None:
-    fixed = {"pipeline": 1, "recompute": "none", "offload_optimizer": False}
+    fixed = {"pipeline": 1, "recompute": "none", "offload_optimizer": False, "cluster": with_host(0.0)}
     zero, one, two = (plan_of(**fixed, zero=stage, micro_batch=4) for stage in (0, 1, 2))
     assert one.stages[0].memory.optimizer == pytest.approx(zero.stages[0].memory.optimizer / 4, abs=1)
     assert one.stages[0].memory.gradients == zero.stages[0].memory.gradients / 2 == 4 * PROFILE.parameter_count
@@ -746,8 +746,56 @@ def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() 
     assert offloaded.offload_optimizer
     assert offloaded.stages[1].memory.optimizer < here.stages[1].memory.optimizer
     elements = max(stage.parameters for stage in here.stages)
-    transfer_ms = 2 * 8 * elements / H200.device.host_bandwidth * 1e3
+    together = H200.device.shared_host_bandwidth
+    assert together is not None
+    assert together < 4 * H200.device.host_bandwidth
+    transfer_ms = 2 * 8 * elements / (together / 4) * 1e3
     assert offloaded.prediction.step_ms == pytest.approx(here.prediction.step_ms + transfer_ms, rel=0.01)
+
+
+def test_devices_of_a_node_share_the_way_to_its_host() -> None:
+    """Two of them have what one has; eight share what four do."""
+    costs = DeviceCosts(PROFILE, H200.device)
+
+    def transfer_ms(gpus: int) -> float:
+        cluster = replace(H200, gpus=gpus, gpus_per_node=gpus)
+        pricer = Pricer(costs, cluster, RECOMPUTE)
+        here, offloaded = (Degrees(1, gpus, 1, 1, "1f1b", 1, state, 4, 1) for state in (False, True))
+        return gpus * float(pricer.whole(offloaded).optimizer - pricer.whole(here).optimizer)
+
+    assert transfer_ms(2) == pytest.approx(transfer_ms(1))
+    assert transfer_ms(8) == pytest.approx(2 * transfer_ms(4))
+    assert transfer_ms(4) > transfer_ms(2)
+
+
+def with_host(block_s: float, sharded_s: float = 0.0) -> Cluster:
+    """`H200`, its host busy for so long with each direction of a block."""
+    quick = replace(
+        H200.device.efficiency, block_forward_s=block_s, block_backward_s=block_s, sharded_block_s=sharded_s
+    )
+    return replace(H200, device=replace(H200.device, efficiency=quick))
+
+
+def test_a_device_waits_for_its_host_where_that_takes_longer_for_both_directions_together() -> None:
+    """Not for each: while the backward runs, the host gets ahead with the next forward."""
+    fixed: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batch": 4, "recompute": "none", "schedule": "1f1b"}
+    fast = plan_of(**fixed, cluster=with_host(0.0))
+    layers = fast.stages[1]
+    forward_s = 1e-3 * layers.forward_ms / (layers.end_block - layers.first_block)
+    assert plan_of(**fixed, cluster=with_host(1.1 * forward_s)).prediction == fast.prediction
+    slow = plan_of(**fixed, cluster=with_host(1e-2))
+    for stage in slow.stages:
+        blocks = stage.end_block - stage.first_block
+        assert stage.forward_ms + stage.backward_ms == pytest.approx(2 * 10.0 * blocks)
+
+
+def test_a_host_launches_what_checkpointing_computes_again() -> None:
+    fixed: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batch": 4, "schedule": "1f1b", "cluster": with_host(1e-2)}
+    none, full = (plan_of(**fixed, recompute=kind).stages[0] for kind in ("none", "full"))
+    per_block = (none.forward_ms + none.backward_ms) / (none.end_block - none.first_block)
+    assert (full.forward_ms + full.backward_ms) / (full.end_block - full.first_block) == pytest.approx(
+        (1 + pricing.LAUNCHED_AGAIN / 2) * per_block
+    )
 
 
 def test_offloading_is_refused_where_the_host_has_too_little_memory() -> None:

@@ -69,6 +69,8 @@ class Device:
     efficiency: Efficiency = Efficiency()
     host_bandwidth: float = 20e9
     """Bytes per second to and from the host's memory, each way (PCIe 4.0 × 16 less overheads)."""
+    shared_host_bandwidth: float | None = None
+    """What all devices of a node reach together, each way, if that is less; None where it is not known."""
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s at `precision`; a device without bf16 units computes it at its fp32 rate."""

@@ -38,6 +38,7 @@ H200 = Device(
         sharded_block_s=1.0e-3,
     ),
     host_bandwidth=55e9,
+    shared_host_bandwidth=145e9,  # 36e9 each of four, seen in two plans with optimiser state on the host
 )
 
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))

@@ -47,6 +47,9 @@ products then lack."""
 SHARDING_BANDWIDTH = 0.4
 """Share of the memory's bandwidth that FSDP2's copies into and out of its buffers reach, its sums of gradients and its
 casts, a kernel a parameter: 0.41 under ZeRO 1 with two micro-batches, 0.40 under ZeRO 3 (scaled BERT, 2 × H200)."""
+LAUNCHED_AGAIN = 0.5
+"""Of the host's time for a forward, what full checkpointing adds to that of a compiled backward: launches, without what
+surrounds a compiled block (0.55 of 1.2 ms in a profile of 14 layers of BERT-1920, H200)."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
 """Per element: AdamW reads parameter, gradient and two moments and writes three; the norm reads a gradient and
 clipping reads and writes it."""
@@ -78,7 +81,7 @@ class StageTimes:
 
     forward: Array
     backward: Array
-    """One micro-batch's compute, recomputation included."""
+    """One micro-batch's compute, recomputation and waiting for the host included."""
     weight: Array
     """Of `backward`, the gradients of weights: what a zero-bubble schedule leaves for later."""
     forward_wait: Array
@@ -155,14 +158,20 @@ class DeviceCosts:
     ) -> Compute:
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.replay_ms, "full": costs.recompute_ms}
-        # A GPU works while its host prepares the next block; a CPU is its own host.
-        joined = np.add if self.device.kind == "cpu" else np.maximum
         host_forward, host_backward = (of + hooks for of, hooks in zip(costs.host_ms, hooks_ms, strict=True))
+        host = host_forward + host_backward
+        launches = LAUNCHED_AGAIN * costs.host_ms[0]
+        launched = {"none": nothing, "selective": self.profile.replayed(self.device) * launches, "full": launches}
+        if self.device.kind == "cpu":  # it is its own host
+            costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
+            again = {kind: added + host_backward for kind, added in again.items()}
+            host, launched = nothing, dict.fromkeys(launched, nothing)
         reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
         reduced_again = {"none": nothing, "selective": nothing, "full": reduced_forward}
         return Compute(
-            forward=spans(joined(costs.forward_ms, host_forward)),
-            backward=np.stack([spans(joined(costs.backward_ms + again[kind], host_backward)) for kind in kinds]),
+            forward=spans(costs.forward_ms),
+            backward=np.stack([spans(costs.backward_ms + again[kind]) for kind in kinds]),
+            host=np.stack([spans(host + launched[kind]) for kind in kinds]),
             weight=spans(costs.weight_ms),
             forward_reduced=spans(reduced_forward),
             backward_reduced=np.stack([spans(reduced_backward + reduced_again[kind]) for kind in kinds]),
@@ -209,6 +218,9 @@ class Compute:
     backward: Array
     """`[kind, i, j]`: by each kind of activation checkpointing."""
     weight: Array
+    host: Array
+    """`[kind, i, j]`: what a GPU's host takes meanwhile for a forward and a backward; nothing where it itself computes.
+    """
     forward_reduced: Array
     """All-reduces over the tensor axis: nothing runs beside them."""
     backward_reduced: Array
@@ -273,13 +285,20 @@ class Pricer:
         in_forward, in_backward, at_end = self._collectives(degrees, stages)
         copies = self._copies(degrees, stages)
         overlapped = degrees.schedule != "zero_bubble"
+        forward_wait = _exposed(in_forward, forward) + stages.whole(found.forward_reduced) + copies[0]
+        backward_wait = _exposed(in_backward, backward) + stages.sum(found.backward_reduced) + copies[1]
+        step_wait = (_exposed(at_end, backward) if overlapped else at_end) + copies[2]
+        # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
+        # the GPU waits for it in both directions.
+        busy = forward + backward + forward_wait + backward_wait + step_wait / degrees.num_microbatches
+        late = np.maximum(0.0, stages.sum(found.host) - busy) / 2
         return StageTimes(
-            forward=forward,
-            backward=backward,
+            forward=forward + late,
+            backward=backward + late,
             weight=slower * stages.whole(found.weight),
-            forward_wait=_exposed(in_forward, forward) + stages.whole(found.forward_reduced) + copies[0],
-            backward_wait=_exposed(in_backward, backward) + stages.sum(found.backward_reduced) + copies[1],
-            step_wait=(_exposed(at_end, backward) if overlapped else at_end) + copies[2],
+            forward_wait=forward_wait,
+            backward_wait=backward_wait,
+            step_wait=step_wait,
             optimizer=self._optimizer(degrees, stages),
         )
 
@@ -343,8 +362,14 @@ class Pricer:
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
         if degrees.offload_optimizer:
             # Both moments come in, and go out again.
-            seconds = seconds + 2 * elements * ADAMW / device.host_bandwidth
+            seconds = seconds + 2 * elements * ADAMW / self._host_bandwidth(degrees)
         return np.asarray(1e3 * seconds)
+
+    def _host_bandwidth(self, degrees: Degrees) -> float:
+        """Of one device, while all of its node move optimiser state."""
+        device, together = self.cluster.device, self.cluster.device.shared_host_bandwidth
+        busy = min(self.cluster.gpus_per_node, degrees.pipeline * degrees.data * degrees.tensor)
+        return device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
 
     def _copies(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
         """Milliseconds of what FSDP2 does on the device besides its collectives: in one forward, in one backward, at

@@ -49,10 +49,9 @@ def visible_gpus() -> tuple[str, ...]:
         pynvml.nvmlInit()
         try:
             chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = (
-                [str(index) for index in range(pynvml.nvmlDeviceGetCount())] if chosen is None else chosen.split(",")
-            )
-            return tuple(str(pynvml.nvmlDeviceGetName(_handle(pynvml, name.strip()))) for name in names)
+            names = map(str, range(pynvml.nvmlDeviceGetCount())) if chosen is None else chosen.split(",")
+            handles = [_handle(pynvml, name.strip()) for name in names if name]
+            return tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
         finally:
             pynvml.nvmlShutdown()
     except Exception:  # no NVML or no driver; a slice of a GPU, an index that is not there
