@@ -60,6 +60,18 @@ def plan_of(profile: Any = PROFILE, **changes: Any) -> Plan:
     return search(profile, **{"global_batch": 64, "seq_len": 512, "precision": "bf16", "cluster": H200, **changes})
 
 
+def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200) -> Cluster:
+    """Its host busy for so long with each direction of a block, and of a stage."""
+    quick = replace(
+        cluster.device.efficiency,
+        block_forward_s=block_s,
+        block_backward_s=block_s,
+        action_s=action_s,
+        sharded_block_s=0.0,
+    )
+    return replace(cluster, device=replace(cluster.device, efficiency=quick))
+
+
 def pricer_of(profile: Any) -> Pricer:
     return Pricer(DeviceCosts(profile, H200.device), H200, RECOMPUTE)
 
@@ -306,9 +318,20 @@ class OneByOne:
         costs, table = pricer.costs(degrees), pricer.table(degrees)
         shares = pricer.shares(degrees)
         self.memory = {kind: activations(costs, table, shares, (kind,)) for kind in RECOMPUTE}
-        self.times = {kind: Pricer(pricer._costs, pricer.cluster, (kind,)) for kind in RECOMPUTE}
+        idle = with_host(0.0, cluster=pricer.cluster)
+        quick = DeviceCosts(pricer.profile, idle.device)
+        self.times = {kind: Pricer(quick, idle, (kind,)) for kind in RECOMPUTE}
+        self.ends = Pricer(quick, idle, RECOMPUTE)
         self.state = pricer.state(degrees).total
         self.priced: dict[tuple[int, int], list[Priced]] = {}
+        tuned = pricer.cluster.device.efficiency
+        hooks = tuned.sharded_block_s * (degrees.zero > 0 and degrees.data > 1)
+        again = hooks / 2 if degrees.zero == 3 else 0.0
+        block_ms = 1e3 * (tuned.block_forward_s + tuned.block_backward_s + 2 * hooks + again)
+        launches = pricing.LAUNCHED_AGAIN * 1e3 * tuned.block_forward_s
+        replayed = pricer.profile.replayed(pricer.cluster.device)
+        self.host_ms = {"none": block_ms, "selective": block_ms + replayed * launches, "full": block_ms + launches}
+        self.action_ms = 2e3 * tuned.action_s * (degrees.stages > 1)
 
     def price(self, first: int, end: int, level: int) -> Priced:
         kinds = kinds_of(level, end - first)
@@ -324,6 +347,9 @@ class OneByOne:
         backward = float(plain.backward) + more_ms
         exposed = float(waiting) - 0.7 * min(float(waiting), 0.8 * backward)
         busy = float(plain.forward + plain.forward_wait) + backward + exposed
+        host = self.action_ms + sum(self.host_ms[kind] for kind in kinds)
+        at_end = float(self.ends.times(self.degrees, Mixed.at(first, end, level)).step_wait)
+        busy += max(0.0, host - busy - at_end / self.degrees.num_microbatches)
         return Priced(busy, float(self.state[first, end]), held, newest)
 
     def backward(self, first: int, end: int, kind: str) -> float:
@@ -687,7 +713,7 @@ def test_an_interleaved_plan_is_faster_than_its_1f1b_where_sends_are_free_and_ho
 ) -> None:
     monkeypatch.setattr(pricing, "SPINNING", 0.0)
     fixed: dict[str, Any] = {"pipeline": 4, "micro_batch": 2, "recompute": "none"}
-    fixed["cluster"] = replace(H200, intra=Link(1e18, 0.0))
+    fixed["cluster"] = replace(with_host(0.0), intra=Link(1e18, 0.0))
     plain = plan_of(**fixed, schedule="1f1b")
     interleaved = plan_of(**fixed, schedule="interleaved", chunks=2)
     assert interleaved.chunks == 2
@@ -768,14 +794,6 @@ def test_devices_of_a_node_share_the_way_to_its_host() -> None:
     assert transfer_ms(4) > transfer_ms(2)
 
 
-def with_host(block_s: float, sharded_s: float = 0.0) -> Cluster:
-    """`H200`, its host busy for so long with each direction of a block."""
-    quick = replace(
-        H200.device.efficiency, block_forward_s=block_s, block_backward_s=block_s, sharded_block_s=sharded_s
-    )
-    return replace(H200, device=replace(H200.device, efficiency=quick))
-
-
 def test_a_device_waits_for_its_host_where_that_takes_longer_for_both_directions_together() -> None:
     """Not for each: while the backward runs, the host gets ahead with the next forward."""
     fixed: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batch": 4, "recompute": "none", "schedule": "1f1b"}
@@ -783,10 +801,14 @@ def test_a_device_waits_for_its_host_where_that_takes_longer_for_both_directions
     layers = fast.stages[1]
     forward_s = 1e-3 * layers.forward_ms / (layers.end_block - layers.first_block)
     assert plan_of(**fixed, cluster=with_host(1.1 * forward_s)).prediction == fast.prediction
-    slow = plan_of(**fixed, cluster=with_host(1e-2))
+    slow = plan_of(**fixed, cluster=with_host(1e-2, action_s=3e-3))
     for stage in slow.stages:
         blocks = stage.end_block - stage.first_block
-        assert stage.forward_ms + stage.backward_ms == pytest.approx(2 * 10.0 * blocks)
+        assert stage.forward_ms + stage.backward_ms == pytest.approx(2 * (10.0 * blocks + 3.0))
+    alone = plan_of(**(fixed | {"pipeline": 1, "data": 4}), cluster=with_host(1e-2, action_s=3e-3)).stages[0]
+    assert alone.forward_ms + alone.backward_ms <= 2 * 10.0 * alone.end_block, (
+        "the last reduction is the host's time too"
+    )
 
 
 def test_a_host_launches_what_checkpointing_computes_again() -> None:
@@ -820,7 +842,7 @@ def test_a_tight_host_moves_the_cut() -> None:
     """Stages whose optimiser state fits the host are found, though others would be faster."""
     profile = layered_profile(layers=6, elements=20_000_000, vocabulary=200_000_000)
     fixed = {"pipeline": 2, "data": 1, "micro_batch": 4, "offload_optimizer": True, "schedule": "1f1b"}
-    two = Cluster.of("h200", gpus=2)
+    two = replace(with_host(0.0), gpus=2, gpus_per_node=2)
     free = plan_of(profile, **fixed, cluster=replace(two, host_bytes=None))
     most = max(8 * stage.parameters for stage in free.stages)
     least = 8 * 260_000_000  # the table in both stages, and three layers in each

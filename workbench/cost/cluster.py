@@ -46,8 +46,11 @@ class Efficiency:
     """Share of a link's bandwidth that collectives reach beside compute, with which they share the device."""
     in_step: float = 1.05
     """A block's time in a training step over its time when a probe runs it: the slowest of the devices counts."""
-    host_in_step: float = 1.0
+    host_in_step: float = 0.95
     """The host's time for a block in a training step over its time when a probe runs it."""
+    action_s: float = 1.0e-3
+    """What a pipeline adds to the host's time for each forward and each backward of a stage: the schedule, sends and
+    receives."""
     sharded_block_s: float = 1.0e-3
     """What FSDP2 adds to the host's time, to each of a block's forward and backward."""
 

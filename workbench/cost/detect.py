@@ -163,6 +163,7 @@ def _cpu_cluster(processes: int) -> Cluster:
             bandwidth=0.8,
             launch_s=12e-6,
             overlapped_link=1.0,
+            action_s=0.0,
             sharded_block_s=2e-3,
         ),
     )

@@ -35,6 +35,7 @@ H200 = Device(
         bandwidth=0.80,
         block_forward_s=0.45e-3,
         block_backward_s=0.75e-3,
+        action_s=1.0e-3,
         sharded_block_s=1.0e-3,
     ),
     host_bandwidth=55e9,

@@ -291,7 +291,8 @@ class Pricer:
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / degrees.num_microbatches
-        late = np.maximum(0.0, stages.sum(found.host) - busy) / 2
+        host = stages.sum(found.host) + self._actions_ms(degrees)
+        late = np.maximum(0.0, host - busy) / 2
         return StageTimes(
             forward=forward + late,
             backward=backward + late,
@@ -350,6 +351,11 @@ class Pricer:
         hooks = tuned.sharded_block_s if degrees.zero >= 1 and degrees.data > 1 else 0.0
         gathered_again = hooks / 2 if degrees.zero == 3 else 0.0
         return 1e3 * hooks, 1e3 * (hooks + gathered_again)
+
+    def _actions_ms(self, degrees: Degrees) -> float:
+        """The host's time for a forward and a backward of a stage, besides its blocks'."""
+        alone = degrees.stages == 1 or self.cluster.device.kind == "cpu"
+        return 0.0 if alone else 2e3 * self.cluster.device.efficiency.action_s
 
     def _optimizer(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> Array:
         """Copies of weights that are kept for a step included."""
