@@ -12,12 +12,15 @@ from workbench.execution.build import build_model, build_stage, capture_for, pre
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.random_batch import random_batch as random_tokens
+from workbench.execution.repeatable import make_repeatable
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 
 
 def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> Trainer:
     """This rank's trainer; the default process group must exist and be as large as the plan."""
+    if experiment.deterministic:
+        make_repeatable()
     context = StepContext(experiment.seed, device)
     if device.type == "cuda":
         prepare_compiler()

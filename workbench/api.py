@@ -111,6 +111,7 @@ def _counted(experiment: Experiment, cluster: Cluster) -> Profile:
         resolved_precision(experiment, cluster),
         compiled=_compiled(experiment, cluster),
         labelled_share=experiment.data.labelled_share(experiment),
+        deterministic=experiment.deterministic,
     )
 
 
@@ -142,6 +143,7 @@ def _probe_request(experiment: Experiment, cluster: Cluster) -> Request:
         experiment.data.labelled_share(experiment),
         resolved_precision(experiment, cluster),
         _compiled(experiment, cluster),
+        experiment.deterministic,
         guesses(cluster, experiment.global_batch),
     )
 

@@ -57,6 +57,9 @@ class Experiment:
     compile: bool | None = None
     """Compile each kind of block once with `torch.compile`; `None` does so on GPUs."""
     seed: int = 0
+    deterministic: bool = False
+    """Use kernels that give the same bits every time only, so that a resumed run on GPUs repeats the curve of an
+    unbroken one exactly; slower, and refused by operations that have no such kernel. CPUs need none of it."""
     log_every: int = 1
     checkpoint_every: int | None = None
     """Steps between checkpoints; `None` keeps only the one written at the end (or when stopped)."""
@@ -80,6 +83,11 @@ class Experiment:
             _require_number(field, getattr(self, field), Integral, "a whole number", least=_LEAST.get(field, 1))
         for field in ("learning_rate", "eps", "clip_norm", "weight_decay"):
             _require_number(field, getattr(self, field), Real, "a number", least=_LEAST.get(field))
+        if not isinstance(self.deterministic, bool):
+            raise InvalidExperiment(
+                f"deterministic={self.deterministic!r} is neither True nor False. Give one of them.",
+                parameter="deterministic",
+            )
         _require_known("precision", self.precision, PRECISIONS)
         _require_known("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:

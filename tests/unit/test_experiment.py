@@ -147,6 +147,7 @@ def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywh
         ({"lr_schedule": "cosin"}, ("lr_schedule='cosin'", "Did you mean 'cosine'?")),
         ({"betas": (0.9,)}, ("betas=(0.9,)", "two numbers")),
         ({"betas": (0.9, 1.5)}, ("betas=(0.9, 1.5)", "below 1")),
+        ({"deterministic": "yes"}, ("deterministic='yes'", "True nor False")),
         ({"weight_decay": -0.1}, ("weight_decay=-0.1", "0 or more")),
     ],
 )

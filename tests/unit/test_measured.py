@@ -134,7 +134,7 @@ def request_of(model: models.Model, seq_len: int = 16) -> Request:
     experiment = Experiment(model=model, data=data.corpus("demo", vocab_size=512), seq_len=seq_len, global_batch=8)
     samples = experiment.data.batch_specs(experiment)
     return Request(
-        model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", False, guesses=(1,)
+        model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", False, False, (1,)
     )
 
 
@@ -198,6 +198,7 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
         found = measured_blocks(probes, counted, cpu, global_batch=1)
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
+    assert kept_blocks(replace(counted, deterministic=True), cpu) == (), "other kernels"
     [seconds] = probes.seconds
     assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "told", "measured"]
     assert list(seconds.values()) == sorted(seconds.values())

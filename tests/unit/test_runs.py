@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.errors import RunFailed, RunNotFound
 from workbench.execution.causes import innermost
+from workbench.execution.repeatable import WORKSPACE, make_repeatable
 from workbench.execution.worker import message_of
-from workbench.planning import search
+from workbench.planning import Plan, search
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
 from workbench.runs import Run, checkup, doctor, load_run, runs, turns
 from workbench.runs.checkup import SHOWN_PACKAGES
@@ -311,16 +314,41 @@ def test_importing_runs_imports_no_heavy_library():
     assert not loaded & {"torch", "transformers", "wandb", "plotly", "datasets", "ipywidgets", "accelerate"}
 
 
-def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
+def plan_of_layers(**asked: Any) -> Plan:
     cluster = Cluster.of("h200", gpus=4)
-    asked = {"global_batch": 64, "seq_len": 512, "precision": "bf16", "cluster": cluster}
-    plan = search(layered_profile(), **asked, memory_limit_bytes=20 << 30)
+    return search(layered_profile(), global_batch=64, seq_len=512, precision="bf16", cluster=cluster, **asked)
+
+
+def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
+    plan = plan_of_layers(memory_limit_bytes=20 << 30)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.")
     message = message_of(full, plan)
     assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB. The plan counts on ")
     assert "of 20.0 GiB a device" in message
     assert "wb.plan(experiment, memory_limit_gib=18)" in message
     assert message_of(ValueError("no"), plan) == "no"
+
+
+@pytest.fixture
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setenv(WORKSPACE[0], "as it was")
+    make_repeatable()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@pytest.mark.usefixtures("repeatable")
+def test_what_cannot_repeat_its_bits_is_refused_with_the_way_out():
+    values, places = torch.nn.functional.max_pool2d(torch.rand(1, 1, 4, 4), 2, return_indices=True)
+    with pytest.raises(RuntimeError) as refused:
+        torch.nn.functional.max_unpool2d(values, places, 2)
+    message = message_of(refused.value, plan_of_layers())
+    assert message.startswith("max_unpooling2d_forward_out does not have a deterministic implementation, and")
+    assert "leave deterministic out" in message
+    assert "use_deterministic_algorithms" not in message
+    assert os.environ[WORKSPACE[0]] == "as it was", "the user's own setting stays"
 
 
 def test_an_error_of_compiled_code_is_told_from_the_compilers_own() -> None:

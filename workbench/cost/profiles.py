@@ -172,6 +172,8 @@ class Profile:
     """By tensor-parallel degree, those that divide most of the model."""
     labelled_share: float = 1.0
     """Of the labels, how many are not ignored on average: what a head that runs over their rows only is priced for."""
+    deterministic: bool = False
+    """Blocks are measured with deterministic kernels; constants are those of others."""
     measured_on: str = ""
     """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
     speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)

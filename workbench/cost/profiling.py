@@ -42,12 +42,21 @@ CAST_BYTES = 6
 """Per weight element: read fp32 and write bf16, or back."""
 
 
-def profile(graph: Graph, device: Device, precision: str, *, compiled: bool, labelled_share: float = 1.0) -> Profile:
+def profile(
+    graph: Graph,
+    device: Device,
+    precision: str,
+    *,
+    compiled: bool,
+    labelled_share: float = 1.0,
+    deterministic: bool = False,
+) -> Profile:
     """What each block of a captured model costs under `precision` (`fp32`, or `bf16` autocast over fp32 weights).
 
     `device` says which kernels there are (`cuda` or `cpu`), not how fast: `Profile.at` prices any device of
     that kind. `compiled`: blocks run through torch.compile, which fuses operations bound by memory. `labelled_share`:
     of the labels, how many are not ignored on average; a head that needs only their rows is priced for these.
+    `deterministic`: what measurements of it must be, see `Profile`.
     """
     settings = Settings(precision, device.kind, compiled)
     dtypes = {name: getattr(torch, spec.dtype) for name, spec in graph.batch.items()}
@@ -86,6 +95,7 @@ def profile(graph: Graph, device: Device, precision: str, *, compiled: bool, lab
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
         divided=_divided(graph, walks, costs),
         labelled_share=labelled_share,
+        deterministic=deterministic,
     )
 
 

@@ -44,6 +44,7 @@ from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
 from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.execution.random_batch import random_batch
+from workbench.execution.repeatable import make_repeatable
 from workbench.execution.stage import BlockModule
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
@@ -395,6 +396,8 @@ def main() -> None:
     device = _device(number)
     request: Request = pickle.loads(_awaited(folder / REQUEST).read_bytes())
     clock.note("asked")
+    if request.deterministic:
+        make_repeatable()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if request.precision == "bf16" else "highest")
         free, total = torch.cuda.mem_get_info(device)

@@ -50,6 +50,8 @@ def prepare() -> None:
     """For every compilation of this process from now on. Called early, it saves their wait for the compiler's helpers,
     processes that themselves import torch."""
     config.inductor_choices_class = Choices
+    if torch.are_deterministic_algorithms_enabled():
+        config.deterministic = True  # no kernel is chosen by how fast it ran: another would add up in another order
     decompositions.update({GELU: _gelu, GELU_BACKWARD: _gelu_backward})
     fast_random_decomps.cache_clear()  # a copy of `decompositions`
     if torch.cuda.is_available():

@@ -30,5 +30,6 @@ class Request:
     """Share of the labels that are not ignored."""
     precision: str
     compiled: bool
+    deterministic: bool
     guesses: tuple[int, ...]
     """The micro-batch that each probe will most likely be told: it captures and compiles for it meanwhile."""

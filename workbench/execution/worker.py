@@ -39,6 +39,7 @@ from workbench.execution.context import StepContext
 from workbench.execution.export import describe_model
 from workbench.execution.labelled import LabelCounts
 from workbench.execution.mesh import Place, parallelism
+from workbench.execution.repeatable import REFUSAL, make_repeatable
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -128,6 +129,12 @@ def _report(run: RunDir, rank: int, stage: int, error: BaseException, plan: Plan
 
 def message_of(cause: BaseException, plan: Plan) -> str:
     """What an error says; of a device that is full also what the plan counted on, and the way out."""
+    if REFUSAL in str(cause):
+        operation = str(cause).partition(REFUSAL)[0].strip()
+        return (
+            f"{operation} {REFUSAL}, and the experiment asks for deterministic=True. Replace that operation in the "
+            "model, or leave deterministic out: runs then repeat to rounding."
+        )
     if not isinstance(cause, torch.OutOfMemoryError):
         return str(cause)
     has = plan.cluster.device.memory_bytes
@@ -201,6 +208,8 @@ class _Worker:
         self.run_dir, self.plan = run, plan
         self.experiment = _load_experiment(run)
         self._started = time.perf_counter()
+        if self.experiment.deterministic:
+            make_repeatable()
         self.accelerator = Accelerator(
             cpu=not _on_gpu(),
             mixed_precision="bf16" if plan.precision == "bf16" else "no",

@@ -101,7 +101,7 @@ def _quarters(largest: int) -> tuple[int, ...]:
 
 
 def _kept_at(profile: Profile, cluster: Cluster) -> Path:
-    how = [profile.precision, profile.compiled, profile.labelled_share]
+    how = [profile.precision, profile.compiled, profile.labelled_share, profile.deterministic]
     what = [FORMAT, profile.signature, *how, cluster.device.name]
     key = hashlib.sha256(json.dumps([*what, metadata.version("torch").partition("+")[0]]).encode()).hexdigest()[:16]
     return cache_home() / "blocks" / f"{key}.json"
