@@ -89,7 +89,7 @@ def cost() -> go.Figure:
         barmode="stack",
         title=theme.title(
             f"{plan.model}, sequences of {SEQ_LEN} tokens, bf16 on {plan.cluster.device.name}: predicted",
-            "a block takes the longer of its kernels' time and its host's; its backward frees what its forward saved",
+            "a stage takes the longer of its kernels' time and its host's; its backward frees what its forward saved",
         ),
         margin={"t": 92, "b": 96},
         legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "borderwidth": 0},

@@ -830,7 +830,7 @@ def test_offloading_is_refused_where_the_host_has_too_little_memory() -> None:
         PlanInfeasible, match=r"needs at least .* of the host's memory for each device, and 4.0 GiB fall"
     ):
         plan_of(profile, **fixed, cluster=replace(H200, host_bytes=5 * GIB))
-    tiny = replace(H200, host_bytes=GIB)
+    tiny = replace(with_host(0.0), host_bytes=GIB)
     rows = plan_of(profile, cluster=tiny, pipeline=1, micro_batch=1, memory_limit_bytes=16 * GIB).candidates
     refused = [row for row in rows if "host's memory" in row.verdict]
     assert refused
@@ -870,7 +870,7 @@ DIVIDED = profile(
 
 def test_tensor_parallelism_divides_memory_and_compute_and_costs_its_all_reduces() -> None:
     fixed = {"pipeline": 1, "micro_batch": 16, "zero": 0, "recompute": "none", "offload_optimizer": False}
-    plain, divided = (plan_of(DIVIDED, **fixed, tensor=degree) for degree in (1, 2))
+    plain, divided = (plan_of(DIVIDED, **fixed, tensor=degree, cluster=with_host(0.0)) for degree in (1, 2))
     assert (divided.tensor, divided.data, divided.world) == (2, 2, 4)
     assert divided.peak_bytes < 0.75 * plain.peak_bytes
     assert divided.stages[0].parameters == plain.stages[0].parameters == DIVIDED.parameter_count

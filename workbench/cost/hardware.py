@@ -33,10 +33,6 @@ H200 = Device(
         gemm=0.62,
         gemm_half_flops=4e9,
         bandwidth=0.80,
-        block_forward_s=0.45e-3,
-        block_backward_s=0.75e-3,
-        action_s=1.0e-3,
-        sharded_block_s=1.0e-3,
     ),
     host_bandwidth=55e9,
     shared_host_bandwidth=145e9,  # 36e9 each of four, seen in two plans with optimiser state on the host
