@@ -18,6 +18,7 @@ memory is the allocator's, of the fullest device; a memory limit is enforced. A 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import itertools
@@ -431,7 +432,20 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         found["expandable_segments"] = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
         found["reserved_gib_of_ranks"] = [peak[1].item() / GIB for peak in peaks]
         found["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        trainer.step(steps + 2, batch)
+        clocks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(clocks, _clock_mhz(device))
+        found["clocks_mhz_of_ranks"] = clocks  # while one more step runs; under the power limit they fall
+        _wait(device)
     return found
+
+
+def _clock_mhz(device: Any) -> int | None:
+    import torch
+
+    with contextlib.suppress(Exception):  # no NVML
+        return torch.cuda.clock_rate(device)
+    return None
 
 
 def _wait(device: Any) -> None:

@@ -16,7 +16,7 @@ from workbench import api, data, models
 from workbench.cost import Cluster, Profile
 from workbench.cost.measured import Measurement, with_measurements
 from workbench.cost.profiles import DividedCosts
-from workbench.execution.block_probe import Probe, chosen, measure
+from workbench.execution.block_probe import Probe, chosen
 from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
@@ -141,7 +141,9 @@ def request_of(model: models.Model, seq_len: int = 16) -> Request:
 @pytest.mark.parametrize("make", [lambda: bert(num_layers=7), lambda: models.gpt2(64, 7, 4, vocab_size=512)])
 def test_the_probe_runs_each_kind_of_block_and_few_of_a_kind(make: object) -> None:
     assert callable(make)
-    found = measure(request_of(make()), 2, torch.device("cpu"))
+    probe = Probe(request_of(make()), 2, torch.device("cpu"))
+    probe.compile()
+    found = probe.measure()
     assert [one.micro_batch for one in found] == [2, 2, 2]
     assert [one.first_block for one in found] == [0, 1, 8]
     assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in found)
@@ -202,6 +204,7 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
     [seconds] = probes.seconds
     assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "told", "measured"]
     assert list(seconds.values()) == sorted(seconds.values())
+    assert probes.clocks_mhz == [None], "a CPU's clock is not asked for"
     assert seems_kept(counted.model)
 
 

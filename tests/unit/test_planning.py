@@ -346,7 +346,8 @@ class OneByOne:
         waiting = self.times["none"]._collectives(self.degrees, Mixed.at(first, end, 0))[1]
         backward = float(plain.backward) + more_ms
         exposed = float(waiting) - 0.7 * min(float(waiting), 0.8 * backward)
-        busy = float(plain.forward + plain.forward_wait) + backward + exposed
+        copied = float(self.times["none"]._copies(self.degrees, Mixed.at(first, end, 0))[1])
+        busy = float(plain.forward + plain.forward_wait) + backward + exposed + copied
         host = self.action_ms + sum(self.host_ms[kind] for kind in kinds)
         at_end = float(self.ends.times(self.degrees, Mixed.at(first, end, level)).step_wait)
         busy += max(0.0, host - busy - at_end / self.degrees.num_microbatches)
@@ -426,6 +427,7 @@ def test_stages_and_their_recomputation_are_the_best_of_all(
         return
     spans = list(pairwise(cut.cuts))
     chosen = [oracle.levels(*span)[level] for span, level in zip(spans, cut.levels, strict=True)]
+    assert pricer.times(degrees, cut.stages).busy == pytest.approx([stage.busy_ms for stage in chosen])
     for rank in range(degrees.pipeline):
         assert cut.peaks[rank] == pytest.approx(rank_bytes(chosen[rank :: degrees.pipeline], walked[rank]))
     assert max(cut.peaks) == needed <= offered
@@ -627,7 +629,7 @@ def test_a_plan_stored_before_recompute_was_a_word_is_still_read() -> None:
 @pytest.mark.parametrize("changes", [{}, {"pipeline": 4}, {"pipeline": 2, "zero": 2}, {"data": 4, "zero": 3}])
 def test_the_parts_of_a_prediction_sum_to_the_step(changes: dict[str, int]) -> None:
     found = plan_of(**changes).prediction
-    parts = found.compute_ms + found.bubble_ms + found.communication_ms + found.optimizer_ms
+    parts = found.compute_ms + found.host_ms + found.bubble_ms + found.communication_ms + found.optimizer_ms
     assert parts == pytest.approx(found.step_ms)
     assert min(found.compute_ms, found.optimizer_ms) > 0
     assert found.bubble_ms >= -1e-6
@@ -997,7 +999,7 @@ def test_an_explanation_names_what_binds_and_what_would_change() -> None:
     profile = layered_profile(layers=54, elements=45_000_000)
     free = plan_of(profile).explain()
     assert sum(part.share for part in free.parts) == pytest.approx(1)
-    assert {"arithmetic", "memory bandwidth", "memory", "links in a node", "global batch"} == {
+    assert {"arithmetic", "memory bandwidth", "host", "memory", "links in a node", "global batch"} == {
         change.constraint for change in free.changes
     }
     tight = plan_of(profile, memory_limit_bytes=24 * GIB).explain()
@@ -1014,6 +1016,19 @@ def test_an_explanation_names_what_binds_and_what_would_change() -> None:
     assert fixed.binding in ("micro_batch=1", "pipeline=4")
     two_nodes = plan_of(profile, cluster=Cluster.of("h200", gpus=16)).explain()
     assert "links between nodes" in {change.constraint for change in two_nodes.changes}
+
+
+def test_a_plan_whose_device_waits_for_its_host_says_so() -> None:
+    fixed: dict[str, Any] = {"pipeline": 4, "micro_batch": 2, "recompute": "none"}
+    slow = plan_of(**fixed, cluster=with_host(1e-2, action_s=3e-3))
+    [part] = [part for part in slow.explain().parts if part.name == "Waiting for the host"]
+    assert part.ms == slow.prediction.host_ms > slow.prediction.compute_ms
+    assert part.ms + slow.prediction.compute_ms <= slow.prediction.step_ms
+    gains = {change.constraint: change.gain for change in slow.explain().changes}
+    assert gains["host"] > 0.5 > gains["arithmetic"]
+    quick = plan_of(**fixed, cluster=with_host(0.0)).explain()
+    assert "Waiting for the host" not in {part.name for part in quick.parts}
+    assert all(change.gain == 0.0 for change in quick.changes if change.constraint == "host")
 
 
 def test_a_plan_from_a_file_is_explained_with_a_profile() -> None:

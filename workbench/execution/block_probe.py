@@ -120,13 +120,6 @@ class _Boundary(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def measure(request: Request, micro_batch: int, device: torch.device) -> list[Measurement]:
-    """Every kind of block of the requested model at one micro-batch."""
-    probe = Probe(request, micro_batch, device)
-    probe.compile()
-    return probe.measure()
-
-
 def _silent(done: str) -> None:
     pass
 
@@ -136,6 +129,7 @@ class Probe:
 
     def __init__(self, request: Request, micro_batch: int, device: torch.device, note: Note | None = None) -> None:
         note = note or _silent
+        self.clock_mhz: int | None = None
         self.micro_batch = micro_batch
         self._device = device
         model = build_meta(request.build)
@@ -166,13 +160,24 @@ class Probe:
 
     def measure(self) -> list[Measurement]:
         with _turn(self._device, fcntl.LOCK_EX):
-            single, logs = _sustained(lambda: self._chain.run(self._batch), self._device)
-        return _summary(self._graph, self._blocks, single, logs, self.micro_batch)
+            rounds = _sustained(lambda: self._chain.run(self._batch), self._device)
+        self.clock_mhz = rounds.clock_mhz
+        return _summary(self._graph, self._blocks, rounds, self.micro_batch)
 
 
-def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log]]:
-    """Rounds that begin on an idle device, where the host need not wait; then one after the other until the device has
-    been busy for `SUSTAINED_S`: those of the second half."""
+@dataclass(frozen=True)
+class _Rounds:
+    """What was noted in rounds of a chain."""
+
+    single: list[_Log]
+    """Begun on an idle device, where the host need not wait."""
+    sustained: list[_Log]
+    """One after the other until the device had been busy for `SUSTAINED_S`: those of the second half."""
+    clock_mhz: int | None
+    """Of the device at the end of these; under its power limit it is lower. None where it cannot be asked."""
+
+
+def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
     single = []
     for _ in range(1 + SINGLE):
         _wait(device)
@@ -189,8 +194,15 @@ def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log
     for _ in range(rounds):
         _sleep(device, sleep_s)
         logs.append(run())
+    clock_mhz = _clock_mhz(device)
     _wait(device)
-    return single[1:], logs[rounds // 2 :]
+    return _Rounds(single[1:], logs[rounds // 2 :], clock_mhz)
+
+
+def _clock_mhz(device: torch.device) -> int | None:
+    with contextlib.suppress(Exception):  # no NVML, or one that does not say
+        return torch.cuda.clock_rate(device) if device.type == "cuda" else None
+    return None
 
 
 def _sleep(device: torch.device, seconds: float) -> None:
@@ -318,18 +330,17 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _summary(
-    graph: Graph, chain: list[int], single: list[_Log], logs: list[_Log], micro_batch: int
-) -> list[Measurement]:
+def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) -> list[Measurement]:
     """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
-    before a first one is of another kind. The host's times are those of `single` rounds."""
+    before a first one is of another kind. The host's times are those of single rounds."""
     positions: dict[str, list[int]] = defaultdict(list)
     for position, index in enumerate(chain):
         positions[graph.blocks[index].kind].append(position)
     found = []
     for places in positions.values():
-        seen = [_of_block(graph, chain, position, log) for position in (places[1:] or places) for log in logs]
-        host = [_host_of_block(chain, position, log) for position in (places[1:] or places) for log in single]
+        counted = places[1:] or places
+        seen = [_of_block(graph, chain, position, log) for position in counted for log in rounds.sustained]
+        host = [_host_of_block(chain, position, log) for position in counted for log in rounds.single]
         medians = (statistics.median(column) for columns in (seen, host) for column in zip(*columns, strict=True))
         found.append(Measurement(chain[places[0]], micro_batch, *medians))
     return found
@@ -409,14 +420,15 @@ def main() -> None:
     probe = _guessed(request, request.guesses[number], device, clock.note)
     micro_batch = int(read_json(_awaited(folder / f"{number}{MICRO_BATCH}")))
     clock.note("told")
-    if probe is not None and probe.micro_batch == micro_batch:
-        found = probe.measure()
-    else:
+    if probe is None or probe.micro_batch != micro_batch:
         del probe
         _forget(device)
-        found = measure(request, micro_batch, device)
+        probe = Probe(request, micro_batch, device)
+        probe.compile()
+    found = probe.measure()
     clock.note("measured")
-    write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found], "seconds": clock.seconds})
+    result = {"blocks": [one.to_json() for one in found], "seconds": clock.seconds, "clock_mhz": probe.clock_mhz}
+    write_json(folder / f"{number}{RESULT}", result)
 
 
 def _device(number: int) -> torch.device:

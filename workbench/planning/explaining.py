@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workbench.cost.cluster import FRAGMENTATION, Link
+from workbench.cost.cluster import FRAGMENTATION, Efficiency, Link
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import RECOMPUTE, Plan
@@ -22,6 +22,7 @@ GLOSSARY = (
     "PP: the parts that the model is cut into; DP: the replicas that share the batch; TP: the devices that share each "
     "matrix product; n × m samples: n micro-batches of m on each replica."
 )
+HOST = "which launches blocks more slowly than the busiest device runs them: larger micro-batches need it less"
 WORTH_NAMING = 0.005
 """Relative gain below which loosening a constraint changes nothing worth saying."""
 
@@ -169,6 +170,7 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
     copies = ", and FSDP2's copies, casts and sums around it" if sharded else ""
     rows = (
         ("Compute", found.compute_ms, "forward and backward of the busiest device"),
+        *([("Waiting for the host", found.host_ms, HOST)] if found.host_ms > NOTHING * step else []),
         ("Exposed communication", found.communication_ms, f"what overlap with compute does not hide{copies}"),
         ("Bubble", found.bubble_ms, "the busiest device waits for the other stages"),
         ("Optimiser", found.optimizer_ms, "the update, after the last backward"),
@@ -202,6 +204,8 @@ def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str,
     yield "arithmetic", "compute", "matrix products ran twice as fast", on(peak_flops=faster)
     wider = on(memory_bandwidth=2 * device.memory_bandwidth)
     yield "memory bandwidth", "compute", "memory were read and written twice as fast", wider
+    if device.kind != "cpu":
+        yield "host", "compute", "the host were twice as fast", on(efficiency=_faster_host(device.efficiency))
     if request.memory_limit_bytes is not None:
         limit = gib(request.memory_limit_bytes)
         lifted = replace(request, memory_limit_bytes=None)
@@ -221,6 +225,11 @@ def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str,
         cleared: dict[str, Any] = {name: None}
         if value is not None:
             yield f"{name}={value!r}", "request", f"{name} were left to the search", replace(request, **cleared)
+
+
+def _faster_host(tuned: Efficiency) -> Efficiency:
+    times = ("block_forward_s", "block_backward_s", "host_in_step", "action_s", "sharded_block_s")
+    return replace(tuned, **{name: getattr(tuned, name) / 2 for name in times})
 
 
 def _faster_links(request: Request) -> Iterator[tuple[str, str, str, Request]]:

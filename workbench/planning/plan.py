@@ -101,6 +101,8 @@ class Prediction:
     tokens_per_s: float
     mfu: float | None
     """Model FLOPs (PaLM's definition: no recomputation) over peak FLOPs of all devices; None on CPUs."""
+    host_ms: float = 0.0
+    """Waiting for the host, whose launches take longer than what they launch."""
 
 
 @dataclass(frozen=True)

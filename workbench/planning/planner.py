@@ -319,17 +319,19 @@ class Search:
         tied = self.pricer.tied_ms(degrees, cut.cuts)
         total = length + float(ends.max()) + tied
         last, busiest = int(ends.argmax()), int(_of_ranks(forward + backward + waits, degrees).argmax())
-        compute = count * float(_of_ranks(forward + backward, degrees)[busiest])
+        late = count * float(_of_ranks(times.late, degrees)[busiest])
+        compute = count * float(_of_ranks(forward + backward, degrees)[busiest]) - late
         waiting = count * float(_of_ranks(waits, degrees)[busiest])
         return Prediction(
             step_ms=total,
             compute_ms=compute,
-            bubble_ms=length - compute - waiting,
+            bubble_ms=length - compute - late - waiting,
             communication_ms=waiting + float(_of_ranks(times.step_wait, degrees)[last]) + tied,
             optimizer_ms=float(_of_ranks(times.optimizer, degrees)[last]),
             bubble_fraction=bubble,
             tokens_per_s=self.request.global_batch * self.request.seq_len / (total / 1e3),
             mfu=self._mfu(total),
+            host_ms=late,
         )
 
     def _mfu(self, step: float) -> float | None:

@@ -82,6 +82,8 @@ class StageTimes:
     forward: Array
     backward: Array
     """One micro-batch's compute, recomputation and waiting for the host included."""
+    late: Array
+    """Of the two together, waiting for the host."""
     weight: Array
     """Of `backward`, the gradients of weights: what a zero-bubble schedule leaves for later."""
     forward_wait: Array
@@ -292,10 +294,11 @@ class Pricer:
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / degrees.num_microbatches
         host = stages.sum(found.host) + self._actions_ms(degrees)
-        late = np.maximum(0.0, host - busy) / 2
+        late = np.maximum(0.0, host - busy)
         return StageTimes(
-            forward=forward + late,
-            backward=backward + late,
+            forward=forward + late / 2,
+            backward=backward + late / 2,
+            late=late,
             weight=slower * stages.whole(found.weight),
             forward_wait=forward_wait,
             backward_wait=backward_wait,
