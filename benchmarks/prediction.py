@@ -18,7 +18,6 @@ memory is the allocator's, of the fullest device; a memory limit is enforced. A 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import gc
 import itertools
@@ -399,6 +398,8 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     import torch.distributed as dist
     from training import random_batch, trainer_for
 
+    from workbench.execution.block_probe import clock_mhz
+
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
     experiment = _experiment((CASES | TRIAL)[row["case"]], plan.world)
@@ -434,18 +435,10 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         found["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         trainer.step(steps + 2, batch)
         clocks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(clocks, _clock_mhz(device))
+        dist.all_gather_object(clocks, clock_mhz(device))
         found["clocks_mhz_of_ranks"] = clocks  # while one more step runs; under the power limit they fall
         _wait(device)
     return found
-
-
-def _clock_mhz(device: Any) -> int | None:
-    import torch
-
-    with contextlib.suppress(Exception):  # no NVML
-        return torch.cuda.clock_rate(device)
-    return None
 
 
 def _wait(device: Any) -> None:

@@ -60,7 +60,7 @@ def capture(experiment: Experiment, micro_batch: int = PROBE_BATCH) -> Graph:
 def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     """What each block of the experiment's model costs on a cluster's device: what `plan` and `search` plan from.
 
-    Where this machine has the cluster's GPU, every kind of block is measured on it (under a minute, once per model,
+    Where this machine has the cluster's GPU, every kind of block is measured on it (about a minute, once per model,
     device and torch version); elsewhere it is priced from the device's constants.
     """
     return _profiled(experiment, cluster)[0]
@@ -69,8 +69,8 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
 def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
     """See `profile`; and the cluster, which is this machine if none was given.
 
-    The processes that measure start first, and are asked what the driver's word lets expect: this one takes as long as
-    they do to import torch, which knows.
+    The processes that measure start first, because they take as long as this one to import torch. Of what the driver
+    says the GPUs are they are told what to expect, before torch is imported here and knows.
     """
     from workbench.runs.probing import Probes, kept_blocks, measured_blocks, seems_kept, seems_measurable
 
@@ -78,8 +78,7 @@ def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile,
     with ExitStack() as stack:
         early = cluster is None and seems_measurable() and not seems_kept(experiment.model.name)
         probes = stack.enter_context(Probes()) if early else None
-        likely = _likely_cluster() if early else None
-        if probes is not None and likely is not None:
+        if probes is not None and (likely := _likely_cluster()) is not None:
             probes.expect(_probe_request(experiment, likely))
         cluster = _cluster(cluster)
         request = _probe_request(experiment, cluster) if _is_here(cluster) else None

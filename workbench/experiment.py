@@ -59,7 +59,7 @@ class Experiment:
     seed: int = 0
     deterministic: bool = False
     """Use kernels that give the same bits every time only, so that a resumed run on GPUs repeats the curve of an
-    unbroken one exactly; slower, and refused by operations that have no such kernel. CPUs need none of it."""
+    unbroken one exactly; usually slower, and operations that have no such kernel end the run. CPUs need none of it."""
     log_every: int = 1
     checkpoint_every: int | None = None
     """Steps between checkpoints; `None` keeps only the one written at the end (or when stopped)."""

@@ -165,7 +165,6 @@ def _cpu_cluster(processes: int) -> Cluster:
             block_forward_s=60e-6,
             block_backward_s=60e-6,
             overlapped_link=1.0,
-            action_s=0.0,
             sharded_block_s=2e-3,
         ),
     )

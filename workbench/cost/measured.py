@@ -34,6 +34,8 @@ class Measurement:
     forward_host_ms: float = 0.0
     """For how long the host is busy with it, if it does not wait for the device; 0 on a CPU."""
     backward_host_ms: float = 0.0
+    clock_mhz: int | None = None
+    """Of the device at the end; under its power limit it is lower. None where it was not asked."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

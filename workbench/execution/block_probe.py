@@ -129,7 +129,6 @@ class Probe:
 
     def __init__(self, request: Request, micro_batch: int, device: torch.device, note: Note | None = None) -> None:
         note = note or _silent
-        self.clock_mhz: int | None = None
         self.micro_batch = micro_batch
         self._device = device
         model = build_meta(request.build)
@@ -161,7 +160,6 @@ class Probe:
     def measure(self) -> list[Measurement]:
         with _turn(self._device, fcntl.LOCK_EX):
             rounds = _sustained(lambda: self._chain.run(self._batch), self._device)
-        self.clock_mhz = rounds.clock_mhz
         return _summary(self._graph, self._blocks, rounds, self.micro_batch)
 
 
@@ -174,7 +172,7 @@ class _Rounds:
     sustained: list[_Log]
     """One after the other until the device had been busy for `SUSTAINED_S`: those of the second half."""
     clock_mhz: int | None
-    """Of the device at the end of these; under its power limit it is lower. None where it cannot be asked."""
+    """See `Measurement`."""
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
@@ -194,13 +192,14 @@ def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
     for _ in range(rounds):
         _sleep(device, sleep_s)
         logs.append(run())
-    clock_mhz = _clock_mhz(device)
+    busy_at = clock_mhz(device)
     _wait(device)
-    return _Rounds(single[1:], logs[rounds // 2 :], clock_mhz)
+    return _Rounds(single[1:], logs[rounds // 2 :], busy_at)
 
 
-def _clock_mhz(device: torch.device) -> int | None:
-    with contextlib.suppress(Exception):  # no NVML, or one that does not say
+def clock_mhz(device: torch.device) -> int | None:
+    """At which the device runs now; None for a CPU, or where NVML does not say."""
+    with contextlib.suppress(Exception):
         return torch.cuda.clock_rate(device) if device.type == "cuda" else None
     return None
 
@@ -341,8 +340,21 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
         counted = places[1:] or places
         seen = [_of_block(graph, chain, position, log) for position in counted for log in rounds.sustained]
         host = [_host_of_block(chain, position, log) for position in counted for log in rounds.single]
-        medians = (statistics.median(column) for columns in (seen, host) for column in zip(*columns, strict=True))
-        found.append(Measurement(chain[places[0]], micro_batch, *medians))
+        forward, backward, held, workspace = (statistics.median(column) for column in zip(*seen, strict=True))
+        host_forward, host_backward = (statistics.median(column) for column in zip(*host, strict=True))
+        found.append(
+            Measurement(
+                chain[places[0]],
+                micro_batch,
+                forward,
+                backward,
+                held,
+                workspace,
+                host_forward,
+                host_backward,
+                rounds.clock_mhz,
+            )
+        )
     return found
 
 
@@ -427,8 +439,7 @@ def main() -> None:
         probe.compile()
     found = probe.measure()
     clock.note("measured")
-    result = {"blocks": [one.to_json() for one in found], "seconds": clock.seconds, "clock_mhz": probe.clock_mhz}
-    write_json(folder / f"{number}{RESULT}", result)
+    write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found], "seconds": clock.seconds})
 
 
 def _device(number: int) -> torch.device:

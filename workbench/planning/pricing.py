@@ -49,7 +49,8 @@ SHARDING_BANDWIDTH = 0.4
 casts, a kernel a parameter: 0.41 under ZeRO 1 with two micro-batches, 0.40 under ZeRO 3 (scaled BERT, 2 × H200)."""
 LAUNCHED_AGAIN = 0.5
 """Of the host's time for a forward, what full checkpointing adds to that of a compiled backward: launches, without what
-surrounds a compiled block (0.55 of 1.2 ms in a profile of 14 layers of BERT-1920, H200)."""
+surrounds a compiled block (0.55 of 1.2 ms in one profile of 14 layers of BERT-1920 on an H200, by a script that was
+not kept)."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
 """Per element: AdamW reads parameter, gradient and two moments and writes three; the norm reads a gradient and
 clipping reads and writes it."""

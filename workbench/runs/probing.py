@@ -65,7 +65,6 @@ def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_b
     if found:
         blocks = [one.to_json() for one in found]
         kept = {"format": FORMAT, "model": profile.model, "blocks": blocks, "seconds": probes.seconds}
-        kept["clocks_mhz"] = probes.clocks_mhz
         write_json(_kept_at(profile, cluster), kept)
     else:
         warnings.warn(
@@ -138,8 +137,6 @@ class Probes:
         self._expected: Request | None = None
         self.seconds: list[dict[str, float]] = []
         """Of each probe that measured: how long after its start each thing was done."""
-        self.clocks_mhz: list[int | None] = []
-        """And its device's clock at the end."""
 
     def expect(self, request: Request) -> None:
         """Let them work on what most likely will be asked."""
@@ -158,7 +155,7 @@ class Probes:
             self.expect(request)
         if self._expected != request:
             return False
-        text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, under a minute …"
+        text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, about a minute …"
         print(text, file=sys.stderr, flush=True)
         return True
 
@@ -206,9 +203,7 @@ class Probes:
         if not blocks:
             lines = (self._path / f"{slot}.log").read_text(errors="replace").strip().splitlines()
             return [], lines[-1][:200] if lines else f"exit status {process.returncode}"
-        content = _content(self._path / f"{slot}{RESULT}")
-        self.seconds.append(content.get("seconds", {}))
-        self.clocks_mhz.append(content.get("clock_mhz"))
+        self.seconds.append(_content(self._path / f"{slot}{RESULT}").get("seconds", {}))
         return list(blocks), ""
 
 
