@@ -7,12 +7,15 @@
 Which plans: every case (a model, a batch, a memory limit) contributes the planner's choice and, in turn, the best
 plans with one thing changed (`VARIATIONS`; each case goes on in the list where the one before stopped, so that all
 cases together go through it), as many as `--per-case` says. A variation that does not fit, or is the choice itself,
-is passed over. `--plan scaled:4,1,0,8,none` adds one by hand: pipeline, data, ZeRO, micro-batch, checkpointing.
+is passed over. `--plan scaled:2,1,0,8,none,tensor=2` adds one by hand: pipeline, data, ZeRO, micro-batch,
+checkpointing, then by name whatever else `wb.plan` takes.
 
 Batches are for 4 GPUs; for another number they are larger or smaller with it, so that a GPU has as much to do.
 
-A measured step is the median of `--steps` after warm-up: random tokens, dropout 0.1, AdamW and clipping included. Peak
-memory is the allocator's, of the fullest device; a memory limit is enforced. A plan that fails is a row that says so.
+A measured step is the median of `--steps` after warm-up: random tokens, dropout 0.1, AdamW and clipping included. Where
+those differ by more than `SPREAD`, as many again are taken, up to `MOST_TURNS` times, and the median is that of all.
+Peak memory is the allocator's, of the fullest device; a memory limit is enforced. A plan that fails is a row that says
+so.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import by_hand
 
 import workbench as wb
 from workbench import api
@@ -81,6 +86,9 @@ CASES = {
 TRIAL = {"tiny": Case(_tiny, 64, 16)}
 """Of no interest but to see on any machine that this runs."""
 
+SPREAD = 0.05
+"""Between the slowest and the fastest step, over the median: more, and something else ran on the machine."""
+MOST_TURNS = 4
 KEPT_BYTES = 256 << 20
 """Processes that keep more than this of one plan measure no other. (Libraries keep workspaces, as in a first plan.)"""
 SLOWEST = 1.5
@@ -124,7 +132,7 @@ def _arguments() -> argparse.Namespace:
     predict.add_argument("--per-case", type=int, default=4)
     predict.add_argument("--device", help="plan for a device of the hardware table, not for this machine")
     predict.add_argument("--gpus", type=int, default=4)
-    predict.add_argument("--plan", action="append", default=[], help="case:pipeline,data,zero,micro_batch,recompute")
+    predict.add_argument("--plan", action="append", default=[], help=f"case:{by_hand.SYNTAX}")
     measure.add_argument("--steps", type=int, default=6)
     measure.add_argument("--timeout-s", type=float, default=300)
     measure.add_argument("--budget-s", type=float, default=float("inf"), help="start no further plan after so long")
@@ -188,14 +196,8 @@ def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> 
     for text in arguments.plan:
         case_name, degrees = text.split(":")
         if case_name == name:
-            found.append((f"by hand: {degrees}", planned(**_degrees(degrees))))
+            found.append((f"by hand: {degrees}", planned(**by_hand.degrees(degrees))))
     return found, (turn + tried) % len(VARIATIONS)
-
-
-def _degrees(text: str) -> dict[str, Any]:
-    pipeline, data, zero, micro_batch, *rest = text.split(",")
-    fixed = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
-    return fixed | {"recompute": rest[0] if rest else "none"}
 
 
 def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
@@ -410,18 +412,25 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     trainer = trainer_for(experiment, plan, device)
     batch = random_batch(experiment, trainer.samples, trainer.place.data_rank, device)
     gc.collect()
-    times = []
-    for step in range(steps + 2):
+
+    def timed(step: int) -> float:
         _wait(device)
         begun = time.perf_counter()
         trainer.step(step, batch)
         _wait(device)
-        times.append(time.perf_counter() - begun)
-        if step == 0:
-            first_s = time.perf_counter() - started
+        return time.perf_counter() - begun
+
+    timed(0)
+    first_s = time.perf_counter() - started
+    timed(1)
+    times: list[float] = []
+    for _ in range(MOST_TURNS):
+        times += [timed(2 + len(times) + step) for step in range(steps)]
+        if not _on_any_rank(max(times) - min(times) > SPREAD * statistics.median(times), device):
+            break
     found: Row = {
-        "measured_ms": 1e3 * statistics.median(times[2:]),
-        "measured_ms_all": [1e3 * seconds for seconds in times[2:]],
+        "measured_ms": 1e3 * statistics.median(times),
+        "measured_ms_all": [1e3 * seconds for seconds in times],
         "start_to_first_step_s": first_s,
     }
     if device.type == "cuda":
@@ -433,12 +442,21 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         found["expandable_segments"] = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
         found["reserved_gib_of_ranks"] = [peak[1].item() / GIB for peak in peaks]
         found["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        trainer.step(steps + 2, batch)
+        trainer.step(2 + len(times), batch)
         clocks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(clocks, clock_mhz(device))
         found["clocks_mhz_of_ranks"] = clocks  # while one more step runs; under the power limit they fall
         _wait(device)
     return found
+
+
+def _on_any_rank(seen: bool, device: Any) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor(float(seen), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def _wait(device: Any) -> None:

@@ -9,7 +9,8 @@ Every contender of a row is built, warmed up, measured and freed in turn, and th
 machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included; each contender has
 process groups of its own, and a row's limit of memory is enforced on all of them. The peers' compiler is PyTorch's
 own, without what we change. The ratio of a row is the median of ours over the median of the best peer.
-`--plan 1,4,2,64,selective` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing). Results are
+`--plan 2,1,0,16,selective,tensor=2` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing, then
+by name whatever else `wb.plan` takes), `--deterministic` the planner's choice with deterministic kernels. Results are
 written after every measurement; the same command goes on where it stopped. `--profile` writes where one more step of
 the first round goes, by kind of kernel, on the first and the last rank.
 """
@@ -25,26 +26,30 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import by_hand
 import kernels
 import torch
 import torch.distributed as dist
 from peers import Peer, pipeline_degrees
+from torch._inductor import config as inductor
 from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
 from workbench.execution import compiling
 from workbench.execution.causes import innermost
+from workbench.execution.repeatable import WORKSPACE
 from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
+DETERMINISTIC = "ours, deterministic"
 PATIENCE = datetime.timedelta(minutes=10)
 """For rank 0 to plan, blocks to be measured included."""
 
@@ -110,6 +115,8 @@ def main() -> None:
     os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
+    if arguments.deterministic:
+        os.environ.setdefault(*WORKSPACE)  # for everybody, since cuBLAS asks but once
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -120,7 +127,8 @@ def main() -> None:
     found = _kept(arguments.out)
     done = [(entry["row"], entry["contender"]) for entry in found]
     for name in arguments.rows:
-        contenders = _contenders(name, _plans(name, arguments.plan, meeting, rank, world), world, device)
+        plans = _plans(name, arguments.plan, meeting, rank, world)
+        contenders = _contenders(name, plans, world, device, arguments.deterministic)
         for turn in range(arguments.rounds):
             for label, build in contenders.items():
                 if done.count((name, label)) > turn:
@@ -131,7 +139,7 @@ def main() -> None:
                 )
                 found.append({"row": name, "contender": label})
                 try:
-                    with _compiler(label):
+                    with _settings(label):
                         found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
                 except Exception as error:
                     if not isinstance(innermost(error), torch.OutOfMemoryError):
@@ -167,7 +175,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", default="throughput.json")
-    parser.add_argument("--plan", action="append", default=[])
+    parser.add_argument("--plan", action="append", default=[], help=by_hand.SYNTAX)
+    parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("rows", nargs="+", choices=ROWS)
     return parser.parse_args()
@@ -178,7 +187,7 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
     key = f"plans of {name}"
     if rank == 0:
         cluster = replace(wb.Cluster.here(), gpus=world, gpus_per_node=world)
-        wanted = {"ours": ROWS[name].ours} | {f"ours {text}": _degrees(text) for text in forced}
+        wanted = {"ours": ROWS[name].ours} | {f"ours {text}": by_hand.degrees(text) for text in forced}
         planned = {label: api.plan(_experiment(name, world), cluster, **fixed) for label, fixed in wanted.items()}
         content = {label: replace(plan, candidates=()).to_json() for label, plan in planned.items()}
         meeting.set(key, json.dumps(content))
@@ -186,12 +195,15 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
 
 
 def _contenders(
-    name: str, plans: Mapping[str, wb.Plan], world: int, device: torch.device
+    name: str, plans: Mapping[str, wb.Plan], world: int, device: torch.device, deterministic: bool
 ) -> dict[str, Callable[[], Any]]:
     row, experiment = ROWS[name], _experiment(name, world)
     found: dict[str, Callable[[], Any]] = {}
     for label, plan in plans.items():
         found[f"{label}: {plan.describe()}"] = partial(Ours, experiment, plan, device)
+    if deterministic:
+        repeatable = replace(experiment, deterministic=True)
+        found[f"{DETERMINISTIC}: {plans['ours'].describe()}"] = partial(Ours, repeatable, plans["ours"], device)
     for kind, micro_batch in row.peers:
         if kind.startswith("pp") and math.prod(pipeline_degrees(kind)) != world:
             continue
@@ -199,17 +211,18 @@ def _contenders(
     return found
 
 
-def _compiler(label: str) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _settings(label: str) -> Iterator[None]:
     """Peers have the compiler as PyTorch ships it, without what `workbench.execution.compiling` changes."""
-    if label.startswith("ours"):
-        return contextlib.nullcontext()
-    return mock.patch.multiple(compiling, LONGEST_ROW=0, HALVES=())
-
-
-def _degrees(text: str) -> dict[str, Any]:
-    pipeline, data, zero, micro_batch, *rest = text.split(",")
-    degrees = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
-    return degrees | {"recompute": rest[0] if rest else "none"}
+    if label.startswith(DETERMINISTIC):
+        with inductor.patch(deterministic=True):
+            yield
+        torch.use_deterministic_algorithms(False)
+    elif label.startswith("ours"):
+        yield
+    else:
+        with mock.patch.multiple(compiling, LONGEST_ROW=0, HALVES=()):
+            yield
 
 
 def _experiment(name: str, gpus: int) -> wb.Experiment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from workbench import api, data, models
 from workbench.cost import Cluster, Profile
 from workbench.cost.measured import Measurement, with_measurements
 from workbench.cost.profiles import DividedCosts
+from workbench.execution import block_probe
 from workbench.execution.block_probe import Probe, chosen
 from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
@@ -157,6 +159,29 @@ def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
     kinds = [graph.blocks[index].kind for index in picked]
     assert set(kinds) == set(graph.kinds)
     assert max(map(kinds.count, kinds)) == KEPT
+
+
+@pytest.mark.parametrize(("host_s", "device_s", "waited_s"), [(0.01, 0.02, 0.0), (0.02, 0.01, 0.014)])
+def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
+    host_s: float, device_s: float, waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not wait, it computes: its clocks are then those of training."""
+    slept: list[float] = []
+    monkeypatch.setattr(block_probe, "SUSTAINED_S", 0.4)
+    monkeypatch.setattr(block_probe, "_sleep", lambda _device, seconds: slept.append(seconds))
+
+    class Round(block_probe._Log):
+        def device_s(self) -> float:
+            return device_s
+
+    def run() -> Round:
+        time.sleep(host_s)
+        return Round(torch.device("cpu"))
+
+    rounds = block_probe._sustained(run, torch.device("cpu"))
+    assert len(rounds.single) == block_probe.SINGLE
+    assert slept[2:] == [pytest.approx(waited_s, abs=3e-3)] * (len(slept) - 2)
+    assert 7 <= len(rounds.sustained) <= 10
 
 
 def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,13 @@ from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
-SUSTAINED_S = 1.5
+SUSTAINED_S = 2.0
 """The device is kept busy for so long, as training keeps it: its clocks fall under load. The second half counts."""
-FEWEST, MOST = 6, 60
-SINGLE = 2
+FEWEST, MOST = 6, 400
+SINGLE = 3
 """Rounds on an idle device that count, after one that does not."""
+AHEAD = 1.2
+"""A device that a round keeps busy for less than so many times what it takes the host waits before the round."""
 FREE_SHARE = 0.5
 """Of a GPU's memory, at least; with less, something else runs there and would disturb the times."""
 CYCLES_PER_S = 1.8e9
@@ -94,6 +96,12 @@ class _Log:
         held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return _Moment(event, held, peak, begun, time.perf_counter())
+
+    def device_s(self) -> float:
+        """From the first moment to the last, once the device has come there."""
+        _wait(self._device)
+        elapsed_ms: float = self.forward[0].event.elapsed_time(self.backward[0].event)
+        return 1e-3 * elapsed_ms
 
 
 class _HostEvent:
@@ -170,27 +178,30 @@ class _Rounds:
     single: list[_Log]
     """Begun on an idle device, where the host need not wait."""
     sustained: list[_Log]
-    """One after the other until the device had been busy for `SUSTAINED_S`: those of the second half."""
+    """One after the other for `SUSTAINED_S`, the device as busy as the host lets it be: those of the second half."""
     clock_mhz: int | None
     """See `Measurement`."""
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
-    single = []
+    single, hosts_s = [], []
     for _ in range(1 + SINGLE):
         _wait(device)
         begun = time.perf_counter()
         single.append(run())
-        host_s = time.perf_counter() - begun
-        _wait(device)
-        round_s = time.perf_counter() - begun
-    # Where the host is the slower of the two, the device waits ahead of every round instead of between kernels.
-    sleep_s = host_s if host_s > 0.8 * round_s else 0.0
-    rounds = min(MOST, max(FEWEST, round(SUSTAINED_S / round_s)))
+        hosts_s.append(time.perf_counter() - begun)
+    _wait(device)
+    host_s = min(hosts_s)
+    _sleep(device, AHEAD * host_s)
+    round_s = run().device_s()
+    lacking_s = max(0.0, AHEAD * host_s - round_s)
+    rounds = min(MOST, max(FEWEST, round(SUSTAINED_S / max(host_s, round_s))))
     _sleep(device, HEAD_START_S)
     logs = []
     for _ in range(rounds):
-        _sleep(device, sleep_s)
+        # Ahead of the round instead of between its kernels, where the times would be the host's. A device that need not
+        # wait must not: resting, it keeps clocks that training does not see.
+        _sleep(device, lacking_s)
         logs.append(run())
     busy_at = clock_mhz(device)
     _wait(device)
@@ -331,7 +342,8 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) -> list[Measurement]:
     """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
-    before a first one is of another kind. The host's times are those of single rounds."""
+    before a first one is of another kind. The host's times are those of the single round in which it was fastest: what
+    else runs there, as other probes that still compile, only slows it down."""
     positions: dict[str, list[int]] = defaultdict(list)
     for position, index in enumerate(chain):
         positions[graph.blocks[index].kind].append(position)
@@ -339,9 +351,9 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
     for places in positions.values():
         counted = places[1:] or places
         seen = [_of_block(graph, chain, position, log) for position in counted for log in rounds.sustained]
-        host = [_host_of_block(chain, position, log) for position in counted for log in rounds.single]
-        forward, backward, held, workspace = (statistics.median(column) for column in zip(*seen, strict=True))
-        host_forward, host_backward = (statistics.median(column) for column in zip(*host, strict=True))
+        host = [_medians(_host_of_block(chain, position, log) for position in counted) for log in rounds.single]
+        forward, backward, held, workspace = _medians(seen)
+        host_forward, host_backward = min(host, key=sum)
         found.append(
             Measurement(
                 chain[places[0]],
@@ -356,6 +368,10 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
             )
         )
     return found
+
+
+def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
 
 def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Moment, _Moment | None, _Moment | None]:

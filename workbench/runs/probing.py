@@ -29,7 +29,7 @@ from workbench.machine import available_cores
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
 
-FORMAT = 5
+FORMAT = 6
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
 LONGEST_MS = 300.0

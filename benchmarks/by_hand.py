@@ -1,0 +1,19 @@
+"""Plans asked for by hand, in a benchmark's `--plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SYNTAX = (
+    "pipeline,data,zero,micro_batch,recompute; none is checkpointed if that is left out; then name=value, as wb.plan"
+)
+
+
+def degrees(text: str) -> dict[str, Any]:
+    """What `wb.plan` is told: `2,1,0,16,selective,tensor=2`."""
+    given = [part for part in text.split(",") if "=" not in part]
+    named = dict(part.split("=") for part in text.split(",") if "=" in part)
+    pipeline, data, zero, micro_batch, *rest = given
+    fixed = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
+    others = {name: int(value) if value.isdigit() else value for name, value in named.items()}
+    return fixed | {"recompute": rest[0] if rest else "none"} | others
