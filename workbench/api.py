@@ -69,8 +69,7 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
 def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
     """See `profile`; and the cluster, which is this machine if none was given.
 
-    The processes that measure start first, because they take as long as this one to import torch. Of what the driver
-    says the GPUs are they are told what to expect, before torch is imported here and knows.
+    The processes that measure start first, because they take as long as this one to import torch.
     """
     from workbench.runs.probing import Probes, kept_blocks, measured_blocks, seems_kept, seems_measurable
 
@@ -78,13 +77,13 @@ def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile,
     with ExitStack() as stack:
         early = cluster is None and seems_measurable() and not seems_kept(experiment.model.name)
         probes = stack.enter_context(Probes()) if early else None
-        if probes is not None and (likely := _likely_cluster()) is not None:
-            probes.expect(_probe_request(experiment, likely))
         cluster = _cluster(cluster)
         request = _probe_request(experiment, cluster) if _is_here(cluster) else None
-        if probes is not None and (request is None or not probes.ask(request, cluster.device)):
-            probes.end()
+        if request is None:
             probes = None
+            stack.close()
+        elif probes is not None:
+            probes.ask(request, cluster.device)
         costs = _counted(experiment, cluster)
         found = kept_blocks(costs, cluster) if cluster.device.kind == "cuda" else ()
         if not found and request is not None:
@@ -112,14 +111,6 @@ def _counted(experiment: Experiment, cluster: Cluster) -> Profile:
         labelled_share=experiment.data.labelled_share(experiment),
         deterministic=experiment.deterministic,
     )
-
-
-def _likely_cluster() -> Cluster | None:
-    """This machine as its driver describes it."""
-    from workbench.cost.detect import node_of
-    from workbench.runs.devices import visible_gpus
-
-    return node_of(visible_gpus())
 
 
 def _is_here(cluster: Cluster) -> bool:

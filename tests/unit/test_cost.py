@@ -71,17 +71,6 @@ def test_a_containers_memory_is_its_limit(tmp_path: Any, monkeypatch: Any) -> No
     assert detect._host_bytes() == 1 << 30
 
 
-def test_a_node_is_what_its_driver_calls_gpus_that_the_hardware_table_has() -> None:
-    from workbench.cost import detect
-
-    found = detect.node_of(("NVIDIA H200",) * 4)
-    assert found is not None
-    assert (found.device, found.gpus, found.gpus_per_node) == (Cluster.of("h200").device, 4, 4)
-    assert found.intra == Cluster.of("h200").intra
-    assert detect.node_of(("NVIDIA GeForce RTX 4090",)) is None
-    assert detect.node_of(()) is None
-
-
 def test_a_devices_share_of_its_host_is_known_and_stored() -> None:
     one, eight = Cluster.of("h200", gpus=1), Cluster.of("h200", gpus=8)
     assert one.host_bytes == eight.host_bytes == 256 << 30

@@ -18,7 +18,7 @@ import pytest
 from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, read_events
 from workbench.runs import HistoryTail, Run, devices, supervisor
-from workbench.runs.devices import CpuMeter, GpuMeter, Sample, sampled, visible_gpus, write_sample
+from workbench.runs.devices import CpuMeter, GpuMeter, Sample, sampled, write_sample
 from workbench.runs.history import read_history
 
 BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
@@ -81,7 +81,6 @@ def test_samples_are_recorded_while_the_processes_live(tmp_path: Path, monkeypat
 
 
 UUIDS = ("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3")
-NAMES = ("NVIDIA H200", "NVIDIA A100-SXM4-40GB", "NVIDIA H200")
 
 
 class FakeNvml(SimpleNamespace):
@@ -95,14 +94,6 @@ class FakeNvml(SimpleNamespace):
 
     def nvmlInit(self) -> None:  # noqa: N802 (NVML's own names, here and below)
         self.started = True
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.started = False
-
-    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
-        if handle >= len(NAMES):
-            raise self.NVMLError("Invalid Argument")
-        return NAMES[handle]
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return len(UUIDS)
@@ -134,29 +125,6 @@ def test_only_the_runs_gpus_are_asked_by_uuid_its_beginning_or_index(monkeypatch
         ("GPU 2", "GPU 1"), (None, 0.91), (3 * 2**30, 2 * 2**30)
     )
     assert GpuMeter(("0",)).sample() == Sample(("GPU 0",), (0.9,), (2**30,))
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, NAMES),
-        ("2, GPU-bb", ("NVIDIA H200", "NVIDIA A100-SXM4-40GB")),
-        ("", ()),
-        ("7", ()),
-        ("MIG-1234", ()),
-    ],
-)
-def test_the_driver_names_the_gpus_that_a_process_may_use(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: tuple[str, ...]
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_gpus() == expected
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert visible_gpus() == ()
 
 
 @pytest.mark.parametrize("missing", ["package", "library"])

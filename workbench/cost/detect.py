@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,16 +99,6 @@ def local_gpu() -> str | None:
     name = torch.cuda.get_device_name(0)
     known = known_gpu(name)
     return known[0].name if known else str(name).removeprefix("NVIDIA ")
-
-
-def node_of(names: Sequence[str]) -> Cluster | None:
-    """GPUs that the driver calls so, as one node, where the hardware table has them: without torch, and so without what
-    only it can tell (whether it can use them, their exact memory)."""
-    found = known_gpu(names[0]) if names else None
-    if found is None:
-        return None
-    device, intra, inter = found
-    return Cluster(device, len(names), len(names), intra, inter, _host_bytes() // len(names))
 
 
 def known_gpu(name: str) -> tuple[Device, Link, Link] | None:

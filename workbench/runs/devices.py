@@ -8,7 +8,6 @@ delays nothing. The ranks have no part in it. Without NVML there are no samples.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,23 +38,6 @@ class Meter(Protocol):
     """Looks at the devices of one node."""
 
     def sample(self) -> Sample: ...
-
-
-def visible_gpus() -> tuple[str, ...]:
-    """What the driver calls each GPU that this process may use, asked without torch; empty where NVML does not know."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = map(str, range(pynvml.nvmlDeviceGetCount())) if chosen is None else chosen.split(",")
-            handles = [_handle(pynvml, name.strip()) for name in names if name]
-            return tuple(str(pynvml.nvmlDeviceGetName(handle)) for handle in handles)
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # no NVML or no driver; a slice of a GPU, an index that is not there
-        return ()
 
 
 def _handle(nvml: Any, device: str) -> Any:

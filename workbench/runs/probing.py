@@ -134,13 +134,11 @@ class Probes:
         self._processes = [self._start(slot) for slot in range(SIZES)]
         count = max(0, min(HELPERS, available_cores() // (2 * SIZES) - 1))
         self._helpers = [[self._start(slot, one + 1, count) for one in range(count)] for slot in range(SIZES)]
-        self._expected: Request | None = None
         self.seconds: list[dict[str, float]] = []
         """Of each probe that measured: how long after its start each thing was done."""
 
-    def expect(self, request: Request) -> None:
-        """Let them work on what most likely will be asked."""
-        self._expected = request
+    def ask(self, request: Request, device: Device) -> None:
+        """Let them work on what they will most likely be told to measure."""
         asked = len(request.guesses) if request.compiled else 0
         _end([helper for helpers in self._helpers[asked:] for helper in helpers])
         _end(self._processes[len(request.guesses) :])
@@ -148,25 +146,13 @@ class Probes:
         whole = self._path / f"{REQUEST}.part"
         whole.write_bytes(pickled("model", request))
         whole.rename(self._path / REQUEST)
-
-    def ask(self, request: Request, device: Device) -> bool:
-        """Whether they can answer: what else they were to expect, they cannot forget."""
-        if self._expected is None:
-            self.expect(request)
-        if self._expected != request:
-            return False
         text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, about a minute …"
         print(text, file=sys.stderr, flush=True)
-        return True
 
     def __enter__(self) -> Probes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Whatever still runs, is killed."""
         _end([*self._processes, *(helper for helpers in self._helpers for helper in helpers)])
         self._folder.cleanup()
 
