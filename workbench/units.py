@@ -26,6 +26,12 @@ def count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def flops_per_s(rate: float) -> str:
+    """`"809 TFLOP/s"`, `"183 GFLOP/s"`."""
+    scale, prefix = next(((s, p) for s, p in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if rate >= 0.9995 * s), (1e6, "M"))
+    return f"{rate / scale:.3g} {prefix}FLOP/s"
+
+
 def duration(seconds: float) -> str:
     """`"213 ms"`, `"4.2 s"`, `"8 min 05 s"`, `"3 h 12 min"`."""
     if seconds < 0.9995:

@@ -26,7 +26,7 @@ from workbench.planning.plan import RECOMPUTE
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.requests import memory_limit_bytes
 from workbench.planning.schedules import holdings
-from workbench.units import GIB, count, duration
+from workbench.units import GIB, count, duration, flops_per_s
 
 FOUR = Cluster.of("h200", gpus=4)
 PROFILE = layered_profile()
@@ -278,6 +278,17 @@ def test_degrees_that_were_fixed_are_not_taken_for_a_slow_device() -> None:
 
 
 # Words
+
+
+def test_rates_are_written_with_the_prefixes_of_the_field() -> None:
+    rates = (989e12, 999.9e9, 183e9, 5e6, 4e15)
+    assert [flops_per_s(rate) for rate in rates] == [
+        "989 TFLOP/s",
+        "1 TFLOP/s",
+        "183 GFLOP/s",
+        "5 MFLOP/s",
+        "4 PFLOP/s",
+    ]
 
 
 def test_no_number_is_written_with_an_exponent_because_it_is_rounded() -> None:

@@ -123,6 +123,20 @@ def test_a_misspelt_run_is_answered_with_the_near_ones(tmp_path, monkeypatch):
         load_run(tmp_path / "elsewhere" / "x")
 
 
+def test_the_beginning_of_one_name_names_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
+    make_run(tmp_path, "bert-large-20260101-101010")
+    make_run(tmp_path, "bert-scaled-20260101-101010")
+    assert load_run("bert-s").name == "bert-scaled-20260101-101010"
+    assert load_run(tmp_path / "bert-l").name == "bert-large-20260101-101010"
+    with pytest.raises(RunNotFound, match="Did you mean 'bert-large-20260101-101010' or 'bert-scaled-20260101"):
+        load_run("bert")
+    with pytest.raises(RunNotFound):
+        load_run(tmp_path / "elsewhere" / "bert-s")
+    with pytest.raises(RunNotFound):
+        load_run("")
+
+
 def test_the_registry_lists_runs_newest_first(tmp_path):
     for age, name in ((20, "old"), (10, "new")):
         run = make_run(tmp_path, name, supervisor=this_process())

@@ -34,7 +34,7 @@ from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
 from workbench.rundir import read_json, write_json
-from workbench.units import count, gib, is_count
+from workbench.units import flops_per_s, gib, is_count
 
 FORMAT = 1
 IN_TRAINING = 0.78
@@ -185,7 +185,7 @@ class Calibration:
             ) from error
 
     def __repr__(self) -> str:
-        products = ", ".join(f"{count(rates.peak_flops)}FLOP/s {name}" for name, rates in self.rates.items())
+        products = ", ".join(f"{flops_per_s(rates.peak_flops)} {name}" for name, rates in self.rates.items())
         link = f", {gib(self.link.bandwidth)}/s between devices" if self.link else ""
         return (
             f"Calibration({self.devices} × {self.device}, torch {self.torch}, {self.measured}: {products}, "

@@ -455,7 +455,8 @@ def runs_root() -> Path:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in a directory, of that name among the runs here, or at `wandb:entity/project/id`.
+    """The run in a directory, of that name among the runs here (or the only one whose name begins so), or at
+    `wandb:entity/project/id`.
 
     Executes nothing that it finds there. Raises `RunNotFound`, with near matches.
     """
@@ -467,12 +468,17 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         if _is_run(candidate):
             return Run(candidate)
     parent = Path(path).expanduser().absolute().parent
-    names = {p.name for root in (runs_root(), parent) for p in _run_directories(root)}
-    close = difflib.get_close_matches(Path(path).name, names, n=3, cutoff=0.4)
+    wanted = Path(path).name
+    begun = runs_root() if str(path) == wanted else parent
+    close = sorted(p.name for p in _run_directories(begun) if wanted and p.name.startswith(wanted))
+    if len(close) == 1:
+        return Run(begun / close[0])
+    names = sorted({p.name for root in (runs_root(), parent) for p in _run_directories(root)})
+    close = close[-3:] or difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
     if close:
         hint = f"Did you mean {' or '.join(repr(name) for name in close)}?"
     elif names:
-        hint = f"There are {', '.join(sorted(names)[-5:])}."
+        hint = f"There are {', '.join(names[-5:])}."
     else:
         hint = f"There are no runs in {runs_root()} yet; set WORKBENCH_RUNS if they are elsewhere."
     raise RunNotFound(f"There is no run {str(path)!r}. {hint}", run=str(path), near=close)
