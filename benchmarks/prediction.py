@@ -87,7 +87,7 @@ TRIAL = {"tiny": Case(_tiny, 64, 16)}
 """Of no interest but to see on any machine that this runs."""
 
 SPREAD = 0.05
-"""Between the slowest and the fastest step, over the median: more, and something else ran on the machine."""
+"""Between the slowest and the fastest step, over the median."""
 MOST_TURNS = 4
 KEPT_BYTES = 256 << 20
 """Processes that keep more than this of one plan measure no other. (Libraries keep workspaces, as in a first plan.)"""
