@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,26 @@ def divided(kind: str) -> tuple[Experiment, Plan]:
     return asked, plan(asked, device=MACHINE, data=DEVICES, zero=zero)
 
 
+class Unbroken(dict[str, RunDir]):
+    """One run to the end of each kind, trained when it is first asked for."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._make_folder = make_folder
+
+    def __missing__(self, kind: str) -> RunDir:
+        self[kind] = trained(self._make_folder(kind), *divided(kind), device=DEVICE)
+        return self[kind]
+
+
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
-    """One run to the end of each kind."""
-    return {kind: trained(tmp_path_factory.mktemp(kind), *divided(kind), device=DEVICE) for kind in DATA}
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    return Unbroken(tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
-    kind: str, unbroken: dict[str, RunDir], tmp_path: Path
+    kind: str, unbroken: Unbroken, tmp_path: Path
 ) -> None:
     asked, chosen = divided(kind)
     run = directory(tmp_path, asked, chosen)
@@ -79,8 +91,8 @@ def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     assert curve(run) == expected
 
 
-def test_every_rank_has_a_device_of_its_own(unbroken: dict[str, RunDir]) -> None:
-    for run in unbroken.values():
+def test_every_rank_has_a_device_of_its_own(unbroken: Unbroken) -> None:
+    for run in (unbroken[kind] for kind in DATA):
         devices = {event["device"] for event in read_events(run.events) if event["type"] == "memory"}
         assert len(devices) == DEVICES
         assert all(name.startswith("cuda:" if DEVICE == "cuda" else "CPU") for name in devices)
@@ -141,7 +153,7 @@ def resumed_from_the_last_leg(unbroken: RunDir, path: Path, asked: Experiment, c
     return directory(path, asked, chosen, RunDir(path).checkpoint(LAST_LEG))
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: dict[str, RunDir], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Unbroken, tmp_path: Path) -> None:
     asked, chosen = divided("shards")
     run = resumed_from_the_last_leg(unbroken["shards"], tmp_path, asked, chosen)
     truncated, flipped = (sorted(run.checkpoint(step).glob("*.distcp"))[-1] for step in (LAST_LEG, LAST_LEG - EVERY))
@@ -161,7 +173,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: dic
 
 
 @pytest.fixture(scope="module")
-def repartitioned(unbroken: dict[str, RunDir], tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, RunDir]:
+def repartitioned(unbroken: Unbroken, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, RunDir]:
     """The last steps of the replicas' run as two stages (of two replicas, with four devices)."""
     asked = experiment("fp32")
     chosen = plan(asked, device=MACHINE, pipeline=2, data=DEVICES // 2, zero=0)
@@ -170,7 +182,7 @@ def repartitioned(unbroken: dict[str, RunDir], tmp_path_factory: pytest.TempPath
     return chosen, run
 
 
-def test_a_run_of_replicas_goes_on_as_stages(unbroken: dict[str, RunDir], repartitioned: tuple[Plan, RunDir]) -> None:
+def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: tuple[Plan, RunDir]) -> None:
     """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped."""
     found, expected = curve(repartitioned[1]), curve(unbroken["replicas"])
     assert list(found) == list(range(LAST_LEG + 1, STEPS + 1))
