@@ -7,9 +7,11 @@ share one launch.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +39,7 @@ from workbench.planning.plan import Plan
 TOLERANCE = 1e-5
 BACKEND = "aot_eager_decomp_partition"
 """Traces blocks and decides what the backward computes again as the default compiler does, and generates no code."""
+HALF = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 MICRO_BATCH = 2
 EVERYTHING = bool(os.environ.get("WORKBENCH_TEST_ALL"))
 slow = pytest.mark.skipif(not EVERYTHING, reason="WORKBENCH_TEST_ALL runs it")
@@ -133,8 +136,9 @@ def plan_of(graph: Graph, case: Case) -> Plan:
 def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = False) -> Trainer:
     here = place(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
+    autocast = HALF if plan.precision == "bf16" else nullcontext
     with compiler(BACKEND) if compiles else nullcontext():
-        stage = build_stage(plan, here, model, graph, context, compile=compiles)
+        stage = build_stage(plan, here, model, graph, context, compile=compiles, autocast=autocast)
     return Trainer(experiment_of("bert"), plan, graph, stage, context, here)
 
 
@@ -360,12 +364,17 @@ def test_dropout_under_tensor_parallelism_differs_in_divided_regions_and_nowhere
 
 
 class _AllReduces(TorchDispatchMode):
-    """Counts them."""
+    """Counts them, and those of several dims by their type."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.types: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += operation is torch.ops._c10d_functional.all_reduce.default
+        if operation is torch.ops._c10d_functional.all_reduce.default:
+            self.count += 1
+            self.types[args[0].dtype] += args[0].dim() > 2
         return operation(*args, **(kwargs or {}))
 
 
@@ -388,6 +397,32 @@ def test_reductions_are_those_of_the_analysis_and_selective_recomputation_repeat
     found = launch(_all_reduces, 2)
     assert found["none"] == found["selective"] == found["planned"] + 1, "a cross-entropy reduces twice"
     assert found["full"] > found["none"]
+
+
+def _in_bf16(_rank: int) -> dict[str, Any]:
+    """How far gradients under autocast are from those without: of one device, and of two tensor-parallel ones."""
+    (model, graph), batch = captured("bert"), zoo.batch("bert", MICRO_BATCH)
+    _, exact = _plainly("bert", copy.deepcopy(model), batch)
+    with HALF():
+        _, alone = _plainly("bert", copy.deepcopy(model), batch)
+    plan = plan_of(graph, Case(tensor=2, num_microbatches=1))
+    trainer = trainer_of(copy.deepcopy(model), graph, dataclasses.replace(plan, precision="bf16"))
+    with _AllReduces() as counted:
+        trainer.gradients(0, batch)
+    divided = {name: trainer.full_gradient(name) for name in exact}
+
+    def distance(gradients: Mapping[str, torch.Tensor]) -> float:
+        off = sum((gradients[name] - value).square().sum().item() for name, value in exact.items())
+        return float((off / sum(value.square().sum().item() for value in exact.values())) ** 0.5)
+
+    return {"types": dict(counted.types), "alone": distance(alone), "divided": distance(divided)}
+
+
+def test_under_autocast_gradients_of_activations_are_summed_in_its_type_and_about_as_exact() -> None:
+    found = launch(_in_bf16, 2)
+    layers, head, embedding = 4 * 4, 1, 1
+    assert found["types"] == {torch.bfloat16: layers + head, torch.float32: embedding}
+    assert 0 < found["divided"] < 1.2 * found["alone"]
 
 
 def planned(name: str, world: int, **asked: Any) -> Plan:

@@ -55,6 +55,8 @@ class Division:
     """Positions in `Block.parameters` of the divided ones."""
     entering: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Whole values that a divided operation reads: their gradients are partial and summed in the backward."""
+    multiplied: frozenset[str] = frozenset()
+    """Of those, what only matrix products read, as the value that they multiply: autocast casts it for all of them."""
     sliced: Mapping[tuple[str, str], Sharding] = field(default_factory=dict)
     """(operation, whole operand) of which the operation reads this device's part."""
     reduced: frozenset[str] = frozenset()

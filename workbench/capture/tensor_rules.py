@@ -7,7 +7,7 @@ it raises `DeadEnd` where the dim cannot be followed. An operation without a rul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,7 @@ class Propagation:
             sharded={node.name: layout.sharding for node, layout in self._layouts.items()},
             parameters={self._positions[node]: sharding for node, (sharding, _, _) in self._weights.items()},
             entering={node.name: tuple(n.name for n in found) for node, found in self._entering.items()},
+            multiplied=frozenset(source.name for source in self._multiplied()),
             sliced={(node.name, source.name): sharding for (node, source), sharding in self._sliced.items()},
             reduced=frozenset(node.name for node in self._reduced),
             forward_elements=tuple(self._reduced.values()),
@@ -92,6 +93,16 @@ class Propagation:
             ),
             random=any(is_random(node) for node in self._layouts),
         )
+
+    def _multiplied(self) -> Iterator[fx.Node]:
+        readers: dict[fx.Node, list[fx.Node]] = {}
+        for node, sources in self._entering.items():
+            for source in sources:
+                readers.setdefault(source, []).append(node)
+        for source, nodes in readers.items():
+            products = [product_of(node) for node in nodes]
+            if all(product is not None and product.value is source for product in products):
+                yield source
 
     def _visit(self, node: fx.Node) -> None:
         divided = [source for source in node.all_input_nodes if source in self._layouts or source in self._parts]

@@ -254,8 +254,14 @@ class _Walk:
             sizes = [tensor.element_size() for tensor in _tensors(ran.outputs)]
             forward.append(elements * sizes[0] / self._samples)
         sources = dict.fromkeys(name for names in self._division.entering.values() for name in names)
-        entering = [self._of_node[name][0] for name in sources]
-        return tuple(forward), tuple(tensor.numel() * tensor.element_size() / self._samples for tensor in entering)
+        return tuple(forward), tuple(self._entering_bytes(name) / self._samples for name in sources)
+
+    def _entering_bytes(self, name: str) -> int:
+        """Of a whole value's gradient, in the type in which it is summed."""
+        tensor = self._of_node[name][0]
+        is_cast = self._settings.precision == "bf16" and tensor.dtype == torch.float32
+        is_cast = is_cast and name in self._division.multiplied
+        return tensor.numel() * (torch.bfloat16.itemsize if is_cast else tensor.element_size())
 
     def _in_forward(self) -> Iterator[tuple[tuple[str, Ran], int]]:
         reducing = [step for step in self._steps if step[1].node in self._division.reduced]

@@ -93,6 +93,15 @@ def enter(value: torch.Tensor, group: str) -> torch.Tensor:
     return result
 
 
+def enter_products(value: torch.Tensor, group: str) -> torch.Tensor:
+    """As `enter`, for what only matrix products read: cast ahead of them, where autocast would, so that gradients are
+    summed in its type, as partial results are in `leave`."""
+    device = value.device.type
+    if value.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        value = value.to(torch.get_autocast_dtype(device))
+    return enter(value, group)
+
+
 def leave(value: torch.Tensor, group: str) -> torch.Tensor:
     """Partial results summed over the devices."""
     result: torch.Tensor = _Leave.apply(value, group)
@@ -206,7 +215,8 @@ class _Rewriting:
         found = self._copies[source]
         if source.name in self._division.entering.get(node.name, ()):
             if source not in self._entered:
-                self._entered[source] = self._call(enter, found, self._group)
+                entered = enter_products if source.name in self._division.multiplied else enter
+                self._entered[source] = self._call(entered, found, self._group)
             found = self._entered[source]
         sliced = self._division.sliced.get((node.name, source.name))
         return found if sliced is None else self._call(local_part, found, sliced.pieces(self._rank), sliced.dim)
