@@ -113,6 +113,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     assert all_reduce_s(1e9, 8, Link(100e9, 0.0)) == pytest.approx(2 * 7 / 8 * 1e9 / 100e9)
 
 
+def test_an_all_reduce_of_two_reaches_its_own_share_of_the_bandwidth() -> None:
+    link = Link(100e9, 1e-5, paired=0.5)
+    assert all_reduce_s(1e9, 2, link) == pytest.approx(2e-5 + 1e9 / 50e9)
+    assert all_reduce_s(1e9, 4, link) == all_reduce_s(1e9, 4, Link(100e9, 1e-5))
+
+
 def test_a_group_of_one_communicates_nothing() -> None:
     assert all_reduce_s(1e9, 1, Link(1e9, 1.0)) == 0.0
     assert point_to_point_s(1e9, Link(1e9, 0.5)) == pytest.approx(1.5)

@@ -68,6 +68,7 @@ def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200) ->
         block_backward_s=block_s,
         action_s=action_s,
         sharded_block_s=0.0,
+        collective_s=0.0,
     )
     return replace(cluster, device=replace(cluster.device, efficiency=quick))
 
@@ -811,6 +812,18 @@ def test_a_device_waits_for_its_host_where_that_takes_longer_for_both_directions
     assert alone.forward_ms + alone.backward_ms <= 2 * 10.0 * alone.end_block, (
         "the last reduction is the host's time too"
     )
+
+
+def test_a_host_launches_every_all_reduce_of_the_tensor_axis() -> None:
+    fixed: dict[str, Any] = {"pipeline": 1, "data": 2, "tensor": 2, "zero": 0, "micro_batch": 4, "recompute": "none"}
+    free = with_host(1e-2)
+    each = replace(free.device, efficiency=replace(free.device.efficiency, collective_s=1e-3))
+    plans = [plan_of(DIVIDED, **fixed, cluster=cluster) for cluster in (replace(free, device=each), free)]
+    costs = DIVIDED.on_tensor_axis(2).at(4, H200.device)
+    collectives = sum(map(len, (*costs.forward_reduced, *costs.backward_reduced)))
+    added = [plan.stages[0].forward_ms + plan.stages[0].backward_ms for plan in plans]
+    assert collectives > 0
+    assert added[0] - added[1] == pytest.approx(collectives * 1.0)
 
 
 def test_a_host_launches_what_checkpointing_computes_again() -> None:

@@ -107,12 +107,18 @@ class Calibration:
                 found=count_here,
             )
 
+    def link_instead_of(self, known: Link) -> Link:
+        """What was measured, over all devices; of two among more, the share that is `known`."""
+        if self.link is None:
+            return known
+        return replace(self.link, paired=known.paired) if self.devices > 2 else self.link
+
     def cluster(self, gpus: int | None = None) -> Cluster:
         """The measured machine, or `gpus` devices like its own, to plan for; raises `PlanInfeasible` for no device."""
         chosen = self.devices if gpus is None else gpus
         if self.kind == "cpu":
             base = detect(chosen, calibrated=False)
-            return replace(base, device=self.applied_to(base.device, chosen), intra=self.link or base.intra)
+            return replace(base, device=self.applied_to(base.device, chosen), intra=self.link_instead_of(base.intra))
         known = known_gpu(self.device)
         if known is None:
             base = detect(None, calibrated=False)
@@ -126,7 +132,7 @@ class Calibration:
             device, intra, inter = base.device, base.intra, base.inter
         else:
             device, intra, inter = known
-        cluster = Cluster(self.applied_to(device, chosen), chosen, self.devices, self.link or intra, inter)
+        cluster = Cluster(self.applied_to(device, chosen), chosen, self.devices, self.link_instead_of(intra), inter)
         return replace(cluster, gpus_per_node=min(cluster.gpus, self.devices))
 
     def applied_to(self, device: Device, processes: int) -> Device:

@@ -55,6 +55,9 @@ class Efficiency:
     receives."""
     sharded_block_s: float = 1.0e-3
     """What FSDP2 adds to the host's time, to each of a block's forward and backward."""
+    collective_s: float = 80e-6
+    """What an all-reduce inside a block adds to the host's time: its launch, and streams that wait for each other; seen
+    between the kernels of tensor-parallel layers on 4 H200."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Link:
 
     bandwidth: float
     latency_s: float
+    paired: float = 1.0
+    """Share of the bandwidth that an all-reduce reaches where only two devices take part."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ def reduce_scatter_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
 
 def all_reduce_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     """A reduce-scatter and an all-gather."""
+    if group == 2:
+        num_bytes = num_bytes / link.paired
     return reduce_scatter_s(num_bytes, group, link) + all_gather_s(num_bytes, group, link)
 
 

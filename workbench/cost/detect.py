@@ -49,7 +49,7 @@ def detect(processes: int | None = None, *, calibrated: bool = True) -> Cluster:
     calibration = kept()
     if calibration is None:
         return found
-    link = calibration.link or found.intra
+    link = calibration.link_instead_of(found.intra)
     return replace(found, device=calibration.applied_to(found.device, found.gpus), intra=link)
 
 
@@ -156,6 +156,7 @@ def _cpu_cluster(processes: int) -> Cluster:
             block_backward_s=60e-6,
             overlapped_link=1.0,
             sharded_block_s=2e-3,
+            collective_s=0.0,  # its latency is the link's
         ),
     )
     return Cluster(device, processes, processes, LOOPBACK, LOOPBACK)

@@ -41,7 +41,8 @@ H200 = Device(
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
-_H200_LINKS = (Link(350e9, 7.5e-6), Link(42e9, 20e-6))  # measured by wb.calibrate(), without NVLink multicast
+_H200_LINKS = (Link(350e9, 7.5e-6, paired=0.8), Link(42e9, 20e-6))
+"""Measured by wb.calibrate(), without NVLink multicast; of two devices by benchmarks/collectives.py."""
 
 FITTED = ("H200",)
 """Devices whose `Efficiency` was fitted to whole training steps."""

@@ -250,10 +250,14 @@ class Profile:
 
     def _host_ms(self, kind: int, device: Device) -> tuple[float, float]:
         tuned = device.efficiency
-        if self.measured_on != device.name or kind not in self.hosts:
-            return 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
-        forward, backward = self.hosts[kind]
-        return tuned.host_in_step * forward, tuned.host_in_step * backward
+        forward, backward = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
+        if self.measured_on == device.name and kind in self.hosts:
+            forward, backward = (tuned.host_in_step * host for host in self.hosts[kind])
+        cost, each = self.kinds[kind], 1e3 * tuned.collective_s
+        return (
+            forward + each * len(cost.forward_reduced_bytes),
+            backward + each * len(cost.backward_reduced_bytes),
+        )
 
     def replayed(self, device: Device) -> float:
         """Of what selective checkpointing computes again, the share of its time alone that it takes."""

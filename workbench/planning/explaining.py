@@ -228,7 +228,7 @@ def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str,
 
 
 def _faster_host(tuned: Efficiency) -> Efficiency:
-    times = ("block_forward_s", "block_backward_s", "host_in_step", "action_s", "sharded_block_s")
+    times = ("block_forward_s", "block_backward_s", "host_in_step", "action_s", "sharded_block_s", "collective_s")
     return replace(tuned, **{name: getattr(tuned, name) / 2 for name in times})
 
 
@@ -236,7 +236,7 @@ def _faster_links(request: Request) -> Iterator[tuple[str, str, str, Request]]:
     cluster = request.cluster
 
     def twice(link: Link) -> Link:
-        return Link(2 * link.bandwidth, link.latency_s / 2)
+        return replace(link, bandwidth=2 * link.bandwidth, latency_s=link.latency_s / 2)
 
     inside = replace(request, cluster=replace(cluster, intra=twice(cluster.intra)))
     yield "links in a node", "link", "links inside a node were twice as fast", inside
