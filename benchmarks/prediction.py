@@ -42,7 +42,7 @@ import workbench as wb
 from workbench import api
 from workbench.errors import PlanInfeasible, WorkbenchError
 from workbench.planning import Plan, search
-from workbench.runs.supervisor import with_gpu_settings
+from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 Row = dict[str, Any]
@@ -278,7 +278,7 @@ class _Workers:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
         command += [__file__, "worker", str(arguments.file), "--steps", str(arguments.steps)]
         command += ["--indices", *map(str, indices)]
-        environment = {"OMP_NUM_THREADS": "1"} | with_gpu_settings(os.environ)  # as runs are launched
+        environment = {"OMP_NUM_THREADS": "1", ALLOCATOR[0]: GROWING, **os.environ}  # as runs are launched
         with self._log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 

@@ -46,7 +46,7 @@ from workbench import api
 from workbench.execution import compiling
 from workbench.execution.causes import innermost
 from workbench.execution.repeatable import WORKSPACE
-from workbench.runs.supervisor import with_gpu_settings
+from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 DETERMINISTIC = "ours, deterministic"
@@ -112,7 +112,7 @@ class Ours:
 
 def main() -> None:
     arguments = _arguments()
-    os.environ.update(with_gpu_settings(os.environ))  # for everybody; as our runs are launched
+    os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if arguments.deterministic:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,10 @@ TERMINATE_GRACE_S = 60.0
 ELASTIC_SHUTDOWN_S = "30"
 ELASTIC_ENDED = 1
 """Exit code of torchrun's launcher after SIGTERM, too; a rank that fails leaves its error besides."""
-ON_GPUS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCH_FR_BUFFER_SIZE": "0"}
-"""What ranks on GPUs are told: to map memory as it is needed, since near a limit fixed segments waste what no tensor
-fits into; and to keep no log of collectives (NCCL's flight recorder), which costs the host time for each of them."""
-OLDER_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Variables by which a user may set torch's CUDA allocator; the second is their older name."""
+GROWING = "expandable_segments:True"
+"""Memory that is mapped as it is needed: near a limit, fixed segments waste what no tensor fits into."""
 FOREIGN_LAUNCH = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "WANDB_SERVICE", "WANDB_RUN_ID"),
@@ -275,13 +275,10 @@ def worker_environment(base: dict[str, str], world: int, kind: str, devices: tup
     environment["ACCELERATE_USE_CPU"] = str(kind == "cpu").lower()
     environment["CUDA_VISIBLE_DEVICES"] = "" if kind == "cpu" else ",".join(devices)
     environment["PYTHONUNBUFFERED"] = "1"
+    if kind == "cuda" and not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = GROWING
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = ELASTIC_SHUTDOWN_S
-    return with_gpu_settings(environment) if kind == "cuda" else environment
-
-
-def with_gpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """With `ON_GPUS`, but for what the user has set."""
-    return {name: value for name, value in ON_GPUS.items() if OLDER_NAMES[name] not in environment} | {**environment}
+    return environment
 
 
 def _watch(process: subprocess.Popen[bytes], watch: _Watch, launcher: dict[str, Any]) -> int:
