@@ -57,8 +57,7 @@ def main() -> None:
             rows.append(row | (_chained(int(mib * 2**20), mine, device) if mib >= 1 else {}))
             if dist.get_rank() == 0:
                 print(_line(rows[-1]), flush=True)
-    if dist.get_rank() == 0:
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+                arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
     dist.destroy_process_group()
 
 
