@@ -42,8 +42,8 @@ INTERFERENCE = 0.3
 SPINNING = 0.08
 """Slow-down of GPUs' compute under torch's runtime for several stages a rank, as seen on 2 and 4 H200, interleaved × 4:
 7.8 % (scaled BERT: its bubble was as predicted, but actions that follow a receive took longer), 10.2 % (BERT-Large),
-6.6 % (GPT-3 1.3B). It posts receives early, and NCCL's kernels presumably wait for the sender on multiprocessors that
-products then lack."""
+6.6 % (GPT-3 1.3B). It posts receives early, and NCCL's kernels wait beside the products; products are as slow where
+NCCL is limited to one multiprocessor."""
 SHARDING_BANDWIDTH = 0.4
 """Share of the memory's bandwidth that FSDP2's copies into and out of its buffers reach, its sums of gradients and its
 casts, a kernel a parameter: 0.41 under ZeRO 1 with two micro-batches, 0.40 under ZeRO 3 (scaled BERT, 2 × H200)."""
