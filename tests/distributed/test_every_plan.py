@@ -51,7 +51,7 @@ def gpt2_of_a_prime_vocabulary() -> nn.Module:
     return model
 
 
-MODELS = {**zoo.MODELS, "gpt2-odd": gpt2_of_a_prime_vocabulary}
+MODELS = {**zoo.MODELS, "gpt2-odd": gpt2_of_a_prime_vocabulary, "bert-half-frozen": zoo.bert_half_frozen}
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,17 @@ def test_several_stages_a_rank_equal_plain_pytorch() -> None:
     zero_bubble = Case(pipeline=2, schedule="zero_bubble")
     chunked_zero_bubble = Case(pipeline=2, chunks=2, schedule="zero_bubble", recompute="full")
     assert_equal_to_plain_pytorch("bert", interleaved, zero_bubble, chunked_zero_bubble)
+
+
+def test_frozen_lower_layers_take_no_gradient_under_any_plan() -> None:
+    """They are all of the first stage, and part of the second's."""
+    cases = [Case(pipeline=2), Case(pipeline=2, recompute="full"), Case(data=2, zero=3), Case(tensor=2)]
+    cases += [Case(pipeline=2, chunks=2, schedule=schedule) for schedule in ("interleaved", "zero_bubble")]
+    assert_equal_to_plain_pytorch("bert-half-frozen", *cases)
+    if EVERYTHING:
+        wide = [Case(pipeline=4), Case(pipeline=2, data=2), Case(pipeline=2, tensor=2)]
+        wide += [Case(pipeline=2, data=2, zero=1), Case(pipeline=4, compile=True)]
+        assert_equal_to_plain_pytorch("bert-half-frozen", *wide)
 
 
 def test_t5_in_several_stages_a_rank_equals_plain_pytorch() -> None:

@@ -39,6 +39,15 @@ def bert_pretraining(dropout: float = 0.0) -> nn.Module:
     return tf.BertForPreTraining(tf.BertConfig(**_sizes(), **_without_dropout(dropout)))
 
 
+def bert_half_frozen() -> nn.Module:
+    """As one trains the upper layers of a model that is given; the head's decoder is the embedding's."""
+    model = bert_pretraining()
+    model.bert.embeddings.requires_grad_(False)
+    for layer in model.bert.encoder.layer[:2]:
+        layer.requires_grad_(False)
+    return model
+
+
 def roberta() -> nn.Module:
     config = tf.RobertaConfig(**_sizes(max_position_embeddings=SEQ + 2), **_without_dropout(), pad_token_id=0)
     return tf.RobertaForMaskedLM(config)
@@ -307,8 +316,9 @@ BY_HAND: dict[str, Callable[[], nn.Module]] = {
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {**HUGGING_FACE, **BY_HAND}
 IMAGES = ("vit", "swin", "resnet")
+PRETRAINED_AS_BERT = ("bert", "bert-half-frozen")
 PADDED = (
-    "bert",
+    *PRETRAINED_AS_BERT,
     "roberta",
     "electra",
     "electra-discriminator",
@@ -347,9 +357,9 @@ def _text(name: str, size: int, generator: torch.Generator) -> Batch:
     labels[torch.rand(size, SEQ, generator=generator) > share[:, None]] = -100
     mask = (torch.arange(SEQ) < SEQ - 2 * (torch.arange(size)[:, None] % 5)).long()
     fields = {"input_ids": ids} | ({"attention_mask": mask} if name in PADDED else {})
-    if name == "bert":
+    if name in PRETRAINED_AS_BERT:
         fields["token_type_ids"] = (torch.arange(SEQ) > SEQ // 2).long().expand(size, SEQ).contiguous()
     fields["labels"] = (labels >= 0).float() if name == "electra-discriminator" else labels
-    if name == "bert":
+    if name in PRETRAINED_AS_BERT:
         fields["next_sentence_label"] = torch.randint(0, 2, (size,), generator=generator)
     return fields

@@ -168,6 +168,14 @@ class Frozen(Net):
         self.layers[1].requires_grad_(False)
 
 
+class WritesLearned(Frozen):
+    """What is trained is written into what is frozen, which is then read by its first name."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(self.layers[0](x.clone()))
+        return x + self.layers[2](x)
+
+
 class OneLayer(nn.Module):
     """One layer used four times, in no list of layers."""
 
@@ -461,6 +469,36 @@ def test_parameters_that_only_no_grad_reaches_are_frozen() -> None:
     assert graph.frozen == {"stem.weight", "stem.bias"} | {
         f"layers.{i}.0.{p}" for i in (0, 1) for p in ("weight", "bias")
     }
+
+
+@pytest.mark.parametrize(
+    ("make", "partly"),
+    [
+        (Net, False),
+        (Frozen, True),
+        (NoGradHalf, True),
+        (WritesLearned, False),
+        (zoo.bert_pretraining, False),
+        (zoo.bert_half_frozen, True),
+    ],
+)
+def test_a_gradient_has_to_come_back_to_what_a_trained_parameter_made(
+    make: Callable[[], nn.Module], partly: bool
+) -> None:
+    """As autograd sees the same blocks with real weights."""
+    model = make()
+    batch = batch_for("bert" if make.__name__.startswith("bert") else "Net")
+    graph = captured(model, batch)
+    weights, buffers = dict(model.named_parameters()), {**dict(model.named_buffers()), **graph.constants}
+    values: dict[str, torch.Tensor] = {}
+    for block in graph.blocks:
+        arguments = [weights[n].requires_grad_(n not in graph.frozen) for n in block.parameters]
+        received = [*(values[n] for n in block.receives), *(batch[n] for n in block.inputs)]
+        counts = [torch.ones(()) for _ in block.counts]
+        sent = block.code(*arguments, *(buffers[n] for n in block.buffers), *received, *counts)
+        values |= dict(zip(block.sends, sent, strict=True))
+    assert {n for n, value in values.items() if value.requires_grad} == graph.learned
+    assert (len(graph.learned) < len(values)) == partly
 
 
 def test_masks_and_labels_are_inputs_of_the_blocks_that_read_them_and_never_sent() -> None:

@@ -375,6 +375,33 @@ def test_gradients_of_a_steps_only_micro_batch_come_as_activations_go() -> None:
     assert newest == pytest.approx(embedding + layer + 4 * 9e6), "all are there when the first layer runs backward"
 
 
+def test_frozen_lower_layers_have_no_backward_and_keep_nothing_for_one() -> None:
+    from tests.distributed import zoo
+    from workbench.capture import capture, spec_of
+
+    batch = {name: spec_of(name, value) for name, value in zoo.batch("bert", 4).items()}
+    whole, half = (
+        profile(capture(model, batch, name="bert"), H200.device, "bf16", compiled=True)
+        for model in (zoo.bert_pretraining().train(), zoo.bert_half_frozen().train())
+    )
+    all_trained, costs = whole.at(4, H200.device), half.at(4, H200.device)
+    frozen, first, rest = slice(0, 3), 3, slice(4, None)
+    np.testing.assert_allclose(costs.forward_ms, all_trained.forward_ms, rtol=2e-3)  # less is written
+    for cost in (costs.backward_ms, costs.host_ms[1], costs.saved_bytes, costs.input_bytes, costs.weight_copy_bytes):
+        assert not cost[frozen].any()
+    assert 0 < costs.backward_ms[first] < all_trained.backward_ms[first], "nobody asks for its input's gradient"
+    np.testing.assert_allclose(costs.backward_ms[rest][:-1], all_trained.backward_ms[rest][:-1])
+    layers, head = half.kinds[1:3], half.kinds[-1]
+    assert layers[0].model_backward_flops == 0 < layers[1].model_backward_flops < 2 * layers[1].model_flops
+    assert half.kinds[half.blocks[4].kind].model_backward_flops == 2 * layers[0].model_flops
+    assert head.model_backward_flops < 2 * head.model_flops, "its decoder is the frozen embedding's"
+    assert (
+        half.flops_per_sample
+        < whole.flops_per_sample
+        == 3 * sum(whole.kinds[block.kind].model_flops for block in whole.blocks)
+    )
+
+
 def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state() -> None:
     from dataclasses import replace
 

@@ -17,9 +17,9 @@ from workbench.execution.stage import StageModule
 CPU = torch.device("cpu")
 
 
-def stage_of(name: str) -> tuple[Graph, StageModule, zoo.Batch]:
-    """A model in one stage, uncompiled."""
-    model = zoo.MODELS[name]().eval()
+def stage_of(name: str, first: int = 0) -> tuple[Graph, StageModule, zoo.Batch]:
+    """A model from block `first` on in one stage, uncompiled."""
+    model = {**zoo.MODELS, "bert-half-frozen": zoo.bert_half_frozen}[name]().eval()
     batch = zoo.batch(name, 2)
     graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
     context = StepContext(0, CPU)
@@ -27,14 +27,14 @@ def stage_of(name: str) -> tuple[Graph, StageModule, zoo.Batch]:
     blocks = len(graph.blocks)
     stage = StageModule(
         graph,
-        0,
+        first,
         blocks,
         parameters=dict(model.named_parameters()),
         buffers={**dict(model.named_buffers()), **graph.constants},
-        runners=[block.code for block in graph.blocks],
+        runners=[block.code for block in graph.blocks[first:]],
         context=context,
         num_microbatches=1,
-        recompute=["none"] * blocks,
+        recompute=["none"] * (blocks - first),
     )
     return graph, stage, batch
 
@@ -72,3 +72,17 @@ def test_a_block_is_given_the_shared_parameters_that_it_uses_and_no_others(name:
     shared = {name for name, times in uses.items() if times > 1}
     assert given == [shared & set(block.parameters) for block in graph.blocks]
     assert sum(map(bool, given)) == borrowing
+
+
+@pytest.mark.parametrize(("name", "asked"), [("bert", True), ("bert-half-frozen", False)])
+def test_a_stage_computes_a_gradient_of_what_it_receives_only_where_something_before_it_is_trained(
+    name: str, asked: bool
+) -> None:
+    """Torch asks for one of all that is received."""
+    _, stage, batch = stage_of(name, first=2)
+    [received] = (torch.randn(spec.shape, requires_grad=True) for spec in stage.received)
+    stage(received, **batch).backward()
+    assert (received.grad is not None) == asked
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    assert trained
+    assert all(parameter.grad is not None for parameter in trained)

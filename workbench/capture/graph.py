@@ -77,6 +77,8 @@ class Graph:
     label_counts: tuple[LabelCount, ...]
     frozen: frozenset[str] = frozenset()
     """Parameters that get no gradient: `requires_grad=False`, or only used under `no_grad` or behind `detach`."""
+    learned: frozenset[str] = frozenset()
+    """Values that a gradient has to come back to, for the sake of some parameter before them; the loss too."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     """Unnamed tensors that forward made from Python numbers; empty of values on the meta device."""
 
@@ -88,6 +90,11 @@ class Graph:
     def kinds(self) -> tuple[str, ...]:
         """The distinct kinds, in order of first appearance."""
         return tuple(dict.fromkeys(block.kind for block in self.blocks))
+
+    def variant(self, block: Block) -> tuple[object, ...]:
+        """Equal for blocks that compute the same, and the same gradients: of one kind, some may be frozen."""
+        trained = tuple(name not in self.frozen for name in block.parameters)
+        return block.kind, trained, tuple(name in self.learned for name in block.receives)
 
     def block_parameters(self, first: int, end: int) -> dict[str, TensorSpec]:
         """Parameters that blocks `first` … `end - 1` need; a tied one counts once."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import fx, nn
@@ -57,7 +58,9 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     simplify_attention(exported.module)
     flow = analyse(exported.module, exported.loss)
     names, ties = parameter_names(model)
-    learned = {names[id(tensor)] for tensor in _learned(exported.loss, flow)}
+    passed = _passed(exported.loss, flow)
+    trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
+    learned = {names[id(flow.tensors[node])] for node in trained}
     if not learned:
         raise CaptureError(
             f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
@@ -72,25 +75,27 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     parameters = {key: spec_of(key, p) for key, p in model.named_parameters()}
     used = {parameter for block in blocks for parameter in block.parameters}
     buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *lifter.constants.items()]}
+    values = _values(blocks, home, name)
     return Graph(
         model=name,
         signature=signature(model, batch),
         micro_batch=next(iter(batch.values())).shape[0],
         blocks=blocks,
         batch=dict(batch),
-        values=_values(blocks, home, name),
+        values=values,
         parameters={key: spec for key, spec in parameters.items() if key in used},
         buffers=buffers,
         ties={key: others for key, others in ties.items() if key in used},
         loss=exported.loss.name,
         label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
         frozen=frozenset(used - learned),
+        learned=frozenset(values) & _made_from(trained, passed, flow),
         constants=dict(lifter.constants),
     )
 
 
-def _learned(loss: fx.Node, flow: Dataflow) -> Iterator[torch.Tensor]:
-    """The trainable parameters that the loss reaches by differentiable operations, in-place writes included."""
+def _passed(loss: fx.Node, flow: Dataflow) -> set[fx.Node]:
+    """What the loss reaches by differentiable operations, in-place writes included: where gradients may come back."""
     seen: set[fx.Node] = set()
     stack = [loss]
     while stack:
@@ -99,8 +104,25 @@ def _learned(loss: fx.Node, flow: Dataflow) -> Iterator[torch.Tensor]:
             continue
         seen.add(node)
         stack.extend((*node.all_input_nodes, *flow.writers.get(storage_of(node), ())))
-        if node in flow.tensors and flow.tensors[node].requires_grad:
-            yield flow.tensors[node]
+    return seen
+
+
+def _made_from(trained: Iterable[fx.Node], passed: set[fx.Node], flow: Dataflow) -> set[str]:
+    """Names of the nodes in `passed` that `trained` ones reach, through whatever shares memory with a written one."""
+    sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in passed:
+        sharing[storage_of(node)].append(node)
+    seen: set[fx.Node] = set()
+    stack = list(trained)
+    while stack:
+        node = stack.pop()
+        if node in seen or node not in passed:
+            continue
+        seen.add(node)
+        stack.extend(node.users)
+        if flow.writers.get(storage_of(node)):
+            stack.extend(sharing[storage_of(node)])
+    return {node.name for node in seen}
 
 
 def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int], name: str) -> dict[str, TensorSpec]:

@@ -70,7 +70,7 @@ class KindCost:
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     model_flops: float
-    """Forward FLOPs of matrix products and attention: what MFU counts, three times for a step."""
+    """Forward FLOPs of matrix products and attention."""
     saved_bytes: float
     """Held from a block's forward to its backward."""
     workspace_bytes: float
@@ -85,6 +85,8 @@ class KindCost:
     forward_reduced_bytes: tuple[float, ...] = ()
     """Of each all-reduce over the tensor-parallel axis in one forward."""
     backward_reduced_bytes: tuple[float, ...] = ()
+    model_backward_flops: float = 0.0
+    """As `model_flops`: twice as many, but for products of which one side takes no gradient."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,8 @@ class Profile:
     @property
     def flops_per_sample(self) -> float:
         """Model FLOPs of one sample's forward and backward, without recomputation (PaLM, arXiv:2204.02311, app. B)."""
-        return 3 * sum(self.kinds[block.kind].model_flops for block in self.blocks)
+        kinds = (self.kinds[block.kind] for block in self.blocks)
+        return sum(kind.model_flops + kind.model_backward_flops for kind in kinds)
 
     def divides(self, tensor: int) -> bool:
         """Can the model be divided over so many tensor-parallel ranks?"""
@@ -256,7 +259,7 @@ class Profile:
         cost, each = self.kinds[kind], 1e3 * tuned.collective_s
         return (
             forward + each * len(cost.forward_reduced_bytes),
-            backward + each * len(cost.backward_reduced_bytes),
+            backward + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0,
         )
 
     def replayed(self, device: Device) -> float:

@@ -68,7 +68,7 @@ def profile(
     seen: set[str] = set()
     for index, block in enumerate(graph.blocks):
         received = tuple(dtypes[name] for name in block.receives)
-        key = (block.kind, received, tuple(name in graph.frozen for name in block.parameters))
+        key = (received, *graph.variant(block))
         if key not in kinds:
             kinds[key] = len(costs)
             # A selection by a mask is priced as if it kept everything.
@@ -78,8 +78,9 @@ def profile(
             costs.append(walk.cost())
             results.append(walk.sent)
         dtypes |= dict(zip(block.sends, results[kinds[key]], strict=True))
-        fresh = [graph.values[name] for name in block.receives if name not in seen]
-        seen |= set(block.receives)
+        kept = set(block.receives) if graph.learned & set(block.sends) else set()  # else it has no backward
+        fresh = [graph.values[name] for name in block.receives if name in kept - seen]
+        seen |= kept
         blocks.append(BlockCost(block.name, kinds[key], block.parameters, _per_sample(fresh, graph)))
     cuts = range(len(graph.blocks) + 1)
     return Profile(
@@ -279,6 +280,7 @@ class _Walk:
             forward=tuple(forward),
             backward=tuple(backward),
             model_flops=sum(ran.forward_flops for _, ran in self._steps) / self._samples,
+            model_backward_flops=sum(_needed_backward(ran) for _, ran in self._steps) / self._samples,
             saved_bytes=held / self._samples,
             workspace_bytes=max(0, self._peak(len(self._steps)) - held) / self._samples,
             weight_copy_bytes=copies,
@@ -311,7 +313,7 @@ class _Walk:
         for name in block.buffers:
             yield self._enter(graph.buffers[name], weight=True)
         for name, dtype in zip(block.receives, received, strict=True):
-            yield self._enter(graph.values[name], dtype, batched=True, gradient=dtype.is_floating_point)
+            yield self._enter(graph.values[name], dtype, batched=True, gradient=name in graph.learned)
         for name in block.inputs:
             yield self._enter(graph.batch[name], batched=True)
         for _ in block.counts:
@@ -563,6 +565,13 @@ class _Walk:
             else:
                 fixed += nbytes
         return batched, fixed
+
+
+def _needed_backward(ran: Ran) -> float:
+    """FLOPs of a product's backward; of attention's, without the scores that its kernels compute again."""
+    if ran.family == ATTENTION:
+        return 2 * ran.forward_flops if ran.backward_flops else 0
+    return ran.backward_flops if ran.family == GEMM else 0
 
 
 def _merge(group: _Group, other: _Group, made_by: dict[int, _Group]) -> None:

@@ -157,11 +157,12 @@ class Probe:
 
     def compile_some(self, helper: int, helpers: int) -> None:
         """Each of the helpers takes others of the kinds; the probe itself begins with the first."""
-        kinds = list(dict.fromkeys(self._graph.blocks[index].kind for index in self._blocks))
-        mine = kinds[:0:-1][helper - 1 :: helpers]
-        firsts = [next(index for index in self._blocks if self._graph.blocks[index].kind == kind) for kind in mine]
+        firsts: dict[tuple[object, ...], int] = {}
+        for index in self._blocks:
+            firsts.setdefault(self._graph.variant(self._graph.blocks[index]), index)
+        mine = list(firsts.values())[:0:-1][helper - 1 :: helpers]
         with _turn(self._device, fcntl.LOCK_SH):
-            for index in firsts:
+            for index in mine:
                 self._chain.run_alone(index, self._batch)
             _wait(self._device)
 
@@ -226,12 +227,13 @@ def _wait(device: torch.device) -> None:
 
 
 def chosen(graph: Graph) -> list[int]:
-    """The blocks that run: of each kind the first `KEPT`."""
-    seen: Counter[str] = Counter()
+    """The blocks that run: of each kind the first `KEPT`; what differs in its gradients is another kind."""
+    seen: Counter[tuple[object, ...]] = Counter()
     found = []
     for block in graph.blocks:
-        seen[block.kind] += 1
-        if seen[block.kind] <= KEPT:
+        kind = graph.variant(block)
+        seen[kind] += 1
+        if seen[kind] <= KEPT:
             found.append(block.index)
     return found
 
@@ -282,29 +284,35 @@ class _Chain:
     def run_alone(self, index: int, batch: Mapping[str, torch.Tensor]) -> None:
         """One block's forward and backward, on made-up values that look to the compiler like those of the chain."""
         block, module, log = self._graph.blocks[index], self._modules[index], _Log(self._device)
-        received = (_bounded(_value(self._graph.values[name], self._device), log, 0) for name in block.receives)
+        received = (_bounded(self._made_up(name), log, 0) for name in block.receives)
         borrowed = {name: self._shared[name] for name in module.borrowed}
         self._context.labelled = self._counter.of(batch)
         with self._autocast():
             sends = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
         ends = [value for value in sends if value.requires_grad]
-        torch.autograd.backward(ends, [torch.ones_like(value) for value in ends])
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(value) for value in ends])
+
+    def _made_up(self, name: str) -> torch.Tensor:
+        spec = self._graph.values[name]
+        value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        return value.requires_grad_(name in self._graph.learned)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
     def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:
         values: dict[str, torch.Tensor] = {}
-        last_of: dict[str, tuple[torch.Tensor, ...]] = {}
+        last_of: dict[tuple[object, ...], tuple[torch.Tensor, ...]] = {}
         position = 0
         for block, finished in zip(self._graph.blocks, self._finished, strict=True):
-            module = self._modules.get(block.index)
+            module, kind = self._modules.get(block.index), self._graph.variant(block)
             if module is not None:
                 received = (_bounded(values[name], log, position) for name in block.receives)
                 borrowed = {name: self._shared[name] for name in module.borrowed}
-                last_of[block.kind] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
+                last_of[kind] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
                 position += 1
-            values |= dict(zip(block.sends, last_of[block.kind], strict=True))
+            values |= dict(zip(block.sends, last_of[kind], strict=True))
             for name in finished:
                 del values[name]
             if module is not None:
@@ -314,11 +322,6 @@ class _Chain:
 
 def _bounded(value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
     return _Boundary.apply(value, log, position) if value.requires_grad else value
-
-
-def _value(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-    return value.requires_grad_(value.is_floating_point())
 
 
 def _parameter(spec: TensorSpec, trained: bool, device: torch.device) -> nn.Parameter:
@@ -344,9 +347,9 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
     """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
     before a first one is of another kind. The host's times are those of the single round in which it was fastest: what
     else runs there, as other probes that still compile, only slows it down."""
-    positions: dict[str, list[int]] = defaultdict(list)
+    positions: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, index in enumerate(chain):
-        positions[graph.blocks[index].kind].append(position)
+        positions[graph.variant(graph.blocks[index])].append(position)
     found = []
     for places in positions.values():
         counted = places[1:] or places

@@ -213,7 +213,8 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
         values = {
-            name: _arrived(value, self.graph.values[name]) for name, value in zip(self._receives, received, strict=True)
+            name: _arrived(value, self.graph.values[name], name in self.graph.learned)
+            for name, value in zip(self._receives, received, strict=True)
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}
         with self._autocast():
@@ -302,7 +303,10 @@ def _fresh(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return value.to(getattr(torch, spec.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
-def _arrived(value: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _arrived(value: torch.Tensor, spec: TensorSpec, learned: bool) -> torch.Tensor:
+    """What was carried; torch asks a gradient of all of it, whether some parameter before it is trained or not."""
     if not spec.is_floating:
         return value.detach().view(torch.int64).to(getattr(torch, spec.dtype))
+    if not learned:
+        return value.detach()
     return _ContiguousGradient.apply(value) if value.requires_grad else value
