@@ -151,6 +151,23 @@ def test_the_probe_runs_each_kind_of_block_and_few_of_a_kind(make: object) -> No
     assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in found)
 
 
+def test_frozen_layers_are_probed_apart_from_trained_ones() -> None:
+    """Without a backward; that of the lowest trained one ends at nothing that could note it."""
+    probe = Probe(replace(request_of(bert()), build=half_frozen_bert), 2, torch.device("cpu"))
+    probe.compile()
+    found = {one.first_block: one for one in probe.measure()}
+    assert list(found) == [0, 1, 6, 7, 9], "embedding, five layers, the lowest trained one, two more, head"
+    assert all(one.forward_ms > 0 for one in found.values())
+    assert {first for first, one in found.items() if one.backward_ms > 0} == {7, 9}
+
+
+def half_frozen_bert() -> torch.nn.Module:
+    model = bert(num_layers=8).build()
+    for module in (model.bert.embeddings, *model.bert.encoder.layer[:5]):
+        module.requires_grad_(False)
+    return model
+
+
 def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
     from tests.unit.cost_values import graph_of
 
@@ -226,6 +243,7 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
     assert kept_blocks(replace(counted, deterministic=True), cpu) == (), "other kernels"
+    assert kept_blocks(replace(counted, frozen=frozenset(list(counted.parameters)[:1])), cpu) == (), "other gradients"
     [seconds] = probes.seconds
     assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "told", "measured"]
     assert list(seconds.values()) == sorted(seconds.values())

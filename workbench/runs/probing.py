@@ -102,7 +102,7 @@ def _quarters(largest: int) -> tuple[int, ...]:
 
 def _kept_at(profile: Profile, cluster: Cluster) -> Path:
     how = [profile.precision, profile.compiled, profile.labelled_share, profile.deterministic]
-    what = [FORMAT, profile.signature, *how, cluster.device.name]
+    what = [FORMAT, profile.signature, *sorted(profile.frozen), *how, cluster.device.name]
     key = hashlib.sha256(json.dumps([*what, metadata.version("torch").partition("+")[0]]).encode()).hexdigest()[:16]
     return cache_home() / "blocks" / f"{key}.json"
 
