@@ -14,7 +14,8 @@ import pytest
 import torch
 from cost_values import bert, gpt2, graph_of, layered_profile
 
-from workbench.capture import Block, Graph
+from tests.distributed import zoo
+from workbench.capture import Block, Graph, capture, spec_of
 from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
@@ -278,6 +279,27 @@ def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() ->
     assert Profile.from_json(json.loads(json.dumps(whole.to_json()))) == whole
 
 
+def profile_of_bert(make: Callable[[], torch.nn.Module]) -> Profile:
+    """As `graph_of`'s, of a model that comes with real weights."""
+    batch = {name: spec_of(name, value) for name, value in zoo.batch("bert", 4).items()}
+    return profile(capture(make().train(), batch, name="bert"), H200.device, "bf16", compiled=True)
+
+
+def test_a_checkpointed_block_repeats_no_all_reduce_that_its_backward_does_not_need() -> None:
+    """BERT normalises the last sum of a layer; GPT hands it on."""
+    for model, repeated in ((bert(), 2), (gpt2(), 1)):
+        layer = profile(graph_of(model), H200.device, "bf16", compiled=True).on_tensor_axis(2).kinds[1]
+        assert len(layer.forward_reduced_bytes) == 2
+        assert layer.again_reduced_bytes == layer.forward_reduced_bytes[:repeated]
+
+
+def test_frozen_lower_layers_reduce_no_gradient_over_the_tensor_axis() -> None:
+    found = profile_of_bert(zoo.bert_half_frozen).on_tensor_axis(2)
+    layers = [found.kinds[block.kind] for block in found.blocks[1:5]]
+    assert [len(layer.forward_reduced_bytes) for layer in layers] == [2] * 4
+    assert [len(layer.backward_reduced_bytes) for layer in layers] == [0, 0, 1, 2]
+
+
 def test_a_degree_that_does_not_divide_the_heads_is_not_offered() -> None:
     found = profile(graph_of(bert(num_heads=4), 2, 32), H200.device, "bf16", compiled=True)
     assert list(found.divided) == [2, 4]
@@ -376,14 +398,7 @@ def test_gradients_of_a_steps_only_micro_batch_come_as_activations_go() -> None:
 
 
 def test_frozen_lower_layers_have_no_backward_and_keep_nothing_for_one() -> None:
-    from tests.distributed import zoo
-    from workbench.capture import capture, spec_of
-
-    batch = {name: spec_of(name, value) for name, value in zoo.batch("bert", 4).items()}
-    whole, half = (
-        profile(capture(model, batch, name="bert"), H200.device, "bf16", compiled=True)
-        for model in (zoo.bert_pretraining().train(), zoo.bert_half_frozen().train())
-    )
+    whole, half = profile_of_bert(zoo.bert_pretraining), profile_of_bert(zoo.bert_half_frozen)
     all_trained, costs = whole.at(4, H200.device), half.at(4, H200.device)
     frozen, first, rest = slice(0, 3), 3, slice(4, None)
     np.testing.assert_allclose(costs.forward_ms, all_trained.forward_ms, rtol=2e-3)  # less is written

@@ -84,6 +84,8 @@ class KindCost:
     besides the inputs."""
     forward_reduced_bytes: tuple[float, ...] = ()
     """Of each all-reduce over the tensor-parallel axis in one forward."""
+    again_reduced_bytes: tuple[float, ...] = ()
+    """Of those, what full activation checkpointing repeats."""
     backward_reduced_bytes: tuple[float, ...] = ()
     model_backward_flops: float = 0.0
     """As `model_flops`: twice as many, but for products of which one side takes no gradient."""
@@ -150,6 +152,7 @@ class BlockCosts:
     products_bytes: Array
     forward_reduced: tuple[tuple[float, ...], ...]
     """Of each block, bytes of each all-reduce over the tensor-parallel axis."""
+    again_reduced: tuple[tuple[float, ...], ...]
     backward_reduced: tuple[tuple[float, ...], ...]
 
 
@@ -237,6 +240,7 @@ class Profile:
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=memory[3][of] * micro_batch,
             forward_reduced=_reduced(self, "forward_reduced_bytes", micro_batch),
+            again_reduced=_reduced(self, "again_reduced_bytes", micro_batch),
             backward_reduced=_reduced(self, "backward_reduced_bytes", micro_batch),
         )
 
@@ -318,5 +322,6 @@ def _kind_ms(
 
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:
     kernels = {name: tuple(Kernel(**kernel) for kernel in value[name]) for name in ("forward", "backward")}
-    reduced = {name: tuple(value.get(name, ())) for name in ("forward_reduced_bytes", "backward_reduced_bytes")}
+    names = ("forward_reduced_bytes", "again_reduced_bytes", "backward_reduced_bytes")
+    reduced = {name: tuple(value.get(name, ())) for name in names}
     return KindCost(**{**value, **kernels, **reduced})

@@ -248,14 +248,21 @@ class _Walk:
         outputs = {identity(output) for output in _tensors(self._steps[step][1].outputs)}
         return value is not None and value.born == step and identity(tensor) not in outputs
 
-    def _reduced_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Per sample, what each all-reduce of a forward and of a backward sums over the tensor-parallel axis."""
-        forward = []
-        for (_, ran), elements in self._in_forward():
-            sizes = [tensor.element_size() for tensor in _tensors(ran.outputs)]
-            forward.append(elements * sizes[0] / self._samples)
+    def _forward_reduced(self) -> list[tuple[float, bool]]:
+        """Per sample, the bytes that each all-reduce of a forward sums over the tensor-parallel axis; is it needed
+        again where the block is recomputed?"""
+        steps = [step for step, (_, ran) in enumerate(self._steps) if ran.node in self._division.reduced]
+        found = []
+        for step, elements in zip(steps, self._division.forward_elements, strict=True):
+            size = _tensors(self._steps[step][1].outputs)[0].element_size()
+            found.append((elements * size / self._samples, step in self._again))
+        return found
+
+    def _backward_reduced(self) -> tuple[float, ...]:
+        """As `_forward_reduced`, of a backward."""
         sources = dict.fromkeys(name for names in self._division.entering.values() for name in names)
-        return tuple(forward), tuple(self._entering_bytes(name) / self._samples for name in sources)
+        asked = [name for name in sources if identity(self._of_node[name][0]) in self._gradients]
+        return tuple(self._entering_bytes(name) / self._samples for name in asked)
 
     def _entering_bytes(self, name: str) -> int:
         """Of a whole value's gradient, in the type in which it is summed."""
@@ -264,10 +271,6 @@ class _Walk:
         is_cast = is_cast and name in self._division.multiplied
         return tensor.numel() * (torch.bfloat16.itemsize if is_cast else tensor.element_size())
 
-    def _in_forward(self) -> Iterator[tuple[tuple[str, Ran], int]]:
-        reducing = [step for step in self._steps if step[1].node in self._division.reduced]
-        return zip(reducing, self._division.forward_elements, strict=True)
-
     def cost(self) -> KindCost:
         forward, backward = self._kernels()
         saved = [v for v in self._values.values() if v.first_saved is not None and not v.weight]
@@ -275,6 +278,7 @@ class _Walk:
             v.nbytes for k, v in self._values.items() if v.first_saved is not None and k in self._casts.weights
         )
         held = sum(v.nbytes for v in saved)
+        reduced = self._forward_reduced()
         return KindCost(
             kind=self._kind,
             forward=tuple(forward),
@@ -286,8 +290,9 @@ class _Walk:
             weight_copy_bytes=copies,
             cast_elements=sum(value.tensor.numel() * value.share for value in self._cast_weights()),
             products_bytes=self._products_bytes() / self._samples,
-            forward_reduced_bytes=self._reduced_bytes()[0],
-            backward_reduced_bytes=self._reduced_bytes()[1],
+            forward_reduced_bytes=tuple(nbytes for nbytes, _ in reduced),
+            again_reduced_bytes=tuple(nbytes for nbytes, again in reduced if again),
+            backward_reduced_bytes=self._backward_reduced(),
         )
 
     # Running

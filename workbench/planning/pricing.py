@@ -169,8 +169,10 @@ class DeviceCosts:
             costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
             again = {kind: added + host_backward for kind, added in again.items()}
             host, launched = nothing, dict.fromkeys(launched, nothing)
-        reduced_forward, reduced_backward = _tensor_reductions(costs, tensor, link)
-        reduced_again = {"none": nothing, "selective": nothing, "full": reduced_forward}
+        reduced_forward = _tensor_reductions(costs.forward_reduced, tensor, link)
+        reduced_backward = _tensor_reductions(costs.backward_reduced, tensor, link)
+        repeated = _tensor_reductions(costs.again_reduced, tensor, link)
+        reduced_again = {"none": nothing, "selective": nothing, "full": repeated}
         return Compute(
             forward=spans(costs.forward_ms),
             backward=np.stack([spans(costs.backward_ms + again[kind]) for kind in kinds]),
@@ -430,16 +432,12 @@ class Pricer:
         return gather, gather + scatter, nothing
 
 
-def _tensor_reductions(costs: BlockCosts, tensor: int, link: Link) -> tuple[Array, Array]:
-    """Milliseconds of each block's all-reduces over the tensor-parallel axis, forward and backward."""
-
-    def each(sizes: tuple[tuple[float, ...], ...]) -> Array:
-        if tensor == 1:
-            return np.zeros(len(sizes))
-        times = {of: 1e3 * sum(all_reduce_s(size, tensor, link) for size in of) for of in set(sizes)}
-        return np.array([times[of] for of in sizes])
-
-    return each(costs.forward_reduced), each(costs.backward_reduced)
+def _tensor_reductions(sizes: tuple[tuple[float, ...], ...], tensor: int, link: Link) -> Array:
+    """Milliseconds of each block's all-reduces of so many bytes over the tensor-parallel axis."""
+    if tensor == 1:
+        return np.zeros(len(sizes))
+    times = {of: 1e3 * sum(all_reduce_s(size, tensor, link) for size in of) for of in set(sizes)}
+    return np.array([times[of] for of in sizes])
 
 
 def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Link:
