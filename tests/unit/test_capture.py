@@ -462,6 +462,8 @@ def test_parameters_keep_their_names_and_a_tied_one_goes_by_the_first() -> None:
 def test_frozen_parameters_are_named() -> None:
     graph = captured(Frozen(), batch_for("Frozen"))
     assert graph.frozen == {"stem.weight", "stem.bias", "layers.1.0.weight", "layers.1.0.bias"}
+    assert "1.32 k parameters (901 trained), 6 blocks" in repr(graph)
+    assert "trained" not in repr(captured(Net(), batch_for("Net")))
 
 
 def test_parameters_that_only_no_grad_reaches_are_frozen() -> None:

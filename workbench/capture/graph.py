@@ -116,8 +116,10 @@ class Graph:
         return tuple(tuple(name for name, at in last.items() if at == index) for index in range(first, end))
 
     def __repr__(self) -> str:
+        frozen = sum(self.parameters[name].numel for name in self.frozen)
+        trained = f" ({count(self.parameter_count - frozen)} trained)" if frozen else ""
         return (
-            f"Graph({self.model}: {count(self.parameter_count)} parameters, {len(self.blocks)} blocks of "
+            f"Graph({self.model}: {count(self.parameter_count)} parameters{trained}, {len(self.blocks)} blocks of "
             f"{len(self.kinds)} kinds, micro-batch {self.micro_batch})"
         )
 
