@@ -380,9 +380,11 @@ def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
 def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Moment, _Moment | None, _Moment | None]:
     """Around a block's forward, and around its backward."""
     before, after = log.forward[position], log.forward[position + 1]
-    # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note.
+    # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note,
+    # or, if there is none, ends with the whole.
     begun = after if position == len(chain) - 1 else log.backward.get(position + 1)
-    return before, after, begun, log.backward.get(position)
+    lowest = not any(earlier in log.backward for earlier in range(1, position))
+    return before, after, begun, log.backward.get(position, log.backward[0] if lowest else None)
 
 
 def _host_of_block(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
