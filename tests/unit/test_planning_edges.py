@@ -115,7 +115,8 @@ def test_a_device_smaller_than_its_libraries_offers_nothing() -> None:
 def reduced_ms(profile: Profile) -> tuple[float, float, float]:
     """Of the whole model over four replicas, without latency: all-reduce, all-gather, reduce-scatter."""
     over = DeviceCosts(profile, H200).collectives(4, 1, Link(1e11, 0.0))
-    reduce, gather, scatter = (float(matrix[0, -1]) for matrix in over)
+    reduce, gather, again, scatter = (float(matrix[0, -1]) for matrix in over)
+    assert again == gather, "all blocks have a backward"
     return reduce, gather, scatter
 
 
@@ -142,6 +143,15 @@ def test_a_frozen_parameter_is_gathered_and_never_reduced() -> None:
     frozen = plan_of(replace(PROFILE, frozen=frozenset(PROFILE.parameters)), data=4, zero=0)
     assert frozen.prediction.communication_ms == frozen.prediction.optimizer_ms == 0
     assert all(stage.memory.gradients == stage.memory.optimizer == 0 for stage in frozen.stages)
+
+
+def test_a_block_without_a_backward_is_gathered_for_its_forward_alone() -> None:
+    """As FSDP2 does: nothing comes back to it."""
+    embedding, layer, head = PROFILE.kinds
+    kinds = (replace(embedding, backward=()), replace(layer, backward=()), head)
+    _, gather, again, _ = DeviceCosts(replace(PROFILE, kinds=kinds), H200).collectives(4, 1, Link(1e11, 0.0))
+    left = PROFILE.parameters["table"] + PROFILE.parameters["head.bias"]
+    assert again[0, -1] == pytest.approx(gather[0, -1] * left / PROFILE.parameter_count)
 
 
 def test_the_largest_block_counts_for_gradients_where_it_is_trained() -> None:

@@ -121,10 +121,15 @@ class ParameterTable:
         """Elements of each parameter on one device, before ZeRO."""
         trained = {name: 0 if name in profile.frozen else size for name, size in profile.parameters.items()}
         self.elements = _spans(uses, profile.parameters, len(profile.blocks))
+        learning = [bool(profile.kinds[block.kind].backward) for block in profile.blocks]
+        again = {name: [index for index in blocks if learning[index]] for name, blocks in uses.items()}
+        self.elements_again = _spans(again, profile.parameters, len(profile.blocks))
+        """Of every stage, elements that its backward needs: none of blocks that have no backward."""
         self.trained = _spans(uses, trained, len(profile.blocks))
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )
+        self.block_elements_again = np.where(learning, self.block_elements, 0.0)
         self.block_trained = np.array(
             [sum(trained[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )

@@ -114,7 +114,7 @@ class DeviceCosts:
         self._costs: dict[tuple[int, int], BlockCosts] = {}
         self._tables: dict[int, ParameterTable] = {}
         self._computes: dict[tuple[object, ...], Compute] = {}
-        self._collectives: dict[tuple[object, ...], tuple[Array, Array, Array]] = {}
+        self._collectives: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = {}
 
     def at(self, micro_batch: int, tensor: int) -> BlockCosts:
         if (micro_batch, tensor) not in self._costs:
@@ -182,8 +182,9 @@ class DeviceCosts:
             backward_reduced=np.stack([spans(reduced_backward + reduced_again[kind]) for kind in kinds]),
         )
 
-    def collectives(self, data: int, tensor: int, link: Link) -> tuple[Array, Array, Array]:
-        """Milliseconds of the data axis's all-reduce, all-gather and reduce-scatter of every stage's parameters."""
+    def collectives(self, data: int, tensor: int, link: Link) -> tuple[Array, Array, Array, Array]:
+        """Milliseconds of the data axis's all-reduce, all-gathers (of a forward, of a backward) and reduce-scatter of
+        every stage's parameters."""
         key = (data, tensor, link)
         if key not in self._collectives:
             table = self.table(tensor)
@@ -198,6 +199,7 @@ class DeviceCosts:
             self._collectives[key] = (
                 of(all_reduce_s, table.trained, table.block_trained, FP32),
                 of(all_gather_s, table.elements, table.block_elements, compute_bytes),
+                of(all_gather_s, table.elements_again, table.block_elements_again, compute_bytes),
                 of(reduce_scatter_s, table.trained, table.block_trained, FP32),
             )
         return self._collectives[key]
@@ -399,7 +401,9 @@ class Pricer:
         byte_ms = 1e3 / (device.memory_bandwidth * SHARDING_BANDWIDTH)
         half = HALF if self.profile.precision == "bf16" else FP32
         cast = (FP32 + half) / degrees.data if half != FP32 else 0.0
-        gather = stages.whole(table.elements) * byte_ms * (cast + 2 * half)
+        gather, again = (
+            stages.whole(elements) * byte_ms * (cast + 2 * half) for elements in (table.elements, table.elements_again)
+        )
         trained = stages.whole(table.trained) * byte_ms
         copied, added = trained * (half + FP32), trained * 3 * FP32 / degrees.data
         later = (micro_batches - 1) / micro_batches
@@ -411,7 +415,7 @@ class Pricer:
             return gather, nothing, copied
         if degrees.zero == 2:
             return gather / micro_batches, copied + added * later, nothing
-        return gather, gather + copied + added * later, nothing
+        return gather, again + copied + added * later, nothing
 
     def _collectives(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
         """Milliseconds of the data axis's collectives: in one forward, in one backward, at the step's end."""
@@ -421,7 +425,7 @@ class Pricer:
             return nothing, nothing, nothing
         link = self.cluster.group_link(data, degrees.tensor)
         link = replace(link, bandwidth=link.bandwidth * self.cluster.device.efficiency.overlapped_link)
-        reduce, gather, scatter = map(stages.whole, self._costs.collectives(data, degrees.tensor, link))
+        reduce, gather, again, scatter = map(stages.whole, self._costs.collectives(data, degrees.tensor, link))
         if degrees.zero == 0:
             return nothing, nothing, reduce
         once = gather / degrees.num_microbatches
@@ -429,7 +433,7 @@ class Pricer:
             return once, nothing, scatter
         if degrees.zero == 2:
             return once, scatter, nothing
-        return gather, gather + scatter, nothing
+        return gather, again + scatter, nothing
 
 
 def _tensor_reductions(sizes: tuple[tuple[float, ...], ...], tensor: int, link: Link) -> Array:
