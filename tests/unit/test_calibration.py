@@ -150,3 +150,10 @@ def test_the_fit_of_a_link_finds_latency_and_bandwidth() -> None:
     found = fit_link(points, 4)
     assert found.bandwidth == pytest.approx(150e9, rel=0.01)
     assert found.latency_s == pytest.approx(10e-6, rel=0.01)
+
+
+@pytest.mark.parametrize(("devices", "paired"), [(8, 0.8), (2, 1.0)])
+def test_a_measured_link_keeps_the_share_of_two_devices_unless_these_were_measured(devices: int, paired: float) -> None:
+    known, seen = Link(350e9, 1e-5, paired=0.8), Link(300e9, 2e-5)
+    assert replace(GPU, devices=devices).link_instead_of(known) == known, "none was measured"
+    assert replace(GPU, devices=devices, link=seen).link_instead_of(known) == replace(seen, paired=paired)

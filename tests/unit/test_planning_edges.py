@@ -146,7 +146,7 @@ def test_a_frozen_parameter_is_gathered_and_never_reduced() -> None:
 
 
 def test_a_block_without_a_backward_is_gathered_for_its_forward_alone() -> None:
-    """As FSDP2 does: nothing comes back to it."""
+    """Nothing comes back to it. (FSDP2 gathers the highest such block again all the same: it prefetches.)"""
     embedding, layer, head = PROFILE.kinds
     kinds = (replace(embedding, backward=()), replace(layer, backward=()), head)
     _, gather, again, _ = DeviceCosts(replace(PROFILE, kinds=kinds), H200).collectives(4, 1, Link(1e11, 0.0))

@@ -60,8 +60,8 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     names, ties = parameter_names(model)
     passed = _passed(exported.loss, flow)
     trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
-    learned = {names[id(flow.tensors[node])] for node in trained}
-    if not learned:
+    trained_names = {names[id(flow.tensors[node])] for node in trained}
+    if not trained:
         raise CaptureError(
             f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
             f"the loss outside torch.no_grad() and without detach().",
@@ -88,7 +88,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
         ties={key: others for key, others in ties.items() if key in used},
         loss=exported.loss.name,
         label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
-        frozen=frozenset(used - learned),
+        frozen=frozenset(used - trained_names),
         learned=frozenset(values) & _made_from(trained, passed, flow),
         constants=dict(lifter.constants),
     )

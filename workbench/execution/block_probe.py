@@ -86,6 +86,8 @@ class _Log:
         self._device = device
         self.forward: list[_Moment] = []
         self.backward: dict[int, _Moment] = {}
+        self.lowest: int | None = None
+        """The first position whose block has a backward: it ends with the whole."""
 
     def note(self) -> _Moment:
         begun = time.perf_counter()
@@ -311,6 +313,8 @@ class _Chain:
                 received = (_bounded(values[name], log, position) for name in block.receives)
                 borrowed = {name: self._shared[name] for name in module.borrowed}
                 last_of[kind] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
+                if log.lowest is None and any(value.requires_grad for value in last_of[kind]):
+                    log.lowest = position
                 position += 1
             values |= dict(zip(block.sends, last_of[kind], strict=True))
             for name in finished:
@@ -380,11 +384,9 @@ def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
 def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Moment, _Moment | None, _Moment | None]:
     """Around a block's forward, and around its backward."""
     before, after = log.forward[position], log.forward[position + 1]
-    # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note,
-    # or, if there is none, ends with the whole.
+    # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note.
     begun = after if position == len(chain) - 1 else log.backward.get(position + 1)
-    lowest = not any(earlier in log.backward for earlier in range(1, position))
-    return before, after, begun, log.backward.get(position, log.backward[0] if lowest else None)
+    return before, after, begun, log.backward.get(0 if position == log.lowest else position)
 
 
 def _host_of_block(chain: list[int], position: int, log: _Log) -> tuple[float, float]:

@@ -163,7 +163,7 @@ class DeviceCosts:
         again = {"none": nothing, "selective": costs.replay_ms, "full": costs.recompute_ms}
         host_forward, host_backward = (of + hooks for of, hooks in zip(costs.host_ms, hooks_ms, strict=True))
         host = host_forward + host_backward
-        launches = LAUNCHED_AGAIN * np.where(costs.host_ms[1] > 0, costs.host_ms[0], 0.0)  # frozen: nothing again
+        launches = LAUNCHED_AGAIN * np.where(costs.recompute_ms > 0, costs.host_ms[0], 0.0)
         launched = {"none": nothing, "selective": self.profile.replayed(self.device) * launches, "full": launches}
         if self.device.kind == "cpu":  # it is its own host
             costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
