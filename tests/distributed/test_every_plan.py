@@ -254,7 +254,7 @@ def test_several_stages_a_rank_equal_plain_pytorch() -> None:
 
 
 def test_frozen_lower_layers_take_no_gradient_under_any_plan() -> None:
-    """They are all of the first stage, and part of the second's."""
+    """They are all of the first of two stages; of four, part of the second too."""
     cases = [Case(pipeline=2), Case(pipeline=2, recompute="full"), Case(data=2, zero=3), Case(tensor=2)]
     cases += [Case(pipeline=2, chunks=2, schedule=schedule) for schedule in ("interleaved", "zero_bubble")]
     assert_equal_to_plain_pytorch("bert-half-frozen", *cases)
