@@ -165,6 +165,7 @@ def plan(
     schedule: str | None = None,
     chunks: int | None = None,
     offload_optimizer: bool | None = None,
+    cuda_graphs: bool | None = None,
 ) -> Plan:
     """The fastest way to run a step that fits: by default on this machine. `wb.search` shows what else was weighed.
 
@@ -187,6 +188,7 @@ def plan(
         schedule=schedule,
         chunks=chunks,
         offload_optimizer=offload_optimizer,
+        cuda_graphs=cuda_graphs,
     ).best
 
 
@@ -205,12 +207,14 @@ def search(
     schedule: str | None = None,
     chunks: int | None = None,
     offload_optimizer: bool | None = None,
+    cuda_graphs: bool | None = None,
 ) -> Plans:
     """Every way to run a step that was weighed, as a table; `.best` is the plan that `wb.plan` gives.
 
     `pipeline` × `data` × `tensor` devices are used. `zero` (0 to 3) says what the replicas shard; `recompute` is
     `none`, `selective` or `full` activation checkpointing; `schedule` one of `gpipe`, `1f1b`, `interleaved`,
-    `zero_bubble`, with `chunks` stages a pipeline rank. Arguments and errors as for `wb.plan`.
+    `zero_bubble`, with `chunks` stages a pipeline rank. `cuda_graphs=True` asks for plans whose blocks are recorded and
+    replayed, which pays where a host launches more slowly than its GPU runs. Arguments and errors as for `wb.plan`.
     """
     costs, cluster = _profiled(experiment, cluster)
 
@@ -231,6 +235,7 @@ def search(
         schedule,
         chunks,
         offload_optimizer,
+        cuda_graphs,
     )
     return weigh(costs, costs.precision, request)
 

@@ -60,6 +60,10 @@ Offload = Annotated[
     bool | None,
     typer.Option("--offload-optimizer/--no-offload-optimizer", help="Fix whether the host holds optimiser states."),
 ]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option("--cuda-graphs/--no-cuda-graphs", help="Fix whether blocks are recorded once and replayed."),
+]
 Fields = Annotated[
     list[str] | None,
     typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Any other field of the experiment; repeatable."),
@@ -104,6 +108,7 @@ def plan(
     schedule: Schedule = None,
     chunks: Chunks = None,
     offload_optimizer: Offload = None,
+    cuda_graphs: CudaGraphs = None,
     weighed: Annotated[bool, typer.Option("--all", help="Print the table of all plans that were weighed.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say where the step goes, and what binds.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan's JSON here, for `run --plan`.")] = None,
@@ -129,6 +134,7 @@ def plan(
         schedule=schedule,
         chunks=chunks,
         offload_optimizer=offload_optimizer,
+        cuda_graphs=cuda_graphs,
     )
     chosen = plans.best
     if save is not None:
@@ -169,6 +175,7 @@ def run(
     schedule: Schedule = None,
     chunks: Chunks = None,
     offload_optimizer: Offload = None,
+    cuda_graphs: CudaGraphs = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan saved by `workbench plan --save`.")] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="Of the run; runs/<name>-<time> by default.")] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help="Write the run directory, and start nothing.")] = False,
@@ -203,6 +210,7 @@ def run(
             schedule=schedule,
             chunks=chunks,
             offload_optimizer=offload_optimizer,
+            cuda_graphs=cuda_graphs,
         )
     begin = api.prepare if prepare else api.launch
     _announce(begin(experiment, chosen, directory=directory), wait and not prepare, as_json)

@@ -110,6 +110,7 @@ def forced_plan(
     schedule: str = "1f1b",
     seq_len: int = 16,
     offload_optimizer: bool = False,
+    cuda_graphs: bool = False,
 ) -> Plan:
     """A plan of evenly many blocks a stage, with no prediction: for running, not for judging.
 
@@ -153,4 +154,5 @@ def forced_plan(
         flops_per_step=0,
         prediction=FREE,
         offload_optimizer=offload_optimizer,
+        cuda_graphs=cuda_graphs,
     )

@@ -52,7 +52,7 @@ def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
     return Experiment(model=model, data=Words(), name="small", project="", **{**fields, **changes})
 
 
-def plan(asked: Experiment, tensor: int = 1, device: Device = DEVICE, **degrees: int) -> Plan:
+def plan(asked: Experiment, tensor: int = 1, device: Device = DEVICE, **degrees: Any) -> Plan:
     """Planned for as many devices as the degrees make; `tensor` divides each of these again."""
     world = degrees.get("pipeline", 1) * degrees.get("data", 1)
     chosen = make_plan(asked, Cluster(device, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})

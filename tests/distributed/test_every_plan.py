@@ -71,6 +71,7 @@ class Case:
     num_microbatches: int = 4
     offload_optimizer: bool = False
     compile: bool = False
+    cuda_graphs: bool = False
 
     @property
     def world(self) -> int:
@@ -130,6 +131,7 @@ def plan_of(graph: Graph, case: Case) -> Plan:
         recompute_rest=case.recompute_rest,
         schedule=case.schedule,
         offload_optimizer=case.offload_optimizer,
+        cuda_graphs=case.cuda_graphs,
     )
 
 
@@ -155,6 +157,7 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles:
     expected_loss, expected = _plainly(name, copy.deepcopy(model), batch)
     trainer = trainer_of(model, graph, plan, compiles)
     part = trainer.gradients(0, part_of(trainer, batch))
+    assert not plan.cuda_graphs or (trainer.context.cuda_graphs is not None and trainer.context.cuda_graphs.forwards)
     torch.distributed.all_reduce(part)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     worst = torch.zeros(())
@@ -207,6 +210,18 @@ def test_recomputing_some_blocks_of_a_stage_changes_no_gradient() -> None:
     some = Case(pipeline=2, recompute="selective", recompute_first=2)
     less = replace(some, recompute="full", recompute_rest="selective")
     assert_equal_to_plain_pytorch("bert", some, less, Case(data=2, zero=3, recompute="full", recompute_first=4))
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", *(pytest.param(n, marks=slow) for n in ("albert", "gpt2", "t5", "bert-half-frozen"))]
+)
+def test_blocks_on_their_way_to_cuda_graphs_give_the_gradients_of_plain_pytorch(name: str) -> None:
+    """As on a GPU, but that what they launch is never recorded."""
+    graphs = Case(compile=True, cuda_graphs=True)
+    two = [replace(graphs, pipeline=2), replace(graphs, tensor=2), replace(graphs, data=2, num_microbatches=2)]
+    two.append(replace(graphs, pipeline=2, chunks=2, schedule="interleaved", recompute="selective"))
+    assert_equal_to_plain_pytorch(name, *two)
+    assert_equal_to_plain_pytorch(name, graphs)
 
 
 def test_recomputing_some_blocks_of_a_compiled_stage_changes_no_gradient() -> None:

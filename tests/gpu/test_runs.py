@@ -36,9 +36,15 @@ from workbench.units import GIB
 
 STEPS, EVERY, LAST_LEG = 80, 20, 60
 MACHINE = Device("test", DEVICE, 32 << 30, {"fp32": 5e13, "bf16": 5e14}, 3e12)
-DATA = {"replicas": ("fp32", 0, False), "shards": ("bf16", 3, False), "compiled": ("bf16", 1, True)}
-"""What is reduced by `DistributedDataParallel`, and by FSDP2; not compiled, to be quick, and compiled, as training is
-by default."""
+DATA: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "replicas": ("fp32", {"zero": 0}, False),
+    "shards": ("bf16", {"zero": 3}, False),
+    "compiled": ("bf16", {"zero": 1}, True),
+    "recomputed": ("bf16", {"zero": 1, "recompute": "full"}, True),
+    "recorded": ("bf16", {"zero": 0, "cuda_graphs": True}, True),
+}
+"""What is reduced by `DistributedDataParallel`, by FSDP2 and by hand; not compiled, to be quick, and compiled, as
+training is by default."""
 pytestmark = [pytest.mark.gpu, needs(2)]
 
 
@@ -50,9 +56,11 @@ def experiment(precision: str, compiled: bool = False) -> Experiment:
 
 def divided(kind: str) -> tuple[Experiment, Plan]:
     """Over all devices."""
-    precision, zero, compiled = DATA[kind]
+    precision, degrees, compiled = DATA[kind]
     asked = experiment(precision, compiled)
-    return asked, plan(asked, device=MACHINE, data=DEVICES, zero=zero)
+    if DEVICE == "cpu":
+        degrees = {name: value for name, value in degrees.items() if name != "cuda_graphs"}
+    return asked, plan(asked, device=MACHINE, data=DEVICES, **degrees)
 
 
 class Unbroken(dict[str, RunDir]):

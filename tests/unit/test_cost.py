@@ -424,3 +424,15 @@ def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state() -> None:
     memory = state_of(found)
     assert memory.parameters[1, 2] == 400
     assert memory.gradients[1, 2] == memory.optimizer[1, 2] == 0
+
+
+def test_what_launches_the_same_in_every_step_can_be_recorded() -> None:
+    """Not a head over labelled rows, unless tensor parallelism divides it; not what draws attention's dropout again."""
+    found = profile(graph_of(bert(dropout=0.1)), H200.device, "bf16", compiled=True)
+    recordable = [found.kinds[block.kind].recordable for block in found.blocks]
+    assert set(recordable[1:-1]) == {("none", "selective")}
+    assert recordable[-1] == ()
+    divided = found.on_tensor_axis(2)
+    assert divided.kinds[divided.blocks[-1].kind].recordable == ("none", "selective", "full")
+    still = profile(graph_of(bert(dropout=0.0)), H200.device, "bf16", compiled=True)
+    assert still.kinds[still.blocks[1].kind].recordable == ("none", "selective", "full")

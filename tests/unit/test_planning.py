@@ -580,7 +580,7 @@ def test_the_choice_is_the_fastest_of_everything_that_fits(compiled: bool) -> No
     assert tried > 100
 
 
-FIXED = ("pipeline", "data", "zero", "micro_batch", "schedule", "chunks", "offload_optimizer")
+FIXED = ("pipeline", "data", "zero", "micro_batch", "schedule", "chunks", "offload_optimizer", "cuda_graphs")
 
 
 @settings(max_examples=25)
@@ -611,13 +611,14 @@ def test_a_plan_stored_before_recompute_was_a_word_is_still_read() -> None:
     plan = plan_of(recompute="full", schedule="1f1b", offload_optimizer=False)
     old = json.loads(json.dumps(plan.to_json()))
     old["format"] = 1
-    del old["offload_optimizer"]
+    del old["offload_optimizer"], old["cuda_graphs"]
     for stage in old["stages"]:
         stage["recompute"] = True
         del stage["weight_ms"], stage["recompute_first"], stage["recompute_rest"]
     for row in old["candidates"]:
         row["recompute"] = row["recompute"] == "full"
-        for name in ("tensor", "schedule", "chunks", "offload_optimizer", "selective_blocks", "full_blocks"):
+        added = ("tensor", "schedule", "chunks", "offload_optimizer", "cuda_graphs", "selective_blocks", "full_blocks")
+        for name in added:
             del row[name]
     found = Plan.from_json(old)
     assert found.stages == tuple(replace(stage, weight_ms=0.0) for stage in plan.stages)
@@ -814,8 +815,66 @@ def test_a_device_waits_for_its_host_where_that_takes_longer_for_both_directions
     )
 
 
+RECORDABLE = replace(PROFILE, kinds=tuple(replace(kind, recordable=("none", "selective")) for kind in PROFILE.kinds))
+
+
+def test_blocks_are_recorded_where_launching_them_would_take_the_host_long() -> None:
+    late = with_host(1e-2)
+    plan = plan_of(RECORDABLE, cluster=late, pipeline=1, runnable=EVERYTHING)
+    launched = plan_of(RECORDABLE, cluster=late, pipeline=1, cuda_graphs=False)
+    assert plan.cuda_graphs
+    assert plan.zero == 0
+    assert plan.prediction.host_ms == 0 < launched.prediction.host_ms
+    assert plan.prediction.step_ms < launched.prediction.step_ms
+    assert "CUDA graphs" in plan.describe()
+    assert not launched.cuda_graphs
+    assert {row.cuda_graphs for row in plan.candidates if row.zero == 0} == {True, False}
+    assert not any(row.cuda_graphs for row in plan.candidates if row.zero > 0), "FSDP2 moves weights"
+    assert not any(
+        row.cuda_graphs for row in plan_of(RECORDABLE, cluster=with_host(0.0), runnable=EVERYTHING).candidates
+    )
+    assert not any(row.cuda_graphs for row in plan_of(cluster=late, runnable=EVERYTHING).candidates), (
+        "its blocks cannot be recorded"
+    )
+    assert not any(row.cuda_graphs for row in plan_of(RECORDABLE, cluster=late).candidates), "nobody asked"
+
+
+def test_blocks_are_recorded_where_a_host_might_fall_behind_though_it_should_not() -> None:
+    """It takes from half of the device's time on: nothing is predicted to be won."""
+    fixed: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batch": 4, "recompute": "none", "schedule": "1f1b"}
+    layers = plan_of(**fixed, cluster=with_host(0.0)).stages[1]
+    block_s = 1e-3 * (layers.forward_ms + layers.backward_ms) / (layers.end_block - layers.first_block)
+    for share, recorded in ((0.7, True), (0.3, False)):
+        cluster = with_host(share * block_s / 2)
+        plan = plan_of(RECORDABLE, **fixed, cluster=cluster, runnable=EVERYTHING)
+        assert plan.cuda_graphs is recorded
+        launched = plan_of(RECORDABLE, **fixed, cluster=cluster, cuda_graphs=False)
+        assert plan.prediction.step_ms == pytest.approx(launched.prediction.step_ms)
+
+
+def test_graphs_take_memory_and_their_blocks_are_recomputed_as_ever() -> None:
+    fixed: dict[str, Any] = {"pipeline": 4, "data": 1, "micro_batch": 4, "schedule": "1f1b", "cluster": with_host(1e-2)}
+    recorded, launched = (plan_of(RECORDABLE, **fixed, recompute="none", cuda_graphs=g) for g in (True, False))
+    for with_them, without in zip(recorded.stages, launched.stages, strict=True):
+        graphs = 2 * recorded.num_microbatches * (with_them.end_block - with_them.first_block)
+        added = with_them.memory.workspace - without.memory.workspace
+        assert added == pytest.approx(graphs * pricing.GRAPH_BYTES, abs=1)
+    full = [plan_of(RECORDABLE, **fixed, recompute="full", cuda_graphs=g).prediction.host_ms for g in (True, False)]
+    assert full[0] == full[1] > 0, "what draws random numbers again cannot be recorded"
+
+
+def test_replicas_whose_blocks_are_recorded_reduce_when_the_last_backward_is_over() -> None:
+    """Nothing hides it, and `DistributedDataParallel` keeps no second copy of the gradients."""
+    fixed: dict[str, Any] = {"pipeline": 1, "data": 4, "zero": 0, "micro_batch": 4, "recompute": "none"}
+    fixed["cluster"] = with_host(0.0)
+    recorded, launched = (plan_of(RECORDABLE, **fixed, cuda_graphs=g) for g in (True, False))
+    assert recorded.prediction.communication_ms > 2 * launched.prediction.communication_ms
+    assert 2 * recorded.stages[0].memory.gradients == pytest.approx(launched.stages[0].memory.gradients)
+
+
 def test_a_host_launches_every_all_reduce_of_the_tensor_axis() -> None:
     fixed: dict[str, Any] = {"pipeline": 1, "data": 2, "tensor": 2, "zero": 0, "micro_batch": 4, "recompute": "none"}
+    fixed["cuda_graphs"] = False
     free = with_host(1e-2)
     each = replace(free.device, efficiency=replace(free.device.efficiency, collective_s=1e-3))
     plans = [plan_of(DIVIDED, **fixed, cluster=cluster) for cluster in (replace(free, device=each), free)]
@@ -1167,6 +1226,9 @@ def test_what_earlier_moves_left_behind_changes_no_answer() -> None:
         ({"seq_len": "512"}, "seq_len='512' must be a whole number of at least 1: the tokens of one sample."),
         ({"pipeline": True}, "pipeline=True must be a whole number.*Leave it out to have it searched."),
         ({"offload_optimizer": "cpu"}, "offload_optimizer='cpu' must be True or False"),
+        ({"cuda_graphs": 1}, "cuda_graphs=1 must be True or False: whether what blocks launch is recorded once"),
+        ({"cuda_graphs": True, "zero": 1}, "does not run here: under zero=1 FSDP2 moves weights.*Leave it out"),
+        ({"cuda_graphs": True, "schedule": "zero_bubble"}, "schedule='zero_bubble' runs blocks in halves"),
         ({"cluster": "h200"}, r"cluster='h200' is not a Cluster. Give wb.Cluster.of\(\"h200\", gpus=4\)"),
         ({"memory_limit_bytes": 64 << 20}, "does not fit 4 × H200.*your limit of 64.0 MiB leaves 60.2 MiB to tensors"),
         (

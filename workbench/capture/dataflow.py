@@ -12,6 +12,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from workbench.capture.division import DROPOUT
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _RATES = ("p", "dropout", "dropout_p")
 """What operations that can draw dropout call its rate."""
 _WITH_STATISTICS = ("batch_norm", "instance_norm")
@@ -34,6 +37,14 @@ def is_random(node: fx.Node) -> bool:
     given = _arguments(node)
     rates = [given[name] for name in _RATES if name in given]
     return all(rates) and given.get("train") is not False
+
+
+def draws_again(code: fx.GraphModule, recompute: str) -> bool:
+    """Whether a backward under such activation checkpointing draws random numbers a second time. Selective
+    checkpointing keeps attention's results; compiled dropouts compute their masks."""
+    passed_over = (DROPOUT, _ATTENTION) if recompute == "selective" else (DROPOUT,)
+    drawn = (node.target for node in code.graph.nodes if is_random(node))
+    return recompute != "none" and any(target not in passed_over for target in drawn)
 
 
 def _schema(node: fx.Node) -> Any:

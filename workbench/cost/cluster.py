@@ -58,6 +58,8 @@ class Efficiency:
     collective_s: float = 80e-6
     """What an all-reduce inside a block adds to the host's time: its launch, and streams that wait for each other.
     `benchmarks/collectives.py` saw 54 to 91 µs on 4 H200."""
+    graph_s: float = 0.2e-3
+    """What the host takes for a block's forward, or its backward, that is recorded and only launched."""
 
 
 @dataclass(frozen=True)

@@ -56,24 +56,30 @@ class Shares:
     offload_optimizer: bool = False
     halves: bool = False
     """bf16 copies of weights are kept for a whole step (`workbench.planning.plan.keeps_halves`)."""
+    at_the_end: bool = False
+    """Replicas average their gradients when the last backward is over (`workbench.planning.plan`)."""
 
     @property
     def sharded(self) -> bool:
         return self.zero >= 1 and self.data > 1
 
     @property
+    def in_buckets(self) -> bool:
+        """DistributedDataParallel has the gradients."""
+        return self.zero == 0 and self.data > 1 and not self.at_the_end
+
+    @property
     def gradient_bytes(self) -> float:
         """Of each trained element on one device, between two micro-batches or when the last one's backward is over."""
         whole = not self.sharded or (self.zero == 1 and self.num_microbatches > 1)
         # DistributedDataParallel's buckets hold a second copy while micro-batches before the last accumulate beside.
-        copies = 2 if self.zero == 0 and self.data > 1 and self.num_microbatches > 1 else 1
+        copies = 2 if self.in_buckets and self.num_microbatches > 1 else 1
         return FP32 * copies / (1 if whole else self.data)
 
     @property
     def coming_bytes(self) -> float:
         """Of these, what is not there yet before a block's backward: all of it, or nothing."""
-        in_buckets = self.zero == 0 and self.data > 1
-        return 0.0 if in_buckets or self.num_microbatches > 1 else self.gradient_bytes
+        return 0.0 if self.in_buckets or self.num_microbatches > 1 else self.gradient_bytes
 
 
 @dataclass(frozen=True)

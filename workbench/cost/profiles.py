@@ -89,6 +89,8 @@ class KindCost:
     backward_reduced_bytes: tuple[float, ...] = ()
     model_backward_flops: float = 0.0
     """As `model_flops`: twice as many, but for products of which one side takes no gradient."""
+    recordable: tuple[str, ...] = ()
+    """Kinds of activation checkpointing under which what it launches can be recorded and replayed."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class BlockCosts:
     weight_copy_bytes: Array
     input_bytes: Array
     products_bytes: Array
+    recordable: Mapping[str, npt.NDArray[np.bool_]]
+    """By each kind of activation checkpointing, the blocks that can be recorded."""
     forward_reduced: tuple[tuple[float, ...], ...]
     """Of each block, bytes of each all-reduce over the tensor-parallel axis."""
     again_reduced: tuple[tuple[float, ...], ...]
@@ -239,6 +243,10 @@ class Profile:
             weight_copy_bytes=memory[2][of],
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=memory[3][of] * micro_batch,
+            recordable={
+                recompute: np.array([recompute in kind.recordable for kind in self.kinds])[of]
+                for recompute in ("none", "selective", "full")
+            },
             forward_reduced=_reduced(self, "forward_reduced_bytes", micro_batch),
             again_reduced=_reduced(self, "again_reduced_bytes", micro_batch),
             backward_reduced=_reduced(self, "backward_reduced_bytes", micro_batch),
@@ -323,5 +331,5 @@ def _kind_ms(
 def _kind_from_json(value: Mapping[str, Any]) -> KindCost:
     kernels = {name: tuple(Kernel(**kernel) for kernel in value[name]) for name in ("forward", "backward")}
     names = ("forward_reduced_bytes", "again_reduced_bytes", "backward_reduced_bytes")
-    reduced = {name: tuple(value.get(name, ())) for name in names}
+    reduced = {name: tuple(value.get(name, ())) for name in (*names, "recordable")}
     return KindCost(**{**value, **kernels, **reduced})

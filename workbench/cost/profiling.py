@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._pytree import tree_flatten
 
+from workbench.capture.dataflow import draws_again
 from workbench.capture.graph import Block, Graph
 from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
@@ -198,6 +199,7 @@ class _Walk:
     ) -> None:
         self._samples = graph.micro_batch
         self._kind = block.kind
+        self._block = block
         self._settings = settings
         self._casts = Casts(reuse=settings.compiled)
         self._values: dict[int, _Value] = {}
@@ -293,7 +295,15 @@ class _Walk:
             forward_reduced_bytes=tuple(nbytes for nbytes, _ in reduced),
             again_reduced_bytes=tuple(nbytes for nbytes, again in reduced if again),
             backward_reduced_bytes=self._backward_reduced(),
+            recordable=self._recordable(),
         )
+
+    def _recordable(self) -> tuple[str, ...]:
+        """A part that runs over labelled rows is as long as there are labels."""
+        if labelled_part(self._block) is not None and not self._division.divided:
+            return ()
+        kinds = ("none", "selective", "full")
+        return tuple(kind for kind in kinds if not draws_again(self._block.code, kind))
 
     # Running
 

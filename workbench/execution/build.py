@@ -16,6 +16,7 @@ from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.errors import PlanInfeasible
 from workbench.execution.context import StepContext
+from workbench.execution.cuda_graphs import CudaGraphs
 from workbench.execution.dropout import counted, draws_dropout
 from workbench.execution.halves import Halves
 from workbench.execution.labelled import LabelledRows, Runner, retarget
@@ -131,6 +132,8 @@ def build_stage(
     context.tensor_rank = place.tensor_rank
     deferral = context.deferral if plan.schedule in SPLIT_BACKWARD else None
     compile = compile and deferral is None
+    if compile and plan.cuda_graphs:
+        context.cuda_graphs = CudaGraphs(context.device)
     ready: dict[str, dict[str, Runner]] = {}
     held = []
     for stage in plan.stages_of(place.pipeline_rank):
@@ -155,7 +158,7 @@ def build_stage(
                 ],
                 context=context,
                 num_microbatches=plan.num_microbatches,
-                recompute=["none" if compile else mode for mode in modes],
+                recompute=modes,
                 compiled=compile,
                 division=division,
                 autocast=autocast,

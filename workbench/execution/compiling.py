@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
 from torch._inductor import config
 from torch._inductor.async_compile import maybe_warm_pool
 from torch._inductor.choices import InductorChoices
@@ -50,6 +51,10 @@ def prepare() -> None:
     """For every compilation of this process from now on. Called early, it saves their wait for the compiler's helpers,
     processes that themselves import torch."""
     config.inductor_choices_class = Choices
+    # What is computed again draws its random numbers from the state that its forward found, which `StepContext` seeds.
+    # Otherwise, on GPUs, from generators of the compiler's own, seeded once for all steps: masks would depend on how
+    # many steps this process has trained.
+    functorch.graphsafe_rng_functionalization = False
     if torch.are_deterministic_algorithms_enabled():
         config.deterministic = True  # no kernel is chosen by how fast it ran: another would add up in another order
     decompositions.update({GELU: _gelu, GELU_BACKWARD: _gelu_backward})

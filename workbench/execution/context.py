@@ -18,6 +18,7 @@ from workbench.execution.split_backward import Deferral
 
 if TYPE_CHECKING:
     from workbench.execution.actions import ActionLog
+    from workbench.execution.cuda_graphs import CudaGraphs
 
 _MASK = (1 << 64) - 1
 
@@ -53,6 +54,8 @@ class StepContext:
     """Weight gradients left for later by a zero-bubble schedule's backwards."""
     actions: ActionLog | None = None
     """Where the actions of this step are recorded, if they are."""
+    cuda_graphs: CudaGraphs | None = None
+    """The graphs of this rank's blocks, if it records them."""
 
     def action(self, kind: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
         """Runs one forward (`F`) or backward (`B`, or `I` and `W` where it is split) of a stage."""

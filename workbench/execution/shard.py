@@ -133,8 +133,8 @@ def _average(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(group.size())
         dist.all_reduce(flat, group=group)
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        means = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [m.view_as(gradient) for m, gradient in zip(means, gradients, strict=True)])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

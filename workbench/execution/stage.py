@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from workbench.capture import Block, Graph
-from workbench.capture.dataflow import is_random
+from workbench.capture.dataflow import draws_again, is_random
 from workbench.capture.division import Division, Sharding, TensorDivision
 from workbench.execution.context import StepContext
+from workbench.execution.cuda_graphs import Inputs
 from workbench.execution.dropout import draws_dropout
 from workbench.execution.labelled import LabelledRows, Runner
 from workbench.execution.recompute import checkpointed, mode_for
@@ -52,7 +53,12 @@ class BlockModule(nn.Module):
     ) -> None:
         super().__init__()
         self.block = block
-        self.recompute = mode_for(block.code, recompute)
+        mode = mode_for(block.code, recompute)
+        self.recompute = "none" if compiled else mode
+        """What it does here: compiled code has its recomputation inside."""
+        self.recordable = compiled and not draws_again(block.code, mode) and not isinstance(run, LabelledRows)
+        """Does it launch the same in every step? What selects rows by labels does not, and of random numbers only those
+        of a seeded generator can be recorded."""
         self._run = run
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)
@@ -74,6 +80,10 @@ class BlockModule(nn.Module):
         counts = tuple(context.counts[index] for index in self.block.counts)
         seed = context.block_seed(self.block.index) if self._random else None
         run = self._runner()  # now: a recomputation happens when another micro-batch is the context's
+        if context.cuda_graphs is not None and self.recordable:
+            return context.cuda_graphs.forward(
+                self.block.index, context.microbatch, run, self._inputs(seed, shared, (*values, *counts))
+            )
         if self.recompute == "none":
             return cast(Values, self._compute(run, seed, shared, *values, *counts))
         return cast(Values, checkpointed(self.recompute, self._compute, run, seed, shared, *values, *counts))
@@ -90,26 +100,35 @@ class BlockModule(nn.Module):
         return self._run if labels is None else cast(LabelledRows, self._run).over(labels)
 
     def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
-        if seed is not None:
-            values = (*values, *self._seeded(seed))
-        weights = [self._weight(name, shared) for name in self.block.parameters]
-        buffers = [getattr(self, attribute) for attribute in self.kept.values()]
-        return run(*weights, *buffers, *values)
+        inputs = self._inputs(seed, shared, values)
+        device = self._context.device
+        seeds = (torch.full((), number, dtype=torch.int64, device=device) for number in inputs.seeds)
+        return run(*inputs.weights, *inputs.buffers, *values, *seeds)
+
+    def _inputs(self, seed: int | None, shared: Mapping[str, torch.Tensor], values: Values) -> Inputs:
+        names = self.block.parameters
+        return Inputs(
+            weights=[self._weight(name, shared) for name in names],
+            owners=[getattr(self, self.own[name]) if name in self.own else None for name in names],
+            buffers=[getattr(self, attribute) for attribute in self.kept.values()],
+            values=values,
+            seeds=() if seed is None else tuple(self._seeded(seed)),
+        )
 
     def _weight(self, name: str, shared: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if name in self.halves:
             return self.halves[name]
         return cast(torch.Tensor, getattr(self, self.own[name])) if name in self.own else shared[name]
 
-    def _seeded(self, seed: int) -> Iterator[torch.Tensor]:
+    def _seeded(self, seed: int) -> Iterator[int]:
         """The seeds that `run` is given, once the generator has this device's."""
         context = self._context
         own = context.own_seed(seed) if self._draws_own else seed
         context.seed_generator(own)
         if self._draws_own:
-            yield torch.full((), seed, dtype=torch.int64, device=context.device)
+            yield seed
         if self._counts_dropout:
-            yield torch.full((), own, dtype=torch.int64, device=context.device)
+            yield own
 
 
 class _ContiguousGradient(torch.autograd.Function):

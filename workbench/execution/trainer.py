@@ -64,7 +64,7 @@ class Trainer:
         plan, place = self.plan, self.place
         splits = plan.schedule in SPLIT_BACKWARD
         return PipeStage(
-            stage if splits else distribute(stage, place.data_mesh, plan.zero, plan.precision),
+            stage if plan.reduces_at_the_end else distribute(stage, place.data_mesh, plan.zero, plan.precision),
             stage,
             place.pipeline_rank + index * plan.pipeline,
             len(plan.stages),
@@ -99,6 +99,8 @@ class Trainer:
         self._refresh_copies()
         self.stage.refresh_halves()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.context.cuda_graphs is not None:
+            self.context.cuda_graphs.begin_step()
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stage.computes_loss else None
         inputs: dict[str, Any] = dict(batch)
@@ -161,9 +163,9 @@ class Trainer:
         self.context.counts = list((counts / shares).unbind())
 
     def _reduced_by_hand(self) -> list[nn.Parameter]:
-        """What nothing else averages over the replicas: all under a split backward, what sharded stages hold whole."""
+        """What nothing else averages over the replicas: all, or what sharded stages hold whole."""
         parameters = [parameter for stage in self.stage.stages for parameter in stage.parameters()]
-        if self.plan.schedule in SPLIT_BACKWARD:
+        if self.plan.reduces_at_the_end:
             return parameters
         return [parameter for parameter in parameters if self.plan.zero > 0 and not isinstance(parameter, DTensor)]
 

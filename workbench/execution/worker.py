@@ -39,6 +39,7 @@ from workbench.execution.context import StepContext
 from workbench.execution.export import describe_model
 from workbench.execution.labelled import LabelCounts
 from workbench.execution.mesh import Place, parallelism
+from workbench.execution.cuda_graphs import BUFFERS
 from workbench.execution.repeatable import REFUSAL, make_repeatable
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
@@ -210,6 +211,8 @@ class _Worker:
         self._started = time.perf_counter()
         if self.experiment.deterministic:
             make_repeatable()
+        if plan.cuda_graphs:
+            os.environ.setdefault(*BUFFERS)
         self.accelerator = Accelerator(
             cpu=not _on_gpu(),
             mixed_precision="bf16" if plan.precision == "bf16" else "no",

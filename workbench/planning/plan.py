@@ -30,10 +30,16 @@ INTERLEAVED = ("interleaved", "zero_bubble")
 """Schedules under which a pipeline rank may hold several stages."""
 
 
-def keeps_halves(precision: str, data: int, schedule: str) -> bool:
+def keeps_halves(precision: str, data: int, schedule: str, cuda_graphs: bool) -> bool:
     """Do ranks keep bf16 copies of their weights for a whole step? Where neither FSDP2 nor DistributedDataParallel has
     the weights in hand, and gradients come with the backward."""
-    return precision == "bf16" and data == 1 and schedule != "zero_bubble"
+    return precision == "bf16" and (data == 1 or cuda_graphs) and schedule != "zero_bubble"
+
+
+def reduces_at_the_end(schedule: str, cuda_graphs: bool) -> bool:
+    """Do replicas average their gradients when the last backward is over? A backward in halves, or one that has been
+    recorded, shows them to nobody before."""
+    return schedule == "zero_bubble" or cuda_graphs
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ class Candidate:
     """Blocks recomputed selectively, where a cut was chosen."""
     full_blocks: int = 0
     """Blocks recomputed as a whole."""
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,8 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     offload_optimizer: bool = False
     """Optimiser state lives in the host's memory."""
+    cuda_graphs: bool = False
+    """What a block launches is recorded once and replayed (`workbench.execution.cuda_graphs`)."""
 
     @property
     def chunks(self) -> int:
@@ -201,7 +210,12 @@ class Plan:
     @property
     def keeps_halves(self) -> bool:
         """See the function."""
-        return keeps_halves(self.precision, self.data, self.schedule)
+        return keeps_halves(self.precision, self.data, self.schedule, self.cuda_graphs)
+
+    @property
+    def reduces_at_the_end(self) -> bool:
+        """See the function."""
+        return reduces_at_the_end(self.schedule, self.cuda_graphs)
 
     @property
     def peak_bytes(self) -> int:
@@ -262,6 +276,7 @@ class Plan:
         chunks = f" × {self.chunks}" if self.chunks > 1 else ""
         extras = [recompute_words(self)] if self.recompute != "none" else []
         extras += ["optimiser state on the host"] if self.offload_optimizer else []
+        extras += ["CUDA graphs"] if self.cuda_graphs else []
         return ", ".join(
             (
                 f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",

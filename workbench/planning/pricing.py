@@ -29,7 +29,7 @@ from workbench.cost.memory import (
 )
 from workbench.cost.profiles import ACCUMULATE_BYTES, BlockCosts, Profile
 from workbench.planning.checkpointing import Levels, Mixed, Uniform
-from workbench.planning.plan import INTERLEAVED, keeps_halves
+from workbench.planning.plan import INTERLEAVED, keeps_halves, reduces_at_the_end
 
 Array = npt.NDArray[np.float64]
 Collective = Callable[[Array, int, Link], Array]
@@ -47,10 +47,19 @@ NCCL is limited to one multiprocessor."""
 SHARDING_BANDWIDTH = 0.4
 """Share of the memory's bandwidth that FSDP2's copies into and out of its buffers reach, its sums of gradients and its
 casts, a kernel a parameter: 0.41 under ZeRO 1 with two micro-batches, 0.40 under ZeRO 3 (scaled BERT, 2 × H200)."""
-LAUNCHED_AGAIN = 0.5
+LAUNCHED_AGAIN = 1.0
 """Of the host's time for a forward, what full checkpointing adds to that of a compiled backward: launches, without what
-surrounds a compiled block (0.55 of 1.2 ms in one profile of 14 layers of BERT-1920 on an H200, by a script that was
-not kept)."""
+surrounds a compiled block, and the generator's state, kept and put back around attention that draws dropout (0.55 of
+1.2 ms without the latter in one profile of 14 layers of BERT-1920 on an H200; with it 0.2 to 1 ms more)."""
+AVERAGING_BYTES = 7 * FP32
+"""Per gradient, where replicas average when the last backward is over: into a buffer, divided there, and back."""
+LAUNCHED_LATE = 0.5
+"""Of the device's time, what the host may take for a micro-batch before its blocks are recorded: what the same launches
+take differs by a factor of two between machines and minutes."""
+MOST_GRAPHS = 4096
+"""Of one rank. Recording takes 1.5 ms for each."""
+GRAPH_BYTES = 256 << 10
+"""Of device memory, for each graph: 0.2 MB seen, 0.6 where it has all-reduces (BERT-1920 on H200)."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
 """Per element: AdamW reads parameter, gradient and two moments and writes three; the norm reads a gradient and
 clipping reads and writes it."""
@@ -70,6 +79,7 @@ class Degrees:
     offload_optimizer: bool
     micro_batch: int
     num_microbatches: int
+    cuda_graphs: bool = False
 
     @property
     def stages(self) -> int:
@@ -85,6 +95,8 @@ class StageTimes:
     """One micro-batch's compute, recomputation and waiting for the host included."""
     late: Array
     """Of the two together, waiting for the host."""
+    host: Array
+    """What the host takes meanwhile."""
     weight: Array
     """Of `backward`, the gradients of weights: what a zero-bubble schedule leaves for later."""
     forward_wait: Array
@@ -136,18 +148,19 @@ class DeviceCosts:
         *,
         halves: bool,
         sharded: bool,
+        cuda_graphs: bool,
     ) -> Compute:
         """Of one micro-batch; `kinds` of activation checkpointing, `hooks_ms` what the host takes besides for a
         block's forward and backward, `link` joins tensor-parallel ranks, `halves`: blocks are given weights in bf16,
-        `sharded`: others add up their gradients."""
-        key = (micro_batch, tensor, kinds, hooks_ms, link, halves, sharded)
+        `sharded`: others add up their gradients, `cuda_graphs`: they are recorded where they can be."""
+        key = (micro_batch, tensor, kinds, hooks_ms, link, halves, sharded, cuda_graphs)
         if key not in self._computes:
             costs = self.at(micro_batch, tensor)
             if halves:
                 costs = _without_casts(costs)
             if sharded:
                 costs = self._without_sums(costs, tensor)
-            self._computes[key] = self._compute(costs, tensor, kinds, hooks_ms, link)
+            self._computes[key] = self._compute(costs, tensor, kinds, hooks_ms, link, cuda_graphs)
         return self._computes[key]
 
     def _without_sums(self, costs: BlockCosts, tensor: int) -> BlockCosts:
@@ -157,7 +170,13 @@ class DeviceCosts:
         return replace(costs, backward_ms=np.maximum(0.0, costs.backward_ms - sums_ms))
 
     def _compute(
-        self, costs: BlockCosts, tensor: int, kinds: tuple[str, ...], hooks_ms: tuple[float, float], link: Link
+        self,
+        costs: BlockCosts,
+        tensor: int,
+        kinds: tuple[str, ...],
+        hooks_ms: tuple[float, float],
+        link: Link,
+        cuda_graphs: bool,
     ) -> Compute:
         nothing = np.zeros_like(costs.forward_ms)
         again = {"none": nothing, "selective": costs.replay_ms, "full": costs.recompute_ms}
@@ -169,6 +188,10 @@ class DeviceCosts:
             costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
             again = {kind: added + host_backward for kind, added in again.items()}
             host, launched = nothing, dict.fromkeys(launched, nothing)
+        hosts = {kind: host + launched[kind] for kind in kinds}
+        if cuda_graphs:
+            replayed = 1e3 * self.device.efficiency.graph_s * np.where(costs.backward_ms > 0, 2.0, 1.0)
+            hosts = {kind: np.where(costs.recordable[kind], replayed, of) for kind, of in hosts.items()}
         reduced_forward = _tensor_reductions(costs.forward_reduced, tensor, link)
         reduced_backward = _tensor_reductions(costs.backward_reduced, tensor, link)
         repeated = _tensor_reductions(costs.again_reduced, tensor, link)
@@ -176,7 +199,7 @@ class DeviceCosts:
         return Compute(
             forward=spans(costs.forward_ms),
             backward=np.stack([spans(costs.backward_ms + again[kind]) for kind in kinds]),
-            host=np.stack([spans(host + launched[kind]) for kind in kinds]),
+            host=np.stack([spans(hosts[kind]) for kind in kinds]),
             weight=spans(costs.weight_ms),
             forward_reduced=spans(reduced_forward),
             backward_reduced=np.stack([spans(reduced_backward + reduced_again[kind]) for kind in kinds]),
@@ -252,8 +275,14 @@ class Pricer:
         return self._costs.table(degrees.tensor)
 
     def shares(self, degrees: Degrees) -> Shares:
-        halves = keeps_halves(self.profile.precision, degrees.data, degrees.schedule)
-        return Shares(degrees.zero, degrees.data, degrees.num_microbatches, degrees.offload_optimizer, halves)
+        return Shares(
+            degrees.zero,
+            degrees.data,
+            degrees.num_microbatches,
+            degrees.offload_optimizer,
+            halves=keeps_halves(self.profile.precision, degrees.data, degrees.schedule, degrees.cuda_graphs),
+            at_the_end=reduces_at_the_end(degrees.schedule, degrees.cuda_graphs),
+        )
 
     @property
     def elements(self) -> Array:
@@ -261,7 +290,29 @@ class Pricer:
         return self._costs.table(1).elements
 
     def state(self, degrees: Degrees) -> StageState:
-        return stage_state(self.profile, self.table(degrees), degrees.micro_batch, self.shares(degrees))
+        found = stage_state(self.profile, self.table(degrees), degrees.micro_batch, self.shares(degrees))
+        if not degrees.cuda_graphs:
+            return found
+        graphs = 2 * degrees.num_microbatches * spans(self.costs(degrees).recordable["none"].astype(np.float64))
+        return replace(found, workspace=found.workspace + GRAPH_BYTES * graphs)
+
+    def records(self, degrees: Degrees) -> bool:
+        """Whether the runtime can record blocks: on a GPU, compiled, where FSDP2 does not move their weights and a
+        backward is not split."""
+        blocks = len(self.profile.blocks) / degrees.pipeline
+        return (
+            self.profile.compiled
+            and any(kind.recordable for kind in self.profile.kinds)
+            and self.cluster.device.kind == "cuda"
+            and (degrees.data == 1 or degrees.zero == 0)
+            and degrees.schedule != "zero_bubble"
+            and 2 * degrees.num_microbatches * blocks <= MOST_GRAPHS
+        )
+
+    def is_launched_late(self, degrees: Degrees) -> bool:
+        """Whether a host that launches kernel by kernel may hold up its device."""
+        whole = self.whole(degrees)
+        return bool(whole.host > LAUNCHED_LATE * (whole.busy - whole.late))
 
     def activations(self, degrees: Degrees) -> Activations:
         return activations(self.costs(degrees), self.table(degrees), self.shares(degrees), self.kinds)
@@ -286,15 +337,15 @@ class Pricer:
             tensor_link,
             halves=shares.halves or (shares.sharded and self.profile.precision == "bf16"),
             sharded=shares.sharded,
+            cuda_graphs=degrees.cuda_graphs,
         )
         slower = self._slower(degrees)
         forward, backward = slower * stages.whole(found.forward), slower * stages.sum(found.backward)
         in_forward, in_backward, at_end = self._collectives(degrees, stages)
         copies = self._copies(degrees, stages)
-        overlapped = degrees.schedule != "zero_bubble"
         forward_wait = _exposed(in_forward, forward) + stages.whole(found.forward_reduced) + copies[0]
         backward_wait = _exposed(in_backward, backward) + stages.sum(found.backward_reduced) + copies[1]
-        step_wait = (_exposed(at_end, backward) if overlapped else at_end) + copies[2]
+        step_wait = (at_end if shares.at_the_end else _exposed(at_end, backward)) + copies[2]
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / degrees.num_microbatches
@@ -304,6 +355,7 @@ class Pricer:
             forward=forward + late / 2,
             backward=backward + late / 2,
             late=late,
+            host=host,
             weight=slower * stages.whole(found.weight),
             forward_wait=forward_wait,
             backward_wait=backward_wait,
@@ -386,8 +438,8 @@ class Pricer:
         return device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
 
     def _copies(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
-        """Milliseconds of what FSDP2 does on the device besides its collectives: in one forward, in one backward, at
-        the step's end.
+        """Milliseconds of what a reduction does on the device besides its collectives, FSDP2's above all: in one
+        forward, in one backward, at the step's end.
 
         Before a gather, shards are cast to bf16, and after it parameters copied out of its buffer; gradients are cast
         and copied into a buffer, and what is reduced is added to what earlier micro-batches left. ZeRO 1 adds up whole
@@ -395,9 +447,12 @@ class Pricer:
         """
         table, micro_batches = self.table(degrees), degrees.num_microbatches
         nothing = np.zeros_like(stages.whole(self.elements))
+        device = self.cluster.device
+        if self.shares(degrees).at_the_end and degrees.data > 1:
+            moved = AVERAGING_BYTES * stages.whole(table.trained)
+            return nothing, nothing, 1e3 * moved / (device.memory_bandwidth * device.efficiency.bandwidth)
         if not self.shares(degrees).sharded:
             return nothing, nothing, nothing
-        device = self.cluster.device
         byte_ms = 1e3 / (device.memory_bandwidth * SHARDING_BANDWIDTH)
         half = HALF if self.profile.precision == "bf16" else FP32
         cast = (FP32 + half) / degrees.data if half != FP32 else 0.0

@@ -115,7 +115,7 @@ def too_large(
     d, needed = least
     tensor = f"tensor={d.tensor}, " if d.tensor > 1 else ""
     shape = f"pipeline={d.pipeline}, data={d.data}, {tensor}zero={d.zero}, micro_batch={d.micro_batch}"
-    host = ", offload_optimizer=True" if d.offload_optimizer else ""
+    host = (", offload_optimizer=True" if d.offload_optimizer else "") + (", cuda_graphs=True" if d.cuda_graphs else "")
     need, offer = apart(needed, request.offered_bytes)
     return PlanInfeasible(
         f"{profile.model} does not fit {request.cluster.describe()}: the smallest of {options} options ({shape}, "

@@ -21,10 +21,13 @@ class Runnable:
     recompute: tuple[str, ...] = RECOMPUTE
     tensor: bool = True
     offload_optimizer: bool = True
+    cuda_graphs: bool = True
+    """Without, they are for those who ask."""
 
 
-RUNNABLE = Runnable()
-"""What `workbench.execution` runs today: the one place that says so."""
+RUNNABLE = Runnable(cuda_graphs=False)
+"""What `workbench.execution` runs today: the one place that says so. CUDA graphs are for those who ask until whole runs
+have been seen with them on GPUs."""
 EVERYTHING = Runnable()
 """What can be priced, whether or not it runs yet."""
 
@@ -46,6 +49,7 @@ FIXABLE = (
     "schedule",
     "chunks",
     "offload_optimizer",
+    "cuda_graphs",
 )
 """What a user may fix of a plan; the rest is searched."""
 
@@ -67,6 +71,7 @@ class Request:
     schedule: str | None = None
     chunks: int | None = None
     offload_optimizer: bool | None = None
+    cuda_graphs: bool | None = None
     runnable: Runnable = RUNNABLE
 
     def __post_init__(self) -> None:
@@ -87,6 +92,7 @@ class Request:
             schedule=row.schedule,
             chunks=row.chunks,
             offload_optimizer=row.offload_optimizer,
+            cuda_graphs=row.cuda_graphs,
         )
 
     @property
@@ -176,6 +182,12 @@ def _check_numbers(request: Request) -> None:
             f"lives in the host's memory. Leave it out to have it searched.",
             offload_optimizer=request.offload_optimizer,
         )
+    if request.cuda_graphs is not None and not isinstance(request.cuda_graphs, bool):
+        raise PlanInfeasible(
+            f"cuda_graphs={request.cuda_graphs!r} must be True or False: whether what blocks launch is recorded once "
+            f"and replayed. Leave it out to have it searched.",
+            cuda_graphs=request.cuda_graphs,
+        )
 
 
 def _check_runnable(request: Request, profile: Profile) -> None:
@@ -215,6 +227,21 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             "offload_optimizer=True does not run here. Leave it out; zero=2 or zero=3 divides the optimiser's state "
             "over the replicas."
         )
+    if request.cuda_graphs:
+        _check_cuda_graphs(request, profile)
+
+
+def _check_cuda_graphs(request: Request, profile: Profile) -> None:
+    """That blocks of some plan can be recorded."""
+    reasons = {
+        f"a {request.cluster.device.name} has no CUDA": request.cluster.device.kind != "cuda",
+        "blocks are recorded as the compiler made them, and compile is False": not profile.compiled,
+        f"under zero={request.zero} FSDP2 moves weights from step to step": bool(request.zero),
+        f"schedule={request.schedule!r} runs blocks in halves": request.schedule == "zero_bubble",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise PlanInfeasible(f"cuda_graphs=True does not run here: {reason}. Leave it out.", cuda_graphs=True)
 
 
 def _check_schedule(request: Request, profile: Profile) -> None:

@@ -34,14 +34,15 @@ def search(
     schedule: str | None = None,
     chunks: int | None = None,
     offload_optimizer: bool | None = None,
+    cuda_graphs: bool | None = None,
     runnable: Runnable = RUNNABLE,
 ) -> Plan:
     """The fastest plan that fits, with what was weighed in `Plan.candidates`.
 
     Searched: pipeline × data × tensor degrees that use all devices, ZeRO stages, schedules and stages a rank,
-    activation checkpointing of each stage, optimiser state on the host, and micro-batches that divide each replica's
-    share; each argument given fixes its own. Stages are cut so that the slowest is as fast as can be within memory.
-    `runnable` says what the runtime runs.
+    activation checkpointing of each stage, optimiser state on the host, CUDA graphs, and micro-batches that divide each
+    replica's share; each argument given fixes its own. Stages are cut so that the slowest is as fast as can be within
+    memory. `runnable` says what the runtime runs.
 
     Raises `PlanInfeasible` when nothing fits or the degrees contradict the cluster or the batch, `PlanMismatch`
     when the profile was made for another precision or kind of device.
@@ -60,6 +61,7 @@ def search(
         schedule,
         chunks,
         offload_optimizer,
+        cuda_graphs,
         runnable,
     )
     return checked_search(profile, precision, request).plan()

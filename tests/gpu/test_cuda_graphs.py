@@ -1,0 +1,127 @@
+"""Steps of blocks that were recorded as CUDA graphs are those of blocks that are launched, to the last bit.
+
+Compiled, bf16, with dropout; deterministic, since the attention that torch takes otherwise adds up in no fixed order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.distributed.harness import forced_plan, launch, place
+from tests.distributed.test_every_plan import part_of
+from tests.gpu.machine import DEVICE, here, needs
+from workbench.capture import capture
+from workbench.execution.build import build_model, build_stage
+from workbench.execution.context import StepContext
+from workbench.execution.cuda_graphs import REHEARSALS
+from workbench.execution.random_batch import random_batch
+from workbench.execution.repeatable import make_repeatable
+from workbench.execution.trainer import Trainer
+from workbench.tensors import TensorSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU")]
+STEPS = REHEARSALS + 4
+VOCABULARY, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 512, 128, 2, 8
+MODEL = wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=VOCABULARY, max_positions=SEQ_LEN)
+DATA = wb.data.corpus("demo", vocab_size=VOCABULARY)
+EXPERIMENT = wb.Experiment(model=MODEL, data=DATA, steps=STEPS, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    weights: float
+    """Sum of absolute values."""
+    recorded: int
+
+
+ALONE = (Case(), Case(recompute="selective"), Case(recompute="full"))
+TWO = (Case(pipeline=2), Case(pipeline=2, chunks=2, schedule="interleaved"), Case(tensor=2), Case(data=2))
+
+
+@pytest.mark.parametrize("case", [*ALONE, *(pytest.param(case, marks=needs(2)) for case in TWO)], ids=str)
+def test_recorded_steps_are_those_of_launched_ones_to_the_last_bit(case: Case) -> None:
+    launched, recorded = outcomes(2 if case in TWO else 1)[case]
+    assert launched.recorded == 0
+    assert recorded.recorded > 0
+    assert recorded.losses == launched.losses
+    assert recorded.norms == launched.norms
+    assert recorded.weights == launched.weights
+    assert len(set(recorded.losses)) == STEPS
+
+
+def test_what_a_checkpoint_draws_again_depends_on_the_step_alone() -> None:
+    """Not on how many steps this process has trained: it would not go on where another ended."""
+    for recompute, losses in launch(_repeated, 1, device=DEVICE).items():
+        first, other, again = losses
+        assert again == first, recompute
+        assert other != first, recompute
+
+
+@functools.cache
+def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
+    """Launched kernel by kernel and recorded, of all cases of so many devices, from one start of the processes."""
+    found: Mapping[Case, tuple[Outcome, Outcome]] = launch(_outcomes, world, world, device=DEVICE)
+    return found
+
+
+def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
+    make_repeatable()
+    cases = ALONE if world == 1 else TWO
+    return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}
+
+
+def _outcome(trainer: Trainer) -> Outcome:
+    scalars = [trainer.step(step, _batch(trainer, step)).scalars for step in range(STEPS)]
+    losses, norms, _ = zip(*(values.tolist() for values in scalars), strict=True)
+    weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stage.named().values())
+    graphs = trainer.context.cuda_graphs
+    return Outcome(losses, norms, weights, 0 if graphs is None else graphs.forwards)
+
+
+def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
+    make_repeatable()
+    found = {}
+    for recompute in ("none", "selective", "full"):
+        trainer = _trainer(Case(recompute=recompute), False)
+        found[recompute] = tuple(float(trainer.gradients(step, _batch(trainer, 0))) for step in (3, 4, 3))
+    return found
+
+
+def _trainer(case: Case, cuda_graphs: bool) -> Trainer:
+    model = build_model(MODEL.build, 0, here(), seed=0)
+    graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in _specs().items()}, name="bert")
+    share = GLOBAL_BATCH // MICRO_BATCH // case.data
+    sizes = {"micro_batch": MICRO_BATCH, "num_microbatches": share, "cuda_graphs": cuda_graphs}
+    plan = dataclasses.replace(forced_plan(graph, **dataclasses.asdict(case), **sizes), precision="bf16")
+    where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
+    context = StepContext(seed=0, device=here())
+    half = functools.partial(torch.autocast, here().type, torch.bfloat16)
+    stage = build_stage(plan, where, model, graph, context, compile=True, autocast=half)
+    return Trainer(EXPERIMENT, plan, graph, stage, context, where)
+
+
+def _batch(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
+    shape = {"vocab_size": VOCABULARY, "labelled": DATA.labelled_share(EXPERIMENT)}
+    return part_of(trainer, random_batch(_specs(), GLOBAL_BATCH, **shape, device=here(), seed=seed))
+
+
+def _specs() -> Mapping[str, TensorSpec]:
+    return DATA.batch_specs(EXPERIMENT)

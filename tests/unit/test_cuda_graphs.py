@@ -1,0 +1,64 @@
+"""What a recorded block reads and leaves is found again by its address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench.capture.dataflow import draws_again
+from workbench.execution.cuda_graphs import _Place
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(12.0).view(3, 4),
+        lambda: torch.arange(12.0).view(3, 4).t(),
+        lambda: torch.arange(24.0).view(3, 8)[:, 2:6],
+        lambda: torch.arange(4.0).expand(3, 4),
+        lambda: torch.tensor(7.0),
+        lambda: torch.empty(0, 4),
+    ],
+    ids=["whole", "transposed", "a slice", "expanded", "a number", "empty"],
+)
+def test_a_place_is_the_tensor_that_was_there_and_can_be_filled_anew(make: object) -> None:
+    assert callable(make)
+    held = make()
+    place = _Place(held)
+    assert place.tensor.shape == held.shape
+    assert place.tensor.stride() == held.stride()
+    assert torch.equal(place.tensor, held)
+    assert place.tensor.numel() == 0 or place.tensor.data_ptr() == held.data_ptr()
+    value = torch.empty_strided(held.shape, held.stride())
+    value.untyped_storage().copy_((torch.zeros(value.untyped_storage().nbytes() // 4) + 3).untyped_storage())
+    place.fill(value)
+    assert torch.equal(held, value)
+    place.fill(None)
+    assert not held.any()
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self, attention: float, noise: bool) -> None:
+        super().__init__()
+        self.attention, self.noise = attention, noise
+        self.dropout = torch.nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.attention))
+        return x + torch.randn_like(x) if self.noise else x
+
+
+@pytest.mark.parametrize(
+    ("attention", "noise", "again"),
+    [
+        (0.0, False, set()),
+        (0.1, False, {"full"}),
+        (0.1, True, {"full", "selective"}),
+        (0.0, True, {"full", "selective"}),
+    ],
+)
+def test_what_draws_random_numbers_twice_is_known_by_its_kind_of_checkpointing(
+    attention: float, noise: bool, again: set[str]
+) -> None:
+    code = torch.export.export(Drawing(attention, noise).train(), (torch.ones(1, 2, 4, 8),)).graph_module
+    assert {kind for kind in ("none", "selective", "full") if draws_again(code, kind)} == again

@@ -1,0 +1,371 @@
+"""Blocks as CUDA graphs: what a host launches for a block, kernel by kernel, recorded once and then launched as one.
+
+For a layer of BERT a host needs milliseconds to launch what a GPU may run in one: in small micro-batches, small models
+and under tensor parallelism the GPU waits. The first steps run as ever (they compile). In the next one every forward
+and backward of a block is recorded for its micro-batch (CUDA's stream capture) and launched; from then on it is
+launched again. All graphs share one pool of memory: what one of them leaves, a later one uses, since every step comes
+in the order of the recorded one. Weights' gradients are added up as part of the graphs. The numbers are those of a
+block that is not recorded, to the last bit.
+
+Not under FSDP2, which moves weights from step to step. Replicas average their gradients when the last backward is over:
+`DistributedDataParallel` would want to see each of them before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from workbench.errors import WorkbenchError
+
+REHEARSALS = 2
+"""Steps before the recorded one: in the first everything is compiled, in the second all caches are there."""
+
+BUFFERS = "NCCL_GRAPH_REGISTER", "0"
+"""Otherwise NCCL registers what recorded collectives read and write, whose memory expandable segments may map anew:
+illegal accesses are known (github.com/NVIDIA/Megatron-LM/issues/5474)."""
+
+Maybe = torch.Tensor | None
+Run = Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a block's forward takes."""
+
+    weights: Sequence[torch.Tensor]
+    """Its parameters, or copies of them that it reads in their place."""
+    owners: Sequence[nn.Parameter | None]
+    """Whose gradients the weights' are added to; None for parameters that other blocks read too."""
+    buffers: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    seeds: Sequence[int]
+    """Given to it last, as int64 scalars."""
+
+    @property
+    def differentiable(self) -> tuple[torch.Tensor, ...]:
+        """What autograd is given: what others read too, and the values."""
+        shared = (w for w, owner in zip(self.weights, self.owners, strict=True) if owner is None)
+        return (*shared, *self.values)
+
+
+class CudaGraphs:
+    """The graphs of one rank. Told of each step and given each block's forward; backwards come to it by autograd."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._step = 0
+        self._idle = device.type != "cuda"
+        self._cells: dict[tuple[int, int], _Cell] = {}
+        self._produced: set[int] = set()
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        """Makes autograd follow a block none of whose values it follows: its weights may be trained."""
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step."""
+        self._step += 1
+        if self.records:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool takes what the steps before needed
+            self._stream = torch.cuda.Stream(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def forwards(self) -> int:
+        """Of a step, by block and micro-batch."""
+        return len(self._cells)
+
+    @property
+    def records(self) -> bool:
+        return not self._idle and self._step == REHEARSALS + 1
+
+    @property
+    def replays(self) -> bool:
+        return not self._idle and self._step > REHEARSALS + 1
+
+    def forward(self, block: int, micro_batch: int, run: Run, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        """A block's forward; the generator of random numbers has been seeded for it."""
+        key = block, micro_batch
+        if not self.replays:
+            self._cells[key] = _Cell(self)
+        found: tuple[torch.Tensor, ...] = _Replayed.apply(
+            self.anchor, self._cells[key], run, inputs, *inputs.differentiable
+        )
+        return found
+
+    def recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `launch` launches, as a graph that has not run. Raises `WorkbenchError` where it cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._stream), _capture(graph, self._pool):
+                launch()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise WorkbenchError(
+                f"What a block launches could not be recorded as a CUDA graph: {reason}. Plan without, "
+                f"wb.plan(experiment, cuda_graphs=False)."
+            ) from None
+        return graph
+
+    def note(self, tensors: Sequence[Maybe]) -> None:
+        """Results of graphs, which every step finds where they are now."""
+        self._produced.update(tensor.data_ptr() for tensor in tensors if tensor is not None)
+
+    def produced(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() in self._produced
+
+
+@contextlib.contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    # Of this thread alone: others may do what would end a capture, as NCCL's watchdog, which asks for events.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+class _Place:
+    """Where the pool has a tensor in every step. It does not keep the memory from graphs that are recorded later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.address = tensor.data_ptr()
+        spans = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (1 + spans) * tensor.element_size() if tensor.numel() else 0
+        storage = torch._C._construct_storage_from_data_pointer(self.address, tensor.device, size)
+        self.tensor = tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
+
+    def fill(self, value: Maybe) -> None:
+        if value is None:
+            self.tensor.zero_()
+        elif value.data_ptr() != self.address:
+            _once(self.tensor).copy_(_once(value))
+
+
+@dataclass
+class _Recording:
+    """A forward or a backward."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Sequence[_Place | None]
+    seeds: Sequence[_Place]
+    outputs: Sequence[_Place | None]
+    begun: Sequence[tuple[nn.Parameter, _Place]] = ()
+    """Parameters whose gradients it makes anew, and where."""
+
+    def run(self, inputs: Sequence[Maybe], seeds: Sequence[int] = ()) -> None:
+        for place, value in zip(self.inputs, inputs, strict=True):
+            if place is not None:
+                place.fill(value)
+            else:
+                assert value is None, "a gradient that did not come when the backward was recorded"
+        for place, seed in zip(self.seeds, seeds, strict=True):
+            place.tensor.fill_(seed)
+        self.graph.replay()
+        for parameter, place in self.begun:
+            parameter.grad = place.tensor
+
+    @property
+    def results(self) -> list[Maybe]:
+        return [None if place is None else place.tensor.detach() for place in self.outputs]
+
+
+@dataclass
+class _Computed:
+    """A forward whose backward is still to come: the ends and beginnings of what autograd has of it."""
+
+    ends: list[GradientEdge | None]
+    weights: list[tuple[torch.Tensor, nn.Parameter]]
+    """Trained ones that no other block reads, and whose gradients theirs are added to."""
+    others: list[GradientEdge | None]
+
+
+class _Cell:
+    """A block in one micro-batch."""
+
+    def __init__(self, graphs: CudaGraphs) -> None:
+        self._graphs = graphs
+        self._forward: _Recording | None = None
+        self._backward: _Recording | None = None
+        self._computed: _Computed | None = None
+        self._differentiable: list[bool] = []
+
+    def forward(self, run: Run, inputs: Inputs) -> tuple[list[torch.Tensor], list[bool]]:
+        """Results, and which of them depend on what is trained."""
+        if self._graphs.replays:
+            assert self._forward is not None
+            self._forward.run(inputs.values, inputs.seeds)
+            return [r for r in self._forward.results if r is not None], self._differentiable
+        if self._graphs.records:
+            outputs = self._record_forward(run, inputs)
+        else:
+            seeds = [torch.full((), seed, dtype=torch.int64, device=self._graphs.device) for seed in inputs.seeds]
+            outputs = self._compute(run, inputs, inputs.values, seeds)
+        self._differentiable = [output.requires_grad for output in outputs]
+        return [output.detach() for output in outputs], self._differentiable
+
+    def _record_forward(self, run: Run, inputs: Inputs) -> Sequence[torch.Tensor]:
+        held: list[Any] = []
+
+        def launch() -> None:
+            values = [self._input(value) for value in inputs.values]
+            seeds = [torch.empty((), dtype=torch.int64, device=self._graphs.device) for _ in inputs.seeds]
+            held.extend((values, seeds, self._compute(run, inputs, values, seeds)))
+
+        graph = self._graphs.recorded(launch)
+        values, seeds, outputs = held
+        self._graphs.note(outputs)
+        self._forward = _Recording(graph, _places(values), _places(seeds), _places(outputs))
+        self._forward.run(inputs.values, inputs.seeds)
+        return tuple(outputs)
+
+    def _input(self, value: torch.Tensor) -> torch.Tensor:
+        """As a graph reads it: where an earlier graph left it, or in a place of its own that is filled before."""
+        if self._graphs.produced(value):
+            return value.detach()
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    def _compute(
+        self, run: Run, inputs: Inputs, values: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        # Leaves of their own: autograd remembers for a weight on which stream others read it.
+        weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in inputs.weights]
+        pairs = zip(values, inputs.values, strict=True)
+        with torch.enable_grad():
+            inner = [_Entry.apply(self._graphs.anchor, v) if given.requires_grad else v.detach() for v, given in pairs]
+            outputs = run(*weights, *inputs.buffers, *inner, *seeds)
+        own = [(w, o) for w, o in zip(weights, inputs.owners, strict=True) if o is not None and w.requires_grad]
+        shared = [w for w, owner in zip(weights, inputs.owners, strict=True) if owner is None]
+        self._computed = _Computed(_edges(outputs), own, _edges([*shared, *inner]))
+        return outputs
+
+    def backward(self, gradients: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:
+        """Of what autograd was given; `outside`: what no graph has made."""
+        if self._graphs.replays:
+            if self._backward is None:
+                assert all(gradient is None for gradient in gradients), "its backward was not recorded"
+                return [None] * len(outside)
+            self._backward.run(gradients)
+            return _handed_out(self._backward.results, outside)
+        computed, self._computed = self._computed, None
+        assert computed is not None
+        if all(gradient is None for gradient in gradients):
+            return [None] * len(outside)
+        if not self._graphs.records:
+            return self._derive(computed, gradients, [])
+        return _handed_out(self._record_backward(computed, gradients), outside)
+
+    def _record_backward(self, computed: _Computed, gradients: Sequence[Maybe]) -> list[Maybe]:
+        held: list[Any] = []
+        begun: list[nn.Parameter] = []
+
+        def launch() -> None:
+            inner = [None if gradient is None else self._input(gradient) for gradient in gradients]
+            held.extend((inner, self._derive(computed, inner, begun)))
+
+        graph = self._graphs.recorded(launch)
+        inner, results = held
+        self._graphs.note(results)
+        makes = [(parameter, _Place(parameter.grad)) for parameter in begun if parameter.grad is not None]
+        self._backward = _Recording(graph, _places(inner), (), _places(results), makes)
+        kept = [parameter.grad for parameter in begun]
+        self._backward.run(gradients)
+        for parameter, gradient in zip(begun, kept, strict=True):
+            parameter.grad = gradient  # which keeps its memory, as a place does not
+        return list(results)
+
+    @staticmethod
+    def _derive(computed: _Computed, gradients: Sequence[Maybe], begun: list[nn.Parameter]) -> list[Maybe]:
+        """Gradients of the others; those of the weights are added up, and `begun` are such as had none."""
+        pairs = zip(computed.ends, gradients, strict=True)
+        ends, given = zip(*((e, g) for e, g in pairs if e is not None and g is not None), strict=True)
+        asked = [edge for edge in computed.others if edge is not None]
+        weights = [get_gradient_edge(weight) for weight, _ in computed.weights]
+        found = torch.autograd.grad(ends, [*weights, *asked], given, allow_unused=True)
+        _add(computed.weights, found[: len(weights)], begun)
+        others = iter(found[len(weights) :])
+        return [None if edge is None else next(others) for edge in computed.others]
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """An expanded tensor as it was before."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
+    """Where autograd has them; none of what it does not follow."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _add(
+    weights: Sequence[tuple[torch.Tensor, nn.Parameter]], gradients: Sequence[Maybe], begun: list[nn.Parameter]
+) -> None:
+    firsts, first_gradients = [], []
+    for (_, owner), gradient in zip(weights, gradients, strict=True):
+        if gradient is None:
+            continue
+        if owner.grad is not None:
+            owner.grad.add_(gradient)
+            continue
+        owner.grad = torch.empty_like(owner)
+        begun.append(owner)
+        firsts.append(owner.grad)
+        first_gradients.append(gradient)
+    if firsts:
+        torch._foreach_copy_(firsts, first_gradients)  # twice as fast as `copy_` between dtypes
+
+
+def _handed_out(results: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:
+    """What goes to others than graphs is copied: they may keep it for longer, or send it."""
+    pairs = zip(results, outside, strict=True)
+    return [result.clone() if result is not None and out else result for result, out in pairs]
+
+
+def _places(tensors: Sequence[Maybe]) -> list[Any]:
+    return [None if tensor is None else _Place(tensor) for tensor in tensors]
+
+
+class _Entry(torch.autograd.Function):
+    """A value where a block begins: an edge whose gradient can be asked for, and which does not keep the value."""
+
+    @staticmethod
+    def forward(_ctx: Any, _anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Maybe) -> Any:
+        raise AssertionError("autograd is asked for the gradient of this edge, and goes no further")
+
+
+class _Replayed(torch.autograd.Function):
+    """A cell to autograd, whatever it does meanwhile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: torch.Tensor, cell: _Cell, run: Run, inputs: Inputs, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.cell = cell
+        ctx.outside = [not cell._graphs.produced(tensor) for tensor in given]
+        ctx.set_materialize_grads(False)
+        outputs, differentiable = cell.forward(run, inputs)
+        pairs = zip(outputs, differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, trained in pairs if not trained))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Maybe) -> Any:
+        return None, None, None, None, *ctx.cell.backward(gradients, ctx.outside)
