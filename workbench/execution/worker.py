@@ -36,10 +36,10 @@ from workbench.execution.causes import innermost
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
 from workbench.execution.checkpoint_files import step_of
 from workbench.execution.context import StepContext
+from workbench.execution.cuda_graphs import BUFFERS
 from workbench.execution.export import describe_model
 from workbench.execution.labelled import LabelCounts
 from workbench.execution.mesh import Place, parallelism
-from workbench.execution.cuda_graphs import BUFFERS
 from workbench.execution.repeatable import REFUSAL, make_repeatable
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
