@@ -17,6 +17,8 @@ from workbench.units import GIB, MIB, count, duration, gib
 BLOCKS_PER_ROW, BLOCKS_PER_ROW_OF_HUNDREDS = 30, 24
 """More than these in one stage and its blocks wrap into several rows; three digits need wider blocks than two."""
 
+MARGIN_TOP, MARGIN_BOTTOM = 100, 86
+
 SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
 
 MEMORY_LABELS = {
@@ -66,9 +68,9 @@ def partition(
     add_memory(figure, plan, row=1, col=2)
     figure.update_layout(
         template=theme.TEMPLATE,
-        height=partition_height(len(plan.stages), rows) + 150,
+        height=partition_height(len(plan.stages), rows) + MARGIN_TOP + MARGIN_BOTTOM,
         title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
-        margin={"t": 100, "b": 86, "r": 24},
+        margin={"t": MARGIN_TOP, "b": MARGIN_BOTTOM, "r": 24},
         legend=memory_legend(),
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
