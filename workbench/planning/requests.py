@@ -185,7 +185,7 @@ def _check_numbers(request: Request) -> None:
     if request.cuda_graphs is not None and not isinstance(request.cuda_graphs, bool):
         raise PlanInfeasible(
             f"cuda_graphs={request.cuda_graphs!r} must be True or False: whether what blocks launch is recorded once "
-            f"and replayed. Leave it out to have it searched.",
+            f"and replayed. Leave it out for plans without.",
             cuda_graphs=request.cuda_graphs,
         )
 
