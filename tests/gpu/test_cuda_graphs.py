@@ -25,7 +25,11 @@ from workbench.execution.repeatable import make_repeatable
 from workbench.execution.trainer import Trainer
 from workbench.tensors import TensorSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    needs(1),
+    pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU"),
+]
 STEPS = REHEARSALS + 4
 VOCABULARY, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 512, 128, 2, 8
 MODEL = wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=VOCABULARY, max_positions=SEQ_LEN)
