@@ -100,28 +100,30 @@ class BlockModule(nn.Module):
         return self._run if labels is None else cast(LabelledRows, self._run).over(labels)
 
     def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
-        inputs = self._inputs(seed, shared, values)
         device = self._context.device
-        seeds = (torch.full((), number, dtype=torch.int64, device=device) for number in inputs.seeds)
-        return run(*inputs.weights, *inputs.buffers, *values, *seeds)
+        seeds = (torch.full((), number, dtype=torch.int64, device=device) for number in self._seeds(seed))
+        return run(*self._read_weights(shared), *self._read_buffers(), *values, *seeds)
 
     def _inputs(self, seed: int | None, shared: Mapping[str, torch.Tensor], values: Values) -> Inputs:
         names = self.block.parameters
-        return Inputs(
-            weights=[self._weight(name, shared) for name in names],
-            owners=[getattr(self, self.own[name]) if name in self.own else None for name in names],
-            buffers=[getattr(self, attribute) for attribute in self.kept.values()],
-            values=values,
-            seeds=() if seed is None else tuple(self._seeded(seed)),
-        )
+        owners = [getattr(self, self.own[name]) if name in self.own else None for name in names]
+        return Inputs(self._read_weights(shared), owners, self._read_buffers(), values, tuple(self._seeds(seed)))
+
+    def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [self._weight(name, shared) for name in self.block.parameters]
+
+    def _read_buffers(self) -> list[torch.Tensor]:
+        return [getattr(self, attribute) for attribute in self.kept.values()]
 
     def _weight(self, name: str, shared: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if name in self.halves:
             return self.halves[name]
         return cast(torch.Tensor, getattr(self, self.own[name])) if name in self.own else shared[name]
 
-    def _seeded(self, seed: int) -> Iterator[int]:
-        """The seeds that `run` is given, once the generator has this device's."""
+    def _seeds(self, seed: int | None) -> Iterator[int]:
+        """The seeds that `run` is given, once the generator has this device's; none without random numbers."""
+        if seed is None:
+            return
         context = self._context
         own = context.own_seed(seed) if self._draws_own else seed
         context.seed_generator(own)
