@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.distributed.harness import forced_plan, launch, place
-from tests.distributed.test_every_plan import part_of
+from tests.distributed.harness import launch, place
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
 from workbench.execution.build import build_model, build_stage
@@ -31,20 +31,10 @@ pytestmark = [
     pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU"),
 ]
 STEPS = REHEARSALS + 4
-VOCABULARY, SEQ_LEN, MICRO_BATCH, GLOBAL_BATCH = 512, 128, 2, 8
+VOCABULARY, SEQ_LEN, GLOBAL_BATCH = 512, 128, 8
 MODEL = wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=VOCABULARY, max_positions=SEQ_LEN)
 DATA = wb.data.corpus("demo", vocab_size=VOCABULARY)
 EXPERIMENT = wb.Experiment(model=MODEL, data=DATA, steps=STEPS, global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
-    chunks: int = 1
-    schedule: str = "1f1b"
-    recompute: str = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +47,12 @@ class Outcome:
 
 
 ALONE = (Case(), Case(recompute="selective"), Case(recompute="full"))
-TWO = (Case(pipeline=2), Case(pipeline=2, chunks=2, schedule="interleaved"), Case(tensor=2), Case(data=2))
+TWO = (
+    Case(pipeline=2),
+    Case(pipeline=2, chunks=2, schedule="interleaved"),
+    Case(tensor=2),
+    Case(data=2, num_microbatches=2),
+)
 
 
 @pytest.mark.parametrize("case", [*ALONE, *(pytest.param(case, marks=needs(2)) for case in TWO)], ids=str)
@@ -112,9 +107,7 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
 def _trainer(case: Case, cuda_graphs: bool) -> Trainer:
     model = build_model(MODEL.build, 0, here(), seed=0)
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in _specs().items()}, name="bert")
-    share = GLOBAL_BATCH // MICRO_BATCH // case.data
-    sizes = {"micro_batch": MICRO_BATCH, "num_microbatches": share, "cuda_graphs": cuda_graphs}
-    plan = dataclasses.replace(forced_plan(graph, **dataclasses.asdict(case), **sizes), precision="bf16")
+    plan = dataclasses.replace(plan_of(graph, dataclasses.replace(case, cuda_graphs=cuda_graphs)), precision="bf16")
     where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
     context = StepContext(seed=0, device=here())
     half = functools.partial(torch.autocast, here().type, torch.bfloat16)

@@ -57,7 +57,7 @@ LAUNCHED_LATE = 0.5
 """Of the device's time, what the host may take for a micro-batch before its blocks are recorded: what the same launches
 take differs by a factor of two between machines and minutes."""
 MOST_GRAPHS = 4096
-"""Of one rank. Recording takes 1.5 ms for each."""
+"""Of one rank. Recording took 1 to 2 ms for each."""
 GRAPH_BYTES = 256 << 10
 """Of device memory, for each graph: 0.2 MB seen, 0.6 where it has all-reduces (BERT-1920 on H200)."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
