@@ -5,13 +5,15 @@
 
 Small micro-batches, which a host launches more slowly than a GPU runs them; on several GPUs under every kind of plan
 that can be recorded. Both trainers of a case stand side by side and take turns of one step. Written down of each: the
-median step, what the host takes to launch it, and the allocator's peak until all was recorded; before, what the planner
-thought. `same` says whether the losses of the first steps agree to the last bit (with `--deterministic`, they should).
+median step, what the host takes to launch it, the allocator's peak until all was recorded, and what the device holds
+beside the allocator's memory more than before (graphs, NCCL's buffers); before, what the planner thought. `same` says
+whether the losses of the first steps agree to the last bit (with `--deterministic`, they should).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -71,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("cuda_graphs.json"))
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="of no interest but to see that this runs")
     arguments = parser.parse_args()
@@ -82,9 +85,10 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rows = []
-    for name, case in CASES[dist.get_world_size()].items():
+    for name, case in ((n, c) for n, c in CASES[dist.get_world_size()].items() if arguments.only in n):
         rows.append({"case": name} | _compared(case, device, arguments))
         torch._dynamo.reset()
+        gc.collect()
         if dist.get_rank() == 0:
             print(_line(rows[-1]), flush=True)
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
@@ -101,7 +105,7 @@ def _compared(case: Case, device: torch.device, arguments: argparse.Namespace) -
     trainers: dict[str, Trainer] = {}
     losses: dict[str, list[float]] = {}
     for name, cuda_graphs in (("launched", False), ("recorded", True)):
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        before = _held(device)
         plan = search(costs, precision=costs.precision, cluster=cluster, cuda_graphs=cuda_graphs, **asked)
         trainer = trainers[name] = trainer_for(experiment, plan, device)
         found[name] = {"predicted_ms": plan.prediction.step_ms, "predicted_gib": plan.peak_bytes / GIB}
@@ -110,7 +114,8 @@ def _compared(case: Case, device: torch.device, arguments: argparse.Namespace) -
         losses[name] = [float(trainer.step(step, batch).scalars[0]) for step, batch in enumerate(batches)]
         found[name]["first_steps_s"] = time.perf_counter() - begun
         if device.type == "cuda":
-            found[name]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB
+            found[name]["peak_gib"] = (torch.cuda.max_memory_allocated() - before[0]) / GIB
+            found[name]["beside_gib"] = (_held(device)[1] - before[1]) / GIB
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
     for step in range(COMPARED, COMPARED + arguments.steps):
         for name, trainer in trainers.items():
@@ -148,6 +153,16 @@ def _timed(trainer: Trainer, step: int, batch: dict[str, torch.Tensor], device: 
     launched = time.perf_counter()
     _wait(device)
     return 1e3 * (time.perf_counter() - begun), 1e3 * (launched - begun)
+
+
+def _held(device: torch.device) -> tuple[int, int]:
+    """Bytes of the allocator's tensors, of which a new peak begins, and of the device beside the allocator's memory."""
+    if device.type != "cuda":
+        return 0, 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.memory_allocated(), total - free - torch.cuda.memory_reserved()
 
 
 def _wait(device: torch.device) -> None:

@@ -104,14 +104,17 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def _trainer(case: Case, cuda_graphs: bool) -> Trainer:
+def _trainer(case: Case, recorded: bool) -> Trainer:
+    """Of a plan with CUDA graphs, by which replicas know when they average: recorded, or launched all the same."""
     model = build_model(MODEL.build, 0, here(), seed=0)
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in _specs().items()}, name="bert")
-    plan = dataclasses.replace(plan_of(graph, dataclasses.replace(case, cuda_graphs=cuda_graphs)), precision="bf16")
+    plan = dataclasses.replace(plan_of(graph, dataclasses.replace(case, cuda_graphs=True)), precision="bf16")
     where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
     context = StepContext(seed=0, device=here())
     half = functools.partial(torch.autocast, here().type, torch.bfloat16)
     stage = build_stage(plan, where, model, graph, context, compile=True, autocast=half)
+    if not recorded:
+        context.cuda_graphs = None
     return Trainer(EXPERIMENT, plan, graph, stage, context, where)
 
 

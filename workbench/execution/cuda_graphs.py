@@ -102,6 +102,10 @@ class CudaGraphs:
     def recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """What `launch` launches, as a graph that has not run. Raises `WorkbenchError` where it cannot be recorded."""
         graph = torch.cuda.CUDAGraph()
+        launching = torch.cuda.current_stream(self.device)
+        # Beginning a capture writes the seed that all graphs read, on the capturing stream (torch 2.11's
+        # `capture_prologue`): not before the graph launched last has drawn with its own.
+        self._stream.wait_stream(launching)
         try:
             with torch.cuda.stream(self._stream), _capture(graph, self._pool):
                 launch()
@@ -113,6 +117,7 @@ class CudaGraphs:
                 f"What a block launches could not be recorded as a CUDA graph: {reason}. Plan without, "
                 f"wb.plan(experiment, cuda_graphs=False)."
             ) from None
+        launching.wait_stream(self._stream)
         return graph
 
     def note(self, tensors: Sequence[Maybe]) -> None:
