@@ -15,5 +15,8 @@ def degrees(text: str) -> dict[str, Any]:
     named = dict(part.split("=") for part in text.split(",") if "=" in part)
     pipeline, data, zero, micro_batch, *rest = given
     fixed = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
-    others = {name: int(value) if value.isdigit() else value for name, value in named.items()}
-    return fixed | {"recompute": rest[0] if rest else "none"} | others
+    return fixed | {"recompute": rest[0] if rest else "none"} | {name: _value(text) for name, text in named.items()}
+
+
+def _value(text: str) -> Any:
+    return int(text) if text.isdigit() else {"true": True, "false": False}.get(text, text)

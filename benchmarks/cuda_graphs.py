@@ -30,7 +30,7 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
-from workbench.execution.cuda_graphs import REHEARSALS
+from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
 from workbench.runs.supervisor import ALLOCATOR, GROWING
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="of no interest but to see that this runs")
     arguments = parser.parse_args()
     os.environ.setdefault(ALLOCATOR[0], GROWING)  # as our runs are launched
+    os.environ.setdefault(*BUFFERS)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -269,6 +269,8 @@ class _Workers:
     """Processes that measure the plans of `indices` in that order, each when its gate opens."""
 
     def __init__(self, arguments: argparse.Namespace, indices: list[int], world: int) -> None:
+        from workbench.execution.cuda_graphs import BUFFERS
+
         self._file, self._timeout_s = arguments.file, arguments.timeout_s
         self._log = arguments.file.with_suffix(f".{indices[0]}.log")
         self._first = self._last = indices[0]
@@ -278,7 +280,8 @@ class _Workers:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
         command += [__file__, "worker", str(arguments.file), "--steps", str(arguments.steps)]
         command += ["--indices", *map(str, indices)]
-        environment = {"OMP_NUM_THREADS": "1", ALLOCATOR[0]: GROWING, **os.environ}  # as runs are launched
+        as_launched = {ALLOCATOR[0]: GROWING, BUFFERS[0]: BUFFERS[1]}
+        environment = {"OMP_NUM_THREADS": "1", **as_launched, **os.environ}
         with self._log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
@@ -401,6 +404,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     from training import random_batch, trainer_for
 
     from workbench.execution.block_probe import clock_mhz
+    from workbench.execution.cuda_graphs import REHEARSALS
 
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
@@ -422,10 +426,12 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
 
     timed(0)
     first_s = time.perf_counter() - started
-    timed(1)
+    warm = REHEARSALS + 1 if plan.cuda_graphs else 2
+    for step in range(1, warm):
+        timed(step)
     times: list[float] = []
     for _ in range(MOST_TURNS):
-        times += [timed(2 + len(times) + step) for step in range(steps)]
+        times += [timed(warm + len(times) + step) for step in range(steps)]
         if not _on_any_rank(max(times) - min(times) > SPREAD * statistics.median(times), device):
             break
     found: Row = {
@@ -442,7 +448,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         found["expandable_segments"] = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
         found["reserved_gib_of_ranks"] = [peak[1].item() / GIB for peak in peaks]
         found["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
-        trainer.step(2 + len(times), batch)
+        trainer.step(warm + len(times), batch)
         clocks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(clocks, clock_mhz(device))
         found["clocks_mhz_of_ranks"] = clocks  # while one more step runs; under the power limit they fall

@@ -45,11 +45,14 @@ import workbench as wb
 from workbench import api
 from workbench.execution import compiling
 from workbench.execution.causes import innermost
+from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
 from workbench.execution.repeatable import WORKSPACE
 from workbench.runs.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 DETERMINISTIC = "ours, deterministic"
+WARM_UP = REHEARSALS + 1
+"""Steps."""
 PATIENCE = datetime.timedelta(minutes=10)
 """For rank 0 to plan, blocks to be measured included."""
 
@@ -113,6 +116,7 @@ class Ours:
 def main() -> None:
     arguments = _arguments()
     os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
+    os.environ.setdefault(*BUFFERS)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if arguments.deterministic:
@@ -234,14 +238,14 @@ def _experiment(name: str, gpus: int) -> wb.Experiment:
 
 
 def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.device, profile: bool) -> dict[str, Any]:
-    """Median over `steps` after two to warm up."""
+    """Median over `steps` after those that warm up."""
     experiment = _experiment(name, dist.get_world_size())
     _limit(device, ROWS[name].ours.get("memory_limit_gib"))
     started = time.perf_counter()
     contender = build()
     batch = random_batch(experiment, experiment.global_batch // contender.data, contender.replica, device)
     times = []
-    for step in range(steps + 2):
+    for step in range(WARM_UP + steps):
         _wait(device)
         begun = time.perf_counter()
         loss = contender.step(batch)
@@ -249,7 +253,7 @@ def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.dev
         times.append(time.perf_counter() - begun)
         if step == 0:
             first_s = time.perf_counter() - started
-    step_s = statistics.median(times[2:])
+    step_s = statistics.median(times[WARM_UP:])
     loss = loss.detach().float().clone()
     dist.all_reduce(loss, op=dist.ReduceOp.MAX)
     found = {"step_ms": step_s * 1e3, "tokens_per_s": experiment.tokens_per_step / step_s, "loss": loss.item()}

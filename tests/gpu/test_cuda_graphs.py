@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -19,7 +20,7 @@ from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
 from workbench.execution.build import build_model, build_stage
 from workbench.execution.context import StepContext
-from workbench.execution.cuda_graphs import REHEARSALS
+from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
 from workbench.execution.random_batch import random_batch
 from workbench.execution.repeatable import make_repeatable
 from workbench.execution.trainer import Trainer
@@ -82,6 +83,7 @@ def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
 
 
 def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
+    os.environ.setdefault(*BUFFERS)  # as a worker does
     make_repeatable()
     cases = ALONE if world == 1 else TWO
     return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}

@@ -25,7 +25,7 @@ class Runnable:
     """Without, they are for those who ask."""
 
 
-RUNNABLE = Runnable(cuda_graphs=False)
+RUNNABLE = Runnable(cuda_graphs=True)
 """What `workbench.execution` runs today: the one place that says so. CUDA graphs are for those who ask until whole runs
 have been seen with them on GPUs."""
 EVERYTHING = Runnable()
