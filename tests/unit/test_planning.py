@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from workbench.cost import Cluster, Link, profile
 from workbench.cost.cluster import FRAGMENTATION
 from workbench.cost.memory import ParameterTable, Shares, activations
+from workbench.cost.profiles import RECOMPUTE
 from workbench.errors import PlanInfeasible, PlanMismatch, UnknownParameter
 from workbench.planning import (
     Action,
@@ -37,7 +38,7 @@ from workbench.planning import (
 from workbench.planning.checkpointing import Mixed
 from workbench.planning.cutting import Cutter
 from workbench.planning.partition import partition
-from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES
+from workbench.planning.plan import INTERLEAVED, SCHEDULES
 from workbench.planning.planner import Search, _device_costs
 from workbench.planning.plans import FASTEST_SHOWN
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
@@ -67,6 +68,7 @@ def with_host(block_s: float, action_s: float = 0.0, cluster: Cluster = H200) ->
         block_forward_s=block_s,
         block_backward_s=block_s,
         action_s=action_s,
+        recorded_action_s=action_s / 2,
         sharded_block_s=0.0,
         collective_s=0.0,
     )
@@ -836,11 +838,12 @@ def test_blocks_are_recorded_where_launching_them_would_take_the_host_long() -> 
     assert not any(row.cuda_graphs for row in plan_of(cluster=late, runnable=EVERYTHING).candidates), (
         "its blocks cannot be recorded"
     )
-    assert not any(row.cuda_graphs for row in plan_of(RECORDABLE, cluster=late).candidates), "nobody asked"
+    unable = replace(EVERYTHING, cuda_graphs=False)
+    assert not any(row.cuda_graphs for row in plan_of(RECORDABLE, cluster=late, runnable=unable).candidates)
 
 
 def test_an_explanation_says_what_cuda_graphs_would_win() -> None:
-    late = plan_of(RECORDABLE, cluster=with_host(1e-2), pipeline=1)
+    late = plan_of(RECORDABLE, cluster=with_host(1e-2), pipeline=1, cuda_graphs=False)
     assert "and cuda_graphs=True." in str(late.explain())
     [change] = [change for change in late.explain().changes if change.constraint == "launches"]
     assert change.plan.cuda_graphs

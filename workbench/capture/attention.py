@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from workbench.capture.dataflow import ATTENTION
 from workbench.capture.regions import regions_of
 
 aten = torch.ops.aten
-_SDPA = aten.scaled_dot_product_attention.default
 _MASKED_BELOW = -1e9
 """Additive masks use at most this where a position may not be attended."""
 
@@ -32,7 +32,7 @@ def simplify_attention(module: fx.GraphModule) -> None:
             _fuse(module.graph, node)
     constants: dict[fx.Node, _Mask | None] = {}
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and node.target is _SDPA:
+        if node.op == "call_function" and node.target is ATTENTION:
             _give_heads(module.graph, node)
             _simplify_mask(node, constants)
     module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or _writes(node))
@@ -65,7 +65,7 @@ def _fuse(graph: fx.Graph, output: fx.Node) -> None:
         return
     with graph.inserting_before(output):
         fused = graph.call_function(
-            _SDPA, (found.query, found.key, found.value, found.mask, found.dropout), {"scale": found.scale}
+            ATTENTION, (found.query, found.key, found.value, found.mask, found.dropout), {"scale": found.scale}
         )
     fused.meta = dict(output.meta)
     output.replace_all_uses_with(fused)

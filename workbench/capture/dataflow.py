@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from workbench.capture.division import DROPOUT
 
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _RATES = ("p", "dropout", "dropout_p")
 """What operations that can draw dropout call its rate."""
 _WITH_STATISTICS = ("batch_norm", "instance_norm")
@@ -42,7 +42,7 @@ def is_random(node: fx.Node) -> bool:
 def draws_again(code: fx.GraphModule, recompute: str) -> bool:
     """Whether a backward under such activation checkpointing draws random numbers a second time. Selective
     checkpointing keeps attention's results; compiled dropouts compute their masks."""
-    passed_over = (DROPOUT, _ATTENTION) if recompute == "selective" else (DROPOUT,)
+    passed_over = (DROPOUT, ATTENTION) if recompute == "selective" else (DROPOUT,)
     drawn = (node.target for node in code.graph.nodes if is_random(node))
     return recompute != "none" and any(target not in passed_over for target in drawn)
 

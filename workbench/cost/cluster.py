@@ -58,8 +58,11 @@ class Efficiency:
     collective_s: float = 80e-6
     """What an all-reduce inside a block adds to the host's time: its launch, and streams that wait for each other.
     `benchmarks/collectives.py` saw 54 to 91 µs on 4 H200."""
-    graph_s: float = 0.2e-3
+    graph_s: float = 0.1e-3
     """What the host takes for a block's forward, or its backward, that is recorded and only launched."""
+    recorded_action_s: float = 0.6e-3
+    """`action_s` where blocks are recorded: Python has less to do at the same time. With `graph_s` from 8 layers of
+    scaled BERT in pipelines of 2 H200 (`benchmarks/cuda_graphs.py`): 14.8 ms for 16 actions, 24.9 for 32."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from workbench.cost.cluster import Device
 Array = npt.NDArray[np.float64]
 
 GEMM, ATTENTION, STREAM = "gemm", "attention", "stream"
+RECOMPUTE = ("none", "selective", "full")
+"""What a block's backward computes again: nothing; what is cheap in FLOPs and large in bytes (outputs of matrix
+products and attention are kept); or everything from the block's inputs."""
 
 ACCUMULATE_BYTES = 12
 """Per gradient element and micro-batch: read the new and the old, write the sum, fp32."""
@@ -245,7 +248,7 @@ class Profile:
             products_bytes=memory[3][of] * micro_batch,
             recordable={
                 recompute: np.array([recompute in kind.recordable for kind in self.kinds])[of]
-                for recompute in ("none", "selective", "full")
+                for recompute in RECOMPUTE
             },
             forward_reduced=_reduced(self, "forward_reduced_bytes", micro_batch),
             again_reduced=_reduced(self, "again_reduced_bytes", micro_batch),

@@ -26,6 +26,7 @@ from workbench.cost.profiles import (
     ACCUMULATE_BYTES,
     ATTENTION,
     GEMM,
+    RECOMPUTE,
     STREAM,
     BlockCost,
     DividedCosts,
@@ -302,8 +303,7 @@ class _Walk:
         """A part that runs over labelled rows is as long as there are labels."""
         if labelled_part(self._block) is not None and not self._division.divided:
             return ()
-        kinds = ("none", "selective", "full")
-        return tuple(kind for kind in kinds if not draws_again(self._block.code, kind))
+        return tuple(kind for kind in RECOMPUTE if not draws_again(self._block.code, kind))
 
     # Running
 

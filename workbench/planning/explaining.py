@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.cost.cluster import FRAGMENTATION, Efficiency, Link
-from workbench.cost.profiles import Profile
+from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning.plan import RECOMPUTE, Plan
+from workbench.planning.plan import Plan
 from workbench.planning.planner import Search, check_profile
 from workbench.planning.requests import FIXABLE, Request
 from workbench.units import duration, gib
@@ -235,7 +235,7 @@ def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str,
 
 def _faster_host(tuned: Efficiency) -> Efficiency:
     of_blocks = ("block_forward_s", "block_backward_s", "host_in_step", "sharded_block_s", "graph_s")
-    times = (*of_blocks, "action_s", "collective_s")
+    times = (*of_blocks, "action_s", "recorded_action_s", "collective_s")
     return replace(tuned, **{name: getattr(tuned, name) / 2 for name in times})
 
 

@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.cost.cluster import Cluster
+from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanMismatch
 from workbench.rundir import write_json
 from workbench.units import duration, gib
 
 if TYPE_CHECKING:
-    from workbench.cost.profiles import Profile
     from workbench.planning.explaining import Explanation
 
 FORMAT = 3
 """1 had `recompute` as a truth value, 2 the same for all blocks of a stage; such plans are still read."""
-RECOMPUTE = ("none", "selective", "full")
-"""What a block's backward computes again: nothing; what is cheap in FLOPs and large in bytes (outputs of matrix
-products and attention are kept); or everything from the block's inputs."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 INTERLEAVED = ("interleaved", "zero_bubble")
 """Schedules under which a pipeline rank may hold several stages."""

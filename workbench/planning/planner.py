@@ -15,10 +15,10 @@ import numpy as np
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.memory import StageState
-from workbench.cost.profiles import Profile
+from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.cutting import Cut, Cutter
-from workbench.planning.plan import INTERLEAVED, RECOMPUTE, Candidate, Memory, Plan, Prediction, Stage, recompute_of_all
+from workbench.planning.plan import INTERLEAVED, Candidate, Memory, Plan, Prediction, Stage, recompute_of_all
 from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart, host_need, host_too_small, nothing_to_weigh, too_large
 from workbench.planning.requests import Request, check, check_cluster, divisors

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from workbench.cost.profiles import Profile
+from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanInfeasible
-from workbench.planning.plan import RECOMPUTE, SCHEDULE_WORDS, Candidate, Plan
+from workbench.planning.plan import SCHEDULE_WORDS, Candidate, Plan
 from workbench.planning.planner import Search
 from workbench.planning.requests import Request
 from workbench.units import gib

@@ -414,8 +414,10 @@ class Pricer:
 
     def _actions_ms(self, degrees: Degrees) -> float:
         """The host's time for a forward and a backward of a stage, besides its blocks'."""
-        alone = degrees.stages == 1 or self.cluster.device.kind == "cpu"
-        return 0.0 if alone else 2e3 * self.cluster.device.efficiency.action_s
+        if degrees.stages == 1 or self.cluster.device.kind == "cpu":
+            return 0.0
+        tuned = self.cluster.device.efficiency
+        return 2e3 * (tuned.recorded_action_s if degrees.cuda_graphs else tuned.action_s)
 
     def _optimizer(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> Array:
         """Copies of weights that are kept for a step included."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.cost.cluster import FRAGMENTATION, Cluster
-from workbench.cost.profiles import Profile
+from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanInfeasible, suggestion
-from workbench.planning.plan import INTERLEAVED, RECOMPUTE, SCHEDULES, Candidate
+from workbench.planning.plan import INTERLEAVED, SCHEDULES, Candidate
 from workbench.units import GIB, gib, is_count, plain
 
 
