@@ -89,7 +89,6 @@ def main() -> None:
     for name, case in ((n, c) for n, c in CASES[dist.get_world_size()].items() if arguments.only in n):
         rows.append({"case": name} | _compared(case, device, arguments))
         torch._dynamo.reset()
-        gc.collect()
         if dist.get_rank() == 0:
             print(_line(rows[-1]), flush=True)
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
@@ -106,9 +105,11 @@ def _compared(case: Case, device: torch.device, arguments: argparse.Namespace) -
     trainers: dict[str, Trainer] = {}
     losses: dict[str, list[float]] = {}
     for name, cuda_graphs in (("launched", False), ("recorded", True)):
+        gc.collect()  # what the last trainer was made of
         before = _held(device)
         plan = search(costs, precision=costs.precision, cluster=cluster, cuda_graphs=cuda_graphs, **asked)
         trainer = trainers[name] = trainer_for(experiment, plan, device)
+        gc.collect()
         found[name] = {"predicted_ms": plan.prediction.step_ms, "predicted_gib": plan.peak_bytes / GIB}
         batches = [random_batch(experiment, trainer.samples, _seed(trainer, step), device) for step in range(COMPARED)]
         begun = time.perf_counter()

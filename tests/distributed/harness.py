@@ -9,7 +9,6 @@ import functools
 import itertools
 import multiprocessing
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,26 +41,38 @@ LINK = Link(1e9, 1e-5)
 FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def meeting() -> dist.TCPStore:
+    """Where processes find each other, as long as it lives. A port that was only free a moment ago may be taken by the
+    time that they are there: by another test's, where several run side by side."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def environment(store: dist.TCPStore) -> dict[str, str]:
+    """What tells a process of that meeting."""
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo", **agent}
 
 
 def launch(function: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> Any:
     """Run on `world` processes; the first failure of any rank is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.pt"
-        arguments = (world, free_port(), str(result), device, function, args)
+        result, store = Path(folder) / "result.pt", meeting()
+        arguments = (world, environment(store), str(result), device, function, args)
         mp.start_processes(_entry, arguments, nprocs=world, join=True, start_method=start_method(device))
         return torch.load(result, weights_only=False)
 
 
 def _entry(
-    rank: int, world: int, port: int, result: str, device: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    meets: dict[str, str],
+    result: str,
+    device: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= meets
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from tests.distributed.harness import free_port, start_method
+from tests.distributed.harness import environment, meeting, start_method
 from workbench import models
 from workbench.api import plan as make_plan
 from workbench.cost.cluster import Cluster, Device, Link
@@ -78,10 +78,11 @@ class Ranks:
 
     def __init__(self, run: RunDir, world: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context(start_method(device))
-        port = free_port()
         self.run = run
+        self._meeting = meeting()
+        meets = environment(self._meeting)
         self.processes = [
-            context.Process(target=_rank, args=(rank, world, port, str(run.path), device)) for rank in range(world)
+            context.Process(target=_rank, args=(rank, world, meets, str(run.path), device)) for rank in range(world)
         ]
         for process in self.processes:
             process.start()
@@ -102,10 +103,10 @@ class Ranks:
             process.join(60)
 
 
-def _rank(rank: int, world: int, port: int, path: str, device: str) -> None:
+def _rank(rank: int, world: int, meets: dict[str, str], path: str, device: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= meets
     os.environ["ACCELERATE_USE_CPU"] = str(device == "cpu").lower()
     from workbench.execution import worker
 
