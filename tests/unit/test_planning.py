@@ -43,7 +43,7 @@ from workbench.planning.planner import Search, _device_costs
 from workbench.planning.plans import FASTEST_SHOWN
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
 from workbench.planning.refusals import apart
-from workbench.planning.requests import EVERYTHING, Runnable
+from workbench.planning.requests import RUNNABLE, Runnable
 from workbench.planning.schedules import Schedule, StageCosts, build_schedule, holdings, most_held, rounds, step_ms
 from workbench.planning.searching import uncollected
 from workbench.units import GIB
@@ -702,7 +702,7 @@ def test_a_tied_table_across_stages_costs_a_reduction() -> None:
 
 def test_what_runs_is_weighed_and_what_does_not_is_not() -> None:
     eager = replace(PROFILE, compiled=False)
-    rows = plan_of(eager, runnable=EVERYTHING).candidates
+    rows = plan_of(eager).candidates
     assert {row.schedule for row in rows} == {"1f1b", "gpipe", "interleaved", "zero_bubble"}
     assert {row.zero for row in rows} == {0, 1, 2, 3}
     assert {row.offload_optimizer for row in rows} == {False, True}
@@ -822,7 +822,7 @@ RECORDABLE = replace(PROFILE, kinds=tuple(replace(kind, recordable=("none", "sel
 
 def test_blocks_are_recorded_where_launching_them_would_take_the_host_long() -> None:
     late = with_host(1e-2)
-    plan = plan_of(RECORDABLE, cluster=late, pipeline=1, runnable=EVERYTHING)
+    plan = plan_of(RECORDABLE, cluster=late, pipeline=1)
     launched = plan_of(RECORDABLE, cluster=late, pipeline=1, cuda_graphs=False)
     assert plan.cuda_graphs
     assert plan.zero == 0
@@ -832,13 +832,9 @@ def test_blocks_are_recorded_where_launching_them_would_take_the_host_long() -> 
     assert not launched.cuda_graphs
     assert {row.cuda_graphs for row in plan.candidates if row.zero == 0} == {True, False}
     assert not any(row.cuda_graphs for row in plan.candidates if row.zero > 0), "FSDP2 moves weights"
-    assert not any(
-        row.cuda_graphs for row in plan_of(RECORDABLE, cluster=with_host(0.0), runnable=EVERYTHING).candidates
-    )
-    assert not any(row.cuda_graphs for row in plan_of(cluster=late, runnable=EVERYTHING).candidates), (
-        "its blocks cannot be recorded"
-    )
-    unable = replace(EVERYTHING, cuda_graphs=False)
+    assert not any(row.cuda_graphs for row in plan_of(RECORDABLE, cluster=with_host(0.0)).candidates)
+    assert not any(row.cuda_graphs for row in plan_of(cluster=late).candidates), "its blocks cannot be recorded"
+    unable = replace(RUNNABLE, cuda_graphs=False)
     assert not any(row.cuda_graphs for row in plan_of(RECORDABLE, cluster=late, runnable=unable).candidates)
 
 
@@ -859,7 +855,7 @@ def test_blocks_are_recorded_where_a_host_might_fall_behind_though_it_should_not
     block_s = 1e-3 * (layers.forward_ms + layers.backward_ms) / (layers.end_block - layers.first_block)
     for share, recorded in ((0.7, True), (0.3, False)):
         cluster = with_host(share * block_s / 2)
-        plan = plan_of(RECORDABLE, **fixed, cluster=cluster, runnable=EVERYTHING)
+        plan = plan_of(RECORDABLE, **fixed, cluster=cluster)
         assert plan.cuda_graphs is recorded
         launched = plan_of(RECORDABLE, **fixed, cluster=cluster, cuda_graphs=False)
         assert plan.prediction.step_ms == pytest.approx(launched.prediction.step_ms)

@@ -7,13 +7,12 @@ Pure Python and NumPy: a laptop without torch or a GPU plans for 1,024 of them.
 
 from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
 from workbench.planning.plans import Plans
-from workbench.planning.requests import EVERYTHING, RUNNABLE, Request, Runnable
+from workbench.planning.requests import RUNNABLE, Request, Runnable
 from workbench.planning.schedules import Action, TimedAction, Timeline, bubble_fraction, simulate
 from workbench.planning.searching import search, weigh, what_if
 from workbench.planning.timelines import timeline
 
 __all__ = [
-    "EVERYTHING",
     "RUNNABLE",
     "Action",
     "Candidate",

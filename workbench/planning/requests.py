@@ -25,11 +25,8 @@ class Runnable:
     """Without, they are for those who ask."""
 
 
-RUNNABLE = Runnable(cuda_graphs=True)
-"""What `workbench.execution` runs today: the one place that says so. CUDA graphs are for those who ask until whole runs
-have been seen with them on GPUs."""
-EVERYTHING = Runnable()
-"""What can be priced, whether or not it runs yet."""
+RUNNABLE = Runnable()
+"""What `workbench.execution` runs today, which is all that can be priced: the one place that says so."""
 
 ZERO_WORDS = {
     0: "0 (replicate)",
