@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
-from workbench.capture.dataflow import draws_again
+from workbench.capture.dataflow import draws_again, is_replayable
 from workbench.execution.cuda_graphs import _Place
 
 
@@ -62,3 +65,54 @@ def test_what_draws_random_numbers_twice_is_known_by_its_kind_of_checkpointing(
 ) -> None:
     code = torch.export.export(Drawing(attention, noise).train(), (torch.ones(1, 2, 4, 8),)).graph_module
     assert {kind for kind in ("none", "selective", "full") if draws_again(code, kind)} == again
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@torch.library.custom_op("workbench_tests::doubled", mutates_args=())
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@_doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _written_where_positive(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[x > 0] = torch.zeros(())
+    return x
+
+
+@pytest.mark.parametrize(
+    ("module", "replayable"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Dropout(0.1)), True),
+        (Function(lambda x: x[torch.tensor([1, 0])].softmax(0)), True),
+        (Function(_written_where_positive), False),
+        (Function(lambda x: x.softmax(1).multinomial(1)), False),
+        (Function(torch.linalg.inv), False),
+        (Function(_doubled), False),
+        (nn.GRU(4, 4), False),
+    ],
+    ids=[
+        "a layer",
+        "rows by number",
+        "elements by a mask",
+        "who is drawn",
+        "an inverse",
+        "somebody's own",
+        "recurrent",
+    ],
+)
+def test_what_may_read_numbers_back_is_launched(module: nn.Module, replayable: bool) -> None:
+    code = torch.export.export(module.train(), (torch.ones(4, 4),)).graph_module
+    assert is_replayable(code, "none") is replayable

@@ -15,6 +15,14 @@ from torch import fx, nn
 from workbench.capture.division import DROPOUT
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_READ_BACK = (
+    *("ctc_loss", "histc", "multinomial", "lstm", "gru", "rnn_", "grouped_mm"),
+    *("linalg_", "cholesky", "logdet", "slogdet", "inverse", "lstsq", "triangular_solve", "svd"),
+)
+"""In the names of operations whose host may look at lengths, at factorisations that failed, or that keep random numbers
+of their own (cuDNN's recurrent layers)."""
+_NORMS = ("linalg_vector_norm", "linalg_norm", "linalg_matmul", "linalg_vecdot", "linalg_cross", "linalg_diagonal")
+"""Which do not."""
 _RATES = ("p", "dropout", "dropout_p")
 """What operations that can draw dropout call its rate."""
 _WITH_STATISTICS = ("batch_norm", "instance_norm")
@@ -45,6 +53,27 @@ def draws_again(code: fx.GraphModule, recompute: str) -> bool:
     passed_over = (DROPOUT, ATTENTION) if recompute == "selective" else (DROPOUT,)
     drawn = (node.target for node in code.graph.nodes if is_random(node))
     return recompute != "none" and any(target not in passed_over for target in drawn)
+
+
+def is_replayable(code: fx.GraphModule, recompute: str) -> bool:
+    """Whether what a block launches in one step it launches in all, whatever the numbers: only then can a CUDA graph
+    stand for it. Some operations read numbers back to know what to launch; of those that others have registered nobody
+    knows; and of random numbers only those of a seeded generator can be recorded."""
+    return not draws_again(code, recompute) and not any(_may_read_back(node) for node in code.graph.nodes)
+
+
+def _may_read_back(node: fx.Node) -> bool:
+    schema = _schema(node)
+    if schema is None:
+        return False
+    space, name = schema.name.split("::")
+    if space == "aten" and name in ("index", "index_put", "index_put_"):
+        chosen = [index for index in pytree.tree_leaves(node.args[1]) if isinstance(index, fx.Node)]
+        return any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in chosen)
+    tags = node.target.tags  # type: ignore[union-attr]
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        return True
+    return space not in ("aten", "prims") or (name not in _NORMS and any(word in name for word in _READ_BACK))
 
 
 def _schema(node: fx.Node) -> Any:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental import _config as symbolic_sizes
 from torch.utils._pytree import tree_flatten
 
-from workbench.capture.dataflow import draws_again
+from workbench.capture.dataflow import is_replayable
 from workbench.capture.graph import Block, Graph
 from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
@@ -303,7 +303,7 @@ class _Walk:
         """A part that runs over labelled rows is as long as there are labels."""
         if labelled_part(self._block) is not None and not self._division.divided:
             return ()
-        return tuple(kind for kind in RECOMPUTE if not draws_again(self._block.code, kind))
+        return tuple(kind for kind in RECOMPUTE if is_replayable(self._block.code, kind))
 
     # Running
 

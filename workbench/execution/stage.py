@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Block, Graph
-from workbench.capture.dataflow import draws_again, is_random
+from workbench.capture.dataflow import is_random, is_replayable
 from workbench.capture.division import Division, Sharding, TensorDivision
 from workbench.execution.context import StepContext
 from workbench.execution.cuda_graphs import Inputs
@@ -56,9 +56,8 @@ class BlockModule(nn.Module):
         mode = mode_for(block.code, recompute)
         self.recompute = "none" if compiled else mode
         """What it does here: compiled code has its recomputation inside."""
-        self.recordable = compiled and not draws_again(block.code, mode) and not isinstance(run, LabelledRows)
-        """Does it launch the same in every step? What selects rows by labels does not, and of random numbers only those
-        of a seeded generator can be recorded."""
+        self.recordable = compiled and is_replayable(block.code, mode) and not isinstance(run, LabelledRows)
+        """Does it launch the same in every step? What selects rows by labels does not."""
         self._run = run
         self._context = context
         self._random = any(is_random(node) for node in block.code.graph.nodes)
