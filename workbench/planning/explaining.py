@@ -22,10 +22,7 @@ GLOSSARY = (
     "PP: the parts that the model is cut into; DP: the replicas that share the batch; TP: the devices that share each "
     "matrix product; n × m samples: n micro-batches of m on each replica."
 )
-HOST = (
-    "which launches blocks more slowly than the busiest device runs them: larger micro-batches need it less, and "
-    "cuda_graphs=True"
-)
+HOST = "which launches blocks more slowly than the busiest device runs them: larger micro-batches need it less"
 WORTH_NAMING = 0.005
 """Relative gain below which loosening a constraint changes nothing worth saying."""
 
@@ -170,10 +167,11 @@ def _freed(plan: Plan, free: Plan) -> Change:
 def _parts(plan: Plan) -> tuple[Part, ...]:
     found, step = plan.prediction, plan.prediction.step_ms
     sharded = plan.zero > 0 and plan.data > 1
+    graphs = "" if plan.cuda_graphs else ", and CUDA graphs"
     copies = ", and FSDP2's copies, casts and sums around it" if sharded else ""
     rows = (
         ("Compute", found.compute_ms, "forward and backward of the busiest device"),
-        *([("Waiting for the host", found.host_ms, HOST)] if found.host_ms > NOTHING * step else []),
+        *([("Waiting for the host", found.host_ms, HOST + graphs)] if found.host_ms > NOTHING * step else []),
         ("Exposed communication", found.communication_ms, f"what overlap with compute does not hide{copies}"),
         ("Bubble", found.bubble_ms, "the busiest device waits for the other stages"),
         ("Optimiser", found.optimizer_ms, "the update, after the last backward"),
@@ -209,9 +207,6 @@ def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str,
     yield "memory bandwidth", "compute", "memory were read and written twice as fast", wider
     if device.kind != "cpu":
         yield "host", "compute", "the host were twice as fast", on(efficiency=_faster_host(device.efficiency))
-    if device.kind == "cuda" and not request.cuda_graphs:
-        recorded = replace(request, cuda_graphs=True)
-        yield "launches", "compute", "blocks were recorded as CUDA graphs (cuda_graphs=True)", recorded
     if request.memory_limit_bytes is not None:
         limit = gib(request.memory_limit_bytes)
         lifted = replace(request, memory_limit_bytes=None)
