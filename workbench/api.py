@@ -213,8 +213,9 @@ def search(
 
     `pipeline` × `data` × `tensor` devices are used. `zero` (0 to 3) says what the replicas shard; `recompute` is
     `none`, `selective` or `full` activation checkpointing; `schedule` one of `gpipe`, `1f1b`, `interleaved`,
-    `zero_bubble`, with `chunks` stages a pipeline rank. `cuda_graphs=True` asks for plans whose blocks are recorded and
-    replayed, which pays where a host launches more slowly than its GPU runs. Arguments and errors as for `wb.plan`.
+    `zero_bubble`, with `chunks` stages a pipeline rank. `cuda_graphs` says whether blocks are recorded and replayed,
+    which pays where a host launches more slowly than its GPU runs; left out, it is weighed there. Arguments and errors
+    as for `wb.plan`.
     """
     costs, cluster = _profiled(experiment, cluster)
 
