@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from dataclasses import replace
@@ -259,6 +260,14 @@ def test_prediction_states_the_error_of_each_quantity() -> None:
 def test_a_quantity_that_was_measured_as_nothing_has_no_error() -> None:
     [ticks] = [axis.ticktext for axis in prediction(plan(2, 8), {"step_ms": 0.0}).select_xaxes()]
     assert ticks == ("<b>–</b>",)
+
+
+def test_memory_of_a_process_is_no_measure_of_what_was_predicted_for_its_tensors() -> None:
+    value = plan(2, 8)
+    cpu = dataclasses.replace(value.cluster, device=dataclasses.replace(value.cluster.device, kind="cpu"))
+    figure = prediction(dataclasses.replace(value, cluster=cpu), {"peak_bytes": {0: GIB, 1: GIB}})
+    assert [axis.ticktext for axis in figure.select_xaxes()] == [("stage 0", "stage 1")]
+    assert "of processes" in figure.layout.annotations[0].text
 
 
 def test_numbers_of_many_devices_stand_upright_beside_each_other() -> None:

@@ -36,11 +36,16 @@ class Pair:
     predicted: float
     measured: float
     write: Callable[[float], str]
+    alike: bool = True
+    """Whether both count the same things, so that their difference says something."""
 
     @property
-    def difference(self) -> float:
-        """How far the measurement lies from the prediction, as a share of the measurement."""
-        return (self.predicted - self.measured) / self.measured if self.measured else float("nan")
+    def difference(self) -> str:
+        """How far the prediction lies from the measurement, as a share of that."""
+        if not self.alike:
+            return ""
+        share = (self.predicted - self.measured) / self.measured if self.measured else float("nan")
+        return f"<b>{share:+.1%}</b>" if math.isfinite(share) else "<b>–</b>"
 
 
 def prediction(
@@ -51,7 +56,8 @@ def prediction(
     `measured` holds any of `step_ms`, `tokens_per_s`, `mfu` (0 to 1) and `peak_bytes`: the largest of all
     devices, or a mapping of pipeline rank (its stage, where each has one) to the largest of that rank's devices.
     None, NaN and an empty mapping mean that a quantity was not measured. The error is (predicted - measured) /
-    measured. With a measured `step`, its timeline stands below the predicted one, on one axis of time.
+    measured; memory of processes on CPUs, which hold more than tensors, has none. With a measured `step`, its timeline
+    stands below the predicted one, on one axis of time.
 
     Raises `UnknownParameter` for any other key, or if there is nothing to compare.
     """
@@ -125,7 +131,10 @@ def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pai
         pair = Pair("", 100 * predicted.mfu, 100 * float(measured["mfu"]), lambda share: f"{share:.1f}")
         panels.append(("MFU (%)", [pair]))
     if "peak_bytes" in measured:
-        panels.append(("Peak memory of a device (GiB)", _memory_pairs(plan, measured["peak_bytes"])))
+        title = (
+            "Peak memory of a device (GiB)" if _sees_tensors(plan) else "Peak memory (GiB): of tensors, of processes"
+        )
+        panels.append((title, _memory_pairs(plan, measured["peak_bytes"])))
     if not panels:
         raise UnknownParameter(f"There is nothing measured to compare. Give one of: {', '.join(MEASURES)}.")
     return panels
@@ -142,13 +151,18 @@ def _memory_pairs(plan: Plan, peaks: Mapping[int, float] | float) -> list[Pair]:
     def write(size: float) -> str:
         return f"{size:.1f}" if size >= 1 else f"{size:.2g}"
 
+    def pair(label: str, planned: int, peak: float) -> Pair:
+        return Pair(label, planned / GIB, float(peak) / GIB, write, _sees_tensors(plan))
+
     if not isinstance(peaks, Mapping):
-        return [Pair("largest", plan.peak_bytes / GIB, float(peaks) / GIB, write)]
-    return [
-        Pair(_device_label(plan, rank), plan.device_bytes(rank) / GIB, float(peaks[rank]) / GIB, write)
-        for rank in range(plan.pipeline)
-        if rank in peaks
-    ]
+        return [pair("largest", plan.peak_bytes, peaks)]
+    ranks = (rank for rank in range(plan.pipeline) if rank in peaks)
+    return [pair(_device_label(plan, rank), plan.device_bytes(rank), peaks[rank]) for rank in ranks]
+
+
+def _sees_tensors(plan: Plan) -> bool:
+    """Whether a run measures what tensors take: of a process on a CPU it has everything, libraries included."""
+    return plan.cluster.device.kind != "cpu"
 
 
 def _device_label(plan: Plan, rank: int) -> str:
@@ -183,10 +197,6 @@ def _add_panel(figure: go.Figure, pairs: list[Pair], col: int) -> None:
             col=col,
         )
     tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
-    ticks = [f"{pair.label}{'<br>' if pair.label else ''}<b>{_signed(pair.difference)}</b>" for pair in pairs]
+    ticks = ["<br>".join(filter(None, (pair.label, pair.difference))) for pair in pairs]
     figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
     figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)
-
-
-def _signed(difference: float) -> str:
-    return f"{difference:+.1%}" if math.isfinite(difference) else "–"
