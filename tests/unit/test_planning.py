@@ -331,9 +331,13 @@ class OneByOne:
         hooks = tuned.sharded_block_s * (degrees.zero > 0 and degrees.data > 1)
         again = hooks / 2 if degrees.zero == 3 else 0.0
         block_ms = 1e3 * (tuned.block_forward_s + tuned.block_backward_s + 2 * hooks + again)
-        launches = pricing.LAUNCHED_AGAIN * 1e3 * tuned.block_forward_s
+        launches = {kind: share * 1e3 * tuned.block_forward_s for kind, share in pricing.LAUNCHED_AGAIN.items()}
         replayed = pricer.profile.replayed(pricer.cluster.device)
-        self.host_ms = {"none": block_ms, "selective": block_ms + replayed * launches, "full": block_ms + launches}
+        self.host_ms = {
+            "none": block_ms,
+            "selective": block_ms + replayed * launches["selective"],
+            "full": block_ms + launches["full"],
+        }
         self.action_ms = 2e3 * tuned.action_s * (degrees.stages > 1)
 
     def price(self, first: int, end: int, level: int) -> Priced:
@@ -897,7 +901,7 @@ def test_a_host_launches_what_checkpointing_computes_again() -> None:
     none, full = (plan_of(**fixed, recompute=kind).stages[0] for kind in ("none", "full"))
     per_block = (none.forward_ms + none.backward_ms) / (none.end_block - none.first_block)
     assert (full.forward_ms + full.backward_ms) / (full.end_block - full.first_block) == pytest.approx(
-        (1 + pricing.LAUNCHED_AGAIN / 2) * per_block
+        (1 + pricing.LAUNCHED_AGAIN["full"] / 2) * per_block
     )
 
 

@@ -47,10 +47,11 @@ NCCL is limited to one multiprocessor."""
 SHARDING_BANDWIDTH = 0.4
 """Share of the memory's bandwidth that FSDP2's copies into and out of its buffers reach, its sums of gradients and its
 casts, a kernel a parameter: 0.41 under ZeRO 1 with two micro-batches, 0.40 under ZeRO 3 (scaled BERT, 2 × H200)."""
-LAUNCHED_AGAIN = 1.0
-"""Of the host's time for a forward, what full checkpointing adds to that of a compiled backward: launches, without what
-surrounds a compiled block, and the generator's state, kept and put back around attention that draws dropout (0.55 of
-1.2 ms without the latter in one profile of 14 layers of BERT-1920 on an H200; with it 0.2 to 1 ms more)."""
+LAUNCHED_AGAIN = {"selective": 0.5, "full": 1.0}
+"""Of the host's time for a forward, what checkpointing adds to that of a compiled backward where it computes all of it
+again: launches, without what surrounds a compiled block (0.55 of 1.2 ms in one profile of 14 layers of BERT-1920 on an
+H200), and under full checkpointing the generator's state, kept and put back around attention that draws dropout (0.2 to
+1 ms more; selective checkpointing keeps attention's results)."""
 AVERAGING_BYTES = 7 * FP32
 """Per gradient, where replicas average when the last backward is over: into a buffer, divided there, and back."""
 LAUNCHED_LATE = 0.5
@@ -182,8 +183,9 @@ class DeviceCosts:
         again = {"none": nothing, "selective": costs.replay_ms, "full": costs.recompute_ms}
         host_forward, host_backward = (of + hooks for of, hooks in zip(costs.host_ms, hooks_ms, strict=True))
         host = host_forward + host_backward
-        launches = LAUNCHED_AGAIN * np.where(costs.recompute_ms > 0, costs.host_ms[0], 0.0)
-        launched = {"none": nothing, "selective": self.profile.replayed(self.device) * launches, "full": launches}
+        launches = np.where(costs.recompute_ms > 0, costs.host_ms[0], 0.0)
+        shares = {"none": 0.0, "selective": self.profile.replayed(self.device), "full": 1.0}
+        launched = {kind: share * LAUNCHED_AGAIN.get(kind, 0.0) * launches for kind, share in shares.items()}
         if self.device.kind == "cpu":  # it is its own host
             costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
             again = {kind: added + host_backward for kind, added in again.items()}
