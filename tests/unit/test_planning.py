@@ -35,7 +35,7 @@ from workbench.planning import (
     weigh,
     what_if,
 )
-from workbench.planning.checkpointing import Mixed
+from workbench.planning.checkpointing import Mixed, Uniform
 from workbench.planning.cutting import Cutter
 from workbench.planning.partition import partition
 from workbench.planning.plan import INTERLEAVED, SCHEDULES
@@ -534,6 +534,19 @@ def test_the_fastest_rows_of_the_table_are_weighed_to_the_end() -> None:
 # Search
 
 
+def test_what_alike_options_share_is_what_each_would_have() -> None:
+    search_ = Search(RECORDABLE, Request(64, 512, with_host(1e-2, action_s=3e-3)))
+    options = list(search_._degrees())
+    assert any(degrees.chunks > 1 and degrees.offload_optimizer and degrees.cuda_graphs for degrees in options)
+    for degrees in options:
+        everything = Mixed.everything(len(RECORDABLE.blocks))
+        alone = Pricer(DeviceCosts(RECORDABLE, search_.request.cluster.device), search_.request.cluster, RECOMPUTE)
+        expected, found = alone.times(degrees, everything), search_.pricer.whole(degrees)
+        for name in ("busy", "late", "host", "ending", "optimizer"):
+            assert float(getattr(found, name)) == pytest.approx(float(getattr(expected, name))), (name, degrees)
+        assert np.allclose(search_.pricer.busy(degrees), alone.times(degrees, Uniform()).busy)
+
+
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
@@ -554,9 +567,10 @@ def test_pruning_loses_nothing(seed: int, gpus: int, limit_gib: int | None, comp
         cut, needed = Cutter(every.pricer, degrees).best(request.offered_bytes)
         assert option.least_bytes <= needed * (1 + 1e-9)
         if cut is not None:
-            steps.append(every._predict(degrees, cut).step_ms)
+            times = every.pricer.times(degrees, cut.stages)
+            steps.append(every._predict(degrees, cut, times).step_ms)
             assert option.bound_ms <= steps[-1] * (1 + 1e-9)
-            assert every._bound(degrees, cut) <= steps[-1] * (1 + 1e-9)
+            assert every._bound(degrees, cut, times) <= steps[-1] * (1 + 1e-9)
     try:
         chosen = Search(profile, request).plan()
     except PlanInfeasible:

@@ -19,7 +19,7 @@ from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.cutting import Cut, Cutter
 from workbench.planning.plan import INTERLEAVED, Candidate, Memory, Plan, Prediction, Stage, recompute_of_all
-from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer
+from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
 from workbench.planning.refusals import apart, host_need, host_too_small, nothing_to_weigh, too_large
 from workbench.planning.requests import Request, check, check_cluster, divisors
 from workbench.planning.schedules import StageCosts, rounds, step_ms
@@ -308,20 +308,22 @@ class Search:
         cutter = Cutter(self.pricer, option.degrees)
         option.cut, option.least_bytes = cutter.best(self.request.offered_bytes)
         if option.cut is not None:
-            option.bound_ms = max(option.bound_ms, self._bound(option.degrees, option.cut))
+            times = self.pricer.times(option.degrees, option.cut.stages)
+            option.bound_ms = max(option.bound_ms, self._bound(option.degrees, option.cut, times))
             if option.bound_ms < best_ms:
-                prediction = self._predict(option.degrees, option.cut)
+                prediction = self._predict(option.degrees, option.cut, times)
                 option.step_ms, option.bubble_fraction = prediction.step_ms, prediction.bubble_fraction
 
-    def _bound(self, degrees: Degrees, cut: Cut) -> float:
-        """The longest of these: all of a rank's own work, and, with one stage a rank, before it what the first
-        micro-batch takes down to it and the last one back up; then the step's end."""
-        times = self.pricer.times(degrees, cut.stages)
+    def _bound(self, degrees: Degrees, cut: Cut, times: StageTimes) -> float:
+        """The longest of these: all of a rank's own work, before it what a first micro-batch takes down to its first
+        stage, and after it what a last one takes back up; then the step's end. (Where weights' gradients may come last,
+        nothing goes up after them.)"""
         busy, ends = times.busy, times.ending
         longest = degrees.num_microbatches * _of_ranks(busy, degrees)
-        if degrees.schedule not in INTERLEAVED:
+        if degrees.schedule != "zero_bubble":
+            above = slice(degrees.pipeline - 1)
             sends = self._sends(degrees, cut)
-            longest = longest + np.concatenate([[0.0], np.cumsum(busy[:-1] + 2 * sends[:-1])])
+            longest = longest + np.concatenate([[0.0], np.cumsum(busy[above] + 2 * sends[above])])
         return float(longest.max() + _of_ranks(ends, degrees).max())
 
     def _sends(self, degrees: Degrees, cut: Cut) -> Array:
@@ -331,8 +333,8 @@ class Search:
 
     # Predicting
 
-    def _predict(self, degrees: Degrees, cut: Cut) -> Prediction:
-        times, count = self.pricer.times(degrees, cut.stages), degrees.num_microbatches
+    def _predict(self, degrees: Degrees, cut: Cut, times: StageTimes) -> Prediction:
+        count = degrees.num_microbatches
         forward, backward = times.forward, times.backward
         waits = times.forward_wait + times.backward_wait
         costs = StageCosts(
@@ -391,7 +393,7 @@ class Search:
             stages=self._stages(degrees, best.cut),
             memory_limit_bytes=request.memory_limit_bytes,
             flops_per_step=round(self.profile.flops_per_sample * request.global_batch),
-            prediction=self._predict(degrees, best.cut),
+            prediction=self._predict(degrees, best.cut, self.pricer.times(degrees, best.cut.stages)),
             candidates=self._rows(best, options),
             offload_optimizer=degrees.offload_optimizer,
             cuda_graphs=degrees.cuda_graphs,

@@ -86,6 +86,13 @@ class Degrees:
     def stages(self) -> int:
         return self.pipeline * self.chunks
 
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """The same where a micro-batch takes the same: whatever stages a rank's blocks are cut into, and wherever the
+        optimiser's state is."""
+        axes = (self.pipeline, self.data, self.tensor, self.zero)
+        return (*axes, self.schedule, self.micro_batch, self.num_microbatches, self.cuda_graphs)
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -269,6 +276,9 @@ class Pricer:
         self.cluster = cluster
         self.kinds = tuple(kinds)
         self._costs = costs
+        self._wholes: dict[tuple[object, ...], StageTimes] = {}
+        self._busy: dict[tuple[object, ...], Array] = {}
+        self._send_ms: dict[tuple[object, ...], list[Array]] = {}
 
     def costs(self, degrees: Degrees) -> BlockCosts:
         return self._costs.at(degrees.micro_batch, degrees.tensor)
@@ -321,11 +331,18 @@ class Pricer:
 
     def whole(self, degrees: Degrees) -> StageTimes:
         """Of all blocks as one stage, by the first kind, as scalars: what a bound needs."""
-        return self.times(degrees, Mixed.everything(len(self.profile.blocks)))
+        everything, alike = Mixed.everything(len(self.profile.blocks)), degrees.alike
+        if alike not in self._wholes:
+            self._wholes[alike] = self.times(replace(degrees, offload_optimizer=False), everything)
+        found = self._wholes[alike]
+        return replace(found, optimizer=self._optimizer(degrees, everything)) if degrees.offload_optimizer else found
 
     def busy(self, degrees: Degrees) -> Array:
         """`[i, j]`: one micro-batch in all, every block by the first kind."""
-        return self.times(degrees, Uniform()).busy
+        alike = degrees.alike
+        if alike not in self._busy:
+            self._busy[alike] = self.times(degrees, Uniform()).busy
+        return self._busy[alike]
 
     def times(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> StageTimes:
         """Of each of `stages`."""
@@ -375,6 +392,12 @@ class Pricer:
 
     def send_ms(self, degrees: Degrees) -> list[Array]:
         """`[s][j]`: one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
+        joined = (degrees.pipeline, degrees.chunks, degrees.data * degrees.tensor, degrees.micro_batch)
+        if joined not in self._send_ms:
+            self._send_ms[joined] = self._sent_ms(degrees)
+        return self._send_ms[joined]
+
+    def _sent_ms(self, degrees: Degrees) -> list[Array]:
         crossing = np.array(self.profile.crossing_bytes) * degrees.micro_batch
         replicas = degrees.data * degrees.tensor
         nothing = np.zeros_like(crossing)
