@@ -71,6 +71,13 @@ def test_known_block_times_share_out_the_stages_time() -> None:
     assert "1 M parameters" in first.hovertext[0]
 
 
+def test_the_heading_says_that_blocks_are_recorded() -> None:
+    value = plan(2, 8)
+    recorded = dataclasses.replace(value, cuda_graphs=True)
+    assert show_plan(recorded).layout.title.text.partition("<br>")[0].endswith("CUDA graphs</b>")
+    assert "CUDA graphs" not in show_plan(value).layout.title.text
+
+
 def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> None:
     value = plan(2, 8)
     first, second = value.stages

@@ -92,8 +92,10 @@ def degrees(plan: Plan) -> str:
     if plan.data > 1:
         sharding = f", ZeRO {plan.zero}" if plan.zero else ""
         parts.append(f"data parallel {plan.data}{sharding}")
-    words = " × ".join(parts) or "one device"
-    return words if plan.recompute == "none" else f"{words}, {recompute_words(plan)}"
+    words = [" × ".join(parts) or "one device"]
+    words += [recompute_words(plan)] if plan.recompute != "none" else []
+    words += ["CUDA graphs"] if plan.cuda_graphs else []
+    return ", ".join(words)
 
 
 def headline(plan: Plan) -> list[tuple[str, str]]:
