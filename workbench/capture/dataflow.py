@@ -57,8 +57,9 @@ def draws_again(code: fx.GraphModule, recompute: str) -> bool:
 
 def is_replayable(code: fx.GraphModule, recompute: str) -> bool:
     """Whether what a block launches in one step it launches in all, whatever the numbers: only then can a CUDA graph
-    stand for it. Some operations read numbers back to know what to launch; of those that others have registered nobody
-    knows; and of random numbers only those of a seeded generator can be recorded."""
+    stand for it. Some operations read numbers back to know what to launch (those of torch that are known to are listed;
+    one that is missing ends a run as it is recorded); of those that others have registered nobody knows; and of random
+    numbers only those of a seeded generator can be recorded."""
     return not draws_again(code, recompute) and not any(_may_read_back(node) for node in code.graph.nodes)
 
 

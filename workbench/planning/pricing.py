@@ -191,8 +191,11 @@ class DeviceCosts:
         host_forward, host_backward = (of + hooks for of, hooks in zip(costs.host_ms, hooks_ms, strict=True))
         host = host_forward + host_backward
         launches = np.where(costs.recompute_ms > 0, costs.host_ms[0], 0.0)
-        shares = {"none": 0.0, "selective": self.profile.replayed(self.device), "full": 1.0}
-        launched = {kind: share * LAUNCHED_AGAIN.get(kind, 0.0) * launches for kind, share in shares.items()}
+        launched = {
+            "none": nothing,
+            "selective": self.profile.replayed(self.device) * LAUNCHED_AGAIN["selective"] * launches,
+            "full": LAUNCHED_AGAIN["full"] * launches,
+        }
         if self.device.kind == "cpu":  # it is its own host
             costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
             again = {kind: added + host_backward for kind, added in again.items()}
