@@ -64,6 +64,7 @@ CASES = {
         "TP 2, 4 × 16": LAYER(64, 16, fixed=ALONE | {"tensor": 2}),
         "PP 2, 8 × 2": LAYER(16, 2, fixed=ALONE | {"pipeline": 2, "schedule": "1f1b"}),
         "PP 2, interleaved, 8 × 2": LAYER(16, 2, fixed=ALONE | {"pipeline": 2, "schedule": "interleaved"}),
+        "BERT-Base, DP 2, 32 × 128 tokens": Case(64, 32, 128, 12, 768, ALONE | {"data": 2, "zero": 0}),
         "DP 2, 8 × 2": LAYER(32, 2, fixed=ALONE | {"data": 2, "zero": 0}),
     },
 }

@@ -56,8 +56,8 @@ class Shares:
     offload_optimizer: bool = False
     halves: bool = False
     """bf16 copies of weights are kept for a whole step (`workbench.planning.plan.keeps_halves`)."""
-    at_the_end: bool = False
-    """Replicas average their gradients when the last backward is over (`workbench.planning.plan`)."""
+    by_hand: bool = False
+    """Replicas average their gradients without DistributedDataParallel (`workbench.planning.plan`)."""
 
     @property
     def sharded(self) -> bool:
@@ -66,7 +66,7 @@ class Shares:
     @property
     def in_buckets(self) -> bool:
         """DistributedDataParallel has the gradients."""
-        return self.zero == 0 and self.data > 1 and not self.at_the_end
+        return self.zero == 0 and self.data > 1 and not self.by_hand
 
     @property
     def gradient_bytes(self) -> float:

@@ -133,7 +133,7 @@ def build_stage(
     deferral = context.deferral if plan.schedule in SPLIT_BACKWARD else None
     compile = compile and deferral is None
     if compile and plan.cuda_graphs:
-        context.cuda_graphs = CudaGraphs(context.device)
+        context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
     ready: dict[str, dict[str, Runner]] = {}
     held = []
     for stage in plan.stages_of(place.pipeline_rank):

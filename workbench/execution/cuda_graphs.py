@@ -7,15 +7,17 @@ launched again. All graphs share one pool of memory: what one of them leaves, a 
 in the order of the recorded one. Weights' gradients are added up as part of the graphs. The numbers are those of a
 block that is not recorded, to the last bit.
 
-Not under FSDP2, which moves weights from step to step. Replicas average their gradients when the last backward is over:
-`DistributedDataParallel` would want to see each of them before.
+Not under FSDP2, which moves weights from step to step, nor under `DistributedDataParallel`, which would want to see
+every gradient come. The gradients of a block's own weights lie in one buffer, which replicas average (`averaging`) once
+the block's last backward of a step is launched.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from workbench.errors import WorkbenchError
 
 REHEARSALS = 2
 """Steps before the recorded one: in the first everything is compiled, in the second all caches are there."""
+
+ALIGNED = 64
+"""Elements at whose multiples the gradients of a buffer begin, as optimisers' kernels would have them."""
 
 BUFFERS = "NCCL_GRAPH_REGISTER", "0"
 """Otherwise NCCL registers what recorded collectives read and write, whose memory expandable segments may map anew:
@@ -55,14 +60,43 @@ class Inputs:
         return (*shared, *self.values)
 
 
+@dataclass
+class Gradients:
+    """Of a block's own weights, in one step."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """All that they lie in, one after the other, and nothing else."""
+    backwards: int = 0
+    """Launched so far."""
+
+    def make(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients, not filled, for such as have none."""
+        by_dtype: defaultdict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            by_dtype[parameter.dtype].append(parameter)
+        for together in by_dtype.values():
+            sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in together]
+            buffer = together[0].new_empty(sum(sizes))
+            self.buffers.append(buffer)
+            for parameter, part in zip(together, buffer.split(sizes), strict=True):
+                part[parameter.numel() :].zero_()
+                parameter.grad = part[: parameter.numel()].view_as(parameter)
+        self.parameters += parameters
+
+
 class CudaGraphs:
     """The graphs of one rank. Told of each step and given each block's forward; backwards come to it by autograd."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_microbatches: int) -> None:
         self.device = device
+        self.finished: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None] | None = None
+        """Told what a block's last backward of a step leaves: parameters, and the buffers of their gradients."""
+        self._num_microbatches = num_microbatches
         self._step = 0
         self._idle = device.type != "cuda"
         self._cells: dict[tuple[int, int], _Cell] = {}
+        self._gradients: dict[int, Gradients] = {}
         self._produced: set[int] = set()
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """Makes autograd follow a block none of whose values it follows: its weights may be trained."""
@@ -70,6 +104,11 @@ class CudaGraphs:
     def begin_step(self) -> None:
         """Before the first forward of a step."""
         self._step += 1
+        if self.replays:
+            for gradients in self._gradients.values():
+                gradients.backwards = 0
+        else:
+            self._gradients = {}
         if self.records:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the pool takes what the steps before needed
@@ -93,7 +132,8 @@ class CudaGraphs:
         """A block's forward; the generator of random numbers has been seeded for it."""
         key = block, micro_batch
         if not self.replays:
-            self._cells[key] = _Cell(self)
+            gradients = self._gradients.setdefault(block, Gradients())
+            self._cells[key] = _Cell(self, gradients)
         found: tuple[torch.Tensor, ...] = _Replayed.apply(
             self.anchor, self._cells[key], run, inputs, *inputs.differentiable
         )
@@ -119,6 +159,12 @@ class CudaGraphs:
             ) from None
         launching.wait_stream(self._stream)
         return graph
+
+    def note_backward(self, gradients: Gradients) -> None:
+        """One of a block's micro-batches has been launched."""
+        gradients.backwards += 1
+        if gradients.backwards == self._num_microbatches and self.finished is not None:
+            self.finished(gradients.parameters, gradients.buffers)
 
     def note(self, tensors: Sequence[Maybe]) -> None:
         """Results of graphs, which every step finds where they are now."""
@@ -166,8 +212,8 @@ class _Recording:
     inputs: Sequence[_Place | None]
     seeds: Sequence[_Place]
     outputs: Sequence[_Place | None]
-    begun: Sequence[tuple[nn.Parameter, _Place]] = ()
-    """Parameters whose gradients it makes anew, and where."""
+    begun: Sequence[tuple[nn.Parameter, Maybe]] = ()
+    """Parameters whose gradients it makes anew, with those."""
 
     def run(self, inputs: Sequence[Maybe], seeds: Sequence[int] = ()) -> None:
         for place, value in zip(self.inputs, inputs, strict=True):
@@ -178,8 +224,8 @@ class _Recording:
         for place, seed in zip(self.seeds, seeds, strict=True):
             place.tensor.fill_(seed)
         self.graph.replay()
-        for parameter, place in self.begun:
-            parameter.grad = place.tensor
+        for parameter, gradient in self.begun:
+            parameter.grad = gradient
 
     @property
     def results(self) -> list[Maybe]:
@@ -199,8 +245,9 @@ class _Computed:
 class _Cell:
     """A block in one micro-batch."""
 
-    def __init__(self, graphs: CudaGraphs) -> None:
+    def __init__(self, graphs: CudaGraphs, gradients: Gradients) -> None:
         self._graphs = graphs
+        self._gradients = gradients
         self._forward: _Recording | None = None
         self._backward: _Recording | None = None
         self._computed: _Computed | None = None
@@ -257,48 +304,48 @@ class _Cell:
 
     def backward(self, gradients: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:
         """Of what autograd was given; `outside`: what no graph has made."""
+        if all(gradient is None for gradient in gradients):
+            self._computed = None
+            return [None] * len(outside)
+        results = self._launch_backward(gradients)
+        self._graphs.note_backward(self._gradients)
+        return results if self._backward is None else _handed_out(results, outside)
+
+    def _launch_backward(self, gradients: Sequence[Maybe]) -> list[Maybe]:
         if self._graphs.replays:
-            if self._backward is None:
-                assert all(gradient is None for gradient in gradients), "its backward was not recorded"
-                return [None] * len(outside)
+            assert self._backward is not None, "its backward was not recorded"
             self._backward.run(gradients)
-            return _handed_out(self._backward.results, outside)
+            return self._backward.results
         computed, self._computed = self._computed, None
         assert computed is not None
-        if all(gradient is None for gradient in gradients):
-            return [None] * len(outside)
-        if not self._graphs.records:
-            return self._derive(computed, gradients, [])
-        return _handed_out(self._record_backward(computed, gradients), outside)
+        if self._graphs.records:
+            return self._record_backward(computed, gradients)
+        return self._derive(computed, gradients)
 
     def _record_backward(self, computed: _Computed, gradients: Sequence[Maybe]) -> list[Maybe]:
         held: list[Any] = []
-        begun: list[nn.Parameter] = []
+        before = len(self._gradients.parameters)
 
         def launch() -> None:
             inner = [None if gradient is None else self._input(gradient) for gradient in gradients]
-            held.extend((inner, self._derive(computed, inner, begun)))
+            held.extend((inner, self._derive(computed, inner)))
 
         graph = self._graphs.recorded(launch)
         inner, results = held
         self._graphs.note(results)
-        makes = [(parameter, _Place(parameter.grad)) for parameter in begun if parameter.grad is not None]
-        self._backward = _Recording(graph, _places(inner), (), _places(results), makes)
-        kept = [parameter.grad for parameter in begun]
+        begun = [(parameter, parameter.grad) for parameter in self._gradients.parameters[before:]]
+        self._backward = _Recording(graph, _places(inner), (), _places(results), begun)
         self._backward.run(gradients)
-        for parameter, gradient in zip(begun, kept, strict=True):
-            parameter.grad = gradient  # which keeps its memory, as a place does not
         return list(results)
 
-    @staticmethod
-    def _derive(computed: _Computed, gradients: Sequence[Maybe], begun: list[nn.Parameter]) -> list[Maybe]:
-        """Gradients of the others; those of the weights are added up, and `begun` are such as had none."""
+    def _derive(self, computed: _Computed, gradients: Sequence[Maybe]) -> list[Maybe]:
+        """Gradients of the others; those of the weights are added up."""
         pairs = zip(computed.ends, gradients, strict=True)
         ends, given = zip(*((e, g) for e, g in pairs if e is not None and g is not None), strict=True)
         asked = [edge for edge in computed.others if edge is not None]
         weights = [get_gradient_edge(weight) for weight, _ in computed.weights]
         found = torch.autograd.grad(ends, [*weights, *asked], given, allow_unused=True)
-        _add(computed.weights, found[: len(weights)], begun)
+        _add(computed.weights, found[: len(weights)], self._gradients)
         others = iter(found[len(weights) :])
         return [None if edge is None else next(others) for edge in computed.others]
 
@@ -316,22 +363,19 @@ def _edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
 
 
-def _add(
-    weights: Sequence[tuple[torch.Tensor, nn.Parameter]], gradients: Sequence[Maybe], begun: list[nn.Parameter]
-) -> None:
-    firsts, first_gradients = [], []
+def _add(weights: Sequence[tuple[torch.Tensor, nn.Parameter]], gradients: Sequence[Maybe], into: Gradients) -> None:
+    firsts = []
     for (_, owner), gradient in zip(weights, gradients, strict=True):
         if gradient is None:
             continue
-        if owner.grad is not None:
+        if owner.grad is None:
+            firsts.append((owner, gradient))
+        else:
             owner.grad.add_(gradient)
-            continue
-        owner.grad = torch.empty_like(owner)
-        begun.append(owner)
-        firsts.append(owner.grad)
-        first_gradients.append(gradient)
     if firsts:
-        torch._foreach_copy_(firsts, first_gradients)  # twice as fast as `copy_` between dtypes
+        into.make([owner for owner, _ in firsts])
+        made = [owner.grad for owner, _ in firsts if owner.grad is not None]
+        torch._foreach_copy_(made, [gradient for _, gradient in firsts])  # twice as fast as `copy_` between dtypes
 
 
 def _handed_out(results: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:

@@ -10,11 +10,10 @@ step (BERT-Large, 128 × 128 tokens: 105 ms a step).
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -24,9 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.execution.stage import StageModule
 
-BUCKET_BYTES = 64 << 20
-"""Gradients that are reduced together where nothing overlaps with them."""
-
 
 def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) -> nn.Module:
     """The module that the pipeline runs: `stage` itself, sharded in place, or wrapped.
@@ -34,7 +30,7 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     FSDP2 wraps each block that has parameters, then the stage for those that its blocks share. Under bf16 it gathers
     bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
     operation, as it does without sharding. What FSDP2 cannot shard stays whole, its gradients left to
-    `average_gradients`.
+    `workbench.execution.averaging`.
     """
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
         return stage
@@ -112,29 +108,6 @@ def _settle_buckets(replica: DistributedDataParallel) -> None:
     for parameter in parameters:
         parameter.grad = None
     replica.reducer._rebuild_buckets()
-
-
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace every gradient by its mean over the group, a bucket at a time: where neither DDP nor FSDP2 does."""
-    buckets: defaultdict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        bucket = buckets[parameter.grad.dtype]
-        bucket.append(parameter.grad)
-        if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
-            _average(bucket, group)
-            bucket.clear()
-    for bucket in buckets.values():
-        _average(bucket, group)
-
-
-def _average(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    if gradients:
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(group.size())
-        dist.all_reduce(flat, group=group)
-        means = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [m.view_as(gradient) for m, gradient in zip(means, gradients, strict=True)])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
+from workbench.execution.averaging import Averaging
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter, LabelCounts, labels_of_micro_batches, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.optim import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
 from workbench.execution.pipe import SPLIT_BACKWARD, PipeStage, build_schedule
-from workbench.execution.shard import average_gradients, distribute, full, is_sharded, local
+from workbench.execution.shard import distribute, full, is_sharded, local
 from workbench.execution.stage import HeldStages, StageModule
 from workbench.execution.tensor_parallel import whole
 from workbench.experiment import Experiment
@@ -49,6 +50,9 @@ class Trainer:
         pipes = [self._pipe_stage(held, index) for index, held in enumerate(stage.stages)]
         self.optimizer = build_optimizer(self.stage.named(), experiment, plan.offload_optimizer)
         self._schedule = build_schedule(plan.schedule, pipes, plan.num_microbatches)
+        self._averaging = Averaging(place.data_group) if plan.data > 1 else None
+        if self._averaging is not None and context.cuda_graphs is not None:
+            context.cuda_graphs.finished = self._averaging.begin
         self._copies = stage.copies()
         self._ties = _tied_groups(plan, graph, place)
         self._label_counts = [
@@ -64,7 +68,7 @@ class Trainer:
         plan, place = self.plan, self.place
         splits = plan.schedule in SPLIT_BACKWARD
         return PipeStage(
-            stage if plan.reduces_at_the_end else distribute(stage, place.data_mesh, plan.zero, plan.precision),
+            stage if plan.averages_by_hand else distribute(stage, place.data_mesh, plan.zero, plan.precision),
             stage,
             place.pipeline_rank + index * plan.pipeline,
             len(plan.stages),
@@ -105,8 +109,8 @@ class Trainer:
         target = torch.empty(self.samples, device="meta") if self.stage.computes_loss else None
         inputs: dict[str, Any] = dict(batch)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
-        if self.plan.data > 1:
-            average_gradients(self._reduced_by_hand(), self.place.data_group)
+        if self._averaging is not None:
+            self._averaging.finish(self._averaged_by_hand())
         self._reduce_ties()
         if not losses:
             return torch.zeros((), device=self.context.device)
@@ -162,10 +166,10 @@ class Trainer:
         shares = self.plan.num_microbatches * self.plan.data
         self.context.counts = list((counts / shares).unbind())
 
-    def _reduced_by_hand(self) -> list[nn.Parameter]:
+    def _averaged_by_hand(self) -> list[nn.Parameter]:
         """What nothing else averages over the replicas: all, or what sharded stages hold whole."""
         parameters = [parameter for stage in self.stage.stages for parameter in stage.parameters()]
-        if self.plan.reduces_at_the_end:
+        if self.plan.averages_by_hand:
             return parameters
         return [parameter for parameter in parameters if self.plan.zero > 0 and not isinstance(parameter, DTensor)]
 

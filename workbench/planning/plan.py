@@ -33,9 +33,9 @@ def keeps_halves(precision: str, data: int, schedule: str, cuda_graphs: bool) ->
     return precision == "bf16" and (data == 1 or cuda_graphs) and schedule != "zero_bubble"
 
 
-def reduces_at_the_end(schedule: str, cuda_graphs: bool) -> bool:
-    """Do replicas average their gradients when the last backward is over? A backward in halves, or one that has been
-    recorded, shows them to nobody before."""
+def averages_by_hand(schedule: str, cuda_graphs: bool) -> bool:
+    """Do replicas average their gradients without DistributedDataParallel (and FSDP2)? It would have to see every
+    gradient come, as it does not where a backward is in halves or was recorded."""
     return schedule == "zero_bubble" or cuda_graphs
 
 
@@ -210,9 +210,9 @@ class Plan:
         return keeps_halves(self.precision, self.data, self.schedule, self.cuda_graphs)
 
     @property
-    def reduces_at_the_end(self) -> bool:
+    def averages_by_hand(self) -> bool:
         """See the function."""
-        return reduces_at_the_end(self.schedule, self.cuda_graphs)
+        return averages_by_hand(self.schedule, self.cuda_graphs)
 
     @property
     def peak_bytes(self) -> int:

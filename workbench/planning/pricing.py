@@ -29,7 +29,7 @@ from workbench.cost.memory import (
 )
 from workbench.cost.profiles import ACCUMULATE_BYTES, BlockCosts, Profile
 from workbench.planning.checkpointing import Levels, Mixed, Uniform
-from workbench.planning.plan import INTERLEAVED, keeps_halves, reduces_at_the_end
+from workbench.planning.plan import INTERLEAVED, averages_by_hand, keeps_halves
 
 Array = npt.NDArray[np.float64]
 Collective = Callable[[Array, int, Link], Array]
@@ -52,8 +52,8 @@ LAUNCHED_AGAIN = {"selective": 0.5, "full": 1.0}
 again: launches, without what surrounds a compiled block (0.55 of 1.2 ms in one profile of 14 layers of BERT-1920 on an
 H200), and under full checkpointing the generator's state, kept and put back around attention that draws dropout (0.2 to
 1 ms more; selective checkpointing keeps attention's results)."""
-AVERAGING_BYTES = 7 * FP32
-"""Per gradient, where replicas average when the last backward is over: into a buffer, divided there, and back."""
+AVERAGING_BYTES = 4 * FP32
+"""Per gradient, where replicas average when the last backward is over: into a buffer and back."""
 LAUNCHED_LATE = 0.5
 """Of the device's time, what the host may take for a micro-batch before its blocks are recorded: what the same launches
 take differs by a factor of two between machines and minutes."""
@@ -296,7 +296,7 @@ class Pricer:
             degrees.num_microbatches,
             degrees.offload_optimizer,
             halves=keeps_halves(self.profile.precision, degrees.data, degrees.schedule, degrees.cuda_graphs),
-            at_the_end=reduces_at_the_end(degrees.schedule, degrees.cuda_graphs),
+            by_hand=averages_by_hand(degrees.schedule, degrees.cuda_graphs),
         )
 
     @property
@@ -367,7 +367,8 @@ class Pricer:
         copies = self._copies(degrees, stages)
         forward_wait = _exposed(in_forward, forward) + stages.whole(found.forward_reduced) + copies[0]
         backward_wait = _exposed(in_backward, backward) + stages.sum(found.backward_reduced) + copies[1]
-        step_wait = (at_end if shares.at_the_end else _exposed(at_end, backward)) + copies[2]
+        alone = self._averaged_late(degrees, stages) * at_end
+        step_wait = alone + _exposed(at_end - alone, backward) + copies[2]
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / degrees.num_microbatches
@@ -467,6 +468,17 @@ class Pricer:
         busy = min(self.cluster.gpus_per_node, degrees.pipeline * degrees.data * degrees.tensor)
         return device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
 
+    def _averaged_late(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> Array:
+        """Of the gradients that replicas average once a step, the share for which the last backward is over before."""
+        table = self.table(degrees)
+        trained = stages.whole(table.trained)
+        if not self.shares(degrees).by_hand:
+            return np.zeros_like(trained)
+        if not degrees.cuda_graphs:
+            return np.ones_like(trained)
+        own = stages.whole(spans(table.own_trained * self.costs(degrees).recordable["none"]))
+        return np.asarray(1 - own / np.maximum(trained, 1))
+
     def _copies(self, degrees: Degrees, stages: Mixed | Uniform | Levels) -> tuple[Array, Array, Array]:
         """Milliseconds of what a reduction does on the device besides its collectives, FSDP2's above all: in one
         forward, in one backward, at the step's end.
@@ -478,8 +490,8 @@ class Pricer:
         table, micro_batches = self.table(degrees), degrees.num_microbatches
         nothing = np.zeros_like(stages.whole(self.elements))
         device = self.cluster.device
-        if self.shares(degrees).at_the_end and degrees.data > 1:
-            moved = AVERAGING_BYTES * stages.whole(table.trained)
+        if self.shares(degrees).by_hand and degrees.data > 1:
+            moved = AVERAGING_BYTES * stages.whole(table.trained) * self._averaged_late(degrees, stages)
             return nothing, nothing, 1e3 * moved / (device.memory_bandwidth * device.efficiency.bandwidth)
         if not self.shares(degrees).sharded:
             return nothing, nothing, nothing
