@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -68,16 +69,17 @@ def _drawn(parameter: nn.Parameter, index: int, rank: int, step: int) -> torch.T
 
 
 def test_the_gradients_of_a_recordable_block_are_averaged_from_its_last_backward_on() -> None:
-    handed, names, difference = launch(_handed_over, 2)
+    handed, names, difference, freed = launch(_handed_over, 2)
     assert handed, "no block"
     for of_step in handed:
         assert sorted(itertools.chain(*of_step)) == sorted(names)
     assert difference == 0.0
+    assert freed, "the next step begins with the gradients of the one before"
 
 
-def _handed_over(_rank: int) -> tuple[list[list[list[str]]], list[str], float]:
+def _handed_over(_rank: int) -> tuple[list[list[list[str]]], list[str], float, bool]:
     """By step and block, the parameters handed over; those of blocks that can be recorded; how far the gradients are
-    from those of the same steps where nothing is handed over."""
+    from those of the same steps where nothing is handed over; whether the next step begins without them."""
     (model, graph), batch = captured("bert"), zoo.batch("bert", 4 * MICRO_BATCH)
     plan = plan_of(graph, Case(data=2, num_microbatches=2, compile=True, cuda_graphs=True))
     averaging.BESIDE_BYTES = EVERY_BUFFER_ALONE
@@ -90,12 +92,14 @@ def _handed_over(_rank: int) -> tuple[list[list[list[str]]], list[str], float]:
     [stage] = beside.stage.stages
     name_of = {parameter: name for name, parameter in beside.stage.named().items()}
     backwards: list[list[list[str]]] = []
+    held: list[weakref.ref[torch.Tensor]] = []
 
     def finished(parameters: Sequence[nn.Parameter], buffers: Sequence[torch.Tensor]) -> None:
         spans = [(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) for buffer in buffers]
         for parameter in parameters:
             assert parameter.grad is not None
             assert any(begin <= parameter.grad.data_ptr() < end for begin, end in spans)
+        held.extend(weakref.ref(buffer) for buffer in buffers)
         backwards[-1].append([name_of[parameter] for parameter in parameters])
         begin(parameters, buffers)
 
@@ -108,8 +112,11 @@ def _handed_over(_rank: int) -> tuple[list[list[list[str]]], list[str], float]:
         for name, parameter in beside.stage.named().items():
             assert parameter.grad is not None
             worst = max(worst, float((parameter.grad - _gradient(alone.stage.named()[name])).abs().max()))
+    assert any(buffer() is not None for buffer in held)
+    beside.optimizer.zero_grad(set_to_none=True)
+    graphs.begin_step()
     own = [name for block in stage.block_modules() if block.recordable for name in block.own]
-    return backwards, own, worst
+    return backwards, own, worst, all(buffer() is None for buffer in held)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

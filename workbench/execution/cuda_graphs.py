@@ -107,8 +107,8 @@ class CudaGraphs:
         if self.replays:
             for gradients in self._gradients.values():
                 gradients.backwards = 0
-        else:
-            self._gradients = {}
+        else:  # nothing holds the gradients of the step before
+            self._cells, self._gradients = {}, {}
         if self.records:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # the pool takes what the steps before needed
