@@ -888,12 +888,20 @@ def test_graphs_take_memory_and_their_blocks_are_recomputed_as_ever() -> None:
     assert full[0] == full[1] > 0, "what draws random numbers again cannot be recorded"
 
 
-def test_replicas_whose_blocks_are_recorded_reduce_when_the_last_backward_is_over() -> None:
-    """Nothing hides it, and `DistributedDataParallel` keeps no second copy of the gradients."""
-    fixed: dict[str, Any] = {"pipeline": 1, "data": 4, "zero": 0, "micro_batch": 4, "recompute": "none"}
-    fixed["cluster"] = with_host(0.0)
-    recorded, launched = (plan_of(RECORDABLE, **fixed, cuda_graphs=g) for g in (True, False))
-    assert recorded.prediction.communication_ms > 2 * launched.prediction.communication_ms
+def test_replicas_average_beside_the_backward_what_is_a_recorded_blocks_own() -> None:
+    """What several blocks share, and what is not recorded, they average behind it. `DistributedDataParallel` does not
+    keep a second copy of the gradients."""
+    fixed: dict[str, Any] = {"pipeline": 1, "data": 4, "zero": 0, "micro_batch": 16, "recompute": "none"}
+    fixed |= {"global_batch": 128, "cluster": with_host(0.0)}
+    embedding, layer, head = RECORDABLE.kinds
+    heads_alone = replace(RECORDABLE, kinds=(embedding, replace(layer, recordable=()), head))
+    launched, recorded = (plan_of(RECORDABLE, **fixed, cuda_graphs=g) for g in (False, True))
+    behind = plan_of(heads_alone, **fixed, cuda_graphs=True)
+    hidden, shared, exposed = (plan.prediction.communication_ms for plan in (launched, recorded, behind))
+    elements = RECORDABLE.parameters
+    of_layers = sum(size for name, size in elements.items() if name.startswith("layer"))
+    assert exposed > 2 * hidden
+    assert (shared - hidden) / (exposed - hidden) == pytest.approx(elements["table"] / (elements["table"] + of_layers))
     assert 2 * recorded.stages[0].memory.gradients == pytest.approx(launched.stages[0].memory.gradients)
 
 
