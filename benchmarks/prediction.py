@@ -260,7 +260,10 @@ def _record(file: Path, index: int, found: Row) -> None:
     content = _read(file)
     row = {key: value for key, value in content["rows"][index].items() if key != "error"}
     content["rows"][index] = row | {key: value for key, value in found.items() if key != "machine"}
-    content["machine"] = content.get("machine") or found.get("machine")
+    machine = found.get("machine")
+    if machine is not None:
+        content["machine"] = content.get("machine") or machine
+        content["rows"][index]["measured"] = machine["measured"]  # perhaps later, on another machine of the kind
     _write(file, content)
     print(f"  {_outcome(content['rows'][index])}", flush=True)
 
@@ -479,7 +482,13 @@ def _machine() -> dict[str, str]:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = f"{gpus} × {torch.cuda.get_device_name(0)}" if gpus else "CPU"
-    return {"devices": names, "torch": torch.__version__, "python": platform.python_version(), "measured": _now()}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    if gpus:
+        import pynvml
+
+        pynvml.nvmlInit()
+        versions["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    return {"devices": names} | versions | {"measured": _now()}
 
 
 # Reporting
