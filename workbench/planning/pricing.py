@@ -60,7 +60,9 @@ take differs by a factor of two between machines and minutes."""
 MOST_GRAPHS = 4096
 """Of one rank. Recording took 1 to 2 ms for each."""
 GRAPH_BYTES = 256 << 10
-"""Of device memory, for each graph: 0.2 MB seen, 0.6 where it has all-reduces (BERT-1920 on H200)."""
+"""Of device memory, beside the allocator's, for each graph: 0.2 MB seen (BERT-1920 on H200)."""
+REDUCTION_BYTES = 176 << 10
+"""The same for each all-reduce in it: 0.6 MB seen of graphs with two."""
 OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
 """Per element: AdamW reads parameter, gradient and two moments and writes three; the norm reads a gradient and
 clipping reads and writes it."""
@@ -308,8 +310,11 @@ class Pricer:
         found = stage_state(self.profile, self.table(degrees), degrees.micro_batch, self.shares(degrees))
         if not degrees.cuda_graphs:
             return found
-        graphs = 2 * degrees.num_microbatches * spans(self.costs(degrees).recordable["none"].astype(np.float64))
-        return replace(found, workspace=found.workspace + GRAPH_BYTES * graphs)
+        costs = self.costs(degrees)
+        directions = zip(costs.forward_reduced, costs.backward_reduced, strict=True)
+        each = 2 * GRAPH_BYTES + REDUCTION_BYTES * np.array([len(f) + len(b) for f, b in directions])
+        graphs = degrees.num_microbatches * spans(np.where(costs.recordable["none"], each, 0.0))
+        return replace(found, workspace=found.workspace + graphs)
 
     def records(self, degrees: Degrees) -> bool:
         """Whether the runtime can record blocks: on a GPU, compiled, where FSDP2 does not move their weights and a
