@@ -2,7 +2,8 @@
 
 Plain PyTorch and Hugging Face, nothing of the workbench: `DistributedDataParallel`, FSDP2 (with and without full
 recomputation of the layers) and `torch.distributed.pipelining` with stages cut by hand. All of them: every layer
-compiled in place, bf16 autocast (or FSDP2's own bf16), fused AdamW, gradients clipped by their global norm.
+compiled in place (or the model whole, for `torch.compile` to record as CUDA graphs), bf16 autocast (or FSDP2's own
+bf16), fused AdamW, gradients clipped by their global norm.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ CLIP_NORM = 1.0
 class Peer:
     """`step(batch)` trains once on this replica's part of the global batch and returns its mean loss, on the device.
 
-    `kind` is `ddp`, `fsdp` (reshard after backward only), `fsdp3` (after each forward too), `fsdp3+recompute`,
-    or, as `pp4` and `pp2dp2`, a pipeline of so many stages and replicas.
+    `kind` is `ddp`, `ddp+graphs` (the model compiled whole, mode "reduce-overhead"), `fsdp` (reshard after backward
+    only), `fsdp3` (after each forward too), `fsdp3+recompute`, or, as `pp4` and `pp2dp2`, a pipeline of so many stages
+    and replicas.
     """
 
     def __new__(cls, kind: str, *_: Any, **__: Any) -> Peer:
@@ -58,7 +60,11 @@ class _DataParallel(Peer):
         if kind.endswith("+recompute"):
             for index, layer in enumerate(layers):
                 layers[index] = checkpoint_wrapper(layer)
-        _compile(layers, device)
+        self.graphs = kind.endswith("+graphs") and device.type == "cuda"
+        if self.graphs:
+            model.compile(mode="reduce-overhead")
+        else:
+            _compile(layers, device)
         self.sharded = kind.startswith("fsdp")
         if self.sharded:
             policy = _policy(device)
@@ -75,6 +81,8 @@ class _DataParallel(Peer):
         parts = list(_micro_batches(batch, self.micro_batch))
         total = torch.zeros((), device=self.device)
         for index, part in enumerate(parts):
+            if self.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             with self._synchronised(index == len(parts) - 1):
                 # FSDP2 casts the weights itself; autocast keeps softmax and losses in fp32 either way.
                 with _autocast(self.device):

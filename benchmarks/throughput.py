@@ -71,6 +71,10 @@ class Row:
     """What `wb.plan` is told besides."""
 
 
+def _base() -> Any:
+    return wb.models.bert(hidden_size=768, num_layers=12, num_heads=12)
+
+
 def _scaled() -> Any:
     return wb.models.bert(hidden_size=1920, num_layers=54, num_heads=30)
 
@@ -80,9 +84,10 @@ ROWS = {
         lambda: wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=512, max_positions=64),
         32,
         16,
-        (("ddp", 2), ("fsdp", 4), ("fsdp3+recompute", 4), ("pp4", 2), ("pp2dp2", 2), ("pp2", 2)),
+        (("ddp", 2), ("ddp+graphs", 2), ("fsdp", 4), ("fsdp3+recompute", 4), ("pp4", 2), ("pp2dp2", 2), ("pp2", 2)),
         {},
     ),
+    "base": Row(_base, 128, 128, (("ddp", 32), ("fsdp", 32), ("ddp+graphs", 32)), {}),
     "large": Row(wb.models.bert_large, 512, 512, (("ddp", 32), ("fsdp", 64)), {}),
     "scaled": Row(_scaled, 512, 256, (("fsdp", 32), ("ddp", 16)), {}),
     "scaled-pp2": Row(_scaled, 512, 256, (("pp2", 8), ("pp2", 4)), {"pipeline": 2}),
