@@ -20,6 +20,8 @@ from workbench.execution.averaging import Averaging
 
 EVERY_BUFFER_ALONE, ALL_TOGETHER = 0, 1 << 30
 STEPS = 2
+NUMBER = 4
+"""Bytes."""
 
 
 @pytest.mark.parametrize("beside_bytes", [EVERY_BUFFER_ALONE, 200, ALL_TOGETHER])
@@ -53,6 +55,29 @@ def _averaged(rank: int, beside_bytes: int) -> list[tuple[torch.Tensor, torch.Te
             if parameter.grad is not None:
                 found.append((parameter.grad.clone(), (gradient + other) / 2))
     return found
+
+
+def test_no_more_copies_of_gradients_are_held_than_are_on_their_way() -> None:
+    most, wrong = launch(_many_small_buffers, 2)
+    assert 0 < most <= averaging.MOST_COPIES
+    assert wrong == 0
+
+
+def _many_small_buffers(rank: int) -> tuple[int, int]:
+    """The most copies held at once, and how many of the means are wrong."""
+    averaging.BESIDE_BYTES = 2 * NUMBER
+    group = dist.group.WORLD
+    assert group is not None
+    means, most = Averaging(group), 0
+    parameters = [nn.Parameter(torch.zeros(())) for _ in range(6 * averaging.MOST_COPIES + 1)]
+    for index, parameter in enumerate(parameters):
+        buffer = _in_a_buffer([parameter])
+        buffer.fill_(index + rank)
+        means.begin([parameter], [buffer])
+        most = max(most, sum(bucket.is_copy for bucket in means._running))
+    means.finish(parameters)
+    found = [parameter.grad.item() for parameter in parameters if parameter.grad is not None]
+    return most, sum(mean != index + 0.5 for index, mean in enumerate(found)) + len(parameters) - len(found)
 
 
 def _in_a_buffer(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -16,22 +16,28 @@ import torch.distributed as dist
 from torch import nn
 
 BESIDE_BYTES = 16 << 20
-"""Gradients that are reduced together beside the backward: smaller buffers wait for others."""
+"""Gradients that are reduced together beside the backward: smaller buffers wait for others, and are copied into one."""
+MOST_COPIES = 4
+"""Such buckets at once: to begin the next, the first of them is waited for."""
 AT_THE_END_BYTES = 64 << 20
 """The same where nothing overlaps with them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Bucket:
     gradients: Sequence[torch.Tensor]
     flat: torch.Tensor
     """Their only one, or what they were copied into."""
     work: dist.Work
 
+    @property
+    def is_copy(self) -> bool:
+        return self.flat is not self.gradients[0]
+
     def settle(self) -> None:
         """What is launched from now on finds the means."""
         self.work.wait()
-        if self.flat is not self.gradients[0]:
+        if self.is_copy:
             means = self.flat.split([gradient.numel() for gradient in self.gradients])
             shaped = [mean.view_as(gradient) for mean, gradient in zip(means, self.gradients, strict=True)]
             torch._foreach_copy_(list(self.gradients), shaped)
@@ -52,6 +58,10 @@ class Averaging:
         self._begun.update(parameters)
         for buffer in buffers:
             self._add(buffer, BESIDE_BYTES)
+        copies = [bucket for bucket in self._running if bucket.is_copy]
+        for bucket in copies[:-MOST_COPIES]:
+            bucket.settle()
+            self._running.remove(bucket)
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of those that have not begun; then all are means to what is launched next."""
