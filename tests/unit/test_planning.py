@@ -900,7 +900,7 @@ def test_replicas_average_beside_the_backward_what_is_a_recorded_blocks_own() ->
     hidden, shared, exposed = (plan.prediction.communication_ms for plan in (launched, recorded, behind))
     elements = RECORDABLE.parameters
     of_layers = sum(size for name, size in elements.items() if name.startswith("layer"))
-    assert exposed > 2 * hidden
+    assert exposed > 1.5 * hidden
     assert (shared - hidden) / (exposed - hidden) == pytest.approx(elements["table"] / (elements["table"] + of_layers))
     assert 2 * recorded.stages[0].memory.gradients == pytest.approx(launched.stages[0].memory.gradients)
 

@@ -373,7 +373,8 @@ class Pricer:
         forward_wait = _exposed(in_forward, forward) + stages.whole(found.forward_reduced) + copies[0]
         backward_wait = _exposed(in_backward, backward) + stages.sum(found.backward_reduced) + copies[1]
         alone = self._averaged_late(degrees, stages) * at_end
-        step_wait = alone + _exposed(at_end - alone, backward) + copies[2]
+        undisturbed = self.cluster.device.efficiency.overlapped_link  # the whole of the link is theirs
+        step_wait = undisturbed * alone + _exposed(at_end - alone, backward) + copies[2]
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / degrees.num_microbatches
