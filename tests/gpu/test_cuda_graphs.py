@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import workbench as wb
 from tests.distributed.harness import launch, place
@@ -48,6 +50,31 @@ class Outcome:
     recorded: int
 
 
+class Clipped(nn.Module):
+    """A layer whose results are written where a mask says so."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.layer(*args, **kwargs)
+        hidden = (found[0] if isinstance(found, tuple) else found).clone()
+        hidden[hidden > 2] = 2.0
+        return (hidden, *found[1:]) if isinstance(found, tuple) else hidden
+
+
+def _freeze(model: Any) -> None:
+    model.bert.embeddings.requires_grad_(False)
+    for layer in model.bert.encoder.layer[:2]:
+        layer.requires_grad_(False)
+
+
+def _clip(model: Any) -> None:
+    model.bert.encoder.layer[1] = Clipped(model.bert.encoder.layer[1])
+
+
+CHANGES: Mapping[str, Callable[[Any], None]] = {"half frozen": _freeze, "clipped": _clip}
 ALONE = (Case(), Case(recompute="selective"), Case(recompute="full"))
 TWO = (
     Case(pipeline=2),
@@ -76,6 +103,16 @@ def test_what_a_checkpoint_draws_again_depends_on_the_step_alone() -> None:
         assert other != first, recompute
 
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_blocks_that_are_not_trained_or_cannot_be_recorded_change_nothing_beside_recorded_ones(change: str) -> None:
+    launched, recorded = launch(_changed, 1, change, device=DEVICE)
+    assert recorded.recorded > 0
+    assert recorded.losses == launched.losses
+    assert recorded.norms == launched.norms
+    assert recorded.weights == launched.weights
+    assert len(set(recorded.losses)) == STEPS
+
+
 @functools.cache
 def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
     """Launched kernel by kernel and recorded, of all cases of so many devices, from one start of the processes."""
@@ -89,6 +126,15 @@ def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     make_repeatable()
     cases = ALONE if world == 1 else TWO
     return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}
+
+
+def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
+    make_repeatable()
+    launched, recorded = (_trainer(Case(), graphs, CHANGES[change]) for graphs in (False, True))
+    [stage] = recorded.stage.stages
+    heads = sum(not block.recordable for block in stage.block_modules()) - (change == "clipped")
+    assert heads == 1, "the head runs over labelled rows, and a clipped layer may read numbers back"
+    return _outcome(launched), _outcome(recorded)
 
 
 def _outcome(trainer: Trainer) -> Outcome:
@@ -108,9 +154,11 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def _trainer(case: Case, recorded: bool) -> Trainer:
+def _trainer(case: Case, recorded: bool, change: Callable[[Any], None] | None = None) -> Trainer:
     """Of a plan with CUDA graphs, by which replicas know when they average: recorded, or launched all the same."""
     model = build_model(MODEL.build, 0, here(), seed=0)
+    if change is not None:
+        change(model)
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in _specs().items()}, name="bert")
     plan = dataclasses.replace(plan_of(graph, dataclasses.replace(case, cuda_graphs=True)), precision="bf16")
     where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
