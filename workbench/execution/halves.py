@@ -45,21 +45,23 @@ class Halves:
         uses = Counter(name for module in read for name in module.block.parameters)
         # What several blocks read (a tied embedding) gets gradients from all of them, which autocast adds up in fp32
         # before it adds the sum to those of other micro-batches.
-        self._weights = {
+        weights = {
             name: parameters[name]
             for names in read.values()
             for name in names
             if uses[name] == 1 and parameters[name].dtype == torch.float32
         }
-        self._copies = {name: _copy(weight) for name, weight in self._weights.items()}
+        copies = {name: _copy(weight) for name, weight in weights.items()}
+        self._weights: list[torch.Tensor] = list(weights.values())
+        self._copies = [copy.detach() for copy in copies.values()]
         for module, names in read.items():
-            module.halves = {name: self._copies[name] for name in names if name in self._copies}
+            module.halves = {name: copies[name] for name in names if name in copies}
 
     @torch.no_grad()
     def refresh(self) -> None:
         """After the weights have changed: before a step's first forward."""
         if self._copies:
-            torch._foreach_copy_([copy.detach() for copy in self._copies.values()], list(self._weights.values()))
+            torch._foreach_copy_(self._copies, self._weights)
 
 
 def _read(module: BlockModule, codes: Mapping[str, fx.GraphModule]) -> list[str]:

@@ -63,6 +63,8 @@ class BlockModule(nn.Module):
         self._random = any(is_random(node) for node in block.code.graph.nodes)
         self._draws_own = division.random
         self._counts_dropout = compiled and draws_dropout(block.code)
+        self._static: tuple[list[torch.Tensor], list[nn.Parameter | None], list[torch.Tensor]] | None = None
+        """What a recordable block is given in every step: weights, whose they are, buffers."""
         self.own = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
         self.borrowed = tuple(name for name in block.parameters if name not in parameters)
         """The stage's parameters that it uses."""
@@ -104,9 +106,11 @@ class BlockModule(nn.Module):
         return run(*self._read_weights(shared), *self._read_buffers(), *values, *seeds)
 
     def _inputs(self, seed: int | None, shared: Mapping[str, torch.Tensor], values: Values) -> Inputs:
-        names = self.block.parameters
-        owners = [getattr(self, self.own[name]) if name in self.own else None for name in names]
-        return Inputs(self._read_weights(shared), owners, self._read_buffers(), values, tuple(self._seeds(seed)))
+        if self._static is None:  # where blocks are recorded, parameters are what they are for good
+            names = self.block.parameters
+            owners = [getattr(self, self.own[name]) if name in self.own else None for name in names]
+            self._static = self._read_weights(shared), owners, self._read_buffers()
+        return Inputs(*self._static, values, tuple(self._seeds(seed)))
 
     def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         return [self._weight(name, shared) for name in self.block.parameters]

@@ -48,13 +48,15 @@ class Trainer:
         self.context, self.place = context, place
         self.stage = stage
         pipes = [self._pipe_stage(held, index) for index, held in enumerate(stage.stages)]
-        self.optimizer = build_optimizer(self.stage.named(), experiment, plan.offload_optimizer)
+        self._parameters = stage.named()  # what sharding has made of them
+        self.optimizer = build_optimizer(self._parameters, experiment, plan.offload_optimizer)
         self._schedule = build_schedule(plan.schedule, pipes, plan.num_microbatches)
         self._averaging = Averaging(place.data_group) if plan.data > 1 else None
         if self._averaging is not None and context.cuda_graphs is not None:
             context.cuda_graphs.finished = self._averaging.begin
         self._copies = stage.copies()
         self._ties = _tied_groups(plan, graph, place)
+        self._owned = [(p, self._holders(name, p)) for name, p in self._parameters.items() if self._owns(name)]
         self._label_counts = [
             count.code.to(context.device) for count in graph.label_counts if stage.label_counts_needed
         ]
@@ -118,7 +120,7 @@ class Trainer:
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """The whole gradient of a parameter that this rank holds, gathered from its shards (a collective)."""
-        gradient = self.stage.named()[name].grad
+        gradient = self._parameters[name].grad
         return None if gradient is None else self.full(name, gradient)
 
     def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,7 @@ class Trainer:
         dist.all_reduce(scalars)
         experiment = self.experiment
         if experiment.clip_norm is not None:
-            clip(self.stage.named().values(), scalars[1].sqrt(), experiment.clip_norm)
+            clip(self._parameters.values(), scalars[1].sqrt(), experiment.clip_norm)
         rate = experiment.learning_rate * learning_rate_factor(
             step, experiment.warmup, experiment.steps, experiment.lr_schedule
         )
@@ -186,16 +188,19 @@ class Trainer:
             for other in others:
                 if other.grad is not None:
                     local(_gradient(first)).add_(local(other.grad))
-        named = self.stage.named()
         for name, group in self._ties.items():
-            dist.all_reduce(local(_gradient(named[name])), group=group)
+            dist.all_reduce(local(_gradient(self._parameters[name])), group=group)
 
     def _owned_gradients(self) -> Iterator[tuple[torch.Tensor, int]]:
         """This rank's gradients, each with the number of ranks that hold the same."""
-        for name, parameter in self.stage.named().items():
-            if parameter.grad is not None and self._owns(name):
-                replicas = 1 if is_sharded(parameter.grad) else self.plan.data
-                yield parameter.grad, replicas * (1 if self.stage.sharding(name) else self.plan.tensor)
+        for parameter, holders in self._owned:
+            if parameter.grad is not None:
+                yield parameter.grad, holders
+
+    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+        """The ranks of a stage that hold the same of a parameter, and of its gradient."""
+        replicas = 1 if is_sharded(parameter) else self.plan.data
+        return replicas * (1 if self.stage.sharding(name) else self.plan.tensor)
 
     def _owns(self, name: str) -> bool:
         """A tied parameter counts once in the norm: on the first pipeline rank that holds it."""
