@@ -18,15 +18,17 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, captured, part_
 from workbench.execution import averaging
 from workbench.execution.averaging import Averaging
 
-EVERY_BUFFER_ALONE, ALL_TOGETHER = 0, 1 << 30
+EVERY_BUFFER_ALONE, BOTH_BUFFERS, ALL_TOGETHER = 0, 70, 1 << 30
 STEPS = 2
 NUMBER = 4
 """Bytes."""
 
 
-@pytest.mark.parametrize("beside_bytes", [EVERY_BUFFER_ALONE, 200, ALL_TOGETHER])
+@pytest.mark.parametrize("beside_bytes", [EVERY_BUFFER_ALONE, BOTH_BUFFERS, ALL_TOGETHER])
 def test_gradients_are_replaced_by_their_means_over_the_replicas(beside_bytes: int) -> None:
-    for found, expected in launch(_averaged, 2, beside_bytes):
+    means = launch(_averaged, 2, beside_bytes)
+    assert len(means) == STEPS * 5
+    for found, expected in means:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -49,6 +51,7 @@ def _averaged(rank: int, beside_bytes: int) -> list[tuple[torch.Tensor, torch.Te
                 parameter.grad.copy_(gradient)
         means.begin(parameters[:2], [first])
         means.begin(parameters[2:3], [second])
+        assert len(means._running) == {EVERY_BUFFER_ALONE: 2, BOTH_BUFFERS: 1, ALL_TOGETHER: 0}[beside_bytes]
         means.finish(parameters)
         assert parameters[4].grad is None
         for parameter, gradient, other in zip(parameters, gradients, others, strict=True):
