@@ -908,12 +908,9 @@ def test_replicas_average_beside_the_backward_what_is_a_recorded_blocks_own() ->
 def test_the_graphs_of_a_tensor_parallel_block_take_more_memory_for_each_all_reduce() -> None:
     fixed: dict[str, Any] = {"pipeline": 1, "data": 2, "tensor": 2, "zero": 0, "micro_batch": 4, "recompute": "none"}
     plans = [plan_of(DIVIDED, **fixed, cuda_graphs=graphs) for graphs in (True, False)]
-    costs = DIVIDED.on_tensor_axis(2).at(4, H200.device)
-    recorded = costs.recordable["none"]
-    collectives = sum(len(r) for r, of in zip(costs.forward_reduced, recorded, strict=True) if of)
-    collectives += sum(len(r) for r, of in zip(costs.backward_reduced, recorded, strict=True) if of)
-    assert collectives > 0
-    each = 2 * recorded.sum() * pricing.GRAPH_BYTES + collectives * pricing.REDUCTION_BYTES
+    layers, in_layers, in_head = 6, 4, 2  # of Megatron's layer two in either direction; of the head one
+    collectives = layers * in_layers + in_head
+    each = 2 * len(DIVIDED.blocks) * pricing.GRAPH_BYTES + collectives * pricing.REDUCTION_BYTES
     added = plans[0].stages[0].memory.workspace - plans[1].stages[0].memory.workspace
     assert added == pytest.approx(plans[0].num_microbatches * each, abs=1)
 

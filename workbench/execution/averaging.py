@@ -17,10 +17,10 @@ from torch import nn
 
 BESIDE_BYTES = 16 << 20
 """Gradients that are reduced together beside the backward: smaller buffers wait for others, and are copied into one."""
-MOST_COPIES = 4
-"""Such buckets at once: to begin the next, the first of them is waited for."""
 AT_THE_END_BYTES = 64 << 20
 """The same where nothing overlaps with them."""
+MOST_COPIES = 4
+"""Such buckets at once: after the next has begun, the first of them is waited for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,21 +58,17 @@ class Averaging:
         self._begun.update(parameters)
         for buffer in buffers:
             self._add(buffer, BESIDE_BYTES)
-        copies = [bucket for bucket in self._running if bucket.is_copy]
-        for bucket in copies[:-MOST_COPIES]:
-            bucket.settle()
-            self._running.remove(bucket)
 
     def finish(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of those that have not begun; then all are means to what is launched next."""
         for parameter in parameters:
             if parameter.grad is not None and parameter not in self._begun:
                 self._add(parameter.grad, AT_THE_END_BYTES)
-                if not self._waiting[parameter.grad.dtype]:
-                    self._settle()  # a bucket's memory is the next one's
         for together in self._waiting.values():
             self._reduce(together)
-        self._settle()
+        for bucket in self._running:
+            bucket.settle()
+        self._running.clear()
         self._begun.clear()
 
     def _add(self, gradient: torch.Tensor, enough: int) -> None:
@@ -94,8 +90,6 @@ class Averaging:
         work = dist.all_reduce(flat, op=means, group=self._group, async_op=True)
         assert work is not None  # it is for ranks outside of the group
         self._running.append(_Bucket(gradients, flat, work))
-
-    def _settle(self) -> None:
-        for bucket in self._running:
+        for bucket in [bucket for bucket in self._running if bucket.is_copy][:-MOST_COPIES]:
             bucket.settle()
-        self._running.clear()
+            self._running.remove(bucket)

@@ -30,7 +30,7 @@ REHEARSALS = 2
 """Steps before the recorded one: in the first everything is compiled, in the second all caches are there."""
 
 ALIGNED = 64
-"""Elements at whose multiples the gradients of a buffer begin, as optimisers' kernels would have them."""
+"""Elements at whose multiples the gradients of a buffer begin, so that kernels may read many bytes at a time."""
 
 BUFFERS = "NCCL_GRAPH_REGISTER", "0"
 """Otherwise NCCL registers what recorded collectives read and write, whose memory expandable segments may map anew:
@@ -62,7 +62,7 @@ class Inputs:
 
 @dataclass
 class Gradients:
-    """Of a block's own weights, in one step."""
+    """Of a block's own weights."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -104,10 +104,7 @@ class CudaGraphs:
     def begin_step(self) -> None:
         """Before the first forward of a step."""
         self._step += 1
-        if self.replays:
-            for gradients in self._gradients.values():
-                gradients.backwards = 0
-        else:  # nothing holds the gradients of the step before
+        if not self.replays:  # nothing holds the gradients of the step before
             self._cells, self._gradients = {}, {}
         if self.records:
             torch.cuda.synchronize()
@@ -163,7 +160,7 @@ class CudaGraphs:
     def note_backward(self, gradients: Gradients) -> None:
         """One of a block's micro-batches has been launched."""
         gradients.backwards += 1
-        if gradients.backwards == self._num_microbatches and self.finished is not None:
+        if gradients.backwards % self._num_microbatches == 0 and self.finished is not None:
             self.finished(gradients.parameters, gradients.buffers)
 
     def note(self, tensors: Sequence[Maybe]) -> None:

@@ -52,6 +52,7 @@ class Trainer:
         self.optimizer = build_optimizer(self._parameters, experiment, plan.offload_optimizer)
         self._schedule = build_schedule(plan.schedule, pipes, plan.num_microbatches)
         self._averaging = Averaging(place.data_group) if plan.data > 1 else None
+        self._averaged = self._averaged_by_hand()
         if self._averaging is not None and context.cuda_graphs is not None:
             context.cuda_graphs.finished = self._averaging.begin
         self._copies = stage.copies()
@@ -112,7 +113,7 @@ class Trainer:
         inputs: dict[str, Any] = dict(batch)
         self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
         if self._averaging is not None:
-            self._averaging.finish(self._averaged_by_hand())
+            self._averaging.finish(self._averaged)
         self._reduce_ties()
         if not losses:
             return torch.zeros((), device=self.context.device)
