@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import zoo
@@ -31,6 +33,7 @@ from workbench.cost.cluster import Cluster
 from workbench.execution.build import build_stage
 from workbench.execution.context import StepContext
 from workbench.execution.optim import OffloadedAdamW, PartwiseAdamW
+from workbench.execution.shard import local
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
@@ -495,3 +498,23 @@ def test_every_schedule_times_every_zero_stage_equals_plain_pytorch(name: str) -
     ]
     assert_equal_to_plain_pytorch(name, *cases)
     assert_equal_to_plain_pytorch(name, Case(pipeline=4, schedule="zero_bubble", num_microbatches=8))
+
+
+def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
+    """Of the model that a rank was built from, the weights that are still in memory and that its stages do not hold;
+    no garbage is collected meanwhile."""
+    found = []
+    gc.disable()
+    for case in cases:
+        model, graph = captured("bert")
+        memory = {name: StorageWeakRef(weight.untyped_storage()) for name, weight in model.named_parameters()}
+        trainer = trainer_of(model, graph, plan_of(graph, case))
+        held = {StorageWeakRef(local(weight).untyped_storage()) for weight in trainer.stage.named().values()}
+        found.append({name for name, storage in memory.items() if not storage.expired() and storage not in held})
+    gc.enable()
+    return found
+
+
+def test_a_rank_holds_nothing_of_the_model_but_its_own_weights() -> None:
+    cases = Case(pipeline=2), Case(pipeline=2, chunks=2, schedule="interleaved"), Case(tensor=2), Case(data=2, zero=3)
+    assert launch(_left_over, 2, cases) == [set()] * len(cases)

@@ -7,15 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.harness import launch
-from tests.distributed.test_every_plan import part_of
+import workbench as wb
+from tests.distributed.harness import launch, place
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
+from workbench.capture import capture
+from workbench.execution.build import build_model, build_stage
+from workbench.execution.context import StepContext
 from workbench.execution.shard import local
+from workbench.execution.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, needs(2)]
 DEFAULT_STREAM = 0
+LAYERS = 8
+MODEL = wb.models.bert(hidden_size=512, num_layers=LAYERS, num_heads=8, vocab_size=512, max_positions=64)
+EXPERIMENT = wb.Experiment(
+    model=MODEL, data=wb.data.corpus("demo", vocab_size=512), steps=1, global_batch=8, seq_len=64
+)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA keeps memory for the stream that asked for it")
@@ -35,3 +45,35 @@ def _streams_of_gradients(_rank: int, zero: int) -> set[int]:
 
 def _lies_in(tensor: torch.Tensor, segment: dict[str, Any]) -> bool:
     return 0 <= tensor.data_ptr() - int(segment["address"]) < int(segment["total_size"])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA counts what is allocated")
+@pytest.mark.parametrize(
+    ("division", "on_host", "most"),
+    [
+        pytest.param(Case(data=2, zero=3), True, 1 / 2 + 2 / LAYERS, id="built on the host, sharded"),
+        pytest.param(Case(tensor=2), False, 1 + 1 / LAYERS, id="built on the device, divided"),
+        pytest.param(Case(pipeline=2), False, 1 + 1 / LAYERS, id="built on the device, in two stages"),
+    ],
+)
+def test_a_start_needs_a_device_with_room_for_what_is_built_there_and_little_more(
+    division: Case, on_host: bool, most: float
+) -> None:
+    peak, after = launch(_built, 2, division, on_host, device=DEVICE)
+    assert peak < most
+    assert after < 1 / 2 + 1 / LAYERS
+
+
+def _built(_rank: int, division: Case, on_host: bool) -> tuple[float, float]:
+    """The most that was allocated on the device until the trainer stood, and then: in shares of the model."""
+    torch.cuda.reset_peak_memory_stats()
+    model = build_model(MODEL.build, 0, torch.device("cpu") if on_host else here(), seed=0)
+    size = sum(weight.nbytes for weight in model.parameters())
+    specs = EXPERIMENT.data.batch_specs(EXPERIMENT)
+    graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in specs.items()}, name="bert")
+    plan = plan_of(graph, division)
+    where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
+    context = StepContext(seed=0, device=here())
+    trainer = Trainer(EXPERIMENT, plan, graph, build_stage(plan, where, model, graph, context), context, where)
+    assert {weight.device for weight in trainer.stage.named().values()} == {here()}
+    return torch.cuda.max_memory_allocated() / size, torch.cuda.memory_allocated() / size

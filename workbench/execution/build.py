@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,12 +26,14 @@ from workbench.execution.pipe import SPLIT_BACKWARD
 from workbench.execution.recompute import checkpointed_when_compiled, mode_for
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.stage import HeldStages, StageModule
+from workbench.execution.sums import Sums
 from workbench.execution.tensor_parallel import divide, part
 from workbench.planning.plan import Plan, Stage
 from workbench.tensors import TensorSpec
 
-BUILD_SHARE = 0.4
-"""Models up to this share of a GPU's free memory are initialised on it; larger ones on the CPU."""
+BUILD_SHARE = 0.6
+"""Models up to this share of a GPU's free memory are initialised on it; larger ones on the CPU. Beside a model stands
+no more than one weight's part of it, but initialisers may need room too."""
 
 
 def build_model(factory: Callable[[], nn.Module], parameter_bytes: int, device: torch.device, seed: int) -> nn.Module:
@@ -122,11 +125,13 @@ def build_stage(
     compile: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> HeldStages:
-    """The stages of one rank with their own weights, moved off the model; `model` may be dropped afterwards.
+    """The stages of one rank with their own weights, taken out of the model, which is left with none.
 
-    Blocks that are recomputed alike share their runners: a kind of block is compiled once for each way.
+    Where FSDP2 will shard them they stay where they were made: it moves them to the device block by block. Blocks that
+    are recomputed alike share their runners: a kind of block is compiled once for each way.
     """
     _refuse_sharded_split(plan)
+    weights = _Weights(plan, place, model, graph)
     division = plan_tensor(graph, plan.tensor)
     codes = _codes(graph, division, place)
     context.tensor_rank = place.tensor_rank
@@ -141,8 +146,8 @@ def build_stage(
         for mode in modes:
             if mode not in ready:
                 ready[mode] = runners(graph, codes, context.device, compile, mode, deferral)
-        parameters, buffers = _tensors(stage, model, graph, division, context)
-        if compile and (plan.data == 1 or plan.zero == 0):
+        parameters = _parameters(stage, plan, weights, graph, division, context)
+        if compile and not plan.shards:
             for parameter in parameters.values():
                 _mark_static(parameter)
         held.append(
@@ -151,7 +156,7 @@ def build_stage(
                 stage.first_block,
                 stage.end_block,
                 parameters=parameters,
-                buffers=buffers,
+                buffers=_buffers(stage, model, graph, context.device),
                 runners=[
                     ready[mode][block.kind]
                     for mode, block in zip(modes, graph.blocks[stage.first_block : stage.end_block], strict=True)
@@ -164,12 +169,13 @@ def build_stage(
                 autocast=autocast,
             )
         )
-    return HeldStages(held, [Halves(stage, codes) for stage in held] if plan.keeps_halves else [])
+    sums = Sums(compiles=compile and context.device.type == "cuda")
+    return HeldStages(held, [Halves(stage, codes, sums) for stage in held] if plan.keeps_halves else [])
 
 
 def _refuse_sharded_split(plan: Plan) -> None:
     """The planner offers no such plan; one that was written by hand may ask for it."""
-    if plan.schedule in SPLIT_BACKWARD and plan.zero > 0 and plan.data > 1:
+    if plan.schedule in SPLIT_BACKWARD and plan.shards:
         raise PlanInfeasible(
             f"The schedule {plan.schedule!r} runs with zero=0 only, and the plan asks for zero={plan.zero}: a sharded "
             f"gradient is reduced before the weights' half of the backward. Choose zero=0, or the schedule "
@@ -188,21 +194,56 @@ def _codes(graph: Graph, division: TensorDivision, place: Place) -> dict[str, fx
     return codes
 
 
-def _tensors(
-    stage: Stage, model: nn.Module, graph: Graph, division: TensorDivision, context: StepContext
-) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-    """The parameters (this device's part of the divided ones) and buffers of one stage, by the model's own names."""
-    device = context.device
-    blocks = graph.blocks[stage.first_block : stage.end_block]
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
-    originals = dict(model.named_parameters())
-    parameters = {}
+class _Weights:
+    """A model's, each let go once the last of this rank's stages has it.
+
+    Dropping the model would not do: cycles among what `torch.export` leaves hold it until Python collects garbage,
+    which may be long after the first step.
+    """
+
+    def __init__(self, plan: Plan, place: Place, model: nn.Module, graph: Graph) -> None:
+        stages = plan.stages_of(place.pipeline_rank)
+        self._left = Counter(name for s in stages for name in graph.block_parameters(s.first_block, s.end_block))
+        self._whole = dict(model.named_parameters())
+        for name, parameter in self._whole.items():
+            if name not in self._left:
+                _let_go(parameter)
+
+    @contextmanager
+    def taken(self, name: str) -> Iterator[torch.Tensor]:
+        """A stage's weight, whole and where the model was built; only until the end of the context."""
+        yield self._whole[name].detach()
+        self._left[name] -= 1
+        if not self._left[name]:
+            _let_go(self._whole[name])
+
+
+def _let_go(parameter: nn.Parameter) -> None:
+    """Of its memory, whoever holds the parameter."""
+    parameter.data = parameter.data.new_empty(0)
+
+
+def _parameters(
+    stage: Stage, plan: Plan, weights: _Weights, graph: Graph, division: TensorDivision, context: StepContext
+) -> dict[str, nn.Parameter]:
+    """Of one stage (this device's part of the divided ones), by the model's own names."""
+    found = {}
     for name in graph.block_parameters(stage.first_block, stage.end_block):
-        held, sharding = originals[name].detach(), division.parameters.get(name)
-        if sharding is not None:
-            held = part(held, sharding, context.tensor_rank)
-        parameters[name] = nn.Parameter(_alone(held.to(device)), requires_grad=name not in graph.frozen)
-    return parameters, {name: tensors[name].detach().to(device) for block in blocks for name in block.buffers}
+        sharding = division.parameters.get(name)
+        with weights.taken(name) as held:
+            if sharding is not None:
+                held = part(held, sharding, context.tensor_rank)
+            if not plan.shards:
+                held = held.to(context.device)
+            found[name] = nn.Parameter(_alone(held), requires_grad=name not in graph.frozen)
+    return found
+
+
+def _buffers(stage: Stage, model: nn.Module, graph: Graph, device: torch.device) -> dict[str, torch.Tensor]:
+    """Of one stage, constants among them, by the model's own names."""
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
+    blocks = graph.blocks[stage.first_block : stage.end_block]
+    return {name: tensors[name].detach().to(device) for block in blocks for name in block.buffers}
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.errors import WorkbenchError
+from workbench.execution.sums import Sums
 
 REHEARSALS = 2
 """Steps before the recorded one: in the first everything is compiled, in the second all caches are there."""
@@ -95,6 +96,7 @@ class CudaGraphs:
         self._num_microbatches = num_microbatches
         self._step = 0
         self._idle = device.type != "cuda"
+        self.sums = Sums(compiles=not self._idle)
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._gradients: dict[int, Gradients] = {}
         self._produced: set[int] = set()
@@ -342,7 +344,10 @@ class _Cell:
         asked = [edge for edge in computed.others if edge is not None]
         weights = [get_gradient_edge(weight) for weight, _ in computed.weights]
         found = torch.autograd.grad(ends, [*weights, *asked], given, allow_unused=True)
-        _add(computed.weights, found[: len(weights)], self._gradients)
+        come = [
+            (owner, g) for (_, owner), g in zip(computed.weights, found[: len(weights)], strict=True) if g is not None
+        ]
+        self._graphs.sums.give([owner for owner, _ in come], [g for _, g in come], self._gradients.make)
         others = iter(found[len(weights) :])
         return [None if edge is None else next(others) for edge in computed.others]
 
@@ -358,21 +363,6 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 def _edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
     """Where autograd has them; none of what it does not follow."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
-
-
-def _add(weights: Sequence[tuple[torch.Tensor, nn.Parameter]], gradients: Sequence[Maybe], into: Gradients) -> None:
-    firsts = []
-    for (_, owner), gradient in zip(weights, gradients, strict=True):
-        if gradient is None:
-            continue
-        if owner.grad is None:
-            firsts.append((owner, gradient))
-        else:
-            owner.grad.add_(gradient)
-    if firsts:
-        into.make([owner for owner, _ in firsts])
-        made = [owner.grad for owner, _ in firsts if owner.grad is not None]
-        torch._foreach_copy_(made, [gradient for _, gradient in firsts])  # twice as fast as `copy_` between dtypes
 
 
 def _handed_out(results: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:

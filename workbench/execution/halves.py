@@ -1,20 +1,23 @@
 """bf16 copies of weights, made once a step: for stages whose weights neither FSDP2 nor `DistributedDataParallel` holds.
 
 Under autocast every micro-batch casts the weights of its matrix products, and what is compiled keeps the copies for its
-backward: 2 bytes a weight for each micro-batch in flight. Here blocks are given bf16 copies; a copy's gradient is added
-to its fp32 weight's as soon as it is there. The numbers are autocast's, to the last bit. (9 layers of BERT-1920 on an
-H200, 4 micro-batches of 16 × 512 tokens: 188.5 → 185.2 ms a step.)
+backward: 2 bytes a weight for each micro-batch in flight. Here blocks are given bf16 copies; their gradients are added
+to those of the fp32 weights as soon as a block's are there. The numbers are autocast's, to the last bit. (9 layers of
+BERT-1920 on an H200, 4 micro-batches of 16 × 512 tokens: 188.5 → 185.2 ms a step.)
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import get_gradient_edge
 
 from workbench.execution.stage import BlockModule, StageModule
+from workbench.execution.sums import Sums
 
 PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
 """Operations whose operands autocast casts to bf16."""
@@ -38,7 +41,7 @@ def _only_products(node: fx.Node) -> bool:
 class Halves:
     """The bf16 copies of one stage's weights, which its blocks read from then on."""
 
-    def __init__(self, stage: StageModule, codes: Mapping[str, fx.GraphModule]) -> None:
+    def __init__(self, stage: StageModule, codes: Mapping[str, fx.GraphModule], sums: Sums) -> None:
         """`codes`: what runs, by kind of block."""
         parameters = stage.named()
         read = {module: _read(module, codes) for module in stage.block_modules()}
@@ -56,6 +59,10 @@ class Halves:
         self._copies = [copy.detach() for copy in copies.values()]
         for module, names in read.items():
             module.halves = {name: copies[name] for name in names if name in copies}
+        self._handovers = [
+            Handover([(copy, weights[name]) for name, copy in module.halves.items() if copy.requires_grad], sums)
+            for module in read
+        ]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -72,19 +79,41 @@ def _read(module: BlockModule, codes: Mapping[str, fx.GraphModule]) -> list[str]
 
 
 def _copy(weight: nn.Parameter) -> torch.Tensor:
-    """A leaf whose gradients go to `weight`."""
-    copy = weight.detach().to(torch.bfloat16).requires_grad_(weight.requires_grad)
+    """A leaf."""
+    return weight.detach().to(torch.bfloat16).requires_grad_(weight.requires_grad)
 
-    @torch.no_grad()
-    def give(leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None
-        if weight.grad is None:
-            weight.grad = torch.empty_like(weight)
-            torch._foreach_copy_([weight.grad], [leaf.grad])  # twice as fast as `copy_` between dtypes
-        else:
-            weight.grad.add_(leaf.grad)
-        leaf.grad = None
 
-    if weight.requires_grad:
-        copy.register_post_accumulate_grad_hook(give)
-    return copy
+class Handover:
+    """Gives the gradients of one block's copies to its weights when the last of them has come."""
+
+    def __init__(self, copies: Sequence[tuple[torch.Tensor, nn.Parameter]], sums: Sums) -> None:
+        self._weights = dict(copies)
+        self._ends = [get_gradient_edge(copy).node for copy in self._weights]
+        self._sums = sums
+        self._come: list[torch.Tensor] = []
+        self._expected = 0
+        handover = weakref.ref(self)  # otherwise copies would hold themselves, in a way that Python cannot see through
+
+        def arrived(copy: torch.Tensor) -> None:
+            found = handover()
+            assert found is not None
+            found._arrived(copy)
+
+        for copy in self._weights:
+            copy.register_post_accumulate_grad_hook(arrived)
+
+    def _arrived(self, copy: torch.Tensor) -> None:
+        if not self._come:  # how many this backward will reach, autograd knows
+            self._expected = sum(map(torch._C._will_engine_execute_node, self._ends))
+        self._come.append(copy)
+        if len(self._come) == self._expected:
+            come, self._come = self._come, []
+            gradients = [copy.grad for copy in come if copy.grad is not None]
+            self._sums.give([self._weights[copy] for copy in come], gradients, _begin)
+            for copy in come:
+                copy.grad = None
+
+
+def _begin(weights: Sequence[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)

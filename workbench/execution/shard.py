@@ -30,10 +30,10 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
     FSDP2 wraps each block that has parameters, then the stage for those that its blocks share. Under bf16 it gathers
     bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
     operation, as it does without sharding. What FSDP2 cannot shard stays whole, its gradients left to
-    `workbench.execution.averaging`.
+    `workbench.execution.averaging`. Weights may still be on the host: FSDP2 moves a block's when it shards them.
     """
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
-        return stage
+        return _on_device(stage, mesh)
     if zero == 0:
         with warnings.catch_warnings():  # torch 2.13 deprecates `broadcast_buffers`, and has no substitute yet
             warnings.simplefilter("ignore", FutureWarning)
@@ -56,6 +56,13 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
         _share_memory(block, block.parameters())
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
     _share_memory(stage, stage.parameters(recurse=False))
+    return _on_device(stage, mesh)
+
+
+def _on_device(stage: StageModule, mesh: DeviceMesh) -> StageModule:
+    for parameter in stage.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(mesh.device_type)
     return stage
 
 

@@ -275,6 +275,7 @@ class _Worker:
                 found=graph.signature,
             )
         with self._timed("stage"):
+            extras = self._extras(model, graph)
             stage = build_stage(
                 self.plan,
                 self.place,
@@ -284,7 +285,6 @@ class _Worker:
                 compile=compile,
                 autocast=self.accelerator.autocast,
             )
-            extras = self._extras(model, graph)
             del model
             trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.place)
             if _on_gpu():

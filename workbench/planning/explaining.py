@@ -166,9 +166,8 @@ def _freed(plan: Plan, free: Plan) -> Change:
 
 def _parts(plan: Plan) -> tuple[Part, ...]:
     found, step = plan.prediction, plan.prediction.step_ms
-    sharded = plan.zero > 0 and plan.data > 1
     graphs = "" if plan.cuda_graphs else ", and CUDA graphs"
-    copies = ", and FSDP2's copies, casts and sums around it" if sharded else ""
+    copies = ", and FSDP2's copies, casts and sums around it" if plan.shards else ""
     rows = (
         ("Compute", found.compute_ms, "forward and backward of the busiest device"),
         *([("Waiting for the host", found.host_ms, HOST + graphs)] if found.host_ms > NOTHING * step else []),

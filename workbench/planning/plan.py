@@ -205,6 +205,11 @@ class Plan:
         return self.pipeline * self.data * self.tensor
 
     @property
+    def shards(self) -> bool:
+        """Does FSDP2 divide each stage's state over its replicas?"""
+        return self.zero > 0 and self.data > 1
+
+    @property
     def keeps_halves(self) -> bool:
         """See the function."""
         return keeps_halves(self.precision, self.data, self.schedule, self.cuda_graphs)
