@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -500,6 +502,10 @@ def test_every_schedule_times_every_zero_stage_equals_plain_pytorch(name: str) -
     assert_equal_to_plain_pytorch(name, Case(pipeline=4, schedule="zero_bubble", num_microbatches=8))
 
 
+def _memory(model: nn.Module) -> dict[str, StorageWeakRef]:
+    return {name: StorageWeakRef(weight.untyped_storage()) for name, weight in model.named_parameters()}
+
+
 def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
     """Of the model that a rank was built from, the weights that are still in memory and that its stages do not hold;
     no garbage is collected meanwhile."""
@@ -507,7 +513,7 @@ def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
     gc.disable()
     for case in cases:
         model, graph = captured("bert")
-        memory = {name: StorageWeakRef(weight.untyped_storage()) for name, weight in model.named_parameters()}
+        memory = _memory(model)
         trainer = trainer_of(model, graph, plan_of(graph, case))
         held = {StorageWeakRef(local(weight).untyped_storage()) for weight in trainer.stage.named().values()}
         found.append({name for name, storage in memory.items() if not storage.expired() and storage not in held})
@@ -518,3 +524,28 @@ def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
 def test_a_rank_holds_nothing_of_the_model_but_its_own_weights() -> None:
     cases = Case(pipeline=2), Case(pipeline=2, chunks=2, schedule="interleaved"), Case(tensor=2), Case(data=2, zero=3)
     assert launch(_left_over, 2, cases) == [set()] * len(cases)
+
+
+def _whole_at_each_sharding(_rank: int) -> list[int]:
+    """Weights of the model that are in memory when FSDP2 is given a block, or at last the stage."""
+    found = []
+    gc.disable()
+    model, graph = captured("bert")
+    memory = _memory(model)
+
+    def sharded(*given: Any, **named: Any) -> Any:
+        found.append(sum(not storage.expired() for storage in memory.values()))
+        return fully_shard(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workbench.execution.shard.fully_shard", sharded)
+        trainer_of(model, graph, plan_of(graph, Case(data=2, zero=3)))
+    gc.enable()
+    return found
+
+
+def test_a_blocks_whole_weights_are_let_go_before_the_next_is_sharded() -> None:
+    found = launch(_whole_at_each_sharding, 2)
+    assert len(found) > 4
+    assert all(later < earlier for earlier, later in itertools.pairwise(found))
+    assert found[-1] <= 2, "what several blocks share"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -48,9 +48,9 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
         reduce_dtype=torch.float32 if precision == "bf16" else None,
         cast_forward_inputs=False,
     )
-    shared = list(stage.parameters(recurse=False))
-    gathered = [shared, *(list(block.parameters()) for block in blocks)]
-    whole = {parameter for together in gathered for parameter in _kept_whole(together)}
+    whole = set(_kept_whole(stage.parameters(recurse=False)))
+    for block in blocks:
+        whole.update(_kept_whole(block.parameters()))
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=whole)
         _share_memory(block, block.parameters())
@@ -93,12 +93,13 @@ class _InActivationsMemory(DefaultReduceScatter):
             return torch.empty(*size, dtype=dtype, device=device)
 
 
-def _kept_whole(parameters: Sequence[nn.Parameter]) -> Iterator[nn.Parameter]:
+def _kept_whole(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Of those that are gathered together: scalars, which have no dim to shard, and all but the commonest dtype."""
+    together = list(parameters)
     bytes_of: Counter[torch.dtype] = Counter()
-    for parameter in parameters:
+    for parameter in together:
         bytes_of[parameter.dtype] += parameter.nbytes
-    return (p for p in parameters if p.ndim == 0 or p.dtype != bytes_of.most_common(1)[0][0])
+    return [p for p in together if p.ndim == 0 or p.dtype != bytes_of.most_common(1)[0][0]]
 
 
 def _settle_buckets(replica: DistributedDataParallel) -> None:
