@@ -24,8 +24,7 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
     context = StepContext(experiment.seed, device)
     if device.type == "cuda":
         prepare_compiler()
-    size = 4 * sum(stage.parameters for stage in plan.stages)
-    model = build_model(experiment.model.build, size, device, experiment.seed)
+    model = build_model(experiment.model.build, plan.model_bytes, device, experiment.seed)
     graph = capture_for(plan, model, experiment.data.batch_specs(experiment))
     names = ("pp", "dp_shard" if plan.zero else "dp_replicate", "tp")
     place = Place.on(init_device_mesh(device.type, (plan.pipeline, plan.data, plan.tensor), mesh_dim_names=names))

@@ -5,24 +5,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
+import workbench as wb
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
-from workbench.errors import RunFailed, RunNotFound
+from workbench.errors import PlanInfeasible, RunFailed, RunNotFound
 from workbench.execution.causes import innermost
 from workbench.execution.repeatable import WORKSPACE, make_repeatable
 from workbench.execution.worker import message_of
+from workbench.experiment import Experiment
 from workbench.planning import Plan, search
+from workbench.planning.refusals import too_large_to_build
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
 from workbench.runs import Run, checkup, doctor, load_run, runs, turns
 from workbench.runs.checkup import SHOWN_PACKAGES
 from workbench.runs.environment import environment, git_state
 from workbench.runs.failure import record_silent_death, root_cause
+from workbench.runs.launcher import prepare
 from workbench.runs.supervisor import accelerate_command, worker_environment
 
 DEAD = {"pid": 2**22 + 1, "created": 0.0}
@@ -341,6 +346,23 @@ def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
     assert "of 20.0 GiB a device" in message
     assert "wb.plan(experiment, memory_limit_gib=18)" in message
     assert message_of(ValueError("no"), plan) == "no"
+
+
+def test_a_model_that_neither_gpu_nor_host_can_hold_whole_for_every_rank_is_refused_before_a_process_starts(tmp_path):
+    plan = plan_of_layers()
+    assert plan.model_bytes == pytest.approx(4 * (12 * 50e6 + 60e6), rel=1e-3)
+    gpu = replace(plan.cluster.device, memory_bytes=4 << 30)
+    small = replace(plan, cluster=replace(plan.cluster, device=gpu, host_bytes=2 << 30))
+    experiment = Experiment(model=wb.models.bert_large(), data=lambda: None, steps=1, global_batch=64, seq_len=512)
+    with pytest.raises(PlanInfeasible) as refused:
+        prepare(experiment, small, directory=tmp_path / "run")
+    message = str(refused.value)
+    assert "the whole model, 2.5 GiB in fp32: on its GPU up to 2.4 GiB" in message
+    assert "where 2.0 GiB fall to each" in message
+    assert "a host with at least 9.8 GiB for 4 ranks" in message
+    assert not (tmp_path / "run").exists()
+    for roomy in (replace(small.cluster, host_bytes=3 << 30), replace(small.cluster, host_bytes=None), plan.cluster):
+        assert too_large_to_build(replace(plan, cluster=roomy)) is None
 
 
 @pytest.fixture

@@ -28,21 +28,17 @@ from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.stage import HeldStages, StageModule
 from workbench.execution.sums import Sums
 from workbench.execution.tensor_parallel import divide, part
-from workbench.planning.plan import Plan, Stage
+from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.tensors import TensorSpec
 
-BUILD_SHARE = 0.6
-"""Models up to this share of a GPU's free memory are initialised on it; larger ones on the CPU. Beside a model stands
-no more than one weight's part of it, but initialisers may need room too."""
 
-
-def build_model(factory: Callable[[], nn.Module], parameter_bytes: int, device: torch.device, seed: int) -> nn.Module:
+def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torch.device, seed: int) -> nn.Module:
     """The user's model, initialised as their own script would under `torch.manual_seed(seed)`.
 
     Every rank builds all of it and keeps its stage, so that all plans start from the same weights.
     """
     where = device
-    if device.type == "cuda" and parameter_bytes > BUILD_SHARE * torch.cuda.mem_get_info(device)[0]:
+    if device.type == "cuda" and model_bytes > BUILD_SHARE * torch.cuda.mem_get_info(device)[0]:
         where = torch.device("cpu")
     torch.manual_seed(seed)
     with torch.device(where):

@@ -45,7 +45,6 @@ from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
-from workbench.tensors import ITEM_BYTES
 from workbench.units import GIB, gib
 
 LESS_MEMORY = 0.9
@@ -262,8 +261,8 @@ class _Worker:
         if compile:
             prepare_compiler()
         with self._timed("build"):
-            size = sum(stage.parameters for stage in self.plan.stages) * ITEM_BYTES["float32"]
-            model = build_model(self.experiment.model.build, size, self.device, self.experiment.seed)
+            size, seed = self.plan.model_bytes, self.experiment.seed
+            model = build_model(self.experiment.model.build, size, self.device, seed)
         with self._timed("capture"):
             graph = capture_for(self.plan, model, specs)
         if graph.signature != self.plan.signature or len(graph.blocks) != len(self.plan.block_names):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.cost.cluster import Cluster
+from workbench.cost.memory import FP32
 from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanMismatch
 from workbench.rundir import write_json
@@ -25,6 +26,9 @@ FORMAT = 3
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 INTERLEAVED = ("interleaved", "zero_bubble")
 """Schedules under which a pipeline rank may hold several stages."""
+BUILD_SHARE = 0.6
+"""Models up to this share of a GPU's memory are initialised on it; larger ones on the host. Beside a model stands no
+more than one weight's part of it, but initialisers may need room too."""
 
 
 def keeps_halves(precision: str, data: int, schedule: str, cuda_graphs: bool) -> bool:
@@ -203,6 +207,16 @@ class Plan:
     @property
     def world(self) -> int:
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def model_bytes(self) -> int:
+        """Of the whole model as it is built: fp32, undivided."""
+        return FP32 * sum(stage.parameters for stage in self.stages)
+
+    @property
+    def built_on_device_bytes(self) -> float:
+        """The largest model that a rank initialises on its GPU, where nothing else is on it."""
+        return BUILD_SHARE * self.cluster.device.memory_bytes
 
     @property
     def shards(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.cost.cluster import FRAGMENTATION
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible
-from workbench.planning.plan import INTERLEAVED, SCHEDULE_WORDS
+from workbench.planning.plan import INTERLEAVED, SCHEDULE_WORDS, Plan
 from workbench.planning.pricing import Degrees
 from workbench.planning.requests import Request, divisors, listed
 from workbench.units import GIB, gib
@@ -135,6 +135,23 @@ def host_too_small(profile: Profile, request: Request, needed: float) -> PlanInf
         f"{request.cluster.gpus} devices.",
         needed_bytes=int(needed),
         offered_bytes=int(request.cluster.host_offered_bytes),
+    )
+
+
+def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
+    """Every rank would build the whole model in the host's memory, where there is not as much for each."""
+    cluster, whole = plan.cluster, plan.model_bytes
+    offered = cluster.host_bytes
+    if cluster.device.kind == "cpu" or offered is None or whole <= max(offered, plan.built_on_device_bytes):
+        return None
+    need, offer = apart(whole, offered)
+    ranks = min(plan.world, cluster.gpus_per_node)
+    return PlanInfeasible(
+        f"Every rank of {plan.model} first initialises the whole model, {need} in fp32: on its GPU up to "
+        f"{gib(plan.built_on_device_bytes)}, otherwise in the host's memory, where {offer} fall to each. Use a host "
+        f"with at least {gib(ranks * whole)} for {ranks} ranks, or fewer of its GPUs.",
+        needed_bytes=whole,
+        offered_bytes=offered,
     )
 
 

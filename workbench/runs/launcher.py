@@ -58,6 +58,7 @@ def launch(
     """
     check_plan(experiment, plan)
     devices = _check_machine(plan)
+    _check_host(plan)
     turns.queue_folder()
     with _written(experiment, plan, directory, resume, facts, code) as run:
         append_event(run.events, "status", state="queued", message="")
@@ -76,9 +77,10 @@ def prepare(
 ) -> Run:
     """Write the run directory as `launch` does and start nothing: Slurm, `torchrun` or `accelerate launch` will.
 
-    Raises `RunExists`, `PlanMismatch` or `CheckpointError`.
+    Raises `RunExists`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError`.
     """
     check_plan(experiment, plan)
+    _check_host(plan)
     with _written(experiment, plan, directory, resume, facts, None) as run:
         write_json(run.launcher, {})  # known to be started by somebody else
         append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
@@ -174,6 +176,14 @@ def _check_machine(plan: Plan) -> tuple[str, ...]:
             available=len(devices),
         )
     return devices
+
+
+def _check_host(plan: Plan) -> None:
+    from workbench.planning.refusals import too_large_to_build
+
+    refusal = too_large_to_build(plan)
+    if refusal is not None:
+        raise refusal
 
 
 def _checkpoint(resume: Run | str | os.PathLike[str]) -> Path:
