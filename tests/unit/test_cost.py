@@ -18,6 +18,8 @@ from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
+from workbench.cost.detect import GEMM_SHARE, known_gpu, reaching
+from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
 from workbench.cost.profiles import KindCost
 from workbench.errors import PlanInfeasible, UnknownParameter
@@ -34,7 +36,7 @@ def test_importing_cost_and_planning_imports_no_torch() -> None:
 # Clusters
 
 
-@pytest.mark.parametrize("name", ["v100", "a100", "a100-40gb", "h100", "H200"])
+@pytest.mark.parametrize("name", [*NODES, "H200", "RTX 4090"])
 def test_every_named_cluster_survives_json(name: str) -> None:
     cluster = Cluster.of(name, gpus=16)
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
@@ -47,6 +49,32 @@ def test_this_machine_survives_json_and_is_measured_once(tmp_path: Any, monkeypa
     assert again.device.peak_flops == first.device.peak_flops
     assert first.device.peak_flops["fp32"] > 1e8
     assert Cluster.from_json(json.loads(json.dumps(first.to_json()))) == first
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 NVL", None),
+    ],
+)
+def test_a_gpu_is_taken_for_the_tables_only_where_its_speed_and_links_are(torch_name: str, name: str | None) -> None:
+    known = known_gpu(torch_name)
+    assert (known[0].name if known else None) == name
+
+
+def test_a_listed_card_keeps_its_data_sheets_peak_and_is_as_efficient_as_it_was_measured() -> None:
+    card = Cluster.of("rtx-4090", gpus=2).device
+    found = reaching(card, {"bf16": 120e12, "fp32": 60e12, "bandwidth": 900e9})
+    assert found.peak("bf16") == card.peak("bf16")
+    assert found.efficiency.gemm == pytest.approx(GEMM_SHARE * 120 / 165.2)
+    assert found.efficiency.bandwidth == pytest.approx(900 / 1008)
 
 
 def test_an_unknown_device_is_answered_with_the_nearest() -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from workbench.cost.cluster import Cluster, Device, Efficiency, Link
-from workbench.cost.hardware import FITTED, NODES
+from workbench.cost.hardware import CARDS, FITTED, NODES, PCIE
 from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
@@ -31,10 +31,10 @@ CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memo
 """Of control groups, versions 2 and 1."""
 LOOPBACK = Link(0.6e9, 150e-6)
 """gloo over the loopback interface."""
-PCIE = Link(20e9, 20e-6)
-"""GPUs of a kind that the hardware table lacks are assumed to talk over PCIe 4.0 × 16 (31.5 GB/s less overheads)."""
 SAME_MEMORY = 0.05
 """Devices of one size say so nearly the same."""
+GEMM_SHARE = 0.9
+"""Of a large square product's speed, what a model's products are taken to reach."""
 _GEMM_SIZE = 1024
 _COPY_BYTES = 64 << 20
 
@@ -75,6 +75,8 @@ def _detected(processes: int | None) -> Cluster:
         )
     name = torch.cuda.get_device_name(0)
     device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
+    if name.lower() in CARDS:
+        device = reaching(device, _rates(name))
     device = with_memory(device, torch.cuda.get_device_properties(0).total_memory)
     return Cluster(device, chosen, chosen, intra, inter, _host_bytes() // count)
 
@@ -102,14 +104,21 @@ def local_gpu() -> str | None:
 
 
 def known_gpu(name: str) -> tuple[Device, Link, Link] | None:
-    """The row of the hardware table that torch's device name (`NVIDIA A100-SXM4-40GB`) speaks of."""
-    words = name.lower().replace("-", " ").split()
+    """The row of the hardware table that torch's device name (`NVIDIA A100-SXM4-40GB`) speaks of; none for PCIe cards
+    with the chips of GPUs that NVLink joins: they are slower, and so are their links."""
+    key = CARDS.get(name.lower()) or _joined_by_nvlink(name.lower().replace("-", " ").split())
+    if key is None:
+        return None
+    device, _, intra, inter = NODES[key]
+    return device, intra, inter
+
+
+def _joined_by_nvlink(words: list[str]) -> str | None:
     model = next((word for word in ("h200", "h100", "a100", "v100") if word in words), None)
-    if model is None:
+    if "pcie" in words or "nvl" in words:
         return None
     small = model == "a100" and any(word.startswith("40g") for word in words)
-    device, _, intra, inter = NODES["a100-40gb" if small else model]
-    return device, intra, inter
+    return "a100-40gb" if small else model
 
 
 def with_memory(device: Device, total_bytes: int) -> Device:
@@ -122,7 +131,7 @@ def _measured_gpu(name: str) -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    rates = _remembered(name, lambda: _measure("cuda", ("fp32", "bf16")))
+    rates = _rates(name)
     return Device(
         name=name.removeprefix("NVIDIA "),
         kind="cuda",
@@ -130,8 +139,20 @@ def _measured_gpu(name: str) -> Device:
         peak_flops={key: rates[key] for key in ("fp32", "bf16")},
         memory_bandwidth=rates["bandwidth"],
         reserved_bytes=1 << 30,
-        efficiency=Efficiency(gemm=0.9, bandwidth=1.0),
+        efficiency=Efficiency(gemm=GEMM_SHARE, bandwidth=1.0),
     )
+
+
+def _rates(name: str) -> dict[str, float]:
+    return _remembered(name, lambda: _measure("cuda", ("fp32", "bf16")))
+
+
+def reaching(listed: Device, rates: Mapping[str, float]) -> Device:
+    """`listed` with the efficiency that measured FLOP/s in bf16 and bytes per second come to. Its peak stays the data
+    sheet's, of which MFU is a share."""
+    gemm = GEMM_SHARE * min(1.0, rates["bf16"] / listed.peak("bf16"))
+    bandwidth = min(1.0, rates["bandwidth"] / listed.memory_bandwidth)
+    return replace(listed, efficiency=replace(listed.efficiency, gemm=gemm, bandwidth=bandwidth))
 
 
 def _cpu_cluster(processes: int) -> Cluster:

@@ -3,12 +3,19 @@
 Data sheets: V100 (nvidia.com, "Tesla V100 GPU accelerator", 2018: 15.7 fp32, 125 tensor TFLOP/s,
 900 GB/s, NVLink 150 GB/s per direction); A100 (2021: 19.5 fp32, 312 bf16, 1,555 and 2,039 GB/s, NVLink
 300 GB/s); H100 SXM (2023: 67 fp32, 989 bf16 dense, 3,350 GB/s, NVLink 450 GB/s); H200 SXM (2024: as
-H100, 4,800 GB/s, 141 GB). fp32 is without TF32, which torch leaves off by default. Memory is what
-`torch.cuda.mem_get_info` reports of an idle device, less than the decimal gigabytes of the data sheet.
+H100, 4,800 GB/s, 141 GB). Cards for workstations and servers: whitepapers of GA102 (2020: RTX 3090 35.6 fp32, 71
+bf16, 936 GB/s; RTX A6000 38.7, 154.8, 768), AD102 (2022: RTX 4090 82.6, 165.2, 1,008; RTX 6000 Ada 91.1, 364.2, 960)
+and GB202 (2025: RTX 5090 104.8, 209.5, 1,792); data sheets of A10 (31.2, 125, 600) and L40S (91.6, 362, 864). Tensor
+rates are dense and add up in fp32, which GeForce cards do at half the rate. fp32 is without TF32, which torch leaves
+off by default. Memory is what `torch.cuda.mem_get_info` reports of an idle device, less than the decimal gigabytes of
+the data sheet.
 
 Links inside a node are the bus bandwidth (NVIDIA/nccl-tests, doc/PERFORMANCE.md) of a large
 all-reduce: about 0.75 of NVLink's figure. Links between nodes are one network card per GPU, as in the
 vendor's own systems (DGX-1 4 × 100 Gb/s for 8 GPUs, DGX A100 8 × 200 Gb/s, DGX H100/H200 8 × 400 Gb/s), at 0.85.
+Cards are assumed to talk over PCIe 4.0 × 16 (31.5 GB/s less overheads), GeForce ones through the host's memory, as NCCL
+does without peer-to-peer access (over PCIe 5.0 eight RTX 5090 were seen to reach 28 GB/s: NVIDIA/nccl, issue 1639), and
+nodes of them over one 100 Gb/s network card for four. We measured H200 alone.
 """
 
 from __future__ import annotations
@@ -38,6 +45,19 @@ H200 = Device(
     shared_host_bandwidth=145e9,  # 36e9 each of four, seen in two plans with optimiser state on the host
 )
 
+RTX_3090 = Device("RTX 3090", "cuda", int(23.7 * GIB), {"fp32": 35.6e12, "bf16": 71e12}, 936e9, _LIBRARIES)
+RTX_4090 = Device("RTX 4090", "cuda", int(23.6 * GIB), {"fp32": 82.6e12, "bf16": 165.2e12}, 1008e9, _LIBRARIES)
+RTX_5090 = Device("RTX 5090", "cuda", int(31.4 * GIB), {"fp32": 104.8e12, "bf16": 209.5e12}, 1792e9, _LIBRARIES)
+RTX_A6000 = Device("RTX A6000", "cuda", int(47.5 * GIB), {"fp32": 38.7e12, "bf16": 154.8e12}, 768e9, _LIBRARIES)
+RTX_6000_ADA = Device("RTX 6000 Ada", "cuda", int(44.4 * GIB), {"fp32": 91.1e12, "bf16": 364.2e12}, 960e9, _LIBRARIES)
+A10 = Device("A10", "cuda", int(22.0 * GIB), {"fp32": 31.2e12, "bf16": 125e12}, 600e9, _LIBRARIES)
+L40S = Device("L40S", "cuda", int(44.4 * GIB), {"fp32": 91.6e12, "bf16": 362e12}, 864e9, _LIBRARIES)
+
+PCIE = Link(20e9, 20e-6)
+_ONE_NETWORK_CARD = Link(2.6e9, 30e-6)
+_PEER_TO_PEER = (PCIE, _ONE_NETWORK_CARD)
+_THROUGH_THE_HOST = (Link(10e9, 25e-6), _ONE_NETWORK_CARD)
+_THROUGH_THE_HOST_5 = (Link(25e9, 25e-6), _ONE_NETWORK_CARD)
 _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
@@ -54,6 +74,13 @@ NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "a100-40gb": (A100_40, 8, *_A100_LINKS),
     "h100": (H100, 8, *_H100_LINKS),
     "h200": (H200, 8, *_H200_LINKS),
+    "rtx-3090": (RTX_3090, 4, *_THROUGH_THE_HOST),
+    "rtx-4090": (RTX_4090, 4, *_THROUGH_THE_HOST),
+    "rtx-5090": (RTX_5090, 4, *_THROUGH_THE_HOST_5),
+    "rtx-a6000": (RTX_A6000, 4, *_PEER_TO_PEER),
+    "rtx-6000-ada": (RTX_6000_ADA, 4, *_PEER_TO_PEER),
+    "a10": (A10, 8, *_PEER_TO_PEER),
+    "l40s": (L40S, 8, *_PEER_TO_PEER),
 }
 """Name -> device, GPUs in one node, link inside a node, link between nodes (per GPU)."""
 
@@ -64,5 +91,24 @@ HOST_BYTES = {
     "a100-40gb": 1024 * GIB,
     "h100": 2048 * GIB,
     "h200": 2048 * GIB,
+    "rtx-3090": 128 * GIB,
+    "rtx-4090": 256 * GIB,
+    "rtx-5090": 256 * GIB,
+    "rtx-a6000": 256 * GIB,
+    "rtx-6000-ada": 512 * GIB,
+    "a10": 512 * GIB,
+    "l40s": 1024 * GIB,
 }
-"""Memory of one whole node's host, in the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100 and H200)."""
+"""Memory of one whole node's host: in the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100 and H200), of
+cards a usual one."""
+
+CARDS = {
+    "nvidia geforce rtx 3090": "rtx-3090",
+    "nvidia geforce rtx 4090": "rtx-4090",
+    "nvidia geforce rtx 5090": "rtx-5090",
+    "nvidia rtx a6000": "rtx-a6000",
+    "nvidia rtx 6000 ada generation": "rtx-6000-ada",
+    "nvidia a10": "a10",
+    "nvidia l40s": "l40s",
+}
+"""torch's name -> name here. Where they are at hand, what they reach is measured (`workbench.cost.detect`)."""
