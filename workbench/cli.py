@@ -564,7 +564,7 @@ def describe_plan(plan: Plan) -> str:
             f"  stage {stage.index}: {span} ({len(blocks)} blocks, {count(stage.parameters)} parameters), "
             f"{gib(stage.memory.total)}"
         )
-    lines.append(f"  {count(plan.prediction.tokens_per_s)} tokens/s predicted")
+    lines.append(f"  {count(plan.prediction.tokens_per_s)} tokens/s predicted. {plan.prediction.basis}".rstrip())
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@
     calibration.save("node.json")              # for a colleague: Calibration.load("node.json").cluster(gpus=8)
     wb.plan(experiment)                        # Cluster.here() now plans with it
 
-A device whose constants were fitted to whole training steps (`hardware.FITTED`) keeps them in `Cluster.here()`: they
+A device whose constants were fitted to whole training steps (`Device.basis`) keeps them in `Cluster.here()`: they
 say more than kernels that run alone. `calibration.cluster()` plans with the measurements nevertheless.
 
 Kernels run alone here, and slower inside a step (caches, clocks, neighbours): `IN_TRAINING` is the share of the
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.cost.cluster import Cluster, Device, Link
+from workbench.cost.cluster import CALIBRATED, Cluster, Device, Link
 from workbench.cost.detect import CPU_PROCESSES, detect, known_gpu
 from workbench.errors import PlanMismatch
 from workbench.home import cache_home
@@ -162,6 +162,7 @@ class Calibration:
             memory_bandwidth=self.memory_bandwidth * share,
             efficiency=efficiency,
             host_bandwidth=self.host_bandwidth or device.host_bandwidth,
+            basis=CALIBRATED,
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:

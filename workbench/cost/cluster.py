@@ -65,6 +65,10 @@ class Efficiency:
     scaled BERT in pipelines of 2 H200 (`benchmarks/cuda_graphs.py`): 14.8 ms for 16 actions, 24.9 for 32."""
 
 
+DATA_SHEET, FITTED, TIMED, CALIBRATED = "data sheet", "fitted", "timed", "calibrated"
+"""What a device's speed rests on: nothing but its data sheet; training steps; a product and a copy; `wb.calibrate`."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One accelerator. `peak_flops` maps a precision (`fp32`, `bf16`) to dense FLOP/s."""
@@ -84,6 +88,7 @@ class Device:
     """Bytes per second to and from the host's memory, each way (PCIe 4.0 × 16 less overheads)."""
     shared_host_bandwidth: float | None = None
     """What all devices of a node reach together, each way, if that is less; None where it is not known."""
+    basis: str = DATA_SHEET
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s at `precision`; a device without bf16 units computes it at its fp32 rate."""

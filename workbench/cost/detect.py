@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from workbench.cost.cluster import Cluster, Device, Efficiency, Link
-from workbench.cost.hardware import CARDS, FITTED, NODES, PCIE
+from workbench.cost.cluster import FITTED, TIMED, Cluster, Device, Efficiency, Link
+from workbench.cost.hardware import CARDS, NODES, PCIE
 from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
@@ -42,7 +42,7 @@ _COPY_BYTES = 64 << 20
 def detect(processes: int | None = None, *, calibrated: bool = True) -> Cluster:
     """See `Cluster.here`; with what `wb.calibrate` kept of this machine, unless its constants are fitted."""
     found = _detected(processes)
-    if not calibrated or found.device.name in FITTED:
+    if not calibrated or found.device.basis == FITTED:
         return found
     from workbench.cost.calibration import kept
 
@@ -140,6 +140,7 @@ def _measured_gpu(name: str) -> Device:
         memory_bandwidth=rates["bandwidth"],
         reserved_bytes=1 << 30,
         efficiency=Efficiency(gemm=GEMM_SHARE, bandwidth=1.0),
+        basis=TIMED,
     )
 
 
@@ -152,7 +153,7 @@ def reaching(listed: Device, rates: Mapping[str, float]) -> Device:
     sheet's, of which MFU is a share."""
     gemm = GEMM_SHARE * min(1.0, rates["bf16"] / listed.peak("bf16"))
     bandwidth = min(1.0, rates["bandwidth"] / listed.memory_bandwidth)
-    return replace(listed, efficiency=replace(listed.efficiency, gemm=gemm, bandwidth=bandwidth))
+    return replace(listed, efficiency=replace(listed.efficiency, gemm=gemm, bandwidth=bandwidth), basis=TIMED)
 
 
 def _cpu_cluster(processes: int) -> Cluster:
@@ -179,6 +180,7 @@ def _cpu_cluster(processes: int) -> Cluster:
             sharded_block_s=2e-3,
             collective_s=0.0,  # its latency is the link's
         ),
+        basis=TIMED,
     )
     return Cluster(device, processes, processes, LOOPBACK, LOOPBACK)
 

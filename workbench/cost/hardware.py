@@ -20,7 +20,7 @@ nodes of them over one 100 Gb/s network card for four. We measured H200 alone.
 
 from __future__ import annotations
 
-from workbench.cost.cluster import Device, Efficiency, Link
+from workbench.cost.cluster import FITTED, Device, Efficiency, Link
 from workbench.units import GIB
 
 _LIBRARIES = int(1.6 * GIB)  # CUDA context, cuBLAS and NCCL work areas seen beside the allocator on H200
@@ -43,6 +43,7 @@ H200 = Device(
     ),
     host_bandwidth=55e9,
     shared_host_bandwidth=145e9,  # 36e9 each of four, seen in two plans with optimiser state on the host
+    basis=FITTED,
 )
 
 RTX_3090 = Device("RTX 3090", "cuda", int(23.7 * GIB), {"fp32": 35.6e12, "bf16": 71e12}, 936e9, _LIBRARIES)
@@ -63,9 +64,6 @@ _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
 _H200_LINKS = (Link(350e9, 7.5e-6, paired=0.8), Link(42e9, 20e-6))
 """Measured by wb.calibrate(), without NVLink multicast; of two devices by benchmarks/collectives.py."""
-
-FITTED = ("H200",)
-"""Devices whose `Efficiency` was fitted to whole training steps."""
 
 NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "v100": (V100, 8, *_V100_LINKS),

@@ -110,6 +110,8 @@ class Prediction:
     """Model FLOPs (PaLM's definition: no recomputation) over peak FLOPs of all devices; None on CPUs."""
     host_ms: float = 0.0
     """Waiting for the host, whose launches take longer than what they launch."""
+    basis: str = ""
+    """What the times come from, as a sentence; empty in plans of earlier versions."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.memory import StageState
 from workbench.cost.profiles import RECOMPUTE, Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.planning.basis import basis
 from workbench.planning.cutting import Cut, Cutter
 from workbench.planning.plan import INTERLEAVED, Candidate, Memory, Plan, Prediction, Stage, recompute_of_all
 from workbench.planning.pricing import Array, Degrees, DeviceCosts, Pricer, StageTimes
@@ -97,6 +98,7 @@ class Search:
         self.kinds = tuple(kind for kind in RECOMPUTE if kind in allowed)
         self.pricer = Pricer(_device_costs(profile, request.cluster.device), request.cluster, self.kinds)
         self.searched = 0
+        self._basis = basis(profile, request.cluster.device)
         self._weighed: dict[Degrees, _Option] = {}
 
     def plan(self, known: int = 1) -> Plan:
@@ -361,6 +363,7 @@ class Search:
             tokens_per_s=self.request.global_batch * self.request.seq_len / (total / 1e3),
             mfu=self._mfu(total),
             host_ms=late,
+            basis=self._basis,
         )
 
     def _mfu(self, step: float) -> float | None:

@@ -98,7 +98,7 @@ class Plans:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
         legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if name in LEGEND]
-        return "\n".join([self._heading(), *(line.rstrip() for line in lines), *legend])
+        return "\n".join([self._heading(), self.best.prediction.basis, *(line.rstrip() for line in lines), *legend])
 
     def _repr_html_(self) -> str:
         style = "text-align:left;padding:2px 9px;white-space:nowrap"
@@ -116,7 +116,7 @@ class Plans:
             f"<b>{html.escape(name)}</b> {html.escape(meaning)}" for name, meaning in COLUMNS.items() if name
         )
         return (
-            f"<p><b>{html.escape(self._heading())}</b></p><table><thead><tr>{head}</tr></thead>"
+            f"<p><b>{html.escape(self._heading())}</b><br>{html.escape(self.best.prediction.basis)}</p><table><thead><tr>{head}</tr></thead>"
             f"<tbody>{''.join(rows)}</tbody></table>"
             f'<p style="font-size:85%;opacity:0.75;max-width:70em">{legend}</p>'
         )
