@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch._dynamo.utils import counters
 
 from tests.unit.cost_values import bert, layered_profile
 from workbench import api, data, models
+from workbench.cli import describe_plan
 from workbench.cost import Cluster, Profile
+from workbench.cost.detect import reaching
 from workbench.cost.measured import Measurement, with_measurements
 from workbench.cost.profiles import DividedCosts
 from workbench.execution import block_probe
@@ -22,6 +25,9 @@ from workbench.execution.block_probe import Probe, chosen
 from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
+from workbench.planning import Request as PlanRequest
+from workbench.planning import search, weigh
+from workbench.planning.basis import basis
 from workbench.runs import probing
 from workbench.runs.probing import Probes, guesses, kept_blocks, measured_blocks, micro_batches, seems_kept
 from workbench.tensors import TensorSpec
@@ -66,6 +72,27 @@ def test_a_measured_host_takes_the_place_of_the_devices_constants() -> None:
     assert forward[-1] == pytest.approx(1e3 * tuned.block_forward_s)
     assert with_measurements(layered_profile(), H200.device, points).hosts == {}
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
+    counted = layered_profile()
+    seen = with_measurements(counted, H200.device, layers_measured((4, 3.0, 7.0)))
+    asked: dict[str, Any] = {"global_batch": 64, "seq_len": 512, "precision": "bf16"}
+    said = {
+        "this model's blocks, as they ran on H200": search(seen, cluster=H200, **asked),
+        "fitted to training on H200": search(counted, cluster=H200, **asked),
+        "the data sheet of RTX 4090": search(seen, cluster=Cluster.of("rtx-4090", gpus=4), **asked),
+    }
+    for words, plan in said.items():
+        assert words in plan.prediction.basis
+        assert api.load_plan(plan.save(tmp_path / "plan.json")).prediction.basis == plan.prediction.basis
+        assert plan.prediction.basis in str(plan.explain())
+        assert plan.prediction.basis in describe_plan(plan)
+    cards = [reaching(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), Cluster.here(2).device]
+    assert [basis(counted, card).split(": ")[-1] for card in cards] == ["enough to rank plans."] * 2
+    table = weigh(counted, "bf16", PlanRequest(64, 512, H200))
+    assert table.best.prediction.basis in repr(table)
+    assert "fitted to training on H200" in table._repr_html_()
 
 
 def test_what_was_not_measured_and_other_devices_stay_as_priced() -> None:
