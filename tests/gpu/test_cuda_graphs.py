@@ -20,7 +20,7 @@ from tests.distributed.harness import launch, place
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
-from workbench.execution import averaging
+from workbench.execution import averaging, sums
 from workbench.execution.build import build_model, build_stage
 from workbench.execution.context import StepContext
 from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
@@ -123,6 +123,7 @@ def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
 def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     os.environ.setdefault(*BUFFERS)  # as a worker does
     averaging.BESIDE_BYTES = 0  # these blocks' gradients are few, and each block's are to be reduced beside the others
+    sums.WORTH_COMPILING = 0
     make_repeatable()
     cases = ALONE if world == 1 else TWO
     return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from workbench.execution import sums as sums_module
 from workbench.execution.halves import Handover
 from workbench.execution.sums import Sums
 
+COMPILE = torch.compile
 SHAPES = (64, 32), (7,), (5, 3)
 
 
@@ -22,7 +25,10 @@ def begin(weights: Sequence[nn.Parameter]) -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_halves_are_added_up_in_fp32_to_the_last_bit(compiles: bool) -> None:
+def test_halves_are_added_up_in_fp32_to_the_last_bit(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(sums_module, "WORTH_COMPILING", sum(math.prod(shape) for shape in SHAPES))
+    monkeypatch.setattr(torch, "compile", lambda code, **given: compiled.append(code) or COMPILE(code, **given))
     weights = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     sums = Sums(compiles)
     generator = torch.Generator().manual_seed(0)
@@ -33,9 +39,19 @@ def test_halves_are_added_up_in_fp32_to_the_last_bit(compiles: bool) -> None:
         for total, gradient in zip(expected, gradients, strict=True):
             total += gradient.float()
         sums.give(weights, gradients, begin)
+    assert len(compiled) == (1 if compiles else 0)
     for weight, total in zip(weights, expected, strict=True):
         assert weight.grad is not None
         assert torch.equal(weight.grad, total)
+
+
+def test_what_is_too_little_to_be_worth_a_kernel_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    weight, sums = nn.Parameter(torch.zeros(8)), Sums(compiles=True)
+    for _ in range(2):
+        sums.give([weight], [torch.ones(8, dtype=torch.bfloat16)], begin)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 8
 
 
 def test_a_weight_whose_gradient_comes_late_begins_beside_others_that_go_on() -> None:

@@ -12,9 +12,13 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import fx, nn
 
+WORTH_COMPILING = 4 << 20
+"""Elements of a block, at least: PyTorch adds fewer in 20 µs, and a kernel takes a second or more to compile."""
+
 
 class Sums:
-    """Of one rank. `compiles`: in a kernel of the compiler's for each list of shapes, from its first use on."""
+    """Of one rank. `compiles`: in a kernel of the compiler's for each list of shapes that is worth it, from its first
+    use on."""
 
     def __init__(self, compiles: bool) -> None:
         self._compiles = compiles
@@ -38,7 +42,7 @@ class Sums:
             self._add([earlier for earlier, _ in later], [gradient for _, gradient in later])
 
     def _add(self, into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        if not self._compiles:
+        if not self._compiles or sum(tensor.numel() for tensor in into) < WORTH_COMPILING:
             torch._foreach_add_(into, values)
             return
         tensors = into + values
