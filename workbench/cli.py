@@ -96,8 +96,10 @@ def plan(
     precision: Precision = None,
     parameter: Fields = None,
     gpus: Annotated[int | None, typer.Option("--gpus", help="Devices to plan for; this machine's by default.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="v100, a100, h100, h200 … somewhere else.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="That those of --device are in; 8 each if none.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="a100, h200, rtx-4090, l40s … somewhere else.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="That those of --device are in; 8 each if none, 4 of RTX cards.")
+    ] = None,
     memory_limit_gib: Limit = None,
     pipeline: Pipeline = None,
     data_parallel: DataParallel = None,

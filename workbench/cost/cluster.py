@@ -89,6 +89,7 @@ class Device:
     shared_host_bandwidth: float | None = None
     """What all devices of a node reach together, each way, if that is less; None where it is not known."""
     basis: str = DATA_SHEET
+    """What its speed rests on: `DATA_SHEET`, `FITTED`, `TIMED` or `CALIBRATED`."""
 
     def peak(self, precision: str) -> float:
         """Dense FLOP/s at `precision`; a device without bf16 units computes it at its fp32 rate."""

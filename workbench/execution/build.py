@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from workbench.capture import Graph, capture
@@ -24,6 +26,7 @@ from workbench.execution.labelled import LabelledRows, Runner, retarget
 from workbench.execution.mesh import Place
 from workbench.execution.pipe import SPLIT_BACKWARD
 from workbench.execution.recompute import checkpointed_when_compiled, mode_for
+from workbench.execution.shard import distribute
 from workbench.execution.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.stage import HeldStages, StageModule
 from workbench.execution.sums import Sums
@@ -31,19 +34,44 @@ from workbench.execution.tensor_parallel import divide, part
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.tensors import TensorSpec
 
+FREE_SHARE = 0.8
+"""Of the host's free memory, what models that are being built may take."""
+
 
 def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torch.device, seed: int) -> nn.Module:
     """The user's model, initialised as their own script would under `torch.manual_seed(seed)`.
 
     Every rank builds all of it and keeps its stage, so that all plans start from the same weights.
     """
-    where = device
-    if device.type == "cuda" and model_bytes > BUILD_SHARE * torch.cuda.mem_get_info(device)[0]:
-        where = torch.device("cpu")
+    where = torch.device("cpu") if _is_built_on_host(model_bytes, device) else device
     torch.manual_seed(seed)
     with torch.device(where):
         model = factory()
     return model.to(where).train()  # a table from NumPy is on the CPU, wherever it was made
+
+
+def _is_built_on_host(model_bytes: int, device: torch.device) -> bool:
+    return device.type == "cuda" and model_bytes > BUILD_SHARE * torch.cuda.mem_get_info(device)[0]
+
+
+@contextmanager
+def turn_to_build(model_bytes: int, device: torch.device, local_rank: int) -> Iterator[None]:
+    """In it, a rank builds the model and takes its stages. A collective.
+
+    Where models are too large for their GPUs, only as many ranks of a host build at once as it has memory for.
+    """
+    fitting = dist.get_world_size()
+    if _is_built_on_host(model_bytes, device):
+        fitting = max(1, int(FREE_SHARE * psutil.virtual_memory().available / model_bytes))
+    agreed = torch.tensor([fitting, -(local_rank + 1)], device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)  # ranks do not see the same memory to the byte
+    at_once, local_ranks = int(agreed[0]), -int(agreed[1])
+    turns, mine = -(-local_ranks // at_once), local_rank // at_once
+    for _ in range(mine):
+        dist.barrier()
+    yield
+    for _ in range(mine + 1, turns):
+        dist.barrier()
 
 
 def prepare_compiler() -> None:
@@ -123,8 +151,8 @@ def build_stage(
 ) -> HeldStages:
     """The stages of one rank with their own weights, taken out of the model, which is left with none.
 
-    Where FSDP2 will shard them they stay where they were made: it moves them to the device block by block. Blocks that
-    are recomputed alike share their runners: a kind of block is compiled once for each way.
+    Those of a plan that shards them are FSDP2's already: it takes them from where the model was built, block by block.
+    Blocks that are recomputed alike share their runners: a kind of block is compiled once for each way.
     """
     _refuse_sharded_split(plan)
     weights = _Weights(plan, place, model, graph)
@@ -165,6 +193,9 @@ def build_stage(
                 autocast=autocast,
             )
         )
+    if plan.shards:
+        for module in held:
+            distribute(module, place.data_mesh, plan.zero, plan.precision)
     sums = Sums(compiles=compile and context.device.type == "cuda")
     return HeldStages(held, [Halves(stage, codes, sums) for stage in held] if plan.keeps_halves else [])
 

@@ -60,8 +60,9 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
 
 
 def _on_device(stage: StageModule, mesh: DeviceMesh) -> StageModule:
+    """With what FSDP2 has not moved there."""
     for parameter in stage.parameters():
-        if not isinstance(parameter, DTensor):
+        if parameter.device.type != mesh.device_type:
             parameter.data = parameter.data.to(mesh.device_type)
     return stage
 

@@ -70,8 +70,9 @@ class Trainer:
         """This rank's `index`-th stage, made ready for the data-parallel axis, at its place in the pipeline."""
         plan, place = self.plan, self.place
         splits = plan.schedule in SPLIT_BACKWARD
+        is_ready = plan.averages_by_hand or plan.shards  # FSDP2 has what is sharded since it was built
         return PipeStage(
-            stage if plan.averages_by_hand else distribute(stage, place.data_mesh, plan.zero, plan.precision),
+            stage if is_ready else distribute(stage, place.data_mesh, plan.zero, plan.precision),
             stage,
             place.pipeline_rank + index * plan.pipeline,
             len(plan.stages),

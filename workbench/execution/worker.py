@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from workbench.capture import Graph
 from workbench.errors import PlanMismatch
 from workbench.execution.actions import recorded
-from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
+from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler, turn_to_build
 from workbench.execution.causes import innermost
 from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
 from workbench.execution.checkpoint_files import step_of
@@ -41,6 +41,7 @@ from workbench.execution.export import describe_model
 from workbench.execution.labelled import LabelCounts
 from workbench.execution.mesh import Place, parallelism
 from workbench.execution.repeatable import REFUSAL, make_repeatable
+from workbench.execution.stage import HeldStages
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -256,10 +257,21 @@ class _Worker:
 
     def _build(self) -> tuple[Trainer, Extras]:
         context = StepContext(self.experiment.seed, self.device)
-        specs = self.experiment.data.batch_specs(self.experiment)
         compile = self.experiment.compile if self.experiment.compile is not None else _on_gpu()
         if compile:
             prepare_compiler()
+        with turn_to_build(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
+            graph, stage, extras = self._take(context, compile)
+        trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.place)
+        if _on_gpu():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            cap_memory(self.plan, self.device)
+        return trainer, extras
+
+    def _take(self, context: StepContext, compile: bool) -> tuple[Graph, HeldStages, Extras]:
+        """This rank's stages out of the model, which is gone afterwards."""
+        specs = self.experiment.data.batch_specs(self.experiment)
         with self._timed("build"):
             size, seed = self.plan.model_bytes, self.experiment.seed
             model = build_model(self.experiment.model.build, size, self.device, seed)
@@ -284,13 +296,7 @@ class _Worker:
                 compile=compile,
                 autocast=self.accelerator.autocast,
             )
-            del model
-            trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.place)
-            if _on_gpu():
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                cap_memory(self.plan, self.device)
-        return trainer, extras
+        return graph, stage, extras
 
     def _extras(self, model: torch.nn.Module, graph: Graph) -> Extras:
         """What the checkpoints of rank 0 say of the model beyond its stages."""

@@ -139,17 +139,19 @@ def host_too_small(profile: Profile, request: Request, needed: float) -> PlanInf
 
 
 def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
-    """Every rank would build the whole model in the host's memory, where there is not as much for each."""
+    """A rank builds the whole model: neither a GPU nor the memory of a host has room for one."""
     cluster, whole = plan.cluster, plan.model_bytes
-    offered = cluster.host_bytes
-    if cluster.device.kind == "cpu" or offered is None or whole <= max(offered, plan.built_on_device_bytes):
+    if cluster.device.kind == "cpu" or cluster.host_bytes is None:
+        return None
+    ranks = min(plan.world, cluster.gpus_per_node)
+    offered = ranks * cluster.host_bytes  # they build one after the other, if need be
+    if whole <= max(offered, plan.built_on_device_bytes):
         return None
     need, offer = apart(whole, offered)
-    ranks = min(plan.world, cluster.gpus_per_node)
     return PlanInfeasible(
         f"Every rank of {plan.model} first initialises the whole model, {need} in fp32: on its GPU up to "
-        f"{gib(plan.built_on_device_bytes)}, otherwise in the host's memory, where {offer} fall to each. Use a host "
-        f"with at least {gib(ranks * whole)} for {ranks} ranks, or fewer of its GPUs.",
+        f"{gib(plan.built_on_device_bytes)}, otherwise in the host's memory, of which {offer} fall to the {ranks} "
+        f"ranks of a node. Use hosts with more memory.",
         needed_bytes=whole,
         offered_bytes=offered,
     )
