@@ -170,32 +170,29 @@ def build_stage(
         for mode in modes:
             if mode not in ready:
                 ready[mode] = runners(graph, codes, context.device, compile, mode, deferral)
-        parameters = _parameters(stage, plan, weights, graph, division, context)
-        if compile and not plan.shards:
-            for parameter in parameters.values():
-                _mark_static(parameter)
-        held.append(
-            StageModule(
-                graph,
-                stage.first_block,
-                stage.end_block,
-                parameters=parameters,
-                buffers=_buffers(stage, model, graph, context.device),
-                runners=[
-                    ready[mode][block.kind]
-                    for mode, block in zip(modes, graph.blocks[stage.first_block : stage.end_block], strict=True)
-                ],
-                context=context,
-                num_microbatches=plan.num_microbatches,
-                recompute=modes,
-                compiled=compile,
-                division=division,
-                autocast=autocast,
-            )
+        module = StageModule(
+            graph,
+            stage.first_block,
+            stage.end_block,
+            parameters=_parameters(stage, plan, weights, graph, division, context),
+            buffers=_buffers(stage, model, graph, context.device),
+            runners=[
+                ready[mode][block.kind]
+                for mode, block in zip(modes, graph.blocks[stage.first_block : stage.end_block], strict=True)
+            ],
+            context=context,
+            num_microbatches=plan.num_microbatches,
+            recompute=modes,
+            compiled=compile,
+            division=division,
+            autocast=autocast,
         )
-    if plan.shards:
-        for module in held:
+        if plan.shards:
             distribute(module, place.data_mesh, plan.zero, plan.precision)
+        elif compile:
+            for parameter in module.parameters():
+                _mark_static(parameter)
+        held.append(module)
     sums = Sums(compiles=compile and context.device.type == "cuda")
     return HeldStages(held, [Halves(stage, codes, sums) for stage in held] if plan.keeps_halves else [])
 
