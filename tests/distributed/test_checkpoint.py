@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pickle
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution import export
-from workbench.execution.checkpoint_files import COMPLETE, complete, damage, prune, read_facts
+from workbench.execution.checkpoint_files import COMPLETE, Damaged, complete, damage, prune, read_facts
 from workbench.execution.export import export_checkpoint
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -304,6 +307,26 @@ def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Pa
     with pytest.raises(CheckpointError, match="does not belong there"):
         export_checkpoint(path, tmp_path / "model")
     assert not (tmp_path / "executed").exists()
+
+
+class Named:
+    """As Python before 3.11.4 pickles a member of an enumeration, and as one might pickle anything else."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_members_of_enumerations_are_read_however_python_writes_them_and_nothing_else_is_reached() -> None:
+    def read(kind: type, name: str) -> Any:
+        return export._IndexUnpickler(io.BytesIO(pickle.dumps(Named(kind, name)))).load()
+
+    assert read(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    for kind, name in ((torch.Size, "__subclasses__"), (_MEM_FORMAT_ENCODING, "__init_subclass__")):
+        with pytest.raises(Damaged, match="does not belong there"):
+            read(kind, name)
 
 
 class Bomb:
