@@ -8,7 +8,8 @@ Which plans: every case (a model, a batch, a memory limit) contributes the plann
 plans with one thing changed (`VARIATIONS`; each case goes on in the list where the one before stopped, so that all
 cases together go through it), as many as `--per-case` says. A variation that does not fit, or is the choice itself,
 is passed over. `--plan scaled:2,1,0,8,none,tensor=2` adds one by hand: pipeline, data, ZeRO, micro-batch,
-checkpointing, then by name whatever else `wb.plan` takes.
+checkpointing, then by name whatever else `wb.plan` takes. `--cases` also takes `OTHERS`, models that nothing was fitted
+on; predicted one by one, each begins elsewhere in the list with `--turn`.
 
 Batches are for 4 GPUs; for another number they are larger or smaller with it, so that a GPU has as much to do.
 
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import by_hand
+import others
 
 import workbench as wb
 from workbench import api
@@ -57,6 +59,8 @@ class Case:
     batch_of_4: int
     """Samples a step on 4 GPUs."""
     memory_limit_gib: float | None = None
+    data: Any = None
+    """Of a model that somebody hands over; ours train on text."""
 
     def global_batch(self, gpus: int) -> int:
         return self.batch_of_4 * gpus // 4
@@ -83,6 +87,18 @@ CASES = {
     "4.8b": Case(_bert_4_8b, 512, 256),
     "4.8b-32gib": Case(_bert_4_8b, 512, 256, 32),
 }
+OTHERS = {
+    "llama-1b": Case(lambda: others.llama_1b, 2048, 64, data=others.Tokens(128256, 2048)),
+    "mixture": Case(lambda: others.mixture, 1024, 64, data=others.Tokens(32000, 1024)),
+    "vit-huge": Case(lambda: others.vit_huge, 257, 512, data=others.Images()),
+    "resnet-152": Case(lambda: others.resnet_152, 1, 1024, data=others.Images()),
+    "t5-large": Case(lambda: others.t5_large, 512, 256, data=others.Tokens(32128, 512)),
+    "modernbert-large": Case(
+        lambda: others.modernbert_large, 1024, 256, data=others.Tokens(50368, 1024, 0.3, scattered=True)
+    ),
+    "by-hand": Case(lambda: others.ByHand, 1024, 128, data=others.Tokens(50304, 1024, 0.33)),
+}
+"""Models that nothing was fitted on, handed over as a user would."""
 TRIAL = {"tiny": Case(_tiny, 64, 16)}
 """Of no interest but to see on any machine that this runs."""
 
@@ -128,8 +144,9 @@ def _arguments() -> argparse.Namespace:
     for verb in ("predict", "measure", "report", "worker"):
         verbs.add_parser(verb).add_argument("file", type=Path)
     predict, measure, _, worker = verbs.choices.values()
-    predict.add_argument("--cases", nargs="+", choices=[*CASES, *TRIAL], default=list(CASES))
+    predict.add_argument("--cases", nargs="+", choices=[*CASES, *OTHERS, *TRIAL], default=list(CASES))
     predict.add_argument("--per-case", type=int, default=4)
+    predict.add_argument("--turn", type=int, default=0, help="where in VARIATIONS the first case begins")
     predict.add_argument("--device", help="plan for a device of the hardware table, not for this machine")
     predict.add_argument("--gpus", type=int, default=4)
     predict.add_argument("--plan", action="append", default=[], help=f"case:{by_hand.SYNTAX}")
@@ -148,9 +165,9 @@ def _arguments() -> argparse.Namespace:
 def _predict(arguments: argparse.Namespace) -> None:
     if arguments.file.exists():
         raise SystemExit(f"{arguments.file} exists: predictions are written once. Choose another name.")
-    known = CASES | TRIAL
+    known = CASES | OTHERS | TRIAL
     rows: list[Row] = []
-    turn = 0
+    turn = arguments.turn
     for name in arguments.cases:
         made = time.perf_counter()
         chosen, turn = _chosen(name, known[name], arguments, turn)
@@ -209,7 +226,7 @@ def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
 
 def _experiment(case: Case, gpus: int) -> wb.Experiment:
     model = case.model()
-    data = wb.data.corpus("demo", vocab_size=model.vocab_size)
+    data = wb.data.corpus("demo", vocab_size=model.vocab_size) if case.data is None else case.data
     batch = case.global_batch(gpus)
     return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=case.seq_len)
 
@@ -411,7 +428,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
 
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
-    experiment = _experiment((CASES | TRIAL)[row["case"]], plan.world)
+    experiment = _experiment((CASES | OTHERS | TRIAL)[row["case"]], plan.world)
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
         limit = whole if row["memory_limit_gib"] is None else row["memory_limit_gib"] * GIB

@@ -12,6 +12,7 @@ from workbench.execution.build import build_model, build_stage, capture_for, pre
 from workbench.execution.context import StepContext
 from workbench.execution.mesh import Place
 from workbench.execution.random_batch import random_batch as random_tokens
+from workbench.execution.random_batch import repeated
 from workbench.execution.repeatable import make_repeatable
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
@@ -50,7 +51,13 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
 def random_batch(
     experiment: wb.Experiment, samples: int, replica: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """`samples` random ones, the same on every rank of a replica; as many labels stand as the data would leave."""
+    """`samples` random ones, the same on every rank of a replica; as many labels stand as the data would leave.
+
+    Of data of one's own, a few of its own again and again.
+    """
+    examples = experiment.data.examples(experiment)
+    if examples is not None:
+        return repeated(examples, samples, device)
     return random_tokens(
         experiment.data.batch_specs(experiment),
         samples,
