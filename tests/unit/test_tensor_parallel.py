@@ -144,3 +144,40 @@ def test_most_of_a_transformers_weight_is_divided() -> None:
         division = plan_tensor(graph, degree)
         held = sum(graph.parameters[name].numel for name in division.parameters)
         assert held > 0.95 * graph.parameter_count
+
+
+class Experts(nn.Module):
+    """Two layers of experts, up and down again, stored as `stored`: with inputs or outputs last."""
+
+    def __init__(self, stored: str, *, read_again: bool = False) -> None:
+        super().__init__()
+        self.stored, self.read_again = stored, read_again
+        self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        up, down = (2, WIDTH, 4 * WIDTH), (2, 4 * WIDTH, WIDTH)
+        up, down = (down, up) if stored == "turned" else (up, down)
+        self.up, self.down = nn.Parameter(torch.randn(up)), nn.Parameter(torch.randn(down))
+
+    def matrices(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.transpose(1, 2) if self.stored == "turned" else weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = self.table(input_ids).flatten(0, 1)
+        ends = torch.tensor([6, BATCH * SEQ], dtype=torch.int32, device=rows.device)
+        up = self.matrices(self.up)
+        made = functional.gelu(torch.ops.workbench.grouped_mm(rows, up, ends))
+        rows = rows + torch.ops.workbench.grouped_mm(made, self.matrices(self.down), ends)
+        if self.read_again:
+            rows = rows * up.mean()
+        return functional.cross_entropy(self.head(rows), labels.flatten())
+
+
+@pytest.mark.parametrize(("stored", "up", "down"), [("turned", 1, 2), ("as read", 2, 1)])
+def test_every_experts_matrices_are_divided_as_a_layers_are(stored: str, up: int, down: int) -> None:
+    division = plan_tensor(captured(Experts(stored)), 2)
+    assert {name: division.parameters[name].dim for name in ("up", "down")} == {"up": up, "down": down}
+    layers = [block for block in division.blocks if block.reduced]
+    assert sum(block.forward_elements.count(BATCH * SEQ * WIDTH) for block in layers) == 2, "table, experts"
+
+
+def test_experts_that_something_else_reads_stay_whole() -> None:
+    assert "up" not in plan_tensor(captured(Experts("turned", read_again=True)), 2).parameters

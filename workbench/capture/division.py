@@ -12,6 +12,8 @@ from torch import fx
 aten = torch.ops.aten
 EMBEDDING = aten.embedding.default
 DROPOUT = aten.dropout.default
+GROUPED_PRODUCT = "workbench::grouped_mm"
+"""See `workbench.capture.experts`."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,22 @@ class Product:
     weight: fx.Node
     bias: fx.Node | None
     transposed: bool
+    experts: bool = False
+    """(experts, out, in), or (experts, in, out): each row of the value meets one of them."""
+    turned: fx.Node | None = None
+    """What swaps the last two dims of experts' weights, between them and the product."""
 
     @property
     def out_dim(self) -> int:
-        return 1 if self.transposed else 0
+        return self.experts + self.transposed
+
+    @property
+    def in_dim(self) -> int:
+        return self.experts + (not self.transposed)
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """A product with a two-dimensional tensor."""
+    """A product with a two-dimensional tensor, or with one for each expert."""
     arguments: Any = node.args
     if node.op != "call_function" or node.kwargs:
         return None
@@ -110,6 +120,12 @@ def product_of(node: fx.Node) -> Product | None:
         return Product(arguments[1], arguments[2], arguments[0], True)
     if node.target in (aten.mm.default, aten.matmul.default) and len(shape_of(arguments[1])) == 2:
         return Product(arguments[0], arguments[1], None, True)
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == GROUPED_PRODUCT:
+        rows, weights, _ = arguments
+        turned = weights.target is aten.transpose.int and {dim % 3 for dim in weights.args[1:]} == {1, 2}
+        if turned and set(weights.users) == {node}:
+            return Product(rows, weights.args[0], None, False, experts=True, turned=weights)
+        return Product(rows, weights, None, True, experts=True)
     return None
 
 

@@ -12,11 +12,13 @@ from torch import fx, nn
 from workbench.capture.atoms import atoms, layer_paths, parameter_names
 from workbench.capture.attention import simplify_attention
 from workbench.capture.dataflow import Dataflow, analyse, storage_of
+from workbench.capture.experts import unify_experts
 from workbench.capture.export import export, refuse_backward_hooks
 from workbench.capture.graph import Block, Graph, spec_of
 from workbench.capture.lift import Lifter
 from workbench.capture.losses import label_count, mean_losses
 from workbench.capture.regions import gradients_pass
+from workbench.capture.under_autocast import fit_numbers, fit_types
 from workbench.capture.writes import settle_writes, users_line
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
@@ -56,6 +58,9 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     exported = export(model, batch, name)
     settle_writes(exported.module, name)
     simplify_attention(exported.module)
+    unify_experts(exported.module)
+    fit_numbers(exported.module)
+    fit_types(exported.module)
     flow = analyse(exported.module, exported.loss)
     names, ties = parameter_names(model)
     passed = _passed(exported.loss, flow)
@@ -68,7 +73,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
             model=name,
         )
     losses = mean_losses(flow)
-    found = atoms(flow, layer_paths(model, flow.order), exported.loss)
+    found = atoms(flow, layer_paths(model, flow), exported.loss)
     home = {node: index for index, atom in enumerate(found) for node in atom.nodes}
     lifter = Lifter(exported.module, flow, exported.loss, names, losses)
     blocks = tuple(lifter.lift(index, atom, home) for index, atom in enumerate(found))

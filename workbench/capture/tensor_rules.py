@@ -17,6 +17,7 @@ from torch import fx
 from workbench.capture.dataflow import is_random
 from workbench.capture.division import (
     DROPOUT,
+    GROUPED_PRODUCT,
     Division,
     Product,
     Sharding,
@@ -145,7 +146,7 @@ class Propagation:
         layout = Layout(Sharding(rank - 1, self._columns[node] or (width,), self._degree), frozenset({node}))
         if not layout.sharding.size(self._degree - 1):
             raise layout.dead_end()
-        self._weight(product.weight, self._on(product.out_dim, layout), node, layout.columns)
+        self._weight(product.weight, self._on(product.out_dim, layout), product.turned or node, layout.columns)
         if product.bias is not None:
             self._weight(product.bias, self._on(0, layout), node, layout.columns)
         self.enter(node, product.value)
@@ -155,7 +156,7 @@ class Propagation:
         """A product that contracts the divided dim."""
         if product.weight not in self._positions:
             raise layout.dead_end()
-        self._weight(product.weight, self._on(1 - product.out_dim, layout), node, layout.columns)
+        self._weight(product.weight, self._on(product.in_dim, layout), product.turned or node, layout.columns)
         self._reduced[node] = math.prod(shape_of(node))
 
     def cross_entropy(self, node: fx.Node) -> None:
@@ -484,6 +485,18 @@ def _norm(p: Propagation, node: fx.Node) -> _Result:
             raise DeadEnd(p.columns_of(node.all_input_nodes))
         p.enter(node, weight)
     return layout
+
+
+@_rule(GROUPED_PRODUCT)
+def _experts(p: Propagation, node: fx.Node) -> _Result:
+    """Each expert's matrix is divided as a layer's is; rows are whole, since they are sorted by expert."""
+    product = product_of(node)
+    assert product is not None
+    layout = p.layout(product.value)
+    if layout is None or layout.dim != 1:
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    p.row(node, product, layout)
+    return None
 
 
 @_rule("linear", "addmm", "mm", "matmul", "bmm")

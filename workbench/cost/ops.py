@@ -23,7 +23,7 @@ META = torch.device("meta")
 LOW_PRECISION = {
     "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "einsum", "conv1d", "conv2d",
     "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "scaled_dot_product_attention", "prelu",
+    "scaled_dot_product_attention", "prelu", "grouped_mm",
 }
 FULL_PRECISION = {
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy_loss",

@@ -19,7 +19,12 @@ from torch.autograd.graph import get_gradient_edge
 from workbench.execution.stage import BlockModule, StageModule
 from workbench.execution.sums import Sums
 
-PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution"})
+PRODUCTS = frozenset(
+    {
+        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "grouped_mm"),
+        *("conv1d", "conv2d", "conv3d", "convolution"),
+    }
+)
 """Operations whose operands autocast casts to bf16."""
 VIEWS = frozenset({"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze"})
 
@@ -31,11 +36,15 @@ def read_by_products(code: fx.GraphModule, count: int) -> list[bool]:
 
 
 def _only_products(node: fx.Node) -> bool:
-    for user in node.users:
-        name = user.target._opname if isinstance(user.target, torch._ops.OpOverload) else ""
-        if name not in PRODUCTS and not (name in VIEWS and _only_products(user)):
-            return False
-    return True
+    return all(is_product(user) or (_name(user) in VIEWS and _only_products(user)) for user in node.users)
+
+
+def is_product(node: fx.Node) -> bool:
+    return _name(node) in PRODUCTS
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 class Halves:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import workbench.capture.experts  # noqa: F401  (its operations)
 from workbench.capture.dataflow import mutates, writes_arguments
 
 aten = torch.ops.aten
@@ -24,6 +25,7 @@ _PRODUCTS = frozenset(
         aten.bmm.default,
         aten.baddbmm.default,
         aten.convolution.default,
+        torch.ops.workbench.grouped_mm.default,
         torch.ops._c10d_functional.all_reduce.default,
         torch.ops._c10d_functional.wait_tensor.default,
     }

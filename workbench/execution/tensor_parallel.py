@@ -225,6 +225,9 @@ class _Rewriting:
         return self._division.sharded.get(node.name) if isinstance(node, fx.Node) else None
 
     def _row(self, node: fx.Node, product: Product) -> fx.Node:
+        if product.experts:
+            partial = self.graph.node_copy(node, lambda source: self._operand(node, source))
+            return self._call(leave, partial, self._group)
         value, weight = self._operand(node, product.value), self._operand(node, product.weight)
         multiply = aten.matmul.default if product.transposed else aten.linear.default
         result = self._call(leave, self._call(multiply, value, weight), self._group)
