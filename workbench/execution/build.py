@@ -21,6 +21,7 @@ from workbench.errors import PlanInfeasible
 from workbench.execution.context import StepContext
 from workbench.execution.cuda_graphs import CudaGraphs
 from workbench.execution.dropout import counted, draws_dropout
+from workbench.execution.gathered import read_as_autocast_reads
 from workbench.execution.halves import Halves
 from workbench.execution.labelled import LabelledRows, Runner, retarget
 from workbench.execution.mesh import Place
@@ -94,13 +95,15 @@ def runners(
     compile: bool,
     recompute: str,
     deferral: Deferral | None = None,
+    gathered: bool = False,
 ) -> dict[str, Runner]:
     """One callable per kind of block, compiled once however many blocks share it.
 
     Without compilation, `BlockModule` checkpoints. With it, the recomputation is part of what is compiled: the
     compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
     traced again in the backward.) Compiled dropouts compute their masks (`workbench.execution.dropout`). With
-    `deferral`, blocks run uncompiled: the compiler cannot split a backward.
+    `deferral`, blocks run uncompiled: the compiler cannot split a backward. `gathered`: weights come as FSDP2 gathers
+    them, in bf16.
 
     A block with a part that only labelled rows need becomes `LabelledRows`, unless tensor parallelism divides it.
     """
@@ -109,6 +112,8 @@ def runners(
     blocks = {block.kind: block for block in graph.blocks}
 
     def runner(kind: str, code: fx.GraphModule) -> Runner:
+        if gathered:
+            code = read_as_autocast_reads(code, len(blocks[kind].parameters))
         if deferral is not None:
             return defer_weight_gradients(code, len(blocks[kind].parameters), deferral)
         if not compile:
@@ -163,13 +168,14 @@ def build_stage(
     compile = compile and deferral is None
     if compile and plan.cuda_graphs:
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
+    gathered = plan.shards and plan.precision == "bf16"
     ready: dict[str, dict[str, Runner]] = {}
     held = []
     for stage in plan.stages_of(place.pipeline_rank):
         modes = [stage.recompute_of(block) for block in range(stage.first_block, stage.end_block)]
         for mode in modes:
             if mode not in ready:
-                ready[mode] = runners(graph, codes, context.device, compile, mode, deferral)
+                ready[mode] = runners(graph, codes, context.device, compile, mode, deferral, gathered)
         module = StageModule(
             graph,
             stage.first_block,

@@ -29,8 +29,9 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
 
     FSDP2 wraps each block that has parameters, then the stage for those that its blocks share. Under bf16 it gathers
     bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
-    operation, as it does without sharding. What FSDP2 cannot shard stays whole, its gradients left to
-    `workbench.execution.averaging`. Weights may still be on the host: FSDP2 moves a block's when it shards them.
+    operation, as it does without sharding (`workbench.execution.gathered`). What FSDP2 cannot shard stays whole, its
+    gradients left to `workbench.execution.averaging`. Weights may still be on the host: FSDP2 moves a block's when it
+    shards them.
     """
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
         return _on_device(stage, mesh)
