@@ -90,6 +90,15 @@ class ResNet(nn.Module):
         return functional.cross_entropy(self.head(self.stages(self.stem(pixels)).mean((2, 3))), labels)
 
 
+class CalledByName(Net):
+    """As SqueezeBERT does: no hook sees the layers themselves."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer.forward(x)
+        return x
+
+
 class NoGradStatistic(Net):
     def body(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -263,6 +272,7 @@ class LayerDrop(Net):
 SMALL: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
+        CalledByName,
         NoGradStatistic,
         NoGradHalf,
         NoGradBuffers,
@@ -398,6 +408,7 @@ def test_layers_that_differ_in_a_constant_do_not_share_code() -> None:
         ("t5", [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in range(3)]),
         ("OneLayer", ["layer"] * 4),
         ("ResNet", [f"stages.{s}.layers.{i}" for s, depth in ((0, 2), (1, 3)) for i in range(depth)]),
+        ("CalledByName", [f"layers.{i}" for i in range(4)]),
         ("NoGradHalf", [f"layers.{i}" for i in range(4)]),
         ("AutocastForward", [f"layers.{i}" for i in range(4)]),
     ],
@@ -420,6 +431,131 @@ def test_swin_blocks_are_the_layers_inside_its_stages() -> None:
     graph = captured(tf.SwinForImageClassification(config).train(), batch)
     layers = [block.name for block in graph.blocks if ".blocks." in block.name]
     assert layers == [f"swin.encoder.layers.{s}.blocks.{i}" for s in (0, 1) for i in (0, 1)]
+
+
+class Bottleneck(nn.Module):
+    """As the inverted residuals of torchvision: a list with its input added to what it gives."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.ReLU()) for _ in range(3)]
+        self.conv = nn.Sequential(*parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv(x)
+
+
+class Group(nn.Module):
+    """As those of RCAN or SwinIR: residual layers, and a residual around them all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(PreActivation(width), PreActivation(width), nn.Conv2d(width, width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.body(x)
+
+
+class Dense(nn.Module):
+    """As those of DenseNet: every layer reads all before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d((1 + i) * width, width, 1), nn.ReLU()) for i in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, dim=1)))
+        return found[-1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (Bottleneck, [""]),
+        (Group, [".body.0", ".body.1", ".body.2"]),
+        (Dense, [".layers.0", ".layers.1", ".layers.2"]),
+    ],
+)
+def test_a_list_is_opened_unless_something_goes_around_plain_members(
+    layer: Callable[[int], nn.Module], expected: list[str]
+) -> None:
+    make = lambda: ResNet(layer)  # noqa: E731
+    graph = captured(make().train(), batch_for("ResNet"))
+    layers = [f"stages.{s}.layers.{i}" for s, depth in ((0, 2), (1, 3)) for i in range(depth)]
+    found = [block.name for block in graph.blocks if ".layers." in block.name]
+    assert found == [f"{path}{inner}" for path in layers for inner in expected]
+    eager, model = copies(make)
+    assert torch.equal(interpret(graph, model, batch_for("ResNet")), loss_of(eager, batch_for("ResNet")))
+
+
+class FillsWithTheLeast(Net):
+    """Attention written out as most people write it: scores that must not count are the least of their type."""
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            scores = layer(x)
+            least = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(torch.arange(16) > 11, least).clamp(min=least)
+            x = x + torch.where(torch.arange(16) < 1, least, scores).softmax(-1)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_least_number_of_fp32_is_one_that_bf16_has(dtype: torch.dtype | None) -> None:
+    """Autocast's scores are bf16, whatever they were in the capture."""
+    eager, model = copies(FillsWithTheLeast)
+    batch = batch_for("FillsWithTheLeast")
+    graph = captured(model, batch)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        expected, found = loss_of(eager, batch), interpret(graph, model, batch)
+    assert torch.isfinite(found)
+    assert torch.equal(found, expected)
+
+
+def _empty(y: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(y.shape, dtype=y.dtype, device=y.device)
+
+
+def _turned(y: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(y), device=y.device).flip(0)
+
+
+def _everywhere(y: torch.Tensor) -> torch.Tensor:
+    return _turned(y)[:, None].expand_as(y)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "index_add_": lambda y: _empty(y).index_add_(0, _turned(y), y),
+    "index_add": lambda y: _empty(y).index_add(0, _turned(y), y, alpha=2),
+    "index_put_": lambda y: _empty(y).index_put_((_turned(y),), y),
+    "index_copy_": lambda y: _empty(y).index_copy_(0, _turned(y), y),
+    "scatter_add_": lambda y: _empty(y).scatter_add_(0, _everywhere(y), y),
+    "scatter": lambda y: _empty(y).scatter(0, _everywhere(y), y),
+    "scatter_reduce": lambda y: _empty(y).scatter_reduce(0, _everywhere(y), y, "sum"),
+    "masked_scatter": lambda y: _empty(y).masked_scatter(y > 0, y),
+    "lerp": lambda y: torch.lerp(_empty(y), y, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_values_are_written_in_the_type_that_the_tensor_has(name: str) -> None:
+    """It was made in the type of activations that autocast makes bf16, and the capture has in fp32."""
+
+    class Writes(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + WRITES[name](layer(x))
+            return x
+
+    batch = batch_for("Writes")
+    eager, model = copies(Writes)
+    graph = captured(model, batch)
+    assert torch.equal(interpret(graph, model, batch), loss_of(eager, batch))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = interpret(graph, model, batch), loss_of(eager, batch)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
 
 
 def test_a_slice_by_a_whole_number_in_a_tensor_has_a_known_size() -> None:

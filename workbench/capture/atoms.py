@@ -21,45 +21,87 @@ class Atom:
     nodes: tuple[fx.Node, ...]
 
 
-def layer_paths(model: nn.Module, nodes: Iterable[fx.Node]) -> frozenset[str]:
+def layer_paths(model: nn.Module, flow: Dataflow) -> frozenset[str]:
     """Paths of the layers: members with parameters of the outermost lists (`ModuleList`, `Sequential`) of two modules
     or more, and composite modules that forward calls more than once (ALBERT's one layer).
 
     A module whose parameters lie mostly in a list of composite modules of one class (a stage of Swin or of a ResNet)
-    is opened instead: the members of that list are the layers.
+    is opened instead: the members of that list are the layers. Not so where something goes around the list, as in a
+    bottleneck of a ResNet, unless its members are such layers themselves.
     """
-    found: set[str] = set()
-    _visit(model, "", frozenset(_called_repeatedly(model, nodes)), found)
-    return frozenset(found)
+    return _Layers(model, flow).found()
 
 
-def _visit(module: nn.Module, path: str, repeated: frozenset[str], found: set[str]) -> None:
-    children = dict(module.named_children())
-    is_list = isinstance(module, _LISTS) and len(children) >= 2
-    for name, child in children.items():
-        child_path = f"{path}.{name}" if path else name
-        if ((is_list and _size(child)) or child_path in repeated) and not _holds_layers(child):
-            found.add(child_path)
-        else:
-            _visit(child, child_path, repeated, found)
+class _Layers:
+    """See `layer_paths`."""
+
+    def __init__(self, model: nn.Module, flow: Dataflow) -> None:
+        self._model = model
+        self._flow = flow
+        self._nodes: dict[str, list[fx.Node]] = defaultdict(list)
+        calls: dict[str, set[str]] = defaultdict(set)
+        for node in flow.order:
+            for call, (called, _) in (node.meta.get("nn_module_stack") or {}).items():
+                path = called.partition("@")[0]
+                self._nodes[path].append(node)
+                calls[path].add(call)
+        repeated = (path for path, found in calls.items() if path and len(found) > 1)
+        self._repeated = {path for path in repeated if any(True for _ in model.get_submodule(path).children())}
+
+    def found(self) -> frozenset[str]:
+        return frozenset(self._below(self._model, ""))
+
+    def _below(self, module: nn.Module, path: str) -> Iterator[str]:
+        children = dict(module.named_children())
+        is_list = isinstance(module, _LISTS) and len(children) >= 2
+        for name, child in children.items():
+            child_path = _join(path, name)
+            is_member = (is_list and _size(child)) or child_path in self._repeated
+            if is_member and not self._holds_layers(child, child_path):
+                yield child_path
+            else:
+                yield from self._below(child, child_path)
+
+    def _holds_layers(self, module: nn.Module, path: str) -> bool:
+        """Whether more than half of the parameters belong to a list of at least two composite modules of one class."""
+        total = _size(module)
+        return any(
+            isinstance(inner, _LISTS)
+            and _alike(inner)
+            and 2 * _size(inner) > total
+            and not self._is_bypassed(path, _join(path, name), inner)
+            for name, inner in module.named_modules()
+        )
+
+    def _is_bypassed(self, path: str, list_path: str, members: nn.Module) -> bool:
+        """Whether the module at `path` reads, after the list's last operation, an activation from before its first,
+        and the members do nothing of the kind."""
+        operations = [self._operations(_join(list_path, name)) for name, _ in members.named_children()]
+        operations = [found for found in operations if found]
+        inside = {node for found in operations for node in found}
+        if not inside:
+            return False
+        first, last = (end(self._flow.order[node] for node in inside) for end in (min, max))
+        later = (node for node in self._operations(path) if self._flow.order[node] > last)
+        around = any(self._flow.order[source] < first for node in later for source in self._activations(node))
+        return around and 2 * sum(map(self._is_branched, operations)) <= len(operations)
+
+    def _is_branched(self, operations: list[fx.Node]) -> bool:
+        """Whether an activation from outside is read more than once."""
+        inside = set(operations)
+        reads = Counter(source for node in operations for source in self._activations(node) if source not in inside)
+        return max(reads.values(), default=0) > 1
+
+    def _operations(self, path: str) -> list[fx.Node]:
+        return [node for node in self._nodes[path] if node in self._flow.live and node.op == "call_function"]
+
+    def _activations(self, node: fx.Node) -> Iterator[fx.Node]:
+        flow = self._flow
+        return (source for source in node.all_input_nodes if source not in flow.free and source not in flow.tensors)
 
 
-def _called_repeatedly(model: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
-    calls: dict[str, set[str]] = defaultdict(set)
-    for node in nodes:
-        for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            calls[path.partition("@")[0]].add(call)
-    return {
-        path
-        for path, found in calls.items()
-        if path and len(found) > 1 and any(True for _ in model.get_submodule(path).children())
-    }
-
-
-def _holds_layers(module: nn.Module) -> bool:
-    """Whether more than half of the parameters belong to a list of at least two composite modules of one class."""
-    total = _size(module)
-    return any(isinstance(inner, _LISTS) and _alike(inner) and 2 * _size(inner) > total for inner in module.modules())
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
 
 
 def _alike(modules: nn.Module) -> bool:
@@ -72,11 +114,24 @@ def _size(module: nn.Module) -> int:
 
 
 def _owner(node: fx.Node, layers: frozenset[str]) -> tuple[str, str] | None:
-    """(path, call) of the layer that a node was traced in; the call tells repeated uses of one module apart."""
-    for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-        if path.partition("@")[0] in layers:
-            return path.partition("@")[0], call
+    """(path, call) of the layer that a node was traced in; the call tells repeated uses of one module apart.
+
+    Of a layer whose `forward` is called by name, only what its members do is seen, and not which call it was.
+    """
+    for call, (called, _) in (node.meta.get("nn_module_stack") or {}).items():
+        path = called.partition("@")[0]
+        if path in layers:
+            return path, call
+        above = next((outer for outer in _above(path) if outer in layers), None)
+        if above is not None:
+            return above, ""
     return None
+
+
+def _above(path: str) -> Iterator[str]:
+    """`a.b.c` -> `a`, `a.b`."""
+    parts = path.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _module_path(node: fx.Node) -> str:
