@@ -103,14 +103,27 @@ def _counted(experiment: Experiment, cluster: Cluster) -> Profile:
     """The experiment's model captured and priced, unmeasured."""
     from workbench.cost import profile as profile_graph
 
+    graph = capture(experiment)
     return profile_graph(
-        capture(experiment),
+        graph,
         cluster.device,
         resolved_precision(experiment, cluster),
         compiled=_compiled(experiment, cluster),
-        labelled_share=experiment.data.labelled_share(experiment),
+        labelled_share=_labelled_share(experiment, graph),
         deterministic=experiment.deterministic,
     )
+
+
+def _labelled_share(experiment: Experiment, graph: Graph) -> float:
+    """As the text promises, or as the user's own samples have it."""
+    examples = experiment.data.examples(experiment)
+    if examples is None:
+        promised: float = experiment.data.labelled_share(experiment)
+        return promised
+
+    from workbench.execution.labelled import labelled_share
+
+    return labelled_share(graph, examples)
 
 
 def _is_here(cluster: Cluster) -> bool:
@@ -129,12 +142,13 @@ def _probe_request(experiment: Experiment, cluster: Cluster) -> Request:
         experiment.model.name,
         experiment.model.build,
         dict(experiment.data.batch_specs(experiment)),
-        experiment.model.vocab_size or 2,
+        experiment.model.vocab_size or getattr(experiment.data, "vocab_size", 0),
         experiment.data.labelled_share(experiment),
         resolved_precision(experiment, cluster),
         _compiled(experiment, cluster),
         experiment.deterministic,
         guesses(cluster, experiment.global_batch),
+        experiment.data.examples(experiment),
     )
 
 

@@ -41,6 +41,7 @@ class Experiment:
     steps: int = 1000
     global_batch: int = 64
     seq_len: int = 128
+    """Tokens a sample. Data of one's own are as long as they are: give theirs, since tokens are counted by it."""
     learning_rate: float = 1e-4
     warmup_steps: int | None = None
     """Linear warm-up from 0; `None` takes a tenth of `steps`."""

@@ -22,7 +22,7 @@ from workbench.cost.detect import GEMM_SHARE, known_gpu, reaching
 from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
 from workbench.cost.profiles import KindCost
-from workbench.errors import PlanInfeasible, UnknownParameter
+from workbench.errors import CaptureError, PlanInfeasible, UnknownParameter
 
 H200 = Cluster.of("h200", gpus=4)
 CPU = Cluster.here(processes=2)
@@ -452,6 +452,25 @@ def test_a_frozen_parameter_has_no_gradient_and_no_optimizer_state() -> None:
     memory = state_of(found)
     assert memory.parameters[1, 2] == 400
     assert memory.gradients[1, 2] == memory.optimizer[1, 2] == 0
+
+
+class Spectral(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.stem(x)).abs()
+        return torch.nn.functional.cross_entropy(self.head(spectrum), labels)
+
+
+def test_an_operation_that_does_not_take_bf16_is_refused_with_its_line() -> None:
+    batch = {"x": torch.zeros(2, 8), "labels": torch.zeros(2, dtype=torch.long)}
+    graph = capture(Spectral(), {name: spec_of(name, value) for name, value in batch.items()}, name="Spectral")
+    profile(graph, H200.device, "fp32", compiled=True)
+    said = r"Spectral: fft_rfft at .*test_cost.py:\d+ \(`spectrum = .*cannot run in bf16: Unsupported.*precision='fp32'"
+    with pytest.raises(CaptureError, match=said):
+        profile(graph, H200.device, "bf16", compiled=True)
 
 
 def test_what_launches_the_same_in_every_step_can_be_recorded() -> None:

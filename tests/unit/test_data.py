@@ -524,6 +524,16 @@ def test_items_of_ones_own_come_once_an_epoch(value):
     assert custom.prepare(training).samples == 10
 
 
+def test_a_few_items_stand_for_the_rest_where_values_matter(monkeypatch):
+    training = Training()
+    assert data.as_data(Pictures()).examples(training)["label"].tolist() == list(range(10))
+    monkeypatch.setattr("workbench.data._custom.EXAMPLES", 4)
+    assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 2, 5, 7]
+    monkeypatch.setattr("workbench.data._custom.EXAMPLES_BYTES", 2 * (24 + 8))
+    assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 5]
+    assert data.corpus("demo").examples(training) is None
+
+
 def test_a_described_dataset_shows_its_name_and_refuses_to_be_read():
     described = data.from_json(json.loads(json.dumps(data.as_data(Pictures()).to_json())))
     assert (described.name, described.is_custom) == ("Pictures", True)

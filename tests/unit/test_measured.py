@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.utils import counters
 
 from tests.unit.cost_values import bert, layered_profile
@@ -188,6 +189,29 @@ def test_frozen_layers_are_probed_apart_from_trained_ones() -> None:
     assert {first for first, one in found.items() if one.backward_ms > 0} == {6, 7, 9}
 
 
+def test_every_block_that_is_run_has_a_backward_where_kinds_of_layers_take_turns() -> None:
+    """More layers of both kinds than are run: those that are passed over must not cut off what came before them."""
+    tokens = {f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 512,
+        "local_attention": 4,
+    }
+
+    def build() -> torch.nn.Module:
+        return transformers.ModernBertForMaskedLM(
+            transformers.ModernBertConfig(num_hidden_layers=22, **sizes, **tokens)
+        )
+
+    probe = Probe(replace(request_of(bert()), build=build), 2, torch.device("cpu"))
+    probe.compile()
+    found = {one.first_block: one for one in probe.measure()}
+    assert list(found) == [0, 1, 2, 4, 23], "embedding, the first layer, those with a window, those without, head"
+    assert all(one.backward_ms > 0 for one in found.values())
+
+
 def half_frozen_bert() -> torch.nn.Module:
     model = bert(num_layers=8).build()
     for module in (model.bert.embeddings, *model.bert.encoder.layer[:5]):
@@ -235,6 +259,48 @@ def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:
     assert set(batch["input_ids"].unique().tolist()) <= set(range(50))
 
 
+class Answers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Of each sample the last `index % 4 + 1` labels stand."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(16) + 100 * index
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(16) < 15 - index, IGNORED)}
+
+
+def test_data_of_ones_own_are_probed_with_their_samples_and_priced_for_their_labels() -> None:
+    """One sample of three more than a micro-batch holds: the last is paired with the first."""
+    gpt = models.gpt2(64, 2, 4, vocab_size=512)
+    experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
+    request = api._probe_request(experiment, Cluster.here(1))
+    probe = Probe(request, 4, torch.device("cpu"))
+    assert probe._batch["input_ids"][:, 0].tolist() == [0, 100, 200, 0]
+    assert api.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
+
+
+def test_where_no_head_can_pass_over_rows_all_labels_count() -> None:
+    experiment = Experiment(model=Everything, data=Answers(), global_batch=8)
+    assert api.profile(experiment, H200).labelled_share == 1
+
+
+class Everything(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(512, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.table(input_ids) * labels[..., None]).mean()
+
+
+def test_a_model_of_ones_own_is_probed_with_the_words_of_its_corpus() -> None:
+    corpus = data.corpus("demo", vocab_size=512, objective="clm")
+    experiment = Experiment(model=models.gpt2(64, 2, 4, vocab_size=512).build, data=corpus, seq_len=16, global_batch=8)
+    probe = Probe(api._probe_request(experiment, Cluster.here(1)), 4, torch.device("cpu"))
+    assert int(probe._batch["input_ids"].max()) > 256
+
+
 def test_helpers_leave_what_the_probe_compiles_in_the_compilers_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +335,7 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
         found = measured_blocks(probes, counted, cpu, global_batch=1)
     assert [one.first_block for one in found] == [0, 1, 13]
     assert kept_blocks(counted, cpu) == found
+    assert kept_blocks(replace(counted, code="of another forward"), cpu) == ()
     assert kept_blocks(replace(counted, deterministic=True), cpu) == (), "other kernels"
     assert kept_blocks(replace(counted, frozen=frozenset(list(counted.parameters)[:1])), cpu) == (), "other gradients"
     [seconds] = probes.seconds

@@ -186,6 +186,8 @@ class Profile:
     """Of the labels, how many are not ignored on average: what a head that runs over their rows only is priced for."""
     deterministic: bool = False
     """Blocks are measured with deterministic kernels; constants are those of others."""
+    code: str = ""
+    """Digest of what the blocks compute: measurements of other code are of another model, whatever its parameters."""
     measured_on: str = ""
     """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
     speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)

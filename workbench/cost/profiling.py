@@ -5,6 +5,7 @@ The only module of this room, with `ops`, that imports torch at its top.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from workbench.capture.dataflow import is_replayable
 from workbench.capture.graph import Block, Graph
 from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
+from workbench.capture.writes import users_line
 from workbench.cost.cluster import Device
 from workbench.cost.ops import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
 from workbench.cost.profiles import (
@@ -34,6 +36,7 @@ from workbench.cost.profiles import (
     KindCost,
     Profile,
 )
+from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
 
 TENSOR_DEGREES = (2, 4, 8)
@@ -99,6 +102,7 @@ def profile(
         divided=_divided(graph, walks, costs),
         labelled_share=labelled_share,
         deterministic=deterministic,
+        code=hashlib.sha256("".join(block.kind for block in graph.blocks).encode()).hexdigest()[:16],
     )
 
 
@@ -199,6 +203,7 @@ class _Walk:
         self, graph: Graph, block: Block, received: tuple[torch.dtype, ...], settings: Settings, rows: _Rows
     ) -> None:
         self._samples = graph.micro_batch
+        self._model = graph.model
         self._kind = block.kind
         self._block = block
         self._settings = settings
@@ -351,6 +356,24 @@ class _Walk:
             self._weights.add(identity(tensor))
         return tensor
 
+    def _refused(self, node: fx.Node, name: str, error: Exception) -> CaptureError:
+        """What ran in fp32 when it was captured does not run in the types that autocast would give it."""
+        line, reason = users_line(node), str(error).partition("\n")[0].rstrip(".")
+        precision = self._settings.precision
+        way_out = (
+            "Under autocast it is given bf16: cast what it reads in forward (.float()), or train with precision='fp32'."
+            if precision == "bf16"
+            else "Replace it by operations that have a backward in this precision."
+        )
+        return CaptureError(
+            f"{self._model}: {name}{line.where} cannot run in {precision}: {reason}. {way_out}",
+            model=self._model,
+            operation=name,
+            precision=precision,
+            file=line.file,
+            line=line.number,
+        )
+
     def _step(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
         lookup: Callable[[fx.Node], Any] = env.__getitem__
         args: Any = fx.node.map_arg(node.args, lookup)
@@ -358,15 +381,18 @@ class _Walk:
         name = op_name(node)
         if name == "getitem":
             return args[0][args[1]]
-        ran = run(
-            node,
-            args,
-            kwargs,
-            gradients=self._gradients,
-            weights=self._weights,
-            casts=self._casts,
-            settings=self._settings,
-        )
+        try:
+            ran = run(
+                node,
+                args,
+                kwargs,
+                gradients=self._gradients,
+                weights=self._weights,
+                casts=self._casts,
+                settings=self._settings,
+            )
+        except (RuntimeError, TypeError) as error:
+            raise self._refused(node, name, error) from error
         step = len(self._steps)
         self._steps.append((name, ran))
         for source, copy in ran.casts:

@@ -1,6 +1,6 @@
 """Data that feeds an experiment: packaged, local or hub text, and the user's own datasets.
 
-Every kind answers the same five questions, given the experiment: `check`, `batch_specs`, `prepare`,
+Every kind answers the same questions, given the experiment: `check`, `batch_specs`, `examples`, `prepare`,
 `dataset`, and `to_json`. Samples are pure functions of the seed and their place in the training, so that
 every plan trains on the same ones.
 """

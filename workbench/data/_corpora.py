@@ -16,7 +16,7 @@ from workbench.units import count, duration
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from workbench.data._datasets import TextDataset
+    from workbench.data._datasets import Batch, TextDataset
     from workbench.data._text import TextSource
     from workbench.data._tokens import TokenStore
 
@@ -90,6 +90,11 @@ class _Text(ABC):
         from workbench.data._sampling import MASKED_SHARE
 
         return 1.0 if self._objective(experiment) == "clm" else MASKED_SHARE
+
+    def examples(self, experiment: Any) -> Batch | None:
+        """None: random tokens of the vocabulary do as well, and need no text to be tokenised."""
+        del experiment
+        return None
 
     def prepare(self, experiment: Any, progress: bool = True) -> Prepared:
         """Train the vocabulary and tokenise, unless the cache has both; with progress bars.

@@ -13,7 +13,10 @@ from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 
 if TYPE_CHECKING:
-    from workbench.data._datasets import CustomDataset
+    from workbench.data._datasets import Batch, CustomDataset
+
+EXAMPLES = 16
+EXAMPLES_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,16 @@ class CustomData:
         return item_specs(require_tensors(self._items[0], 0))
 
     def labelled_share(self, experiment: Any) -> float:  # noqa: ARG002
-        """Unknown of the user's own data: all labels are taken to count."""
+        """Only a loss knows which fields hold its labels, and which of them it passes over; see `examples`."""
         return 1.0
+
+    def examples(self, experiment: Any) -> Batch:  # noqa: ARG002
+        """A batch of items from all over the dataset (it may be sorted): `EXAMPLES`, or what fills `EXAMPLES_BYTES`.
+
+        They stand for the rest where costs hang on values: which rows of a table are read, how many labels count.
+        Raises `DataError` where they differ in fields or shapes.
+        """
+        return self._examples
 
     def prepare(self, experiment: Any, progress: bool = True) -> Prepared:  # noqa: ARG002
         """Nothing to do but look."""
@@ -68,6 +79,16 @@ class CustomData:
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "custom", "name": self.name}
+
+    @cached_property
+    def _examples(self) -> Batch:
+        from workbench.data._datasets import require_tensors, stacked
+
+        first = require_tensors(self._items[0], 0)
+        room = EXAMPLES_BYTES // max(1, sum(field.nbytes for field in first.values()))
+        count = max(1, min(EXAMPLES, len(self._items), room))
+        others = [index * len(self._items) // count for index in range(1, count)]
+        return stacked([first, *(require_tensors(self._items[index], index) for index in others)])
 
     @cached_property
     def _items(self) -> Any:

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from workbench.execution.causes import innermost
 from workbench.execution.context import StepContext
 from workbench.execution.labelled import LabelCounter
 from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
-from workbench.execution.random_batch import random_batch
+from workbench.execution.random_batch import random_batch, repeated
 from workbench.execution.repeatable import make_repeatable
 from workbench.execution.stage import BlockModule
 from workbench.rundir import read_json, write_json
@@ -148,9 +148,7 @@ class Probe:
         note("captured")
         self._blocks = chosen(self._graph)
         self._chain = _Chain(self._graph, self._blocks, request, device)
-        self._batch = random_batch(
-            request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
-        )
+        self._batch = _batch(request, micro_batch, device)
 
     def compile(self) -> None:
         with _turn(self._device, fcntl.LOCK_SH):
@@ -172,6 +170,14 @@ class Probe:
         with _turn(self._device, fcntl.LOCK_EX):
             rounds = _sustained(lambda: self._chain.run(self._batch), self._device)
         return _summary(self._graph, self._blocks, rounds, self.micro_batch)
+
+
+def _batch(request: Request, micro_batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    if request.examples is not None:
+        return repeated(request.examples, micro_batch, device)
+    return random_batch(
+        request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
+    )
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,11 @@ def chosen(graph: Graph) -> list[int]:
 
 
 class _Chain:
-    """The chosen blocks with weights of their own; one that is passed over hands on what the last of its kind did."""
+    """The chosen blocks with weights of their own.
+
+    One that is passed over hands on what it receives where it would send the like (so that the blocks before it have a
+    backward), else what the last of its kind sent.
+    """
 
     def __init__(self, graph: Graph, chain: list[int], request: Request, device: torch.device) -> None:
         self._graph, self._device = graph, device
@@ -304,7 +314,7 @@ class _Chain:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
     def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:
-        values: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}  # the later one was made, the later it stands
         last_of: dict[tuple[object, ...], tuple[torch.Tensor, ...]] = {}
         position = 0
         for block, finished in zip(self._graph.blocks, self._finished, strict=True):
@@ -316,12 +326,29 @@ class _Chain:
                 if log.lowest is None and any(value.requires_grad for value in last_of[kind]):
                     log.lowest = position
                 position += 1
-            values |= dict(zip(block.sends, last_of[kind], strict=True))
+                values |= dict(zip(block.sends, last_of[kind], strict=True))
+            else:
+                passed = _passed_on([value for name, value in values.items() if name in block.receives], last_of[kind])
+                values |= dict(zip(block.sends, passed, strict=True))
             for name in finished:
                 del values[name]
             if module is not None:
                 log.forward.append(log.note())
         return values[self._graph.loss]
+
+
+def _passed_on(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each that is sent, the last that is received and looks the same; itself, where there is none left."""
+    left = list(received)
+    found = []
+    for value in sent:
+        alike = [index for index, other in enumerate(left) if _looks(other) == _looks(value)]
+        found.append(left.pop(alike[-1]) if alike else value)
+    return found
+
+
+def _looks(value: torch.Tensor) -> tuple[object, ...]:
+    return value.shape, value.dtype, value.requires_grad
 
 
 def _bounded(value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ fill up the last one. The host must know the number of labels before the device 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from torch import fx
 
 from workbench.capture.division import shape_of
-from workbench.capture.graph import LabelCount
-from workbench.capture.labelled import BINARY, MEAN, LabelledPart, after
+from workbench.capture.graph import Graph, LabelCount
+from workbench.capture.labelled import BINARY, MEAN, LabelledPart, after, labelled_part
+from workbench.execution.random_batch import repeated
 
 aten = torch.ops.aten
 Runner = Callable[..., tuple[torch.Tensor, ...]]
@@ -94,6 +96,18 @@ class LabelCounter:
             for code in self._codes.values():
                 retarget(code.to(device), device)
             self._device = device
+
+
+def labelled_share(graph: Graph, examples: Mapping[str, torch.Tensor]) -> float:
+    """Of the rows that a head computes, how many are labelled: the most in any micro-batch that `examples` make.
+
+    1 where no block may pass over rows. `examples` are a batch on the host.
+    """
+    parts = [(block.counts[part.count], part.rows) for block in graph.blocks if (part := labelled_part(block))]
+    counter = LabelCounter({index: graph.label_counts[index] for index, _ in parts}, graph.micro_batch)
+    micro_batches = math.ceil(len(next(iter(examples.values()))) / graph.micro_batch)
+    found = counter.of(repeated(examples, micro_batches * graph.micro_batch, torch.device("cpu")))
+    return max((max(found[index]) / rows for index, rows in parts), default=1.0)
 
 
 def labels_of_micro_batches(

@@ -27,9 +27,11 @@ class Request:
     """Fields of the batch, for one sample."""
     vocab_size: int
     labelled: float
-    """Share of the labels that are not ignored."""
+    """Of random tokens: how many there are, and the share of the labels that are not ignored."""
     precision: str
     compiled: bool
     deterministic: bool
     guesses: tuple[int, ...]
     """The micro-batch that each probe will most likely be told: it captures and compiles for it meanwhile."""
+    examples: Mapping[str, Any] | None = None
+    """A batch of real samples to repeat instead of random tokens."""

@@ -1,4 +1,4 @@
-"""A batch of the right shapes without any data: what measurements of speed run on."""
+"""Batches that measurements of speed run on: without any data, or of a few samples again and again."""
 
 from __future__ import annotations
 
@@ -37,3 +37,9 @@ def random_batch(
         passed_over = torch.rand(found["labels"].shape, device=device, generator=generator) >= labelled
         found["labels"] = found["labels"].masked_fill(passed_over, IGNORED)
     return found
+
+
+def repeated(examples: Mapping[str, torch.Tensor], count: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """`count` samples: those of the batch `examples` in turn."""
+    turn = torch.arange(count) % len(next(iter(examples.values())))
+    return {name: field[turn].to(device) for name, field in examples.items()}

@@ -29,7 +29,7 @@ from workbench.machine import available_cores
 from workbench.rundir import read_json, write_json
 from workbench.runs.launcher import pickled, user_path
 
-FORMAT = 6
+FORMAT = 7
 PROBE = "workbench.execution.block_probe"
 TIMEOUT_S = 180.0
 LONGEST_MS = 300.0
@@ -102,7 +102,7 @@ def _quarters(largest: int) -> tuple[int, ...]:
 
 def _kept_at(profile: Profile, cluster: Cluster) -> Path:
     how = [profile.precision, profile.compiled, profile.labelled_share, profile.deterministic]
-    what = [FORMAT, profile.signature, *sorted(profile.frozen), *how, cluster.device.name]
+    what = [FORMAT, profile.signature, profile.code, *sorted(profile.frozen), *how, cluster.device.name]
     key = hashlib.sha256(json.dumps([*what, metadata.version("torch").partition("+")[0]]).encode()).hexdigest()[:16]
     return cache_home() / "blocks" / f"{key}.json"
 
