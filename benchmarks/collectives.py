@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import workbench as wb
 from workbench.cost.communication import all_gather_s, all_reduce_s, reduce_scatter_s
-from workbench.execution.tensor_parallel import leave
+from workbench.execution.blocks.tensor_parallel import leave
 
 SIZES_MIB = (0.001, 0.0625, 1, 4, 16, 32, 64, 128, 256, 512)
 IN_A_ROW = 12
@@ -46,7 +46,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
-    link = (wb.Cluster.here() if device.type == "cuda" else wb.Cluster.of("h200")).intra
+    link = (wb.local_cluster() if device.type == "cuda" else wb.Cluster.of("h200")).intra
     rows: list[dict[str, Any]] = []
     for size in dict.fromkeys((2, world)):
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world - size + 1, size)]

@@ -30,10 +30,10 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
-from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
+from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
-from workbench.runs.supervisor import ALLOCATOR, GROWING
+from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 COMPARED = REHEARSALS + 4

@@ -44,7 +44,7 @@ import workbench as wb
 from workbench import api
 from workbench.errors import PlanInfeasible, WorkbenchError
 from workbench.planning import Plan, search
-from workbench.runs.supervisor import ALLOCATOR, GROWING
+from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 Row = dict[str, Any]
@@ -220,7 +220,7 @@ def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> 
 def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
     if arguments.device is not None:
         return wb.Cluster.of(arguments.device, gpus=arguments.gpus)
-    here = wb.Cluster.here()
+    here = wb.local_cluster()
     return here if here.device.kind == "cpu" else here.resized(arguments.gpus)
 
 
@@ -289,7 +289,7 @@ class _Workers:
     """Processes that measure the plans of `indices` in that order, each when its gate opens."""
 
     def __init__(self, arguments: argparse.Namespace, indices: list[int], world: int) -> None:
-        from workbench.execution.cuda_graphs import BUFFERS
+        from workbench.execution.blocks.cuda_graphs import BUFFERS
 
         self._file, self._timeout_s = arguments.file, arguments.timeout_s
         self._log = arguments.file.with_suffix(f".{indices[0]}.log")
@@ -424,7 +424,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     from training import random_batch, trainer_for
 
     from workbench.execution.block_probe import clock_mhz
-    from workbench.execution.cuda_graphs import REHEARSALS
+    from workbench.execution.blocks.cuda_graphs import REHEARSALS
 
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])

@@ -43,11 +43,11 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
-from workbench.execution import compiling
+from workbench.execution.blocks import compiled as compiling
+from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
 from workbench.execution.causes import innermost
-from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
-from workbench.execution.repeatable import WORKSPACE
-from workbench.runs.supervisor import ALLOCATOR, GROWING
+from workbench.execution.deterministic import WORKSPACE
+from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 DETERMINISTIC = "ours, deterministic"
@@ -195,7 +195,7 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
     """Ours, by label: the planner's choice, then those asked for; planned by rank 0 while the others wait."""
     key = f"plans of {name}"
     if rank == 0:
-        cluster = replace(wb.Cluster.here(), gpus=world, gpus_per_node=world)
+        cluster = replace(wb.local_cluster(), gpus=world, gpus_per_node=world)
         wanted = {"ours": ROWS[name].ours} | {f"ours {text}": by_hand.degrees(text) for text in forced}
         planned = {label: api.plan(_experiment(name, world), cluster, **fixed) for label, fixed in wanted.items()}
         content = {label: replace(plan, candidates=()).to_json() for label, plan in planned.items()}
@@ -222,7 +222,7 @@ def _contenders(
 
 @contextlib.contextmanager
 def _settings(label: str) -> Iterator[None]:
-    """Peers have the compiler as PyTorch ships it, without what `workbench.execution.compiling` changes."""
+    """Peers have the compiler as PyTorch ships it, without what `workbench.execution.blocks.compiled` changes."""
     if label.startswith(DETERMINISTIC):
         with inductor.patch(deterministic=True):
             yield

@@ -22,8 +22,8 @@ from typing import Any
 
 import workbench as wb
 from workbench.rundir import append_event
-from workbench.runs.devices import SAMPLE_S, open_meter
-from workbench.runs.turns import node_devices
+from workbench.runs.launching.device_queue import node_devices
+from workbench.runs.launching.device_sampler import SAMPLE_S, open_meter
 
 GOAL_SHARE = 0.005
 GOAL_LAUNCH_S = 1.0

@@ -8,12 +8,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
-from workbench.execution.context import StepContext
-from workbench.execution.mesh import Place
+from workbench.execution.deterministic import make_repeatable
+from workbench.execution.parallel.mesh import Place
 from workbench.execution.random_batch import random_batch as random_tokens
 from workbench.execution.random_batch import repeated
-from workbench.execution.repeatable import make_repeatable
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 

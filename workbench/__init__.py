@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from workbench.cost.cluster import Cluster
     from workbench.errors import WorkbenchError
     from workbench.experiment import Experiment
+    from workbench.measure.local_cluster import local_cluster
     from workbench.planning.plan import Plan
     from workbench.runs import Run
 
@@ -62,6 +63,7 @@ _HOMES = {
     "Experiment": "workbench.experiment",
     "Cluster": "workbench.cost.cluster",
     "Plan": "workbench.planning.plan",
+    "local_cluster": "workbench.measure.local_cluster",
     "Run": "workbench.runs",
     "WorkbenchError": "workbench.errors",
     **dict.fromkeys(
@@ -119,6 +121,7 @@ __all__ = [
     "live",
     "load_plan",
     "load_run",
+    "local_cluster",
     "models",
     "partition",
     "plan",

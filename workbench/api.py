@@ -15,29 +15,30 @@ from typing import TYPE_CHECKING, Any
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanMismatch, WorkbenchError, checked_keywords
 from workbench.experiment import Experiment
+from workbench.measure.local_cluster import local_cluster
 from workbench.planning.plan import Plan
 from workbench.rundir import read_json
 from workbench.runs import Run, RunTable
 from workbench.runs import launch as _launch
 from workbench.runs import load_run as _load_run
 from workbench.runs import runs as _runs
-from workbench.runs.environment import data_fingerprint
-from workbench.runs.launcher import replayed_plan
+from workbench.runs.launching.launcher import replayed_plan
+from workbench.runs.records.environment import data_fingerprint
 from workbench.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from workbench.capture import Graph
-    from workbench.cost.calibration import Calibration
     from workbench.cost.profiles import Profile
-    from workbench.execution.probe_request import Request
     from workbench.figures import Contrast
+    from workbench.measure.block_request import Request
+    from workbench.measure.calibration import Calibration
     from workbench.notebooks import Reproduction, Shared
     from workbench.planning.plans import Plans
     from workbench.runs import Report
-    from workbench.runs.summary import Summary
-    from workbench.runs.tracking import Delivery
+    from workbench.runs.records.summary import Summary
+    from workbench.runs.tracking.wandb_run import Delivery
     from workbench.widgets import Live, WhatIf
 
 PROBE_BATCH = 2
@@ -71,7 +72,7 @@ def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile,
 
     The processes that measure start first, because they take as long as this one to import torch.
     """
-    from workbench.runs.probing import Probes, kept_blocks, measured_blocks, seems_kept, seems_measurable
+    from workbench.measure.blocks import Probes, kept_blocks, measured_blocks, seems_kept, seems_measurable
 
     experiment.data.check(experiment)
     with ExitStack() as stack:
@@ -121,22 +122,22 @@ def _labelled_share(experiment: Experiment, graph: Graph) -> float:
         promised: float = experiment.data.labelled_share(experiment)
         return promised
 
-    from workbench.execution.labelled import labelled_share
+    from workbench.execution.blocks.labelled_head import labelled_share
 
     return labelled_share(graph, examples)
 
 
 def _is_here(cluster: Cluster) -> bool:
     """Whether this machine has the cluster's GPU."""
-    from workbench.cost.detect import local_gpu
+    from workbench.measure.local_cluster import local_gpu
 
     return cluster.device.kind == "cuda" and local_gpu() == cluster.device.name
 
 
 def _probe_request(experiment: Experiment, cluster: Cluster) -> Request:
     """What is asked of the processes that measure the model's blocks on this machine."""
-    from workbench.execution.probe_request import Request
-    from workbench.runs.probing import guesses
+    from workbench.measure.block_request import Request
+    from workbench.measure.blocks import guesses
 
     return Request(
         experiment.model.name,
@@ -156,10 +157,10 @@ def _probe_request(experiment: Experiment, cluster: Cluster) -> Request:
 def calibrate(*, again: bool = False) -> Calibration:
     """Measure this machine once: matrix products, attention, memory, launches, the host, links between devices.
 
-    Kept for this hardware and torch version, and used by `Cluster.here()` from then on; `again` measures anew.
+    Kept for this hardware and torch version, and used by `local_cluster()` from then on; `again` measures anew.
     `.save(path)` shares it, `Calibration.load(path).cluster(gpus=8)` plans for that machine elsewhere.
     """
-    from workbench.cost.calibration import calibrate as measure
+    from workbench.measure.calibration import calibrate as measure
 
     return measure(again=again)
 
@@ -260,7 +261,7 @@ def _cluster(given: Cluster | None) -> Cluster:
     from workbench.planning.requests import check_cluster
 
     if given is None:
-        return Cluster.here()
+        return local_cluster()
     check_cluster(given)
     return given
 
@@ -335,7 +336,7 @@ def sync(runs: Runs | None = None, *, root: str | os.PathLike[str] | None = None
 
     Uses what the runs left on disk and changes nothing of them. Raises `WorkbenchError` if nobody is logged in.
     """
-    from workbench.runs import tracking
+    from workbench.runs.tracking import wandb_run as tracking
 
     if runs is not None:
         return [tracking.sync(run.directory) for run in _handles(runs)]
@@ -357,7 +358,7 @@ def prepare(
     `wb.slurm(run)` makes a job file of it; `torchrun` and `accelerate launch` start it as well. `resume` continues
     another run or a checkpoint. The directory and `$WORKBENCH_HOME` must be where every node sees them.
     """
-    from workbench.runs.launcher import prepare as _prepare
+    from workbench.runs.launching.launcher import prepare as _prepare
 
     experiment.data.check(experiment)
     check_signature(experiment, plan)
@@ -381,7 +382,7 @@ def slurm(
     `options` are further `#SBATCH` options. Submitted or requeued again, the job continues from the last good
     checkpoint. Raises `PlanInfeasible` where the plan's devices do not fill its nodes equally.
     """
-    from workbench.runs.nodes import slurm as job_file
+    from workbench.runs.launching.multi_node import slurm as job_file
 
     return job_file(
         load_run(run),
@@ -602,7 +603,7 @@ def show(run: Run | str | os.PathLike[str]) -> go.Figure:
     """What was predicted for a run beside what it measured: step time, speed, memory of each device, and one step's
     timeline where the run recorded one."""
     from workbench.figures import measured_timeline, prediction
-    from workbench.runs.summary import measurements
+    from workbench.runs.records.summary import measurements
 
     handle = load_run(run)
     title = f"{handle.name}: predicted and measured"
@@ -611,7 +612,7 @@ def show(run: Run | str | os.PathLike[str]) -> go.Figure:
 
 def summary(runs: Runs) -> Summary:
     """Several runs in one table: plans, tokens, final loss, speed, predicted beside measured; and the machine."""
-    from workbench.runs.summary import summary as summarise
+    from workbench.runs.records.summary import summary as summarise
 
     return summarise(_handles(runs))
 

@@ -367,7 +367,7 @@ def compare(
 ) -> None:
     """Write the loss curves of several runs into one interactive HTML file, and print its path."""
     from workbench import api
-    from workbench.figures.export import save_html
+    from workbench.figures.pages import save_html
 
     written = save_html(api.compare(list(runs), x=x), to, title="Runs compared")
     typer.echo(Path(written).absolute())
@@ -404,7 +404,7 @@ def calibrate(
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine has for training and what is missing; exit code 1 if something is."""
     from workbench import api
-    from workbench.runs.checkup import as_json as report_json
+    from workbench.runs.doctor import as_json as report_json
 
     report = api.doctor()
     typer.echo(json.dumps(report_json(report), indent=2) if as_json else repr(report))
@@ -546,12 +546,13 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _cluster(device: str | None, gpus: int | None, nodes: int | None) -> Cluster | None:
     from workbench.cost.cluster import Cluster
+    from workbench.measure.local_cluster import local_cluster
 
     if device is not None:
         return Cluster.of(device, **_given(gpus=gpus, nodes=nodes))
     if nodes is not None:
         raise InvalidExperiment("--nodes says how those of another machine are connected; name it by --device too.")
-    return None if gpus is None else Cluster.here(gpus)
+    return None if gpus is None else local_cluster(gpus)
 
 
 def describe_plan(plan: Plan) -> str:
@@ -571,7 +572,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def _follow(runs: Sequence[Run], every_s: float) -> None:
-    from workbench.runs.follow import follow
+    from workbench.runs.records.follow import follow
 
     try:
         for line in follow(runs, every_s):

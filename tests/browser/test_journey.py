@@ -17,7 +17,7 @@ import pytest
 from workbench.figures import notebook_to_html
 from workbench.rundir import FINAL_STATES, read_events
 from workbench.runs import runs as runs_in
-from workbench.runs.processes import rank_records
+from workbench.runs.launching.processes import rank_records
 
 STEPS = 100_000
 """More than any machine takes until the test presses Stop."""

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from workbench.capture import Graph
 from workbench.cost.cluster import Cluster, Device, Link
-from workbench.execution.mesh import Place
+from workbench.execution.parallel.mesh import Place
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 
 # The fork server imports these once; each test's processes then start in milliseconds.

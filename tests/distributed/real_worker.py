@@ -24,7 +24,7 @@ from workbench.cost.cluster import Cluster, Device, Link
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events, write_json
-from workbench.runs.history import read_history
+from workbench.runs.records.history import read_history
 
 VOCAB, SEQ = 96, 16
 DEVICE = Device("CPU", "cpu", 4 << 30, {"fp32": 5e10, "bf16": 5e10}, 1e10)

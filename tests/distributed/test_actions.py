@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.real_worker import experiment, plan, trained
-from workbench.execution.actions import SETTLED
+from workbench.execution.step_timeline import SETTLED
 from workbench.figures import measured_timeline, timelines
 from workbench.planning.timelines import timeline
 from workbench.rundir import read_events

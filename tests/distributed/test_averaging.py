@@ -15,8 +15,8 @@ from torch import nn
 from tests.distributed import zoo
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, captured, part_of, plan_of, trainer_of
-from workbench.execution import averaging
-from workbench.execution.averaging import Averaging
+from workbench.execution.parallel import gradient_all_reduce as averaging
+from workbench.execution.parallel.gradient_all_reduce import Averaging
 
 EVERY_BUFFER_ALONE, BOTH_BUFFERS, ALL_TOGETHER = 0, 70, 1 << 30
 STEPS = 2

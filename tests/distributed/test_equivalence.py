@@ -8,9 +8,9 @@ import torch
 from tests.distributed import zoo
 from tests.distributed.harness import forced_plan, launch, place
 from workbench.capture import capture, spec_of
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.shard import full
+from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 

@@ -32,11 +32,11 @@ from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.cost import profile
 from workbench.cost.cluster import Cluster
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.build import build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.optim import OffloadedAdamW, PartwiseAdamW
-from workbench.execution.shard import local
-from workbench.execution.split_backward import Deferral, defer_weight_gradients
+from workbench.execution.optimizer import OffloadedAdamW, PartwiseAdamW
+from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
 from workbench.planning.plan import Plan
@@ -538,7 +538,7 @@ def _whole_at_each_sharding(_rank: int) -> list[int]:
         return fully_shard(*given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.execution.shard.fully_shard", sharded)
+        patch.setattr("workbench.execution.parallel.sharding.fully_shard", sharded)
         trainer_of(model, graph, plan_of(graph, Case(data=2, zero=3)))
     gc.enable()
     return found

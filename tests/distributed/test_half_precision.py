@@ -19,8 +19,8 @@ from tests.distributed import zoo
 from tests.distributed.harness import forced_plan, launch, place
 from tests.distributed.test_models import Degrees, captured, loss_of
 from workbench.capture import Graph
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.execution.context import StepContext
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan

@@ -18,9 +18,9 @@ from tests.distributed.harness import launch, place
 from tests.distributed.test_every_plan import Case, captured, part_of, plan_of
 from tests.distributed.test_training import experiment_of
 from workbench.capture import Graph
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.weight_copies import read_by_products
 from workbench.execution.build import build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.halves import read_by_products
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 

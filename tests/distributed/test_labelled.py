@@ -10,7 +10,7 @@ from tests.distributed import zoo
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, TOLERANCE, Case, captured, part_of, plan_of, trainer_of
 from tests.distributed.test_training import worst
-from workbench.execution.labelled import LabelledRows
+from workbench.execution.blocks.labelled_head import LabelledRows
 from workbench.execution.trainer import Trainer
 
 

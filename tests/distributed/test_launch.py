@@ -18,8 +18,9 @@ from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, Ru
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.rundir import RunDir, process_alive, read_events, read_json, write_json
-from workbench.runs import Run, launch, load_run, processes
-from workbench.runs.launcher import clone as launch_clone
+from workbench.runs import Run, launch, load_run
+from workbench.runs.launching import processes
+from workbench.runs.launching.launcher import clone as launch_clone
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

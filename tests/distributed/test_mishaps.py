@@ -11,7 +11,8 @@ import pytest
 
 from tests.distributed.test_launch import HERE, ROOT, eventually, experiment, first_step, node, plan_for, start
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
-from workbench.runs import launch, launcher, load_run, processes, runs
+from workbench.runs import launch, load_run, runs
+from workbench.runs.launching import launcher, processes
 
 __all__ = ["node"]  # a fixture of every test here, too
 

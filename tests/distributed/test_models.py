@@ -20,8 +20,8 @@ from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost import profile
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanInfeasible
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.execution.context import StepContext
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.planning import search

@@ -24,8 +24,8 @@ from workbench.errors import PlanInfeasible
 from workbench.planning.plan import Plan
 from workbench.rundir import append_event, read_events, read_json, this_process, write_json
 from workbench.runs import Run
-from workbench.runs.launcher import prepare
-from workbench.runs.nodes import slurm
+from workbench.runs.launching.launcher import prepare
+from workbench.runs.launching.multi_node import slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.31.1", "10.77.31.2")

@@ -13,7 +13,7 @@ from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
 from workbench import notebooks
 from workbench.planning.plan import Plan
 from workbench.rundir import write_json
-from workbench.runs.launcher import LAUNCHES, REPLAY, replayed_plan
+from workbench.runs.launching.launcher import LAUNCHES, REPLAY, replayed_plan
 
 CELL = f"""
     import sys

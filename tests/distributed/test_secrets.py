@@ -15,7 +15,7 @@ import pytest
 
 from tests.distributed.test_launch import HERE, ROOT, eventually
 from workbench import notebooks
-from workbench.runs import tracking
+from workbench.runs.tracking import wandb_run as tracking
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from fake_wandb import FakeWandb

@@ -17,11 +17,11 @@ from tests.distributed import zoo
 from tests.distributed.harness import forced_plan, launch, place
 from workbench.capture import capture, spec_of
 from workbench.errors import CheckpointError
-from workbench.execution import checkpoint
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.optim import build_optimizer, learning_rate_factor
-from workbench.execution.shard import full
+from workbench.execution.checkpoint import save_load as checkpoint
+from workbench.execution.optimizer import build_optimizer, learning_rate_factor
+from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir

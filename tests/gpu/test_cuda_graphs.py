@@ -20,12 +20,13 @@ from tests.distributed.harness import launch, place
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
-from workbench.execution import averaging, sums
+from workbench.execution.blocks import gradient_accumulation as sums
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
 from workbench.execution.build import build_model, build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.cuda_graphs import BUFFERS, REHEARSALS
+from workbench.execution.deterministic import make_repeatable
+from workbench.execution.parallel import gradient_all_reduce as averaging
 from workbench.execution.random_batch import random_batch
-from workbench.execution.repeatable import make_repeatable
 from workbench.execution.trainer import Trainer
 from workbench.tensors import TensorSpec
 

@@ -20,10 +20,10 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_o
 from tests.distributed.test_training import GLOBAL_BATCH, MODELS, Outcome, batch_of, experiment_of, plain
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from workbench.capture import Graph, capture, spec_of
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_model, build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.optim import OffloadedAdamW
-from workbench.execution.shard import local
+from workbench.execution.optimizer import OffloadedAdamW
+from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 
 TOLERANCE = 1e-5

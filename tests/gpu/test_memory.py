@@ -14,9 +14,9 @@ from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.capture import capture
+from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_model, build_stage
-from workbench.execution.context import StepContext
-from workbench.execution.shard import local
+from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, needs(2)]

@@ -23,9 +23,9 @@ from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.cost.cluster import Device
-from workbench.execution.actions import SETTLED, ActionLog
-from workbench.execution.checkpoint import Checkpoints, Extras, Progress
-from workbench.execution.checkpoint_files import complete
+from workbench.execution.checkpoint.files import complete
+from workbench.execution.checkpoint.save_load import Checkpoints, Extras, Progress
+from workbench.execution.step_timeline import SETTLED, ActionLog
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, message_of
 from workbench.experiment import Experiment

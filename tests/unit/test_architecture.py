@@ -21,9 +21,9 @@ HEAVY = ("torch", "transformers", "plotly", "wandb", "datasets", "ipywidgets", "
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 HOMES = {
-    "torch": {"capture", "cost", "execution", "models", "data"},
+    "torch": {"capture", "cost", "measure", "execution", "models", "data"},
     "torch.export": {"capture"},
-    "torch.distributed": {"execution"},
+    "torch.distributed": {"measure", "execution"},
     "accelerate": {"execution"},
     "transformers": {"models"},
     "datasets": {"data"},
@@ -37,7 +37,7 @@ HOMES = {
     "tsdownsample": {"figures"},
     "nbconvert": {"figures"},
     "PIL": {"figures"},
-    "cloudpickle": {"runs"},
+    "cloudpickle": {"user_code"},
     "pyarrow": {"runs"},
     "xxhash": {"runs"},
     "papermill": {"notebooks"},

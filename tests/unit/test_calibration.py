@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.cost import Cluster, Link
-from workbench.cost.calibration import IN_TRAINING, Calibration, Rates, calibrate, fit_link, fit_products
+from workbench.cost import Link
 from workbench.cost.communication import all_reduce_s
 from workbench.cost.hardware import H100
 from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.measure.calibration import IN_TRAINING, Calibration, Rates, calibrate, fit_link, fit_products
+from workbench.measure.local_cluster import local_cluster
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for a machine without GPUs")
 
@@ -42,7 +43,7 @@ def test_this_machine_is_measured_once_and_then_planned_with(measured: Calibrati
     assert 0 < measured.rates["fp32"].attention_forward <= 1
     assert measured.link is not None
     assert measured.link.bandwidth > 1e6
-    here = Cluster.here()
+    here = local_cluster()
     assert here.intra == measured.link
     assert here.device.peak_flops["fp32"] == measured.rates["fp32"].peak_flops / 2, "two processes share the cores"
     assert here.device.efficiency.gemm == pytest.approx(IN_TRAINING)
@@ -113,7 +114,7 @@ def test_a_calibration_of_a_later_format_is_refused(tmp_path: Path) -> None:
 def test_processes_share_what_was_measured_of_their_processor(measured: Calibration) -> None:
     peak = measured.rates["fp32"].peak_flops
     for processes in (1, 2, 8):
-        for cluster in (Cluster.here(processes), measured.cluster(processes)):
+        for cluster in (local_cluster(processes), measured.cluster(processes)):
             assert cluster.gpus * cluster.device.peak_flops["fp32"] == pytest.approx(peak)
             assert cluster.gpus * cluster.device.memory_bandwidth == pytest.approx(measured.memory_bandwidth)
 

@@ -18,14 +18,14 @@ from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
 from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
-from workbench.cost.detect import GEMM_SHARE, known_gpu, reaching
 from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
 from workbench.cost.profiles import KindCost
 from workbench.errors import CaptureError, PlanInfeasible, UnknownParameter
+from workbench.measure.local_cluster import GEMM_SHARE, known_gpu, local_cluster, reaching
 
 H200 = Cluster.of("h200", gpus=4)
-CPU = Cluster.here(processes=2)
+CPU = local_cluster(processes=2)
 
 
 def test_importing_cost_and_planning_imports_no_torch() -> None:
@@ -44,8 +44,8 @@ def test_every_named_cluster_survives_json(name: str) -> None:
 
 def test_this_machine_survives_json_and_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
-    first = Cluster.here(processes=2)
-    again = Cluster.here(processes=2)
+    first = local_cluster(processes=2)
+    again = local_cluster(processes=2)
     assert again.device.peak_flops == first.device.peak_flops
     assert first.device.peak_flops["fp32"] > 1e8
     assert Cluster.from_json(json.loads(json.dumps(first.to_json()))) == first
@@ -89,7 +89,7 @@ def test_a_cluster_needs_a_device(gpus: int) -> None:
 
 
 def test_a_containers_memory_is_its_limit(tmp_path: Any, monkeypatch: Any) -> None:
-    from workbench.cost import detect
+    from workbench.measure import local_cluster as detect
 
     limit, none = tmp_path / "memory.max", tmp_path / "none"
     monkeypatch.setattr(detect, "CONTAINER_LIMITS", (limit, none))
@@ -114,7 +114,7 @@ def test_numbers_of_devices_are_whole(wrong: Any) -> None:
         Cluster.of("h200", gpus=wrong)
     if wrong is not None:
         with pytest.raises(PlanInfeasible, match="cannot train anything"):
-            Cluster.here(wrong)
+            local_cluster(wrong)
         with pytest.raises(PlanInfeasible, match=r"8 GPUs cannot be divided evenly"):
             Cluster.of("h200", gpus=8, nodes=wrong if wrong is not True else 0)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from workbench.capture.dataflow import draws_again, is_replayable
-from workbench.execution.cuda_graphs import _Place
+from workbench.execution.blocks.cuda_graphs import _Place
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.fx import symbolic_trace
 from torch.nn import functional
 
 from workbench.capture.division import DROPOUT
-from workbench.execution.dropout import counted, counted_dropout, draws_dropout
-from workbench.execution.recompute import checkpointed_when_compiled
+from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled
+from workbench.execution.blocks.dropout import counted, counted_dropout, draws_dropout
 
 RATE = 0.1
 SHAPE = (512, 1920)

@@ -14,7 +14,7 @@ from tests.distributed import zoo
 from workbench.capture import build_meta, capture
 from workbench.capture.experts import grouped_mm
 from workbench.cost import Cluster, profile
-from workbench.execution.halves import read_by_products
+from workbench.execution.blocks.weight_copies import read_by_products
 from workbench.tensors import TensorSpec
 
 EXPERTS, ROWS, INSIDE, OUTSIDE = 4, 24, 16, 8

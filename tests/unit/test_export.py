@@ -11,7 +11,7 @@ from figure_values import curve, plan
 
 from workbench.errors import DataError
 from workbench.figures import loss_curves, notebook_to_html, plan_html, save_html, save_png, show_plan
-from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
 PLOTLY_BANNER = re.compile(r"\* plotly\.js v\d")

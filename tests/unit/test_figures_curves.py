@@ -25,7 +25,7 @@ from workbench.figures._series import (
     gap_starts,
     smoothed,
 )
-from workbench.runs.history import Utilization
+from workbench.runs.records.history import Utilization
 
 
 def parts(figure: Any, part: str) -> list[Any]:

@@ -7,8 +7,8 @@ import torch
 
 from tests.distributed import zoo
 from workbench.capture import Graph, build_meta, capture
-from workbench.execution.gathered import read_as_autocast_reads
-from workbench.execution.labelled import retarget
+from workbench.execution.blocks.autocast_types import read_as_autocast_reads
+from workbench.execution.blocks.labelled_head import retarget
 from workbench.tensors import TensorSpec
 
 CPU = torch.device("cpu")

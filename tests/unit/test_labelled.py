@@ -16,8 +16,8 @@ from workbench.capture import Block, Graph, capture, spec_of
 from workbench.capture.labelled import PARTS, WORTHWHILE, LabelledPart, labelled_part
 from workbench.cost import profile
 from workbench.cost.cluster import Device
+from workbench.execution.blocks.labelled_head import LabelCounter, LabelledRows, labelled_first, over_labelled_rows
 from workbench.execution.build import runners
-from workbench.execution.labelled import LabelCounter, LabelledRows, labelled_first, over_labelled_rows
 
 HEADS = {
     "bert": ["linear", "gelu", "layer_norm", "linear", "view", "cross_entropy_loss"],

@@ -18,19 +18,19 @@ from tests.unit.cost_values import bert, layered_profile
 from workbench import api, data, models
 from workbench.cli import describe_plan
 from workbench.cost import Cluster, Profile
-from workbench.cost.detect import reaching
 from workbench.cost.measured import Measurement, with_measurements
 from workbench.cost.profiles import DividedCosts
 from workbench.execution import block_probe
 from workbench.execution.block_probe import Probe, chosen
-from workbench.execution.probe_request import KEPT, Request
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
+from workbench.measure import blocks as probing
+from workbench.measure.block_request import KEPT, Request
+from workbench.measure.blocks import Probes, guesses, kept_blocks, measured_blocks, micro_batches, seems_kept
+from workbench.measure.local_cluster import local_cluster, reaching
 from workbench.planning import Request as PlanRequest
 from workbench.planning import search, weigh
 from workbench.planning.basis import basis
-from workbench.runs import probing
-from workbench.runs.probing import Probes, guesses, kept_blocks, measured_blocks, micro_batches, seems_kept
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
@@ -89,7 +89,7 @@ def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
         assert api.load_plan(plan.save(tmp_path / "plan.json")).prediction.basis == plan.prediction.basis
         assert plan.prediction.basis in str(plan.explain())
         assert plan.prediction.basis in describe_plan(plan)
-    cards = [reaching(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), Cluster.here(2).device]
+    cards = [reaching(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), local_cluster(2).device]
     assert [basis(counted, card).split(": ")[-1] for card in cards] == ["enough to rank plans."] * 2
     table = weigh(counted, "bf16", PlanRequest(64, 512, H200))
     assert table.best.prediction.basis in repr(table)
@@ -274,7 +274,7 @@ def test_data_of_ones_own_are_probed_with_their_samples_and_priced_for_their_lab
     """One sample of three more than a micro-batch holds: the last is paired with the first."""
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
-    request = api._probe_request(experiment, Cluster.here(1))
+    request = api._probe_request(experiment, local_cluster(1))
     probe = Probe(request, 4, torch.device("cpu"))
     assert probe._batch["input_ids"][:, 0].tolist() == [0, 100, 200, 0]
     assert api.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
@@ -297,7 +297,7 @@ class Everything(torch.nn.Module):
 def test_a_model_of_ones_own_is_probed_with_the_words_of_its_corpus() -> None:
     corpus = data.corpus("demo", vocab_size=512, objective="clm")
     experiment = Experiment(model=models.gpt2(64, 2, 4, vocab_size=512).build, data=corpus, seq_len=16, global_batch=8)
-    probe = Probe(api._probe_request(experiment, Cluster.here(1)), 4, torch.device("cpu"))
+    probe = Probe(api._probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
     assert int(probe._batch["input_ids"].max()) > 256
 
 
@@ -327,7 +327,7 @@ def one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_size")
 def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
-    cpu, counted, request = Cluster.here(1), layered_profile(), request_of(bert(num_layers=12))
+    cpu, counted, request = local_cluster(1), layered_profile(), request_of(bert(num_layers=12))
     assert kept_blocks(counted, cpu) == ()
     assert not seems_kept(counted.model)
     with Probes() as probes:
@@ -348,7 +348,7 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
 @pytest.mark.usefixtures("one_size")
 def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
     with Probes() as probes:
-        probes.ask(request_of(bert(num_layers=2)), Cluster.here(1).device)
+        probes.ask(request_of(bert(num_layers=2)), local_cluster(1).device)
         found, reasons = probes.measure([2])
     assert reasons == []
     assert {one.micro_batch for one in found} == {2}
@@ -357,7 +357,7 @@ def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
 @pytest.mark.usefixtures("one_size")
 def test_probes_that_were_never_told_what_to_measure_end_with_their_context() -> None:
     with Probes() as probes:
-        probes.ask(request_of(bert()), Cluster.here(1).device)
+        probes.ask(request_of(bert()), local_cluster(1).device)
         [process] = probes._processes
         assert process.poll() is None
     assert process.poll() is not None
@@ -366,7 +366,7 @@ def test_probes_that_were_never_told_what_to_measure_end_with_their_context() ->
 @pytest.mark.usefixtures("one_size")
 def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning() -> None:
     request = replace(request_of(bert()), samples={})
-    cpu = Cluster.here(1)
+    cpu = local_cluster(1)
     with Probes() as probes:
         probes.ask(request, cpu.device)
         with pytest.warns(UserWarning, match="could not be measured"):

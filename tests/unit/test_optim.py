@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.execution.optim import OffloadedAdamW, PartwiseAdamW
+from workbench.execution.optimizer import OffloadedAdamW, PartwiseAdamW
 
 
 @pytest.mark.parametrize(("kind", "fused"), [(PartwiseAdamW, None), (PartwiseAdamW, True), (OffloadedAdamW, None)])

@@ -16,11 +16,11 @@ import workbench as wb
 from workbench.cost import Cluster
 from workbench.cost.cluster import Link
 from workbench.cost.communication import all_reduce_s
-from workbench.cost.detect import with_memory
 from workbench.cost.hardware import H200, V100
 from workbench.cost.memory import ParameterTable
 from workbench.cost.profiles import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.measure.local_cluster import with_memory
 from workbench.planning import Plan, Request, search, weigh, what_if
 from workbench.planning.plan import RECOMPUTE
 from workbench.planning.pricing import Degrees, DeviceCosts, Pricer

@@ -17,18 +17,20 @@ from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, RunFailed, RunNotFound
 from workbench.execution.causes import innermost
-from workbench.execution.repeatable import WORKSPACE, make_repeatable
+from workbench.execution.deterministic import WORKSPACE, make_repeatable
 from workbench.execution.worker import message_of
 from workbench.experiment import Experiment
 from workbench.planning import Plan, search
 from workbench.planning.refusals import too_large_to_build
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
-from workbench.runs import Run, checkup, doctor, load_run, runs, turns
-from workbench.runs.checkup import SHOWN_PACKAGES
-from workbench.runs.environment import environment, git_state
-from workbench.runs.failure import record_silent_death, root_cause
-from workbench.runs.launcher import prepare
-from workbench.runs.supervisor import accelerate_command, worker_environment
+from workbench.runs import Run, doctor, load_run, runs
+from workbench.runs import doctor as checkup
+from workbench.runs.doctor import SHOWN_PACKAGES
+from workbench.runs.launching import device_queue as turns
+from workbench.runs.launching.failure import record_silent_death, root_cause
+from workbench.runs.launching.launcher import prepare
+from workbench.runs.launching.supervisor import accelerate_command, worker_environment
+from workbench.runs.records.environment import environment, git_state
 
 DEAD = {"pid": 2**22 + 1, "created": 0.0}
 
@@ -327,7 +329,9 @@ def test_the_doctor_knows_packages_by_their_whole_names_and_refuses_old_ones(mon
 
 
 def test_importing_runs_imports_no_heavy_library():
-    code = "import sys, workbench.runs.supervisor, workbench.runs.run, workbench.cli; print(sorted(sys.modules))"
+    code = (
+        "import sys, workbench.runs.launching.supervisor, workbench.runs.run, workbench.cli; print(sorted(sys.modules))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     loaded = set(eval(answer))
     assert not loaded & {"torch", "transformers", "wandb", "plotly", "datasets", "ipywidgets", "accelerate"}

@@ -17,9 +17,11 @@ import pytest
 
 from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, read_events
-from workbench.runs import HistoryTail, Run, devices, supervisor
-from workbench.runs.devices import CpuMeter, GpuMeter, Sample, sampled, write_sample
-from workbench.runs.history import read_history
+from workbench.runs import HistoryTail, Run
+from workbench.runs.launching import device_sampler as devices
+from workbench.runs.launching import supervisor
+from workbench.runs.launching.device_sampler import CpuMeter, GpuMeter, Sample, sampled, write_sample
+from workbench.runs.records.history import read_history
 
 BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
 IDLE = "import time; time.sleep(600)"

@@ -5,7 +5,7 @@ import pytest
 
 from workbench.rundir import append_event
 from workbench.runs import History, HistoryTail
-from workbench.runs.history import read_history
+from workbench.runs.records.history import read_history
 
 
 @pytest.fixture

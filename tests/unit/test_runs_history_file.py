@@ -18,8 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench.rundir import RunDir, append_event, this_process, write_json
-from workbench.runs import History, HistoryTail, Run, history, history_file, lines, supervisor
-from workbench.runs.history import latest, read_history
+from workbench.runs import History, HistoryTail, Run
+from workbench.runs.launching import supervisor
+from workbench.runs.records import event_lines as lines
+from workbench.runs.records import history
+from workbench.runs.records import history_cache as history_file
+from workbench.runs.records.history import latest, read_history
 
 KEPT = "history.bin"
 STEPS = 6000

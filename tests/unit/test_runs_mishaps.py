@@ -27,8 +27,11 @@ from workbench.rundir import (
     this_process,
     write_json,
 )
-from workbench.runs import Run, environment, launcher, load_run, processes, run, runs, supervisor, turns
-from workbench.runs.follow import Follower
+from workbench.runs import Run, load_run, run, runs
+from workbench.runs.launching import device_queue as turns
+from workbench.runs.launching import launcher, processes, supervisor
+from workbench.runs.records import environment
+from workbench.runs.records.follow import Follower
 
 SLEEP = "import time; time.sleep({})"
 FAR = {"pid": 1, "created": 0.0, "host": "another-host"}
@@ -70,7 +73,9 @@ def test_what_another_node_on_this_host_started_does_not_keep_the_first_from_res
     found = make_run(tmp_path)
     rank = [sys.executable, "-c", SLEEP.format(60), "-m", processes.WORKER, str(found.path)]
     starts_it = f"import subprocess, sys; subprocess.run({rank!r})"
-    node = subprocess.Popen([sys.executable, "-c", starts_it, "-m", "workbench.runs.nodes", str(found.path)])
+    node = subprocess.Popen(
+        [sys.executable, "-c", starts_it, "-m", "workbench.runs.launching.multi_node", str(found.path)]
+    )
     try:
         while not processes.strays(found):
             time.sleep(0.01)

@@ -13,8 +13,9 @@ from fake_wandb import FakeWandb
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
-from workbench.runs import load_run, tracking
-from workbench.runs.wandb_log import offline_history
+from workbench.runs import load_run
+from workbench.runs.tracking.wandb_log import offline_history
+from workbench.runs.tracking import wandb_run as tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", project="bert-scaling", tags=("trial",))
@@ -62,7 +63,7 @@ def train(run: RunDir, first: int = 1, last: int = 30, state: str | None = "fini
 
 
 def recorder(run: RunDir, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "workbench.runs.recorder", str(run.path)]
+    command = [sys.executable, "-m", "workbench.runs.tracking.recorder", str(run.path)]
     return subprocess.Popen(command, env={**os.environ, **environment})
 
 

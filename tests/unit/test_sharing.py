@@ -17,7 +17,7 @@ import pytest
 from workbench import notebooks
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures import Curve, loss_curves
-from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import _record, _reproduce, _share, _templates
 from workbench.notebooks._verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
 from workbench.rundir import RunDir, append_event, write_json

@@ -11,8 +11,8 @@ import torch
 
 from tests.distributed import zoo
 from workbench.capture import Graph, capture, spec_of
-from workbench.execution.context import StepContext
-from workbench.execution.stage import StageModule
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.parallel.stage import StageModule
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.execution import sums as sums_module
-from workbench.execution.halves import Handover
-from workbench.execution.sums import Sums
+from workbench.execution.blocks import gradient_accumulation as sums_module
+from workbench.execution.blocks.gradient_accumulation import Sums
+from workbench.execution.blocks.weight_copies import Handover
 
 COMPILE = torch.compile
 SHAPES = (64, 32), (7,), (5, 3)

@@ -4,7 +4,7 @@ A row whose label is `ignore_index` adds nothing to the loss and gets no gradien
 computes each row from that row alone, between the last one that mixes rows (or draws random numbers) and the
 cross-entropy, may run on the labelled rows only: the loss and every gradient are the same.
 
-Analysis only. `workbench.execution.labelled` rewrites the blocks.
+Analysis only. `workbench.execution.blocks.labelled_head` rewrites the blocks.
 """
 
 from __future__ import annotations

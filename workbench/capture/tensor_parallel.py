@@ -9,7 +9,7 @@ summed over the devices. Embeddings and heads are divided over the vocabulary, u
 reduce over it. Where the dim meets an operation that is not known here, or leaves the block, its columns are not
 divided: every device then computes them whole. So nothing has to be understood for the result to be right.
 
-Analysis only: no processes, no collectives. `workbench.execution.tensor_parallel` rewrites the blocks.
+Analysis only: no processes, no collectives. `workbench.execution.blocks.tensor_parallel` rewrites the blocks.
 """
 
 from __future__ import annotations

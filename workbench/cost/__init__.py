@@ -1,6 +1,6 @@
 """What a model costs on a cluster: FLOPs and bytes per block, time by roofline, memory per stage.
 
-    cluster = Cluster.of("h200", gpus=4)                                    # or Cluster.here()
+    cluster = Cluster.of("h200", gpus=4)                                    # or local_cluster()
     profile(graph, cluster.device, "bf16", compiled=True).at(8, cluster.device).forward_ms
 
 Importing this imports no torch; `profile` does, because it reads a captured graph.

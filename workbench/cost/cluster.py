@@ -1,6 +1,6 @@
 """The hardware that a plan is made for: devices and the links between them, as plain values.
 
-`Cluster.of("h200", gpus=256)` describes a machine that need not exist here; `Cluster.here()` looks.
+`Cluster.of("h200", gpus=256)` describes a machine that need not exist here; `local_cluster()` looks.
 No torch until `here` is called.
 """
 
@@ -154,7 +154,7 @@ class Cluster:
             if not is_count(value):
                 raise PlanInfeasible(
                     f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
-                    f'as in Cluster.of("h200", gpus=4), or use Cluster.here() for this machine.',
+                    f'as in Cluster.of("h200", gpus=4), or use local_cluster() for this machine.',
                     gpus=value,
                 )
 
@@ -249,16 +249,6 @@ class Cluster:
             )
         per_node = min(largest, gpus) if nodes is None else gpus // nodes
         return Cluster(device, gpus, per_node, intra, inter, HOST_BYTES[key] // largest)
-
-    @staticmethod
-    def here(processes: int | None = None) -> Cluster:
-        """The CUDA GPUs of this machine; without any, `processes` (2) CPU processes, measured once.
-
-        Raises `PlanInfeasible` when `processes` exceeds the GPUs there are.
-        """
-        from workbench.cost.detect import detect
-
-        return detect(processes)
 
 
 @lru_cache(maxsize=1024)

@@ -109,4 +109,4 @@ CARDS = {
     "nvidia a10": "a10",
     "nvidia l40s": "l40s",
 }
-"""torch's name -> name here. Where they are at hand, what they reach is measured (`workbench.cost.detect`)."""
+"""torch's name -> name here. Where they are at hand, what they reach is measured (`workbench.measure.local_cluster`)."""

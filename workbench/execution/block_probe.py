@@ -38,14 +38,14 @@ from torch import nn
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
 from workbench.cost.measured import Measurement
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.causes import innermost
-from workbench.execution.context import StepContext
-from workbench.execution.labelled import LabelCounter
-from workbench.execution.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.execution.deterministic import make_repeatable
+from workbench.execution.parallel.stage import BlockModule
 from workbench.execution.random_batch import random_batch, repeated
-from workbench.execution.repeatable import make_repeatable
-from workbench.execution.stage import BlockModule
+from workbench.measure.block_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
 from workbench.units import GIB

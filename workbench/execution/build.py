@@ -18,20 +18,20 @@ from workbench.capture.division import TensorDivision
 from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.errors import PlanInfeasible
-from workbench.execution.context import StepContext
-from workbench.execution.cuda_graphs import CudaGraphs
-from workbench.execution.dropout import counted, draws_dropout
-from workbench.execution.gathered import read_as_autocast_reads
-from workbench.execution.halves import Halves
-from workbench.execution.labelled import LabelledRows, Runner, retarget
-from workbench.execution.mesh import Place
-from workbench.execution.pipe import SPLIT_BACKWARD
-from workbench.execution.recompute import checkpointed_when_compiled, mode_for
-from workbench.execution.shard import distribute
-from workbench.execution.split_backward import Deferral, defer_weight_gradients
-from workbench.execution.stage import HeldStages, StageModule
-from workbench.execution.sums import Sums
-from workbench.execution.tensor_parallel import divide, part
+from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, mode_for
+from workbench.execution.blocks.autocast_types import read_as_autocast_reads
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.cuda_graphs import CudaGraphs
+from workbench.execution.blocks.dropout import counted, draws_dropout
+from workbench.execution.blocks.gradient_accumulation import Sums
+from workbench.execution.blocks.labelled_head import LabelledRows, Runner, retarget
+from workbench.execution.blocks.split_backward import Deferral, defer_weight_gradients
+from workbench.execution.blocks.tensor_parallel import divide, part
+from workbench.execution.blocks.weight_copies import Halves
+from workbench.execution.parallel.mesh import Place
+from workbench.execution.parallel.pipeline import SPLIT_BACKWARD
+from workbench.execution.parallel.sharding import distribute
+from workbench.execution.parallel.stage import HeldStages, StageModule
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.tensors import TensorSpec
 
@@ -76,8 +76,8 @@ def turn_to_build(model_bytes: int, device: torch.device, local_rank: int) -> It
 
 
 def prepare_compiler() -> None:
-    """See `workbench.execution.compiling`, which imports Inductor: seconds."""
-    from workbench.execution.compiling import prepare
+    """See `workbench.execution.blocks.compiled`, which imports Inductor: seconds."""
+    from workbench.execution.blocks.compiled import prepare
 
     prepare()
 
@@ -101,7 +101,7 @@ def runners(
 
     Without compilation, `BlockModule` checkpoints. With it, the recomputation is part of what is compiled: the
     compiler decides what to keep, and replays the random numbers itself. (A checkpoint around compiled code cannot be
-    traced again in the backward.) Compiled dropouts compute their masks (`workbench.execution.dropout`). With
+    traced again in the backward.) Compiled dropouts compute their masks (`workbench.execution.blocks.dropout`). With
     `deferral`, blocks run uncompiled: the compiler cannot split a backward. `gathered`: weights come as FSDP2 gathers
     them, in bf16.
 

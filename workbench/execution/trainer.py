@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
-from workbench.execution.averaging import Averaging
-from workbench.execution.context import StepContext
-from workbench.execution.labelled import LabelCounter, LabelCounts, labels_of_micro_batches, retarget
-from workbench.execution.mesh import Place
-from workbench.execution.optim import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
-from workbench.execution.pipe import SPLIT_BACKWARD, PipeStage, build_schedule
-from workbench.execution.shard import distribute, full, is_sharded, local
-from workbench.execution.stage import HeldStages, StageModule
-from workbench.execution.tensor_parallel import whole
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts, labels_of_micro_batches, retarget
+from workbench.execution.blocks.tensor_parallel import whole
+from workbench.execution.optimizer import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
+from workbench.execution.parallel.gradient_all_reduce import Averaging
+from workbench.execution.parallel.mesh import Place
+from workbench.execution.parallel.pipeline import SPLIT_BACKWARD, PipeStage, build_schedule
+from workbench.execution.parallel.sharding import distribute, full, is_sharded, local
+from workbench.execution.parallel.stage import HeldStages, StageModule
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 

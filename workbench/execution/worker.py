@@ -30,18 +30,18 @@ from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
 from workbench.errors import PlanMismatch
-from workbench.execution.actions import recorded
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.cuda_graphs import BUFFERS
+from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler, turn_to_build
 from workbench.execution.causes import innermost
-from workbench.execution.checkpoint import Checkpoints, Extras, Progress, Saved
-from workbench.execution.checkpoint_files import step_of
-from workbench.execution.context import StepContext
-from workbench.execution.cuda_graphs import BUFFERS
-from workbench.execution.export import describe_model
-from workbench.execution.labelled import LabelCounts
-from workbench.execution.mesh import Place, parallelism
-from workbench.execution.repeatable import REFUSAL, make_repeatable
-from workbench.execution.stage import HeldStages
+from workbench.execution.checkpoint.files import step_of
+from workbench.execution.checkpoint.model_export import describe_model
+from workbench.execution.checkpoint.save_load import Checkpoints, Extras, Progress, Saved
+from workbench.execution.deterministic import REFUSAL, make_repeatable
+from workbench.execution.parallel.mesh import Place, parallelism
+from workbench.execution.parallel.stage import HeldStages
+from workbench.execution.step_timeline import recorded
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan

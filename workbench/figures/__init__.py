@@ -13,7 +13,7 @@ from workbench.figures._prediction import prediction
 from workbench.figures._series import Curve, Mark
 from workbench.figures._timeline import timeline
 from workbench.figures.comparison import Contrast, contrast, difference, standings
-from workbench.figures.export import notebook_to_html, save_html, save_png
+from workbench.figures.pages import notebook_to_html, save_html, save_png
 from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
 
 __all__ = [

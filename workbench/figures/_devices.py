@@ -30,7 +30,7 @@ MAX_NAMED = 8
 
 
 class UtilizationLike(Protocol):
-    """Samples of devices in order of time, one of one device a row; `workbench.runs.history.Utilization` has them."""
+    """Samples of devices in order of time, one of one device a row; `workbench.runs.records.history.Utilization` has them."""
 
     @property
     def kind(self) -> str: ...

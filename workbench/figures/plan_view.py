@@ -27,7 +27,7 @@ from workbench.figures._partition import (
     rows_per_stage,
 )
 from workbench.figures._timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
-from workbench.figures.export import mimebundle
+from workbench.figures.pages import mimebundle
 from workbench.planning.plan import SCHEDULE_WORDS, Memory, Plan, Stage, recompute_words
 from workbench.units import count, duration, gib
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UnknownParameter, WorkbenchError, suggestion
-from workbench.figures.export import notebook_to_html, read_notebook, without_widgets
+from workbench.figures.pages import notebook_to_html, read_notebook, without_widgets
 from workbench.notebooks._record import add_record
 from workbench.rundir import RunDir
 from workbench.runs import Run
-from workbench.runs.follow import Follower
-from workbench.runs.launcher import LAUNCHES
-from workbench.runs.tracking import start_upload
+from workbench.runs.records.follow import Follower
+from workbench.runs.launching.launcher import LAUNCHES
+from workbench.runs.tracking.wandb_run import start_upload
 
 REPORT_EVERY_S = 15.0
 POLL_S = 0.5

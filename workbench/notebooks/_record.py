@@ -12,7 +12,7 @@ from typing import Any
 from workbench.errors import WorkbenchError
 from workbench.notebooks._verdict import LossCurve
 from workbench.runs import Run, runs
-from workbench.runs.environment import environment
+from workbench.runs.records.environment import environment
 
 FORMAT = 1
 KEY = "workbench"

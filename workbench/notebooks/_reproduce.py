@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.figures.export import read_notebook
+from workbench.figures.pages import read_notebook
 from workbench.notebooks._execute import execute
 from workbench.notebooks._record import Record, RecordedRun, read_record
 from workbench.notebooks._verdict import DIFFERENT, LossCurve, Verdict, verdict
 from workbench.rundir import write_json
 from workbench.runs import Run
-from workbench.runs.environment import environment
-from workbench.runs.launcher import REPLAY
+from workbench.runs.records.environment import environment
+from workbench.runs.launching.launcher import REPLAY
 
 
 @dataclass(frozen=True)

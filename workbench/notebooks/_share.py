@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.figures.export import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
 from workbench.notebooks._record import KEY, Record, runs_shown_in
 from workbench.runs import Run
-from workbench.runs.environment import masked, secrets
+from workbench.runs.records.environment import masked, secrets
 
 LARGEST_BYTES = 5_000_000
 

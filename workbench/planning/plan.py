@@ -180,7 +180,7 @@ class Plan:
     offload_optimizer: bool = False
     """Optimiser state lives in the host's memory."""
     cuda_graphs: bool = False
-    """What a block launches is recorded once and replayed (`workbench.execution.cuda_graphs`)."""
+    """What a block launches is recorded once and replayed (`workbench.execution.blocks.cuda_graphs`)."""
 
     @property
     def chunks(self) -> int:

@@ -125,7 +125,7 @@ def check_cluster(cluster: object) -> None:
     """Raises `PlanInfeasible` for what is no cluster."""
     if not isinstance(cluster, Cluster):
         raise PlanInfeasible(
-            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or wb.Cluster.here() for this '
+            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or wb.local_cluster() for this '
             f"machine.",
             cluster=cluster,
         )

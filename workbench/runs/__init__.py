@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workbench.runs.checkup import Report as Report
-    from workbench.runs.checkup import doctor as doctor
-    from workbench.runs.history import History as History
-    from workbench.runs.history import HistoryTail as HistoryTail
-    from workbench.runs.launcher import check_plan as check_plan
-    from workbench.runs.launcher import launch as launch
+    from workbench.runs.doctor import Report as Report
+    from workbench.runs.doctor import doctor as doctor
+    from workbench.runs.launching.launcher import check_plan as check_plan
+    from workbench.runs.launching.launcher import launch as launch
+    from workbench.runs.records.history import History as History
+    from workbench.runs.records.history import HistoryTail as HistoryTail
     from workbench.runs.run import Checkpoint as Checkpoint
     from workbench.runs.run import Run as Run
     from workbench.runs.run import RunTable as RunTable
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from workbench.runs.run import runs as runs
 
 _HOME = {
-    "Report": "checkup",
-    "doctor": "checkup",
-    "History": "history",
-    "HistoryTail": "history",
-    "check_plan": "launcher",
-    "launch": "launcher",
+    "Report": "doctor",
+    "doctor": "doctor",
+    "History": "records.history",
+    "HistoryTail": "records.history",
+    "check_plan": "launching.launcher",
+    "launch": "launching.launcher",
     "Checkpoint": "run",
     "Run": "run",
     "RunTable": "run",

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 from workbench.errors import RunFailed, RunNotFound
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_events, read_json
-from workbench.runs import processes
-from workbench.runs.failure import log_tail, run_failed
+from workbench.runs.launching import processes
+from workbench.runs.launching.failure import log_tail, run_failed
 from workbench.units import count, duration, gib
 
 if TYPE_CHECKING:
     from workbench.planning.plan import Plan
-    from workbench.runs.history import History, Utilization
+    from workbench.runs.records.history import History, Utilization
 
 POLL_S = 0.2
 RECENT_STEPS = 20
@@ -226,13 +226,13 @@ class Run:
 
     def _reap(self) -> None:
         """Start what ends the ranks in the place of a supervisor that is gone."""
-        from workbench.runs.launcher import worker_path
+        from workbench.runs.launching.launcher import worker_path
 
         if not self._dir.kill_file.exists():
             processes.send_signal(processes.rank_records(self._dir), signal.SIGTERM)
         with self._dir.log("launcher").open("ab") as log:
             subprocess.Popen(
-                [sys.executable, "-m", "workbench.runs.supervisor", "--reap", str(self.path)],
+                [sys.executable, "-m", "workbench.runs.launching.supervisor", "--reap", str(self.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -274,7 +274,7 @@ class Run:
         `from_pretrained(to)` loads it. Nothing of the user's code is executed. Returns the files. Raises
         `CheckpointError` for a checkpoint that is missing or damaged, and for a folder that holds a model.
         """
-        from workbench.execution.export import export_step
+        from workbench.execution.checkpoint.model_export import export_step
 
         return export_step(self._dir.checkpoints, Path(to).expanduser(), step)
 
@@ -284,19 +284,19 @@ class Run:
 
     def milestones(self) -> list[dict[str, Any]]:
         """Every event so far but steps, samples of devices and `actions`: quick to read, however long the run."""
-        from workbench.runs.history import latest
+        from workbench.runs.records.history import latest
 
         return [event for event in latest(self._dir.events)[0] if event["type"] != "step"]
 
     def history(self) -> History:
         """One row a logged step, as NumPy columns."""
-        from workbench.runs.history import read_history
+        from workbench.runs.records.history import read_history
 
         return read_history(self._dir.events)
 
     def utilization(self) -> Utilization:
         """How busy its devices were while it trained, as NumPy columns: one sample of one device a row."""
-        from workbench.runs.history import HistoryTail
+        from workbench.runs.records.history import HistoryTail
 
         tail = HistoryTail(self._dir.events)
         tail.read()
@@ -319,7 +319,7 @@ class Run:
 
     def _progress(self) -> _Progress:
         """Fold the events that are new since the last call into what was seen before."""
-        from workbench.runs.history import latest
+        from workbench.runs.records.history import latest
 
         seen = self._seen
         events, offset = latest(self._dir.events, seen.offset)
@@ -405,7 +405,7 @@ class Run:
         A model or dataset of one's own goes along as the code that the run kept, without being loaded here.
         Raises `PlanMismatch` where a change asks for another plan; `wb.clone` plans anew then.
         """
-        from workbench.runs.launcher import clone
+        from workbench.runs.launching.launcher import clone
 
         return clone(self, plan, **changes)
 
@@ -416,7 +416,7 @@ class Run:
         return f"Run({self.name}: {', '.join(parts)}{message})"
 
     def _repr_html_(self) -> str:
-        from workbench.runs.tracking import tracking_note
+        from workbench.runs.tracking.wandb_run import tracking_note
 
         facts = self.summary()
         done = min(1.0, facts["step"] / facts["steps"]) if facts["steps"] else 0.0
@@ -461,7 +461,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     Executes nothing that it finds there. Raises `RunNotFound`, with near matches.
     """
     if isinstance(path, str) and path.startswith("wandb:"):
-        from workbench.runs.remote import load_remote
+        from workbench.runs.tracking.remote import load_remote
 
         return load_remote(path)
     for candidate in (Path(path).expanduser(), runs_root() / path):

@@ -23,7 +23,7 @@ from workbench.errors import RunNotFound, UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures._curves import loss_curves
 from workbench.figures._series import SMOOTHING, X_AXES, at_once, axes_of
-from workbench.figures.export import mimebundle, pictured
+from workbench.figures.pages import mimebundle, pictured
 from workbench.rundir import RunDir, read_json
 from workbench.widgets.drawing import LossFigure, PanelsFigure
 from workbench.widgets.rows import Resume, RunRow, failures_html, fixed, heard_while_busy, name_width, rows_html

@@ -19,7 +19,7 @@ import traitlets
 from plotly.utils import PlotlyJSONEncoder
 
 from workbench.figures import theme
-from workbench.figures.export import plotly_js
+from workbench.figures.pages import plotly_js
 
 COLUMNS = ("x", "y", "customdata")
 """Of a trace: what is sent as bytes where it is an array of numbers."""

@@ -39,7 +39,7 @@ def hides_its_twin() -> widgets.HTML:
 class Shown:
     """One showing of a widget with its twin below, a piece of HTML and up to two figures, in the cell that runs now.
 
-    A figure is a bundle as `workbench.figures.export.pictured` makes it.
+    A figure is a bundle as `workbench.figures.pages.pictured` makes it.
     """
 
     def __init__(self, widget: widgets.DOMWidget, html: str, *figures: Mapping[str, Any] | None) -> None:

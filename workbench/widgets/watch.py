@@ -15,7 +15,7 @@ import numpy as np
 from workbench.errors import RunFailed
 from workbench.figures._series import Curve, Mark
 from workbench.rundir import RunDir, read_json
-from workbench.runs.history import History, HistoryTail, Utilization
+from workbench.runs.records.history import History, HistoryTail, Utilization
 from workbench.runs.run import Run, Status
 from workbench.units import count, duration
 

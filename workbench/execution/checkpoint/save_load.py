@@ -1,0 +1,327 @@
+"""Checkpoints under the model's own parameter names, whatever the plan (`torch.distributed.checkpoint`).
+
+Keys: `model.<parameter or buffer>` and `optim.<parameter>.<state>`. A tied parameter is stored once; one that tensor
+parallelism divides is stored whole. A save copies the state to the host's memory and goes on in a thread, with a gloo
+group of its own, so that training continues. `checkpoint_files` says what is on the disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from workbench.errors import CheckpointError
+from workbench.execution.blocks.tensor_parallel import part
+from workbench.execution.checkpoint.files import (
+    COMPLETE,
+    MODEL,
+    Damaged,
+    complete,
+    damage,
+    digests,
+    prune,
+    read_facts,
+    step_of,
+)
+from workbench.execution.parallel.sharding import local
+from workbench.execution.trainer import Trainer
+from workbench.rundir import RunDir, write_json
+
+T = TypeVar("T")
+KEEP = 3
+"""Checkpoints that stay unless the experiment says otherwise."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a checkpoint stands: completed steps and training time."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a checkpoint holds besides the stages' own state."""
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """`model.json`: names, ties, class and configuration, for an export."""
+    unused: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Persistent tensors of the model that no block uses, on the CPU: they stay as they were initialised."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that has ended: `pause_s` is what the training waited for it; `error` says why it failed, if it did."""
+
+    step: int
+    path: Path
+    pause_s: float
+    seconds: float
+    error: str | None = None
+
+
+def _ignore(_: Saved) -> None: ...
+
+
+class Checkpoints:
+    """Saves and restores one trainer. Every rank must call the same methods in the same order.
+
+    `report` is called on rank 0, from the thread that writes, as each save ends.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: RunDir,
+        keep: int = KEEP,
+        extras: Extras | None = None,
+        report: Callable[[Saved], None] = _ignore,
+    ) -> None:
+        self._trainer, self._run, self._keep = trainer, run, keep
+        self._extras = extras or Extras()
+        self._report = report
+        self._group = dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._last: Saved | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Begin to write a checkpoint; waits for the one before it, and for the copy to the host's memory."""
+        began = time.perf_counter()
+        self._join()
+        staged = self._staged()
+        pause_s = time.perf_counter() - began
+        # A daemon: a rank that dies of something else must not wait here for ranks that no longer answer.
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, progress, pause_s), name=f"checkpoint {progress.step}", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last save; raises `CheckpointError` on every rank if it failed."""
+        self._join()
+        if self._last is not None and self._last.error is not None:
+            raise CheckpointError(
+                f"The checkpoint of step {self._last.step} could not be written: {self._last.error} Make room under "
+                f"{self._run.checkpoints}, and resume from an earlier checkpoint.",
+                path=str(self._last.path),
+                step=self._last.step,
+            )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is being written on this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, staged: Mapping[str, torch.Tensor], progress: Progress, pause_s: float) -> None:
+        began = time.perf_counter()
+        path = self._run.checkpoint(progress.step)
+        error = None
+        try:
+            self._together(lambda: _clear(path) if self._is_main else None)
+            dcp_save(dict(staged), checkpoint_id=path, process_group=self._group)
+            files = {name: facts for found in self._together(lambda: self._digests(path)) for name, facts in found}
+            self._together(lambda: self._complete(path, progress, files) if self._is_main else None)
+        except Exception as failure:
+            error = _sentence(failure)
+            print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
+        self._last = Saved(progress.step, path, pause_s, time.perf_counter() - began, error)
+        if self._is_main:
+            self._report(self._last)
+
+    def _digests(self, path: Path) -> list[tuple[str, dict[str, Any]]]:
+        """Of the files that this rank wrote."""
+        mine = list(path.glob(f"__{dist.get_rank()}_*"))
+        if self._is_main:
+            write_json(path / MODEL, dict(self._extras.model))
+            mine += [path / ".metadata", path / MODEL]
+        return list(digests(mine).items())
+
+    def _complete(self, path: Path, progress: Progress, files: Mapping[str, Any]) -> None:
+        signature = self._trainer.plan.signature
+        facts = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
+        write_json(path / COMPLETE, facts)
+        prune(self._run.checkpoints, self._keep, progress.step)
+
+    @property
+    def _is_main(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        """What `action` returns on each rank; where it fails on any, a `CheckpointError` on all."""
+        mine: tuple[T | None, str | None]
+        try:
+            mine = (action(), None)
+        except Exception as error:
+            mine = (None, f"rank {dist.get_rank()}: {_sentence(error)}")
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        for _, failure in everyone:
+            if failure is not None:
+                raise CheckpointError(failure)
+        return [value for value, _ in everyone]
+
+    def _staged(self) -> dict[str, torch.Tensor]:
+        """This rank's share of the state, copied to the host's memory.
+
+        What several ranks hold alike is staged by one of them.
+        """
+        trainer, place = self._trainer, self._trainer.place
+        if trainer.context.device.type == "cuda":
+            torch.cuda.synchronize()  # moments that live in the host's memory may still be on their way there
+        replicas, replica = place.data * place.tensor, place.data_rank * place.tensor + place.tensor_rank
+        staged: dict[str, torch.Tensor] = {}
+        for index, (key, name, value) in enumerate(_entries(trainer)):
+            if self._divided(name, value):
+                value = trainer.full(name, value.to(trainer.context.device))
+            if isinstance(value, DTensor):
+                if place.tensor_rank == index % place.tensor:
+                    staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
+            elif index % replicas == replica:
+                staged[key] = value.to("cpu", copy=True)
+        if self._is_main:
+            staged |= {f"model.{name}": tensor.clone() for name, tensor in self._extras.unused.items()}
+        return staged
+
+    def load(self, path: Path) -> Progress:
+        """Restore the trainer from a checkpoint of this or another plan of the same model.
+
+        Raises `CheckpointError` where it is incomplete, damaged or of another model; then nothing was changed.
+        """
+        facts = read_facts(path)
+        if facts["signature"] != self._trainer.plan.signature:
+            raise CheckpointError(
+                f"{path} was saved from a model of other parameters (signature {facts['signature']}, this model has "
+                f"{self._trainer.plan.signature}). Resume with the experiment that wrote it.",
+                path=str(path),
+            )
+        self._verify(path, facts["files"])
+        _materialise(self._trainer.optimizer)
+        live = list(_entries(self._trainer))
+        divided = {key for key, name, value in live if self._divided(name, value)}
+        targets = {
+            key: torch.empty(self._trainer.graph.parameters[name].shape, dtype=value.dtype) if key in divided else value
+            for key, name, value in live
+        }
+        if self._is_main:
+            targets |= {f"model.{name}": tensor for name, tensor in self._extras.unused.items()}
+        dcp_load(targets, checkpoint_id=path, process_group=self._group)
+        for key, name, value in live:
+            if key in divided:
+                self._keep_part(name, targets[key], value)
+        return Progress(int(facts["step"]), float(facts["seconds"]))
+
+    def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[Progress, Path]:
+        """Restore from `path` or, where that is damaged, from the newest good checkpoint before it.
+
+        `rejected` is called on rank 0 with each that is passed over, and why.
+        """
+        before = [other for other in complete(path.parent) if step_of(other) < step_of(path)]
+        reasons = []
+        for candidate in (path, *reversed(before)):
+            try:
+                return self.load(candidate), candidate
+            except Damaged as error:
+                reasons.append(str(error))
+                if self._is_main:
+                    rejected(candidate, str(error))
+        raise CheckpointError(
+            f"No checkpoint in {path.parent} can be resumed from. {reasons[0]} Launch the experiment anew.",
+            path=str(path),
+            reasons=tuple(reasons),
+        )
+
+    def _verify(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Each rank reads some of the files."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        mine = {name: files[name] for name in sorted(files)[rank::world]}
+        for found in self._together(lambda: damage(path, mine)):
+            if found is not None:
+                raise Damaged(f"The checkpoint {path.name} is damaged: {found}", path=str(path))
+
+    def _divided(self, name: str, value: torch.Tensor) -> bool:
+        """Whether this rank holds a tensor-parallel part of a value."""
+        return self._trainer.stage.sharding(name) is not None and value.ndim > 0
+
+    def _keep_part(self, name: str, whole: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy what this rank holds of a parameter that tensor parallelism divides."""
+        sharding = self._trainer.stage.sharding(name)
+        assert sharding is not None
+        mine = part(whole, sharding, self._trainer.place.tensor_rank)
+        if isinstance(into, DTensor):
+            moved = mine.to(self._trainer.context.device)
+            mine = local(distribute_tensor(moved, into.device_mesh, into.placements, src_data_rank=None))
+        with torch.no_grad():
+            local(into).copy_(mine)
+
+
+def save(trainer: Trainer, run: RunDir, progress: Progress) -> Path:
+    """Write one checkpoint and wait for it; every rank must call it. Returns its folder."""
+    checkpoints = Checkpoints(trainer, run)
+    checkpoints.save(progress)
+    checkpoints.finish()
+    return run.checkpoint(progress.step)
+
+
+def load(trainer: Trainer, path: Path) -> Progress:
+    """Restore from one checkpoint; every rank must call it. See `Checkpoints.load`."""
+    return Checkpoints(trainer, RunDir(path.parent.parent)).load(path)
+
+
+def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(key, the model's name, live tensor) of this rank's stages, in the same order on all that hold them."""
+    names: dict[torch.Tensor, str] = {}
+    for name, parameter in trainer.stage.named().items():
+        names[parameter] = name
+        yield f"model.{name}", name, parameter.detach()
+    for name, buffer in trainer.stage.named_state().items():
+        if not name.startswith("_constant."):
+            yield f"model.{name}", name, buffer
+    for tensor, slots in trainer.optimizer.state.items():
+        for slot, value in slots.items():
+            yield f"optim.{names[tensor]}.{slot}", names[tensor], value
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its moments, without moving any weight, so that there is something to load into."""
+    saved = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.0, 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, (rate, decay) in zip(optimizer.param_groups, saved, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
+
+
+def _clear(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+
+
+def _sentence(error: BaseException) -> str:
+    """The first line of the deepest cause, with its kind."""
+    failures = getattr(error, "failures", None)
+    if failures:  # of torch.distributed.checkpoint: rank -> (exception, traceback)
+        rank, (error, *_) = next(iter(failures.items()))
+        return f"rank {rank}: {_sentence(error)}"
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

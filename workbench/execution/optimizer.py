@@ -1,0 +1,200 @@
+"""AdamW with warm-up and decay, and a gradient norm over all stages and shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from workbench.execution.parallel.sharding import local
+from workbench.experiment import Experiment
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OFFLOAD_ELEMENTS = 32 << 20
+"""Parameters whose moments are on the device at once while they are updated."""
+
+
+def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
+    """Multiplier of the peak learning rate for the update after `step` completed steps.
+
+    Linear warm-up reaches 1 at update `warmup`; then linear or cosine decay to 0 at `steps`, or constant.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
+
+
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], experiment: Experiment, offload: bool = False
+) -> PartwiseAdamW:
+    """AdamW over trainable parameters; weight decay on matrices only (tensors of two dims or more).
+
+    With `offload`, its moments live in the host's memory.
+    """
+    trainable = [p for p in parameters.values() if p.requires_grad]
+    decayed = [p for p in trainable if p.ndim >= 2]
+    plain = [p for p in trainable if p.ndim < 2]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((decayed, experiment.weight_decay), (plain, 0.0))
+        if group
+    ]
+    on_gpu = any(p.device.type == "cuda" for p in trainable)
+    return (OffloadedAdamW if offload else PartwiseAdamW)(
+        groups or [{"params": []}],
+        lr=experiment.learning_rate,
+        betas=experiment.betas,
+        eps=experiment.eps,
+        fused=True if on_gpu and not offload else None,
+    )
+
+
+class PartwiseAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's part of each parameter as a plain tensor: the same numbers in a fifth of the
+    host's time, which over hundreds of `DTensor`s goes into their dispatch. Its moments are `DTensor`s all the same,
+    so that checkpoints know their places.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameters in self._batches([p for p in group["params"] if p.grad is not None]):
+                self._update(parameters, group)
+        return loss
+
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        """What is updated at once."""
+        return [parameters] if parameters else []
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        moments = [[local(state[slot]) for state in states] for slot in MOMENTS]
+        _adamw(parameters, moments, states, group, fused=group["fused"])
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device if self.defaults["fused"] else "cpu")
+            for slot in MOMENTS:
+                state[slot] = torch.zeros_like(parameter)
+        return state
+
+
+class OffloadedAdamW(PartwiseAdamW):
+    """AdamW whose moments live in the host's (pinned) memory and visit the device, some at a time, to be updated.
+
+    Weights and gradients stay where they are, and the update is computed where they are: what it computes does not
+    change. A step moves 8 bytes per parameter each way. Copies are queued on the device's stream: wait for the step
+    before reading the moments.
+    """
+
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+        return _batches(parameters)
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        device = parameters[0].device
+        hosts = [[local(state[slot]) for state in states] for slot in MOMENTS]
+        moments = [[host.to(device, non_blocking=True) for host in held] for held in hosts]
+        _adamw(parameters, moments, states, group, foreach=device.type == "cuda")
+        for held, moved in zip(hosts, moments, strict=True):
+            for host, moment in zip(held, moved, strict=True):
+                if host is not moment:
+                    host.copy_(moment, non_blocking=True)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            for slot in MOMENTS:
+                state[slot] = _zeros_on_host(parameter)
+        return state
+
+
+def _adamw(
+    parameters: list[nn.Parameter],
+    moments: list[list[torch.Tensor]],
+    states: list[dict[str, Any]],
+    group: dict[str, Any],
+    *,
+    foreach: bool | None = None,
+    fused: bool | None = None,
+) -> None:
+    """One update of this rank's parts; `moments` are theirs, the first and the second."""
+    adamw(
+        [local(parameter) for parameter in parameters],
+        [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+        moments[0],
+        moments[1],
+        [],
+        [state["step"] for state in states],
+        foreach=foreach,
+        fused=fused,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In order, each of about `OFFLOAD_ELEMENTS`, of one device."""
+    batch: list[nn.Parameter] = []
+    for parameter in parameters:
+        if batch and sum(local(p).numel() for p in batch) + local(parameter).numel() > OFFLOAD_ELEMENTS:
+            yield batch
+            batch = []
+        batch.append(parameter)
+    if batch:
+        yield batch
+
+
+def _zeros_on_host(parameter: nn.Parameter) -> torch.Tensor:
+    """Zeros like this rank's part of a parameter; of a sharded one a `DTensor`, so that checkpoints know its place."""
+    part = local(parameter)
+    zeros = torch.zeros(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda")
+    if not isinstance(parameter, DTensor):
+        return zeros
+    return DTensor(zeros, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+@torch.no_grad()  # or each part of a DTensor would be made by autograd, at 5 times the host's time
+def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
+    """This rank's share of the squared global norm: summed over all ranks, it is the whole.
+
+    Each gradient (or this rank's shard of it) comes with the number of ranks that hold the same: it counts for
+    1 / that number on each of them.
+    """
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for gradient, holders in gradients:
+        by_holders.setdefault(holders, []).append(local(gradient))
+    total = torch.zeros((), device=device)
+    for holders, held in by_holders.items():
+        norms = torch._foreach_norm(held)
+        total = total + torch.stack(norms).float().square().sum() / holders
+    return total
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+    """Scale every gradient by `limit / norm` where the norm exceeds the limit (Pascanu et al., 2013)."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))

@@ -1,0 +1,155 @@
+"""Stages on `torch.distributed.pipelining`'s schedules.
+
+Where this differs from the stock `PipelineStage`:
+
+- each forward tells the step's context which micro-batch runs (dropout seeds), and every action when it runs;
+- under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class
+  turns the reduction off and runs it alone after the last backward;
+- a schedule of several stages a rank does not see that a stage is sharded: FSDP2's own hooks gather each block when
+  it is needed, where torch's schedule would gather whole stages ahead;
+- a zero-bubble schedule splits the backward as `split_backward` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.split_backward import Deferral
+from workbench.execution.parallel.stage import StageModule
+from workbench.tensors import TensorSpec
+
+SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+"""One stage a rank."""
+MULTI_STAGE_SCHEDULES: Mapping[str, type[PipelineScheduleMulti]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+"""One or more stages a rank: stage `i` on pipeline rank `i % pipeline`."""
+SPLIT_BACKWARD = frozenset({"zero_bubble"})
+"""Schedules whose backward comes in two halves. They know ZeRO 0 only: a sharded weight's gradient is reduced in the
+backward, before its second half has run."""
+
+
+class _Opaque(nn.Module):
+    """Runs a module without showing what wraps it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class PipeStage(PipelineStage):
+    """A stage at its place in the pipeline; `zero` is the ZeRO stage of its data-parallel axis.
+
+    `module` is what runs: `stage`, or a data-parallel wrapper of it. `deferral` collects weight gradients under a
+    zero-bubble schedule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: StageModule,
+        index: int,
+        num_stages: int,
+        *,
+        group: dist.ProcessGroup,
+        context: StepContext,
+        zero: int,
+        deferral: Deferral | None = None,
+    ) -> None:
+        outputs = stage.sent if not stage.is_last else (TensorSpec("loss", (), "float32"),)
+        super().__init__(
+            _Opaque(module) if isinstance(module, FSDPModule) else module,
+            index,
+            num_stages,
+            context.device,
+            input_args=tuple(map(_meta, stage.received)),
+            output_args=tuple(map(_meta, outputs)),
+            group=group,
+            dw_builder=deferral.take if deferral is not None else None,
+        )
+        self._module = module
+        self._received = stage.received
+        self._context = context
+        self._zero = zero
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._context.microbatch = fwd_chunk_id
+        with self._context.action("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> Any:
+        with self._context.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if bwd_chunk_id in self.bwd_cache:
+            self.bwd_cache[bwd_chunk_id] = tuple(self._filled(self.bwd_cache[bwd_chunk_id]))
+
+    def _filled(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+        """Zeros for a received value that no gradient came back to: torch 2.11 has none to send then."""
+        for gradient, spec in itertools.zip_longest(gradients, self._received):
+            if gradient is None and spec is not None:
+                yield torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._context.device)
+            else:
+                yield gradient
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._context.action("W", self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        module = self._module
+        if not isinstance(module, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert backward_type == "full", "a sharded stage has no split backward"
+        module.set_is_last_backward(last_backward)
+        module.set_requires_gradient_sync(last_backward or self._zero >= 2)
+        module.set_reshard_after_backward(last_backward or self._zero == 3)
+        gradients = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+        return gradients, None
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing is left to reduce after the last backward, and the loss carries its scale."""
+        assert grad_scale_factor == 1
+
+
+def _meta(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", requires_grad=spec.is_floating)
+
+
+def build_schedule(
+    name: str, stages: Sequence[PipeStage], num_microbatches: int
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    """The schedule over this rank's stages; the last stage's output is the loss."""
+    if name in SCHEDULES:
+        [stage] = stages
+        return SCHEDULES[name](stage, num_microbatches, loss_fn=_output_is_the_loss, scale_grads=False)
+    schedule = MULTI_STAGE_SCHEDULES[name]
+    return schedule(list(stages), num_microbatches, loss_fn=_output_is_the_loss, scale_grads=False)
+
+
+def _output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    return output

@@ -1,0 +1,60 @@
+"""How fast the devices of this node sum a tensor over all of them: run in processes of its own by `wb.calibrate`.
+
+    python -m torch.distributed.run --standalone --nproc_per_node 4 -m workbench.measure.links times.json
+
+Rank 0 writes [[bytes, seconds], …], each the fastest of a few.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+REPEATS = 8
+
+
+def measure(device: torch.device) -> list[tuple[int, float]]:
+    """Seconds of an all-reduce, by the bytes that it sums."""
+    on_gpu = device.type == "cuda"
+    found = []
+    for elements in (256, 1 << 14, 1 << 20, 1 << 24, *((1 << 27,) if on_gpu else ())):
+        tensor = torch.ones(elements, device=device)
+        best = float("inf")
+        for attempt in range(REPEATS + 2):
+            tensor.fill_(1.0)
+            dist.barrier()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            if attempt >= 2:
+                best = min(best, time.perf_counter() - started)
+        found.append((tensor.nbytes, best))
+    return found
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        found = measure(device)
+        if dist.get_rank() == 0:
+            Path(sys.argv[1]).write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What this machine has for training, and what is missing, each with its remedy."""
+
+from __future__ import annotations
+
+import html
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from workbench.machine import available_cores, cpu_model
+from workbench.runs.records import environment
+from workbench.runs.tracking.wandb_run import logged_in
+from workbench.units import gib
+
+PYTHON_NEEDED = (3, 11)
+SHOWN_PACKAGES = ("accelerate", "transformers", "datasets", "plotly", "wandb", "jupyterlab", "papermill")
+TEMPLATES = Path("share/jupyter/notebook_templates/workbench")
+LITTLE_DISK_BYTES = 10 * 2**30
+TORCH_PROBE = "import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())"
+PROBE_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `remedy` says what to do where `ok` is false, or what would help."""
+
+    subject: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `doctor` found; shows itself as a table."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.ok for finding in self.findings)
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.ok)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __repr__(self) -> str:
+        width = max(len(finding.subject) for finding in self.findings)
+        return "\n".join(_line(finding, width) for finding in self.findings)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'✓' if f.ok else '✗'}</td><td style='text-align:left'>{html.escape(f.subject)}</td>"
+            f"<td style='text-align:left'>{html.escape(f.found)}</td>"
+            f"<td style='text-align:left'>{html.escape(f.remedy)}</td></tr>"
+            for f in self.findings
+        )
+        return f"<table>{rows}</table>"
+
+
+def doctor() -> Report:
+    """Look at Python, PyTorch, GPUs, cores, memory, disk, packages, W&B, templates and the cache. Changes nothing."""
+    checks: tuple[Callable[[], Finding], ...] = (_python, _torch, _gpus, _machine, _disk)
+    packages = [_package(name) for name in SHOWN_PACKAGES]
+    return Report((*(check() for check in checks), *packages, _wandb(), _templates(), _cache()))
+
+
+def _line(finding: Finding, width: int) -> str:
+    remedy = f". {finding.remedy}" if finding.remedy else ""
+    return f"{'ok     ' if finding.ok else 'missing'}  {finding.subject.ljust(width)}  {finding.found}{remedy}"
+
+
+def _python() -> Finding:
+    needed = ".".join(map(str, PYTHON_NEEDED))
+    ok = sys.version_info[:2] >= PYTHON_NEEDED
+    found = f"{platform.python_version()} ({sys.executable})"
+    return Finding("Python", ok, found, "" if ok else f"Make an environment with Python {needed} or newer.")
+
+
+def _torch() -> Finding:
+    """Asked in a process of its own: it takes seconds to import and may claim a GPU."""
+    if environment.package_version("torch") is None:
+        return Finding("PyTorch", False, "not installed", "pip install 'torch>=2.11'.")
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("PyTorch", False, f"no answer in {PROBE_LIMIT_S:.0f} s", "Look at the GPU driver: nvidia-smi.")
+    if answer.returncode != 0:
+        reason = answer.stderr.strip().splitlines()[-1:] or ["it cannot be imported"]
+        return Finding("PyTorch", False, reason[0], "Install it again: pip install --force-reinstall torch.")
+    version, cuda, available = answer.stdout.split()
+    if cuda == "None":
+        remedy = "Install a CUDA build to use the GPUs." if environment.gpus() else ""
+        return Finding("PyTorch", not remedy, f"{version}, built for CPUs", remedy)
+    if available != "True":
+        remedy = "Update the driver, or see CUDA_VISIBLE_DEVICES." if environment.gpus() else ""
+        return Finding("PyTorch", not remedy, f"{version}, built for CUDA {cuda}, sees no GPU", remedy)
+    return Finding("PyTorch", True, f"{version}, CUDA {cuda}")
+
+
+def _gpus() -> Finding:
+    found = environment.gpus()
+    if not found:
+        return Finding("GPUs", True, "none: training runs on CPU processes")
+    users = _gpu_users()
+    shown = []
+    for gpu in found:
+        uses = users.get(gpu["uuid"])
+        state = f"used by {uses}" if uses else "idle"
+        shown.append(f"{gpu['index']}: {gpu['name']}, {gib(gpu['memory_bytes'] - gpu['used_bytes'])} free, {state}")
+    return Finding("GPUs", True, "; ".join(shown))
+
+
+def _gpu_users() -> dict[str, str]:
+    """`"alice (pid 4711), …"` by GPU UUID, as far as this user may know."""
+    users: dict[str, list[str]] = {}
+    for uuid, pid in environment.nvidia_smi("--query-compute-apps=gpu_uuid,pid"):
+        try:
+            name = psutil.Process(int(pid)).username()
+        except (psutil.Error, ValueError):
+            name = "another user"
+        users.setdefault(uuid, []).append(f"{name} (pid {pid})")
+    return {uuid: ", ".join(names) for uuid, names in users.items()}
+
+
+def _machine() -> Finding:
+    memory = psutil.virtual_memory()
+    found = f"{available_cores()} cores, {gib(memory.available)} of {gib(memory.total)} free"
+    return Finding("Machine", True, f"{cpu_model()}, {found}")
+
+
+def _disk() -> Finding:
+    usage = shutil.disk_usage(os.getcwd())
+    ok = usage.free >= LITTLE_DISK_BYTES
+    remedy = "" if ok else "Free some, or set WORKBENCH_RUNS to a larger disk: checkpoints take 12 bytes a parameter."
+    return Finding("Disk here", ok, f"{gib(usage.free)} free", remedy)
+
+
+def _package(name: str) -> Finding:
+    needed = _needed(name)
+    version = environment.package_version(name)
+    install = f"pip install '{name}{needed}'."
+    if version is None:
+        return Finding(name, False, "not installed", install)
+    if not needed.contains(version, prereleases=True):
+        return Finding(name, False, f"{version}, {needed} needed", install)
+    return Finding(name, True, version)
+
+
+def _needed(name: str) -> SpecifierSet:
+    """`>=1.15`: what this installation of the workbench asks of a package; any when run from a bare checkout."""
+    try:
+        requirements = map(Requirement, metadata.requires("workbench") or [])
+    except metadata.PackageNotFoundError:
+        return SpecifierSet()
+    asked = (each.specifier for each in requirements if each.name == name and each.marker is None)
+    return next(asked, SpecifierSet())
+
+
+def _wandb() -> Finding:
+    if os.environ.get("WANDB_MODE") == "disabled":
+        return Finding("W&B login", True, "switched off by WANDB_MODE=disabled")
+    if logged_in():
+        return Finding("W&B login", True, "a key is there: runs are uploaded beside the training")
+    return Finding("W&B login", True, "no key: runs are kept as offline files", "`wandb login` uploads them as well.")
+
+
+def _templates() -> Finding:
+    """Where JupyterLab's launcher finds the notebooks to start from."""
+    installed = Path(sys.prefix) / TEMPLATES
+    if installed.is_dir():
+        return Finding("Templates", True, f"{len(list(installed.glob('*.ipynb')))} in {installed}")
+    return Finding("Templates", False, "not in JupyterLab's launcher", "Install the package itself: pip install .")
+
+
+def _cache() -> Finding:
+    from workbench.home import cache_home
+
+    home = cache_home()
+    size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
+    return Finding("Cache", True, f"{gib(size)} in {home}", "May be deleted while nothing runs." if size else "")
+
+
+def as_json(report: Report) -> list[dict[str, Any]]:
+    """One dict a finding."""
+    return [vars(finding) for finding in report.findings]

@@ -1,0 +1,168 @@
+"""Whose turn it is on this node: runs that need the same devices queue, first come, first served.
+
+Each run holds a numbered ticket, a small JSON file in one folder per host. A ticket counts for as long as
+anything of its run is alive (supervisor, launcher or rank), so no crash can leave the node locked, and a
+launcher killed with -9 whose ranks train on still keeps its devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import WorkbenchError
+from workbench.rundir import RunDir, process_alive, read_json, write_json
+from workbench.runs.launching.processes import run_alive
+
+CPU = ("cpu",)
+
+
+def node_devices(kind: str) -> tuple[str, ...]:
+    """What runs of this `kind` (`cpu` or `cuda`) share on this node: one CPU, or the visible GPUs.
+
+    GPUs are named by UUID where `nvidia-smi` tells it, so that kernels with different
+    `CUDA_VISIBLE_DEVICES` agree on which device is which. Does not import torch.
+    """
+    if kind == "cpu":
+        return CPU
+    uuids = _gpu_uuids()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return uuids
+    found: dict[str, None] = {}
+    for name in map(str.strip, visible.split(",")):
+        device = _visible_device(name, uuids)
+        if device is None:
+            break  # CUDA, too, sees none from the first that does not exist: "-1", Slurm's "NoDevFiles"
+        found[device] = None
+    return tuple(found)
+
+
+def _visible_device(name: str, uuids: Sequence[str]) -> str | None:
+    """One entry of `CUDA_VISIBLE_DEVICES` by its whole UUID where that is known; None for what is no device."""
+    if name.isdigit():
+        return (uuids[int(name)] if int(name) < len(uuids) else None) if uuids else name
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    return next((uuid for uuid in uuids if uuid.startswith(name)), name)
+
+
+def _gpu_uuids() -> tuple[str, ...]:
+    if shutil.which("nvidia-smi") is None:  # some containers have the driver only
+        files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        return tuple(re.findall(r"GPU UUID:\s*(\S+)", "\n".join(file.read_text() for file in files)))
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):  # a driver that hangs
+        return ()
+    return tuple(re.findall(r"^GPU \d+:.*UUID: ([^)]+)\)", listing, flags=re.MULTILINE))
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A place in the queue of one host."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.stem)
+
+    def try_start(self) -> tuple[str, ...] | None:
+        """The devices that this run may use from now on, or None while it is not its turn.
+
+        It is, when every earlier ticket for some of these devices has started and enough of them are free.
+        """
+        with _locked(self.path.parent):
+            mine = read_json(self.path)
+            rivals = self._rivals(mine)
+            if any(t["devices"] is None for t in rivals):
+                return None
+            taken = {device for t in rivals for device in t["devices"]}
+            free = [device for device in mine["pool"] if device not in taken]
+            if len(free) < mine["count"]:
+                return None
+            devices = tuple(free[: mine["count"]])
+            write_json(self.path, {**mine, "devices": devices})
+            return devices
+
+    def ahead(self) -> list[str]:
+        """Names of the live runs before this one, oldest first."""
+        mine = read_json(self.path)
+        with _locked(self.path.parent):
+            return [Path(ticket["run"]).name for ticket in self._rivals(mine)]
+
+    def _rivals(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Live earlier tickets that may be given some of the same devices; two kernels may see different GPUs."""
+        earlier = [ticket for ticket in _live_tickets(self.path.parent) if ticket["number"] < self.number]
+        return [t for t in earlier if t["kind"] == mine["kind"] and not set(mine["pool"]).isdisjoint(t["pool"])]
+
+    def leave(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supervisor: Mapping[str, Any]) -> Ticket:
+    """Queue the run for `count` devices out of `pool`, behind every run that asked before.
+
+    Nothing of the run may be alive. A place that it had before, because a kill left the ticket, is given up: it would
+    count again as soon as the run does, and the run would wait for itself.
+    """
+    folder = queue_folder()
+    with _locked(folder):
+        _live_tickets(folder)  # sweeps those of the dead
+        number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1
+        ticket = Ticket(folder / f"{number:06d}.json")
+        fields = {"run": str(run.path), "kind": kind, "pool": list(pool), "count": count}
+        write_json(ticket.path, {**fields, "devices": None, "supervisor": dict(supervisor)})
+    return ticket
+
+
+def queue_folder() -> Path:
+    """Where this host's tickets lie. Raises `WorkbenchError` where none can be written."""
+    from workbench.home import cache_home
+
+    folder = cache_home() / "turns" / socket.gethostname()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            return folder
+    except OSError as error:
+        raise WorkbenchError(
+            f"This machine's queue of runs cannot be kept in {folder}: {error.strerror}. Set WORKBENCH_HOME to a "
+            "folder that can be written.",
+            folder=str(folder),
+        ) from None
+
+
+def _tickets(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.json") if path.stem.isdigit())
+
+
+def _live_tickets(folder: Path) -> list[dict[str, Any]]:
+    """Tickets whose run has something alive, oldest first; the others are swept away."""
+    live = []
+    for path in _tickets(folder):
+        with contextlib.suppress(OSError, ValueError):
+            ticket = read_json(path)
+            if process_alive(ticket["supervisor"]) or run_alive(RunDir(Path(ticket["run"]))):
+                live.append({**ticket, "number": int(path.stem)})
+            else:
+                path.unlink(missing_ok=True)
+    return live
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Held for milliseconds, only while tickets are read or written."""
+    with (folder / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,211 @@
+"""Weights & Biases beside a run: which project and id it has there, and who talks to the server.
+
+Nothing here runs in the training. Ranks write `events.jsonl` and know no tracker; `workbench.runs.tracking.recorder`, a process
+of its own, reads the events and passes them on. What it could not deliver, `sync` delivers later, from the same events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import WorkbenchError
+from workbench.rundir import RunDir, read_events, read_json
+
+LOGIN_LIMIT_S = 30.0
+SYNC_LIMIT_S = 600.0
+"""For the upload of one run, from its end (or from the call of `sync`)."""
+NICENESS = 10
+"""The recorder's: whoever trains comes first."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How far W&B has a run: `state` is one of offline, syncing, synced, failed."""
+
+    run: str
+    state: str
+    message: str
+    step: int
+    """The last step that the server has; 0 when it has none."""
+
+    def __str__(self) -> str:
+        return f"{self.run}: {self.state}{': ' + self.message if self.message else ''}"
+
+
+def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
+    """Project, id, name, group and tags of the run on W&B; None when tracking is switched off.
+
+    `WANDB_MODE=disabled` or `project=""` switches it off. A run that is continued keeps its id. Runs of one
+    experiment (of the same name) are a group.
+    """
+    if os.environ.get("WANDB_MODE") == "disabled" or not experiment.project:
+        return None
+    known = read_json(run.tracker) if run.tracker.exists() else {}
+    return {
+        "project": experiment.project,
+        "id": known.get("id") or uuid.uuid4().hex[:8],
+        "name": run.path.name,
+        "group": str(experiment.name),
+        "tags": list(experiment.tags),
+    }
+
+
+def start_recorder(run: RunDir) -> None:
+    """Record beside the training: a detached process that can do it no harm."""
+    if run.tracker.exists():
+        with contextlib.suppress(OSError):
+            _spawn(run)
+
+
+def start_upload(run: RunDir) -> None:
+    """Upload what came after the run's end, once its recorder has left: detached, and nothing without a key."""
+    if run.tracker.exists():
+        with contextlib.suppress(OSError):
+            _spawn(run, "--upload")
+
+
+def _spawn(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "workbench.runs.tracking.recorder", *options, str(run.path)]
+    with run.log("tracking").open("ab") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=own_environment()
+        )
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment, without a W&B run (and the service that serves it) of its own."""
+    mine = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_PROJECT")
+    return {name: value for name, value in os.environ.items() if name not in mine}
+
+
+def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
+    """Upload what W&B does not have of a run; takes at most `limit_s` and changes nothing of the run itself.
+
+    Raises `WorkbenchError` if the run is not tracked, nobody is logged in, or its recorder is still at work.
+    """
+    if not run.tracker.exists():
+        raise WorkbenchError(
+            f"{run.path.name} is not tracked: it was launched with WANDB_MODE=disabled or without a project. "
+            "Launch it without either to track it.",
+            run=str(run.path),
+        )
+    if not logged_in():
+        raise WorkbenchError("There is no key for W&B here. Run `wandb login`, or set WANDB_API_KEY, and sync again.")
+    if recording(run):
+        raise WorkbenchError(
+            f"The recorder of {run.path.name} is still at work; it uploads by itself. Wait until the run has ended.",
+            run=str(run.path),
+        )
+    if not pending(run):
+        return delivery(run)
+    limit = sync_limit_s() if limit_s is None else limit_s
+    process = _spawn(run, "--upload")
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return Delivery(run.path.name, "failed", f"not uploaded within {limit:.0f} s; try again.", delivery(run).step)
+    return delivery(run)
+
+
+def delivery(run: RunDir) -> Delivery:
+    """What the recorder last said of the run."""
+    events = [event for event in read_events(run.events) if event["type"] == "tracking"]
+    last = events[-1] if events else {"state": "offline"}
+    step = max((int(event.get("step") or 0) for event in events), default=0)
+    return Delivery(run.path.name, last["state"], last.get("message", ""), step)
+
+
+def pending(run: RunDir) -> bool:
+    """Whether W&B lacks something of a tracked run: its upload did not end well, or files came after it."""
+    if not run.tracker.exists():
+        return False
+    events = [event for event in read_events(run.events) if event["type"] in ("tracking", "step", "status")]
+    if not events or events[-1]["type"] != "tracking" or events[-1]["state"] != "synced":
+        return True
+    known = events[-1].get("files", {})
+    return any(path.stat().st_mtime != known.get(name) for name, path in attachments(run).items())
+
+
+def attachments(run: RunDir) -> dict[str, Path]:
+    """Name on W&B -> file, of what belongs to the run and exists: plan, its pictures, the executed notebook."""
+    files = {"plan.json": run.plan, "partition.html": run.plan_page, "notebook.ipynb": run.notebook}
+    return {name: path for name, path in files.items() if path.exists()}
+
+
+def recording(run: RunDir) -> bool:
+    """Whether a recorder is at work on the run."""
+    with recording_alone(run) as alone:
+        return not alone
+
+
+@contextlib.contextmanager
+def recording_alone(run: RunDir) -> Iterator[bool]:
+    """Hold the run's W&B lock, which no crash can leave behind; yields whether it was free."""
+    run.tracking.mkdir(parents=True, exist_ok=True)
+    with (run.tracking / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def offline_files(run: RunDir) -> list[Path]:
+    """The run's offline `.wandb` files, oldest first; the last one holds every step, also after a resumption."""
+    return sorted(run.tracking.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def may_upload() -> bool:
+    """Whether this process would upload: somebody is logged in, and `WANDB_MODE` does not forbid it."""
+    return os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled") and has_key()
+
+
+def logged_in() -> bool:
+    """Whether this user has a key for the W&B server in use (`$WANDB_API_KEY`, or from `wandb login`).
+
+    Asked in a process of its own: the client starts a service, and may wait for a server.
+    """
+    command = [sys.executable, "-m", "workbench.runs.tracking.wandb_run", "--logged-in"]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=LOGIN_LIMIT_S, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def has_key() -> bool:
+    """As `logged_in`, in this process."""
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False, verify=False))  # type: ignore[call-arg, unused-ignore]
+    except (wandb.Error, ValueError, OSError):  # a malformed key or settings file
+        return False
+
+
+def sync_limit_s() -> float:
+    """Seconds that an upload may take after a run has ended."""
+    return float(os.environ.get("WORKBENCH_SYNC_LIMIT_S") or SYNC_LIMIT_S)
+
+
+def tracking_note(run: RunDir) -> str:
+    """The run's W&B project and how far the upload has come: a line for people."""
+    if not run.tracker.exists():
+        return "off"
+    settings, told = read_json(run.tracker), delivery(run)
+    return f"{settings['project']}/{settings['id']}, {told.state}{': ' + told.message if told.message else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(not has_key())
