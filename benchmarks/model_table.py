@@ -41,7 +41,7 @@ def row(name: str) -> str:
         return f"| {title} | no: {error} |" + " |" * (len(CASES) + 1)
     found = differences(name, ON_TWO) | differences(name, ON_FOUR)
     cells = [f"{found[degrees].largest:.0e}{'' if offers(name, degrees) else ' ¹'}" for degrees in CASES]
-    return f"| {title} | yes | {len(graph.blocks)} of {len(graph.kinds)} | " + " | ".join(cells) + " |"
+    return f"| {title} | yes | {len(graph.blocks)} of {len(graph.block_types)} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:

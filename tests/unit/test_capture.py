@@ -385,7 +385,7 @@ def test_identical_layers_share_one_kind_and_one_code() -> None:
     graph = captured(zoo.bert_pretraining(), batch_for("bert"))
     layers = [block for block in graph.blocks if ".layer." in block.name]
     assert [block.name for block in layers] == [f"bert.encoder.layer.{i}" for i in range(4)]
-    assert len({block.kind for block in layers}) == 1
+    assert len({block.block_type for block in layers}) == 1
     assert len({id(block.code) for block in layers}) == 1
     assert len(graph.blocks) == 6
 
@@ -398,7 +398,7 @@ def test_layers_that_differ_in_a_constant_do_not_share_code() -> None:
             return x
 
     graph = captured(Scaled(), batch_for("Scaled"))
-    assert len({block.kind for block in graph.blocks if block.name.startswith("layers")}) == 4
+    assert len({block.block_type for block in graph.blocks if block.name.startswith("layers")}) == 4
 
 
 @pytest.mark.parametrize(
@@ -714,7 +714,9 @@ def test_capture_on_meta_computes_nothing_and_gives_the_same_blocks() -> None:
     on_cpu = captured(zoo.bert_pretraining(), batch)
     for one, other in zip(on_meta.blocks, on_cpu.blocks, strict=True):
         assert (one.name, one.parameters, one.inputs) == (other.name, other.parameters, other.inputs)
-    assert len(on_meta.kinds) == len(on_cpu.kinds)  # strides, and so no-op copies, may differ between devices
+    assert len(on_meta.block_types) == len(
+        on_cpu.block_types
+    )  # strides, and so no-op copies, may differ between devices
     assert on_meta.signature == on_cpu.signature
 
 
@@ -774,7 +776,7 @@ def test_bert_of_two_billion_parameters_is_captured_on_meta_in_seconds_and_under
         factory = models.bert(hidden_size=1920, num_layers=54, num_heads=30).build
         graph = capture(build_meta(factory), batch)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(len(graph.blocks), len(graph.kinds), graph.parameter_count, time.perf_counter() - started, peak * 1024)
+        print(len(graph.blocks), len(graph.block_types), graph.parameter_count, time.perf_counter() - started, peak * 1024)
     """
     answer = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=True

@@ -20,7 +20,7 @@ from workbench.cost import Cluster, Link, Profile, profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
-from workbench.cost.profiles import KindCost
+from workbench.cost.profiles import BlockTypeCost
 from workbench.errors import CaptureError, PlanInfeasible, UnknownParameter
 from workbench.measure.local_cluster import GEMM_SHARE, known_gpu, local_cluster, reaching
 
@@ -169,8 +169,8 @@ def test_model_flops_are_six_per_weight_and_token_plus_attention() -> None:
 def test_equal_layers_are_priced_once() -> None:
     found = profile(graph_of(bert(num_layers=5)), H200.device, "bf16", compiled=True)
     assert len(found.blocks) == 7
-    assert len(found.kinds) == 3
-    assert len({block.kind for block in found.blocks[1:-1]}) == 1
+    assert len(found.block_types) == 3
+    assert len({block.block_type for block in found.blocks[1:-1]}) == 1
 
 
 def test_a_profile_survives_json() -> None:
@@ -198,7 +198,7 @@ def test_fusion_moves_no_more_bytes_than_single_operations() -> None:
 
     def traffic(compiled: bool) -> float:
         found = profile(graph, H200.device, "bf16", compiled=compiled)
-        return sum(kernel.bytes for kind in found.kinds for kernel in (*kind.forward, *kind.backward))
+        return sum(kernel.bytes for kind in found.block_types for kernel in (*kind.forward, *kind.backward))
 
     assert traffic(True) < 0.8 * traffic(False)
 
@@ -209,7 +209,7 @@ def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
     make: Callable[..., Any], left_out: int, dropout: float
 ) -> None:
     """What a block adds to its input at the end is no operand of its backward; what it then normalises is."""
-    kind = profile(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).kinds[1]
+    kind = profile(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).block_types[1]
     query_key_value, attention_out, up, down = 3 * 64, 2 * 64, 256, 64
     assert sum(kernel.flops for kernel in kind.forward if not kernel.again) == left_out * 2 * 32 * down * up
     kept = 2 * 32 * (query_key_value + attention_out + up + (1 - left_out) * down)
@@ -241,8 +241,8 @@ def test_saved_activations_are_what_autograd_saves(model: Any, precision: str) -
     """Every kind of block runs for real at another micro-batch; autograd's own saved tensors are the truth."""
     costs = profile(graph_of(model), CPU.device, precision, compiled=False)
     real = graph_of(model, samples=6)
-    for index in {block.kind: block.index for block in reversed(real.blocks)}.values():
-        expected = costs.kinds[costs.blocks[index].kind].saved_bytes * 6
+    for index in {block.block_type: block.index for block in reversed(real.blocks)}.values():
+        expected = costs.block_types[costs.blocks[index].block_type].saved_bytes * 6
         assert expected == pytest.approx(_really_saved(real, real.blocks[index], precision), rel=0.1)
 
 
@@ -294,7 +294,7 @@ def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() ->
     assert list(whole.divided) == [2, 4, 8]
     for degree in whole.divided:
         part = whole.on_tensor_axis(degree)
-        layer, divided = whole.kinds[1], part.kinds[1]
+        layer, divided = whole.block_types[1], part.block_types[1]
         assert _flops(divided) == pytest.approx(_flops(layer) / degree)
         per_unit = divided.saved_bytes / (hidden * tokens)
         assert per_unit == pytest.approx(12 + 24 / degree, rel=0.01)
@@ -316,14 +316,14 @@ def profile_of_bert(make: Callable[[], torch.nn.Module]) -> Profile:
 def test_a_checkpointed_block_repeats_no_all_reduce_that_its_backward_does_not_need() -> None:
     """BERT normalises the last sum of a layer; GPT hands it on."""
     for model, repeated in ((bert(), 2), (gpt2(), 1)):
-        layer = profile(graph_of(model), H200.device, "bf16", compiled=True).on_tensor_axis(2).kinds[1]
+        layer = profile(graph_of(model), H200.device, "bf16", compiled=True).on_tensor_axis(2).block_types[1]
         assert len(layer.forward_reduced_bytes) == 2
         assert layer.again_reduced_bytes == layer.forward_reduced_bytes[:repeated]
 
 
 def test_frozen_lower_layers_reduce_no_gradient_over_the_tensor_axis() -> None:
     found = profile_of_bert(zoo.bert_half_frozen).on_tensor_axis(2)
-    layers = [found.kinds[block.kind] for block in found.blocks[1:5]]
+    layers = [found.block_types[block.block_type] for block in found.blocks[1:5]]
     assert [len(layer.forward_reduced_bytes) for layer in layers] == [2] * 4
     assert [len(layer.backward_reduced_bytes) for layer in layers] == [0, 0, 1, 2]
 
@@ -333,7 +333,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_not_offered() -> None:
     assert list(found.divided) == [2, 4]
 
 
-def _flops(kind: KindCost) -> float:
+def _flops(kind: BlockTypeCost) -> float:
     return sum(kernel.flops for kernel in (*kind.forward, *kind.backward))
 
 
@@ -378,11 +378,11 @@ def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
 
 def test_bf16_copies_are_held_once_where_they_are_kept_for_a_step() -> None:
     found = profile(graph_of(bert(hidden_size=256, num_heads=8), 2, 64), H200.device, "bf16", compiled=True)
-    whole, layer = (0, len(found.blocks)), found.kinds[1]
+    whole, layer = (0, len(found.blocks)), found.block_types[1]
     matrices = 12 * 256 * 256
     assert layer.cast_elements == pytest.approx(matrices, rel=0.01), "and their biases"
     more = state_of(found, halves=True).parameters[whole] - state_of(found).parameters[whole]
-    own = sum(min(found.kinds[b.kind].cast_elements, 2 * matrices) for b in found.blocks)
+    own = sum(min(found.block_types[b.block_type].cast_elements, 2 * matrices) for b in found.blocks)
     assert 0.9 * own <= more / 2 <= own
     cast, kept = (activations_of(found, halves=halves) for halves in (False, True))
     assert (cast.of(3) - kept.of(3))[0, 1, 2] == pytest.approx(3 * 2 * layer.cast_elements, rel=0.01)
@@ -404,7 +404,7 @@ def test_each_further_micro_batch_in_flight_holds_as_much_as_the_last() -> None:
 
 def test_gradients_of_a_steps_only_micro_batch_come_as_activations_go() -> None:
     found = layered_profile(layers=4, elements=50_000_000, vocabulary=1000)
-    whole, (embedding, layer, head) = (0, 0, len(found.blocks)), (kind.saved_bytes * 4 for kind in found.kinds)
+    whole, (embedding, layer, head) = (0, 0, len(found.blocks)), (kind.saved_bytes * 4 for kind in found.block_types)
 
     def peak(**changes: Any) -> float:
         state = state_of(found, zero=1, data=4, **changes)
@@ -434,14 +434,14 @@ def test_frozen_lower_layers_have_no_backward_and_keep_nothing_for_one() -> None
         assert not cost[frozen].any()
     assert 0 < costs.backward_ms[first] < all_trained.backward_ms[first], "nobody asks for its input's gradient"
     np.testing.assert_allclose(costs.backward_ms[rest][:-1], all_trained.backward_ms[rest][:-1])
-    layers, head = half.kinds[1:3], half.kinds[-1]
+    layers, head = half.block_types[1:3], half.block_types[-1]
     assert layers[0].model_backward_flops == 0 < layers[1].model_backward_flops < 2 * layers[1].model_flops
-    assert half.kinds[half.blocks[4].kind].model_backward_flops == 2 * layers[0].model_flops
+    assert half.block_types[half.blocks[4].block_type].model_backward_flops == 2 * layers[0].model_flops
     assert head.model_backward_flops < 2 * head.model_flops, "its decoder is the frozen embedding's"
     assert (
         half.flops_per_sample
         < whole.flops_per_sample
-        == 3 * sum(whole.kinds[block.kind].model_flops for block in whole.blocks)
+        == 3 * sum(whole.block_types[block.block_type].model_flops for block in whole.blocks)
     )
 
 
@@ -476,10 +476,10 @@ def test_an_operation_that_does_not_take_bf16_is_refused_with_its_line() -> None
 def test_what_launches_the_same_in_every_step_can_be_recorded() -> None:
     """Not a head over labelled rows, unless tensor parallelism divides it; not what draws attention's dropout again."""
     found = profile(graph_of(bert(dropout=0.1)), H200.device, "bf16", compiled=True)
-    recordable = [found.kinds[block.kind].recordable for block in found.blocks]
+    recordable = [found.block_types[block.block_type].recordable for block in found.blocks]
     assert set(recordable[1:-1]) == {("none", "selective")}
     assert recordable[-1] == ()
     divided = found.on_tensor_axis(2)
-    assert divided.kinds[divided.blocks[-1].kind].recordable == ("none", "selective", "full")
+    assert divided.block_types[divided.blocks[-1].block_type].recordable == ("none", "selective", "full")
     still = profile(graph_of(bert(dropout=0.0)), H200.device, "bf16", compiled=True)
-    assert still.kinds[still.blocks[1].kind].recordable == ("none", "selective", "full")
+    assert still.block_types[still.blocks[1].block_type].recordable == ("none", "selective", "full")

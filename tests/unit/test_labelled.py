@@ -187,7 +187,7 @@ def test_compiled_heads_are_few_and_compute_the_same(graphs: Callable[[str], Gra
         compilations = 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "compile", lambda code, **how: compiled(code, backend=backend, **how))
-            run = runners(graph, {block.kind: block.code}, CPU, True, recompute)[block.kind]
+            run = runners(graph, {block.block_type: block.code}, CPU, True, recompute)[block.block_type]
             assert isinstance(run, LabelledRows)
             for standing in [*range(part.rows + 1)] * 2:
                 given = arguments(graph, block, labels_of(part.rows, standing, offset=standing))
@@ -200,8 +200,8 @@ def test_the_head_is_priced_for_the_labels_that_are_expected(graphs: Callable[[s
     whole, part = (profile(graph, A100, "bf16", compiled=True, labelled_share=share) for share in (1.0, 0.15))
     assert part.flops_per_sample == whole.flops_per_sample, "MFU counts the model's arithmetic"
     *layers, head = zip(whole.blocks, part.blocks, strict=True)
-    assert all(whole.kinds[a.kind] == part.kinds[b.kind] for a, b in layers)
-    full, fewer = whole.kinds[head[0].kind], part.kinds[head[1].kind]
+    assert all(whole.block_types[a.block_type] == part.block_types[b.block_type] for a, b in layers)
+    full, fewer = whole.block_types[head[0].block_type], part.block_types[head[1].block_type]
     flops = [sum(kernel.flops for kernel in (*kind.forward, *kind.backward)) for kind in (fewer, full)]
     assert flops[0] < 0.25 * flops[1], "3 of 16 rows, and the next-sentence head"
     assert fewer.saved_bytes + fewer.workspace_bytes < 0.5 * (full.saved_bytes + full.workspace_bytes)

@@ -126,20 +126,20 @@ def test_what_the_compiler_does_not_save_is_taken_off_what_tensor_parallelism_di
 ) -> None:
     """A layer counted to save 86 of which 14 are on both devices; less than those 14 cannot be divided at all."""
     whole = layered_profile()
-    kinds = tuple(replace(kind, saved_bytes=86.0) for kind in whole.kinds)
-    halves = tuple(replace(kind, saved_bytes=50.0) for kind in whole.kinds)
-    counted = replace(whole, kinds=kinds, divided={2: DividedCosts(halves, whole.parameters)})
+    kinds = tuple(replace(kind, saved_bytes=86.0) for kind in whole.block_types)
+    halves = tuple(replace(kind, saved_bytes=50.0) for kind in whole.block_types)
+    counted = replace(whole, block_types=kinds, divided={2: DividedCosts(halves, whole.parameters)})
     found = with_measurements(counted, H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0), held=seen))
-    assert found.kinds[1].saved_bytes == pytest.approx(seen)
-    assert found.on_tensor_axis(2).kinds[1].saved_bytes == pytest.approx(expected)
-    assert found.on_tensor_axis(2).kinds[2].saved_bytes == 50.0, "not measured"
+    assert found.block_types[1].saved_bytes == pytest.approx(seen)
+    assert found.on_tensor_axis(2).block_types[1].saved_bytes == pytest.approx(expected)
+    assert found.on_tensor_axis(2).block_types[2].saved_bytes == 50.0, "not measured"
 
 
 def test_a_device_without_an_allocator_to_ask_keeps_the_counted_memory() -> None:
     counted = layered_profile()
     point = replace(layers_measured((4, 3.0, 7.0))[0], workspace_bytes=0.0)
     found = with_measurements(counted, H200.device, [point])
-    assert found.kinds[1].saved_bytes == counted.kinds[1].saved_bytes
+    assert found.block_types[1].saved_bytes == counted.block_types[1].saved_bytes
 
 
 def test_a_measured_profile_survives_json() -> None:
@@ -224,8 +224,8 @@ def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
 
     graph = graph_of(bert(num_layers=7))
     picked = chosen(graph)
-    kinds = [graph.blocks[index].kind for index in picked]
-    assert set(kinds) == set(graph.kinds)
+    kinds = [graph.blocks[index].block_type for index in picked]
+    assert set(kinds) == set(graph.block_types)
     assert max(map(kinds.count, kinds)) == KEPT
 
 

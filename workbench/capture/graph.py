@@ -27,7 +27,7 @@ class Block:
     index: int
     name: str
     """The module path that it came from (`bert.encoder.layer.0`), or `first … last` where it spans several."""
-    kind: str
+    block_type: str
     """Digest of the computation and its shapes; equal kinds share one `code`."""
     parameters: tuple[str, ...]
     """Canonical parameter names, in `code`'s order; tied parameters go by one name everywhere."""
@@ -87,14 +87,14 @@ class Graph:
         return sum(spec.numel for spec in self.parameters.values())
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def block_types(self) -> tuple[str, ...]:
         """The distinct kinds, in order of first appearance."""
-        return tuple(dict.fromkeys(block.kind for block in self.blocks))
+        return tuple(dict.fromkeys(block.block_type for block in self.blocks))
 
     def variant(self, block: Block) -> tuple[object, ...]:
         """Equal for blocks that compute the same, and the same gradients: of one kind, some may be frozen."""
         trained = tuple(name not in self.frozen for name in block.parameters)
-        return block.kind, trained, tuple(name in self.learned for name in block.receives)
+        return block.block_type, trained, tuple(name in self.learned for name in block.receives)
 
     def block_parameters(self, first: int, end: int) -> dict[str, TensorSpec]:
         """Parameters that blocks `first` … `end - 1` need; a tied one counts once."""
@@ -120,18 +120,18 @@ class Graph:
         trained = f" ({count(self.parameter_count - frozen)} trained)" if frozen else ""
         return (
             f"Graph({self.model}: {count(self.parameter_count)} parameters{trained}, {len(self.blocks)} blocks of "
-            f"{len(self.kinds)} kinds, micro-batch {self.micro_batch})"
+            f"{len(self.block_types)} types, micro-batch {self.micro_batch})"
         )
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{b.index}</td><td>{html.escape(b.name)}</td><td><code>{b.kind[:8]}</code></td>"
+            f"<tr><td>{b.index}</td><td>{html.escape(b.name)}</td><td><code>{b.block_type[:8]}</code></td>"
             f"<td style='text-align:right'>{count(sum(self.parameters[p].numel for p in b.parameters))}</td>"
             f"<td style='text-align:right'>{gib(sum(self.values[v].nbytes for v in b.sends))}</td></tr>"
             for b in self.blocks
         )
         return (
-            f"<b>{html.escape(repr(self))}</b><table><tr><th>block</th><th>module</th><th>kind</th>"
+            f"<b>{html.escape(repr(self))}</b><table><tr><th>block</th><th>module</th><th>type</th>"
             f"<th>parameters</th><th>sends</th></tr>{rows}</table>"
         )
 

@@ -78,12 +78,12 @@ class Lifter:
                 copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
         graph.output(tuple(copies[node] for node in sends))
         close_regions(graph)
-        kind = digest(graph, root)
-        code = self._codes.setdefault(kind, _code(graph, root))
+        block_type = digest(graph, root)
+        code = self._codes.setdefault(block_type, _code(graph, root))
         return Block(
             index=index,
             name=atom.name,
-            kind=kind,
+            block_type=block_type,
             parameters=parameters,
             buffers=buffers,
             receives=tuple(node.name for node in receives),

@@ -43,14 +43,14 @@ def plan_tensor(graph: Graph, degree: int) -> TensorDivision:
     while True:
         kinds: dict[str, Division] = {}
         for block in graph.blocks:
-            if block.kind not in kinds:
-                kinds[block.kind] = _divided(block, degree, barred.get(block.kind, set()))
+            if block.block_type not in kinds:
+                kinds[block.block_type] = _divided(block, degree, barred.get(block.block_type, set()))
         inconsistent = _inconsistent(graph, kinds)
         if not inconsistent:
             break
         for kind, position in inconsistent:
             barred.setdefault(kind, set()).add(position)
-    blocks = tuple(kinds[block.kind] for block in graph.blocks)
+    blocks = tuple(kinds[block.block_type] for block in graph.blocks)
     parameters = {
         block.parameters[position]: sharding
         for block, division in zip(graph.blocks, blocks, strict=True)
@@ -64,11 +64,11 @@ def _inconsistent(graph: Graph, kinds: Mapping[str, Division]) -> set[tuple[str,
     uses: dict[str, set[Sharding | None]] = {}
     for block in graph.blocks:
         for position, name in enumerate(block.parameters):
-            uses.setdefault(name, set()).add(kinds[block.kind].parameters.get(position))
+            uses.setdefault(name, set()).add(kinds[block.block_type].parameters.get(position))
     return {
-        (block.kind, position)
+        (block.block_type, position)
         for block in graph.blocks
-        for position in kinds[block.kind].parameters
+        for position in kinds[block.block_type].parameters
         if len(uses[block.parameters[position]]) > 1
     }
 

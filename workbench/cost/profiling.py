@@ -33,7 +33,7 @@ from workbench.cost.profiles import (
     BlockCost,
     DividedCosts,
     Kernel,
-    KindCost,
+    BlockTypeCost,
     Profile,
 )
 from workbench.errors import CaptureError
@@ -63,10 +63,10 @@ def profile(
     of the labels, how many are not ignored on average; a head that needs only their rows is priced for these.
     `deterministic`: what measurements of it must be, see `Profile`.
     """
-    settings = Settings(precision, device.kind, compiled)
+    settings = Settings(precision, device.type, compiled)
     dtypes = {name: getattr(torch, spec.dtype) for name, spec in graph.batch.items()}
     kinds: dict[tuple[object, ...], int] = {}
-    costs: list[KindCost] = []
+    costs: list[BlockTypeCost] = []
     results: list[tuple[torch.dtype, ...]] = []
     walks: list[tuple[int, _Walk]] = []
     blocks = []
@@ -92,9 +92,9 @@ def profile(
         model=graph.model,
         signature=graph.signature,
         precision=precision,
-        device_kind=device.kind,
+        device_type=device.type,
         compiled=compiled,
-        kinds=tuple(costs),
+        block_types=tuple(costs),
         blocks=tuple(blocks),
         parameters={name: spec.numel for name, spec in graph.parameters.items()},
         frozen=graph.frozen,
@@ -102,11 +102,13 @@ def profile(
         divided=_divided(graph, walks, costs),
         labelled_share=labelled_share,
         deterministic=deterministic,
-        code=hashlib.sha256("".join(block.kind for block in graph.blocks).encode()).hexdigest()[:16],
+        code=hashlib.sha256("".join(block.block_type for block in graph.blocks).encode()).hexdigest()[:16],
     )
 
 
-def _divided(graph: Graph, walks: Sequence[tuple[int, _Walk]], whole: Sequence[KindCost]) -> dict[int, DividedCosts]:
+def _divided(
+    graph: Graph, walks: Sequence[tuple[int, _Walk]], whole: Sequence[BlockTypeCost]
+) -> dict[int, DividedCosts]:
     """What one device computes and holds for each degree that divides most of the model's arithmetic."""
     found = {}
     flops = _nominal_flops(graph, walks, whole)
@@ -121,18 +123,18 @@ def _divided(graph: Graph, walks: Sequence[tuple[int, _Walk]], whole: Sequence[K
     return found
 
 
-def _nominal_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[KindCost]) -> float:
+def _nominal_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[BlockTypeCost]) -> float:
     """Forward FLOPs of the whole model for one sample, labelled or not."""
-    blocks = Counter(block.kind for block in graph.blocks)
+    blocks = Counter(block.block_type for block in graph.blocks)
     pairs = zip(walks, kinds, strict=True)
-    return sum(kind.model_flops * blocks[graph.blocks[index].kind] for (index, _), kind in pairs)
+    return sum(kind.model_flops * blocks[graph.blocks[index].block_type] for (index, _), kind in pairs)
 
 
-def _product_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[KindCost]) -> float:
+def _product_flops(graph: Graph, walks: Sequence[tuple[int, _Walk]], kinds: Sequence[BlockTypeCost]) -> float:
     """Forward FLOPs of one device for one sample."""
-    blocks = Counter(block.kind for block in graph.blocks)
+    blocks = Counter(block.block_type for block in graph.blocks)
     each = (sum(kernel.flops for kernel in kind.forward) for kind in kinds)
-    return sum(flops * blocks[graph.blocks[index].kind] for (index, _), flops in zip(walks, each, strict=True))
+    return sum(flops * blocks[graph.blocks[index].block_type] for (index, _), flops in zip(walks, each, strict=True))
 
 
 def _part(spec: TensorSpec, sharding: Sharding | None) -> int:
@@ -204,7 +206,7 @@ class _Walk:
     ) -> None:
         self._samples = graph.micro_batch
         self._model = graph.model
-        self._kind = block.kind
+        self._kind = block.block_type
         self._block = block
         self._settings = settings
         self._casts = Casts(reuse=settings.compiled)
@@ -279,7 +281,7 @@ class _Walk:
         is_cast = is_cast and name in self._division.multiplied
         return tensor.numel() * (torch.bfloat16.itemsize if is_cast else tensor.element_size())
 
-    def cost(self) -> KindCost:
+    def cost(self) -> BlockTypeCost:
         forward, backward = self._kernels()
         saved = [v for v in self._values.values() if v.first_saved is not None and not v.weight]
         copies = sum(
@@ -287,8 +289,8 @@ class _Walk:
         )
         held = sum(v.nbytes for v in saved)
         reduced = self._forward_reduced()
-        return KindCost(
-            kind=self._kind,
+        return BlockTypeCost(
+            block_type=self._kind,
             forward=tuple(forward),
             backward=tuple(backward),
             model_flops=sum(ran.forward_flops for _, ran in self._steps) / self._samples,

@@ -258,7 +258,7 @@ class _Chain:
         self._bf16 = request.precision == "bf16"
         self._context = StepContext(0, device)
         self._finished = graph.finished(0, len(graph.blocks))
-        codes = {block.kind: block.code for block in graph.blocks}
+        codes = {block.block_type: block.code for block in graph.blocks}
         ready = runners(graph, codes, device, request.compiled, "none")
         blocks = [graph.blocks[index] for index in chain]
         uses = Counter(name for block in blocks for name in block.parameters)
@@ -273,7 +273,14 @@ class _Chain:
         self._shared = {name: parameter for name, parameter in self._parameters.items() if uses[name] > 1}
         self._modules = {
             block.index: BlockModule(
-                block, ready[block.kind], own, buffers, self._context, "none", Division(), compiled=request.compiled
+                block,
+                ready[block.block_type],
+                own,
+                buffers,
+                self._context,
+                "none",
+                Division(),
+                compiled=request.compiled,
             )
             for block in blocks
         }

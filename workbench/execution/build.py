@@ -109,7 +109,7 @@ def runners(
     """
     for code in codes.values():
         retarget(code, device)
-    blocks = {block.kind: block for block in graph.blocks}
+    blocks = {block.block_type: block for block in graph.blocks}
 
     def runner(kind: str, code: fx.GraphModule) -> Runner:
         if gathered:
@@ -183,7 +183,7 @@ def build_stage(
             parameters=_parameters(stage, plan, weights, graph, division, context),
             buffers=_buffers(stage, model, graph, context.device),
             runners=[
-                ready[mode][block.kind]
+                ready[mode][block.block_type]
                 for mode, block in zip(modes, graph.blocks[stage.first_block : stage.end_block], strict=True)
             ],
             context=context,
@@ -217,7 +217,7 @@ def _refuse_sharded_split(plan: Plan) -> None:
 
 def _codes(graph: Graph, division: TensorDivision, place: Place) -> dict[str, fx.GraphModule]:
     """The code of each kind of block, rewritten where its work is divided over the tensor-parallel axis."""
-    codes = {block.kind: block.code for block in graph.blocks}
+    codes = {block.block_type: block.code for block in graph.blocks}
     if division.degree > 1:
         group = place.tensor_group.group_name
         codes |= {kind: divide(codes[kind], how, place.tensor_rank, group) for kind, how in division.kinds.items()}

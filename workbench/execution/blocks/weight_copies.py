@@ -83,7 +83,7 @@ class Halves:
 def _read(module: BlockModule, codes: Mapping[str, fx.GraphModule]) -> list[str]:
     """The block's parameters that only matrix products read."""
     names = module.block.parameters
-    found = read_by_products(codes[module.block.kind], len(names))
+    found = read_by_products(codes[module.block.block_type], len(names))
     return [name for name, products in zip(names, found, strict=True) if products]
 
 
