@@ -1,5 +1,7 @@
 # make demo   the comparison on this machine; says where the report is
 # make test   lint, types, architecture and all tests that CI runs
+# make docs   the documentation site, built strictly into site/
+# make wheel  the wheel, built and tried in an empty environment
 # make lab    JupyterLab on 127.0.0.1 with the templates in its launcher
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
 
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 REPORTS ?= reports
 
-.PHONY: demo test test-all lab lint clean
+.PHONY: demo test test-all docs wheel lab lint clean
 
 # The stamps hold what was installed: a second make starts at once, a changed lock installs again.
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -22,6 +24,10 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 
 $(VENV)/.tested: $(VENV)/.installed requirements-test.lock
 	$(PIP) install --requirement requirements-test.lock
+	touch $@
+
+$(VENV)/.documented: $(VENV)/.installed requirements-test.lock requirements-docs.lock
+	$(PIP) install --requirement requirements-test.lock --requirement requirements-docs.lock
 	touch $@
 
 demo: $(VENV)/.installed
@@ -42,5 +48,17 @@ test: lint
 test-all: lint
 	WORKBENCH_TEST_ALL=1 $(BIN)/python -m pytest
 
+docs: $(VENV)/.documented
+	$(BIN)/mkdocs build --strict --quiet
+
+# The wheel is installed by the same lock, so that a build of torch for CPUs stays one.
+wheel: $(VENV)/.documented
+	rm -rf dist .wheel
+	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
+	$(PYTHON) -m venv .wheel/venv
+	.wheel/venv/bin/python -m pip --disable-pip-version-check --quiet install --constraint requirements.lock dist/*.whl
+	cd .wheel && venv/bin/workbench doctor && venv/bin/workbench new bert_scaling && test -s bert_scaling.ipynb
+	rm -rf .wheel
+
 clean:
-	rm -rf $(VENV) reports runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) dist site .wheel reports runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

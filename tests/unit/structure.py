@@ -1,6 +1,7 @@
 """Measure the structure of a package: sizes, parameters, import cycles, and docstrings that are fragments.
 
     python tests/unit/structure.py workbench            # prints the table and every place over a limit
+    python tests/unit/structure.py workbench --check    # exits with 1 if there is any
     python tests/unit/structure.py OLD NEW              # two checkouts' packages side by side
 
 `test_architecture.py` enforces the limits in CI.
@@ -136,6 +137,11 @@ class Package:
                     found.add(str(node.module))
         return found
 
+    def findings(self) -> list[Place]:
+        """Every place over a limit, circles of imports included."""
+        circles = [Place(circle[0], 1, f"imports in a circle: {' '.join(circle)}") for circle in self.circles()]
+        return [*self.long_functions(), *self.many_parameters(), *self.long_classes(), *circles, *self.fragments()]
+
     def used_once(self) -> tuple[int, int]:
         """Private functions whose name stands only once more in their file, and all private functions."""
         once = total = 0
@@ -187,20 +193,18 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
     return groups
 
 
-def main(folders: list[str]) -> None:
+def main(arguments: list[str]) -> int:
+    folders = [argument for argument in arguments if argument != "--check"]
     packages = [Package(Path(folder)) for folder in folders]
     tables = [package.table() for package in packages]
     for row in tables[0]:
         print(f"| {row} | {' | '.join(str(table[row]) for table in tables)} |")
-    if len(packages) == 1:
-        package = packages[0]
-        for place in (*package.long_functions(), *package.many_parameters(), *package.long_classes()):
-            print(place)
-        for circle in package.circles():
-            print("circle:", " ".join(circle))
-        for place in package.fragments():
-            print(place)
+    if len(packages) > 1:
+        return 0
+    findings = [*map(str, packages[0].findings())]
+    print(*findings, sep="\n")
+    return 1 if findings and "--check" in arguments else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

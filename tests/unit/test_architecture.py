@@ -15,6 +15,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests.unit.structure import Package
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "workbench"
 HEAVY = ("torch", "transformers", "plotly", "wandb", "datasets", "ipywidgets", "anywidget", "accelerate", "tokenizers")
@@ -134,6 +136,16 @@ def test_data_flows_one_way_through_the_rooms() -> None:
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert re.search(r"[1-9]\d* kept, 0 broken", answer.stdout)
+
+
+STRUCTURE = Package(PACKAGE)
+
+
+@pytest.mark.parametrize(
+    "limit", ["long_functions", "many_parameters", "long_classes", "circles", "fragments"], ids=str
+)
+def test_the_package_stays_within_the_limits_of_its_structure(limit: str) -> None:
+    assert not [str(place) for place in getattr(STRUCTURE, limit)()]
 
 
 def test_environment_yml_has_the_ranges_of_pyproject_toml() -> None:
