@@ -24,7 +24,7 @@ from workbench import api, models
 from workbench.capture import Graph, build_meta, capture
 from workbench.cost import Cluster, profile
 from workbench.cost.cluster import Device
-from workbench.cost.profiles import KindCost, Profile
+from workbench.cost.profiles import BlockTypeCost, Profile
 from workbench.figures import save_png, show_plan, theme
 from workbench.planning import search
 from workbench.planning.plan import Plan
@@ -101,7 +101,7 @@ def cost() -> go.Figure:
 def _add_layer_time(figure: go.Figure, device: Device) -> None:
     """Forward and backward per sample, by family of kernels; the host's own time as a line."""
     sizes = [1, 2, 4, 8, 16, 32]
-    kind = costs().kinds[costs().blocks[1].kind]
+    kind = costs().block_types[costs().blocks[1].block_type]
     for (family, words), color in zip(FAMILIES.items(), (theme.FORWARD, theme.BACKWARD, theme.WEIGHT), strict=True):
         times = [_family_ms(kind, family, size, device) / size for size in sizes]
         figure.add_bar(x=list(map(str, sizes)), y=times, name=words, marker_color=color, row=1, col=1)
@@ -118,7 +118,7 @@ def _add_layer_time(figure: go.Figure, device: Device) -> None:
     figure.update_yaxes(title="ms a sample, forward and backward", rangemode="tozero", row=1, col=1)
 
 
-def _family_ms(kind: KindCost, family: str, micro_batch: int, device: Device) -> float:
+def _family_ms(kind: BlockTypeCost, family: str, micro_batch: int, device: Device) -> float:
     return 1e3 * sum(
         kernel.seconds(micro_batch, device, "bf16", backward=backward, compiled=True)
         for backward, kernels in ((False, kind.forward), (True, kind.backward))

@@ -221,7 +221,7 @@ def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
     if arguments.device is not None:
         return wb.Cluster.of(arguments.device, gpus=arguments.gpus)
     here = wb.local_cluster()
-    return here if here.device.kind == "cpu" else here.resized(arguments.gpus)
+    return here if here.device.type == "cpu" else here.resized(arguments.gpus)
 
 
 def _experiment(case: Case, gpus: int) -> wb.Experiment:

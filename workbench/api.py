@@ -86,7 +86,7 @@ def _profiled(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile,
         elif probes is not None:
             probes.ask(request, cluster.device)
         costs = _counted(experiment, cluster)
-        found = kept_blocks(costs, cluster) if cluster.device.kind == "cuda" else ()
+        found = kept_blocks(costs, cluster) if cluster.device.type == "cuda" else ()
         if not found and request is not None:
             if probes is None:
                 probes = stack.enter_context(Probes())
@@ -131,7 +131,7 @@ def _is_here(cluster: Cluster) -> bool:
     """Whether this machine has the cluster's GPU."""
     from workbench.measure.local_cluster import local_gpu
 
-    return cluster.device.kind == "cuda" and local_gpu() == cluster.device.name
+    return cluster.device.type == "cuda" and local_gpu() == cluster.device.name
 
 
 def _probe_request(experiment: Experiment, cluster: Cluster) -> Request:
@@ -270,11 +270,11 @@ def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
     """`auto` is bf16 on GPUs and fp32 on CPUs."""
     if experiment.precision != "auto":
         return experiment.precision
-    return "bf16" if cluster.device.kind == "cuda" else "fp32"
+    return "bf16" if cluster.device.type == "cuda" else "fp32"
 
 
 def _compiled(experiment: Experiment, cluster: Cluster) -> bool:
-    return cluster.device.kind == "cuda" if experiment.compile is None else experiment.compile
+    return cluster.device.type == "cuda" if experiment.compile is None else experiment.compile
 
 
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench import models
 from workbench.capture import Graph, build_meta, capture
-from workbench.cost.profiles import GEMM, STREAM, BlockCost, Kernel, KindCost, Profile
+from workbench.cost.profiles import GEMM, STREAM, BlockCost, Kernel, BlockTypeCost, Profile
 from workbench.tensors import TensorSpec
 
 
@@ -39,8 +39,8 @@ def graph_of(model: Any, samples: int = 2, seq_len: int = 32) -> Graph:
 
 def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: int = 60_000_000) -> Profile:
     """Embedding, equal layers, head; the head shares the embedding's table. bf16, 512 tokens a sample."""
-    layer = KindCost(
-        kind="layer",
+    layer = BlockTypeCost(
+        block_type="layer",
         forward=(Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6), Kernel(STREAM, 0, 60e6, 6.0 * elements, 4)),
         backward=(
             Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6),
@@ -54,9 +54,11 @@ def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: in
         weight_copy_bytes=2.0 * elements,
         products_bytes=18e6,
     )
-    embedding = KindCost("embedding", (Kernel(STREAM, 0, 10e6, 0),), (Kernel(STREAM, 0, 10e6, 4e8),), 0, 5e6, 4e6, 0)
-    head = KindCost(
-        kind="head",
+    embedding = BlockTypeCost(
+        "embedding", (Kernel(STREAM, 0, 10e6, 0),), (Kernel(STREAM, 0, 10e6, 4e8),), 0, 5e6, 4e6, 0
+    )
+    head = BlockTypeCost(
+        block_type="head",
         forward=(Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),),
         backward=(
             Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),
@@ -82,7 +84,7 @@ def uneven_profile(seed: int, layers: int = 6) -> Profile:
     """As `layered_profile`, with layers that differ in time, parameters, activations and what they send."""
     rng = np.random.default_rng(seed)
     even = layered_profile(layers, elements=40_000_000, vocabulary=int(rng.integers(1, 120)) * 10**6)
-    embedding, layer, head = even.kinds
+    embedding, layer, head = even.block_types
     sizes, kinds, blocks = dict(even.parameters), [embedding, head], [even.blocks[0]]
     for index in range(layers):
         work, weight, kept = rng.uniform((2.0, 0.2, 0.2), (40.0, 3.0, 3.0))
@@ -97,12 +99,14 @@ def uneven_profile(seed: int, layers: int = 6) -> Profile:
                 weight_copy_bytes=layer.weight_copy_bytes * weight,
             )
         )
-        blocks.append(replace(even.blocks[index + 1], kind=len(kinds) - 1, input_bytes=4e6 * rng.uniform(0.2, 2.0)))
-    blocks.append(replace(even.blocks[-1], kind=1))
+        blocks.append(
+            replace(even.blocks[index + 1], block_type=len(kinds) - 1, input_bytes=4e6 * rng.uniform(0.2, 2.0))
+        )
+    blocks.append(replace(even.blocks[-1], block_type=1))
     crossing = (0.0, *(float(size) for size in rng.uniform(1e6, 9e6, layers + 1)), 0.0)
     return replace(
         even,
-        kinds=tuple(kinds),
+        block_types=tuple(kinds),
         blocks=tuple(blocks),
         parameters=sizes,
         crossing_bytes=crossing,

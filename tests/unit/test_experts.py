@@ -114,7 +114,7 @@ def test_a_call_of_torchs_own_is_the_same_operation_in_the_type_that_it_asks_for
 def test_experts_are_priced_for_the_rows_that_come_to_them_in_bf16() -> None:
     graph = capture(build_meta(zoo.mixtral), specs())
     costs = profile(graph, Cluster.of("h200").device, "bf16", compiled=True)
-    layer = costs.kinds[costs.blocks[1].kind]
+    layer = costs.block_types[costs.blocks[1].block_type]
     grouped = [kernel.flops for kernel in layer.forward]
     chosen = 2 * zoo.SEQ  # two experts for each token
     expected = 2 * chosen * (zoo.HIDDEN * 2 * zoo.INNER + zoo.INNER * zoo.HIDDEN)

@@ -271,7 +271,7 @@ def test_a_quantity_that_was_measured_as_nothing_has_no_error() -> None:
 
 def test_memory_of_a_process_is_no_measure_of_what_was_predicted_for_its_tensors() -> None:
     value = plan(2, 8)
-    cpu = dataclasses.replace(value.cluster, device=dataclasses.replace(value.cluster.device, kind="cpu"))
+    cpu = dataclasses.replace(value.cluster, device=dataclasses.replace(value.cluster.device, type="cpu"))
     figure = prediction(dataclasses.replace(value, cluster=cpu), {"peak_bytes": {0: GIB, 1: GIB}})
     assert [axis.ticktext for axis in figure.select_xaxes()] == [("stage 0", "stage 1")]
     assert "of processes" in figure.layout.annotations[0].text

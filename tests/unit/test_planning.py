@@ -786,8 +786,8 @@ def test_a_step_of_one_micro_batch_reduces_gradients_as_they_come() -> None:
     assert one == two
     table = 60_030_000
     assert one.gradients == pytest.approx(table, abs=1), "fp32, over four devices"
-    kept = [PROFILE.kinds[block.kind].saved_bytes for block in PROFILE.blocks]
-    assert one.activations == pytest.approx(16 * (sum(kept) + PROFILE.kinds[2].workspace_bytes), abs=1)
+    kept = [PROFILE.block_types[block.block_type].saved_bytes for block in PROFILE.blocks]
+    assert one.activations == pytest.approx(16 * (sum(kept) + PROFILE.block_types[2].workspace_bytes), abs=1)
 
 
 def test_offloading_takes_the_optimiser_off_the_device_and_costs_its_transfer() -> None:
@@ -835,7 +835,7 @@ def test_a_device_waits_for_its_host_where_that_takes_longer_for_both_directions
     )
 
 
-RECORDABLE = replace(PROFILE, kinds=tuple(replace(kind, recordable=("none", "selective")) for kind in PROFILE.kinds))
+RECORDABLE = replace(PROFILE, block_types=tuple(replace(kind, recordable=("none", "selective")) for kind in PROFILE.block_types))
 
 
 def test_blocks_are_recorded_where_launching_them_would_take_the_host_long() -> None:
@@ -893,8 +893,8 @@ def test_replicas_average_beside_the_backward_what_is_a_recorded_blocks_own() ->
     keep a second copy of the gradients."""
     fixed: dict[str, Any] = {"pipeline": 1, "data": 4, "zero": 0, "micro_batch": 16, "recompute": "none"}
     fixed |= {"global_batch": 128, "cluster": with_host(0.0)}
-    embedding, layer, head = RECORDABLE.kinds
-    heads_alone = replace(RECORDABLE, kinds=(embedding, replace(layer, recordable=()), head))
+    embedding, layer, head = RECORDABLE.block_types
+    heads_alone = replace(RECORDABLE, block_types=(embedding, replace(layer, recordable=()), head))
     launched, recorded = (plan_of(RECORDABLE, **fixed, cuda_graphs=g) for g in (False, True))
     behind = plan_of(heads_alone, **fixed, cuda_graphs=True)
     hidden, shared, exposed = (plan.prediction.communication_ms for plan in (launched, recorded, behind))
@@ -970,8 +970,8 @@ def test_a_tight_host_moves_the_cut() -> None:
 
 
 def test_optimiser_state_of_a_cpu_is_on_the_host_already() -> None:
-    profile = replace(PROFILE, device_kind="cpu", precision="fp32")
-    cluster = replace(H200, device=replace(H200.device, kind="cpu", name="CPU process"))
+    profile = replace(PROFILE, device_type="cpu", precision="fp32")
+    cluster = replace(H200, device=replace(H200.device, type="cpu", name="CPU process"))
     assert not any(row.offload_optimizer for row in plan_of(profile, cluster=cluster, precision="fp32").candidates)
     with pytest.raises(PlanInfeasible, match=r"where a CPU process has it already\. Leave it out\."):
         plan_of(profile, cluster=cluster, precision="fp32", offload_optimizer=True)

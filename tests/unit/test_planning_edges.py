@@ -90,7 +90,7 @@ def test_more_devices_come_in_nodes_of_the_clusters_own_size() -> None:
 
 
 def test_processes_of_one_processor_share_it_however_many_they_are() -> None:
-    device = replace(H200, kind="cpu")
+    device = replace(H200, type="cpu")
     two = replace(FOUR, device=device, gpus=2, gpus_per_node=2)
     for other in (two.resized(1), two.resized(8)):
         assert other.gpus * other.device.peak_flops["fp32"] == 2 * device.peak_flops["fp32"]
@@ -147,9 +147,9 @@ def test_a_frozen_parameter_is_gathered_and_never_reduced() -> None:
 
 def test_a_block_without_a_backward_is_gathered_for_its_forward_alone() -> None:
     """Nothing comes back to it. (FSDP2 gathers the highest such block again all the same: it prefetches.)"""
-    embedding, layer, head = PROFILE.kinds
+    embedding, layer, head = PROFILE.block_types
     kinds = (replace(embedding, backward=()), replace(layer, backward=()), head)
-    _, gather, again, _ = DeviceCosts(replace(PROFILE, kinds=kinds), H200).collectives(4, 1, Link(1e11, 0.0))
+    _, gather, again, _ = DeviceCosts(replace(PROFILE, block_types=kinds), H200).collectives(4, 1, Link(1e11, 0.0))
     left = PROFILE.parameters["table"] + PROFILE.parameters["head.bias"]
     assert again[0, -1] == pytest.approx(gather[0, -1] * left / PROFILE.parameter_count)
 
@@ -273,7 +273,7 @@ def test_a_plan_is_explained_with_a_profile_of_its_own_precision_and_kind_of_dev
     with pytest.raises(PlanMismatch, match="is for fp32 on cuda, and the plan is for bf16 on cuda"):
         stored.explain(replace(PROFILE, precision="fp32"))
     with pytest.raises(PlanMismatch, match="is for bf16 on cpu"):
-        stored.explain(replace(PROFILE, device_kind="cpu"))
+        stored.explain(replace(PROFILE, device_type="cpu"))
 
 
 def test_degrees_that_were_fixed_are_not_taken_for_a_slow_device() -> None:

@@ -74,7 +74,7 @@ class Device:
     """One accelerator. `peak_flops` maps a precision (`fp32`, `bf16`) to dense FLOP/s."""
 
     name: str
-    kind: str
+    type: str
     """`cuda` or `cpu`, as torch names device types."""
     memory_bytes: int
     """What one process can allocate on an otherwise idle device."""
@@ -203,7 +203,7 @@ class Cluster:
             return replace(self, gpus=gpus)  # which refuses it
         largest = max((size for device, size, _, _ in NODES.values() if device == self.device), default=0)
         per_node = self.gpus_per_node if self.nodes > 1 else max(largest, self.gpus_per_node)
-        device = self.device.times(self.gpus / gpus) if self.device.kind == "cpu" else self.device
+        device = self.device.times(self.gpus / gpus) if self.device.type == "cpu" else self.device
         return replace(self, device=device, gpus=gpus, gpus_per_node=min(gpus, per_node))
 
     def describe(self) -> str:

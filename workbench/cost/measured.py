@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.cost.cluster import Device
-from workbench.cost.profiles import DividedCosts, KindCost, Profile, Speeds
+from workbench.cost.profiles import DividedCosts, BlockTypeCost, Profile, Speeds
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ def with_measurements(profile: Profile, device: Device, found: Sequence[Measurem
     """`profile` as `device` was seen to run it; kinds that were not measured stay as priced."""
     of_kind: dict[int, list[Measurement]] = {}
     for measurement in sorted(found, key=lambda one: one.micro_batch):
-        of_kind.setdefault(profile.blocks[measurement.first_block].kind, []).append(measurement)
+        of_kind.setdefault(profile.blocks[measurement.first_block].block_type, []).append(measurement)
     speeds = {kind: _speeds(profile, kind, points, device) for kind, points in of_kind.items()}
-    kinds = {kind: _with_memory(profile.kinds[kind], points) for kind, points in of_kind.items()}
+    kinds = {kind: _with_memory(profile.block_types[kind], points) for kind, points in of_kind.items()}
     divided = {
-        degree: DividedCosts(_divided(degree, profile.kinds, costs.kinds, kinds), costs.parameters)
+        degree: DividedCosts(_divided(degree, profile.block_types, costs.block_types, kinds), costs.parameters)
         for degree, costs in profile.divided.items()
     }
     return replace(
         profile,
-        kinds=tuple(kinds.get(kind, cost) for kind, cost in enumerate(profile.kinds)),
+        block_types=tuple(kinds.get(kind, cost) for kind, cost in enumerate(profile.block_types)),
         divided=divided,
         measured_on=device.name,
         speeds=speeds,
@@ -82,7 +82,7 @@ def _ratio(measured: float, priced: float) -> float:
     return measured / priced if measured > 0 and priced > 0 else 1.0
 
 
-def _with_memory(cost: KindCost, points: Sequence[Measurement]) -> KindCost:
+def _with_memory(cost: BlockTypeCost, points: Sequence[Measurement]) -> BlockTypeCost:
     """Memory as measured, if the allocator was asked (a CPU has none to ask)."""
     if not any(point.held_bytes or point.workspace_bytes for point in points):
         return cost
@@ -110,8 +110,8 @@ def _line(samples: Any, values: Any) -> tuple[float, float]:
 
 
 def _divided(
-    degree: int, whole: Sequence[KindCost], parts: Sequence[KindCost], measured: Mapping[int, KindCost]
-) -> tuple[KindCost, ...]:
+    degree: int, whole: Sequence[BlockTypeCost], parts: Sequence[BlockTypeCost], measured: Mapping[int, BlockTypeCost]
+) -> tuple[BlockTypeCost, ...]:
     """What one tensor-parallel device holds: of activations see `_part_of`, else in the proportion in which it was
     counted."""
     found = []

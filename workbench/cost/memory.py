@@ -127,7 +127,7 @@ class ParameterTable:
         """Elements of each parameter on one device, before ZeRO."""
         trained = {name: 0 if name in profile.frozen else size for name, size in profile.parameters.items()}
         self.elements = _spans(uses, profile.parameters, len(profile.blocks))
-        learning = [bool(profile.kinds[block.kind].backward) for block in profile.blocks]
+        learning = [bool(profile.block_types[block.block_type].backward) for block in profile.blocks]
         again = {name: [index for index in blocks if learning[index]] for name, blocks in uses.items()}
         self.elements_again = _spans(again, profile.parameters, len(profile.blocks))
         """Of every stage, elements that its backward needs: none of blocks that have no backward."""
@@ -143,7 +143,7 @@ class ParameterTable:
         self.own_trained = np.array([sum(trained[name] for name in names) for names in own], dtype=np.float64)
         """Of every block, elements of trained parameters that no other block uses."""
         sizes = np.array([sum(profile.parameters[name] for name in names) for names in own], dtype=np.float64)
-        cast = np.array([profile.kinds[block.kind].cast_elements for block in profile.blocks])
+        cast = np.array([profile.block_types[block.block_type].cast_elements for block in profile.blocks])
         self.cast = spans(np.minimum(cast, sizes))
         """Of every stage, elements of weights that matrix products read in bf16; what several blocks use left out."""
         self.largest = _span_max(self.block_elements)

@@ -111,7 +111,7 @@ def run(
             gradients.add(identity(ran.outputs))
     else:
         _run_any(ran, node, args, kwargs, gradients)
-    if name in ("dropout", "native_dropout") and settings.device_kind == "cuda" and ran.saved:
+    if name in ("dropout", "native_dropout") and settings.device_type == "cuda" and ran.saved:
         mask = torch.empty(tensors[0].shape, dtype=torch.bool, device=META)
         ran.saved = [] if settings.compiled else [mask]  # compiled, the mask is computed again
     return ran
@@ -122,7 +122,7 @@ class Settings:
     """What the same graph is priced for."""
 
     precision: str
-    device_kind: str
+    device_type: str
     compiled: bool
 
 
@@ -161,7 +161,7 @@ def _autocast_dtype(name: str, settings: Settings) -> torch.dtype | None:
         return None
     if name in LOW_PRECISION:
         return torch.bfloat16
-    if name in FULL_PRECISION and not (settings.device_kind == "cpu" and name in CPU_KEEPS):
+    if name in FULL_PRECISION and not (settings.device_type == "cpu" and name in CPU_KEEPS):
         return torch.float32
     return None
 
@@ -249,7 +249,7 @@ def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None
     ran.outputs = out
     if not any(ran.differentiable):
         return
-    if settings.device_kind == "cpu" and dropout:
+    if settings.device_type == "cpu" and dropout:
         scores = (batch, heads, rows, columns)
         ran.backward_flops = 2 * ran.forward_flops
         ran.outputs = torch.empty((batch, heads, rows, width), dtype=query.dtype, device=META)

@@ -66,10 +66,10 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class KindCost:
+class BlockTypeCost:
     """One kind of block; bytes and FLOPs per sample unless they say otherwise."""
 
-    kind: str
+    block_type: str
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     model_flops: float
@@ -98,10 +98,10 @@ class KindCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block: its kind (an index into `Profile.kinds`), parameters and inputs."""
+    """One block: its kind (an index into `Profile.block_types`), parameters and inputs."""
 
     name: str
-    kind: int
+    block_type: int
     parameters: tuple[str, ...]
     input_bytes: float
     """Values received for the first time, per sample: what checkpointing keeps."""
@@ -111,8 +111,8 @@ class BlockCost:
 class DividedCosts:
     """The model on one device of a tensor-parallel axis."""
 
-    kinds: tuple[KindCost, ...]
-    """One for each of `Profile.kinds`."""
+    block_types: tuple[BlockTypeCost, ...]
+    """One for each of `Profile.block_types`."""
     parameters: Mapping[str, int] = field(hash=False)
     """Canonical name -> elements on the device."""
 
@@ -170,10 +170,10 @@ class Profile:
     model: str
     signature: str
     precision: str
-    device_kind: str
+    device_type: str
     """`cuda` or `cpu`: which kernels were assumed."""
     compiled: bool
-    kinds: tuple[KindCost, ...]
+    block_types: tuple[BlockTypeCost, ...]
     blocks: tuple[BlockCost, ...]
     parameters: Mapping[str, int] = field(hash=False)
     """Canonical name -> elements."""
@@ -202,7 +202,7 @@ class Profile:
     @property
     def flops_per_sample(self) -> float:
         """Model FLOPs of one sample's forward and backward, without recomputation (PaLM, arXiv:2204.02311, app. B)."""
-        kinds = (self.kinds[block.kind] for block in self.blocks)
+        kinds = (self.block_types[block.block_type] for block in self.blocks)
         return sum(kind.model_flops + kind.model_backward_flops for kind in kinds)
 
     def divides(self, tensor: int) -> bool:
@@ -214,22 +214,22 @@ class Profile:
         if degree == 1:
             return self
         found = self.divided[degree]
-        return replace(self, kinds=found.kinds, parameters=found.parameters, divided={})
+        return replace(self, block_types=found.block_types, parameters=found.parameters, divided={})
 
     @cached_property
     def _kind_of_block(self) -> npt.NDArray[np.intp]:
-        return np.array([block.kind for block in self.blocks], dtype=np.intp)
+        return np.array([block.block_type for block in self.blocks], dtype=np.intp)
 
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Time and memory of each block for `micro_batch` samples on `device`; each kind is priced once."""
-        times = [self._kind_ms(kind, micro_batch, device) for kind in range(len(self.kinds))]
+        times = [self._kind_ms(kind, micro_batch, device) for kind in range(len(self.block_types))]
         forward, backward, weight, recompute, replay = np.array(times).T
-        host_forward, host_backward = np.array([self._host_ms(kind, device) for kind in range(len(self.kinds))]).T
+        host_forward, host_backward = np.array([self._host_ms(kind, device) for kind in range(len(self.block_types))]).T
         memory = np.array(
-            [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.kinds]
+            [(k.saved_bytes, k.workspace_bytes, k.weight_copy_bytes, k.products_bytes) for k in self.block_types]
         ).T
         of = self._kind_of_block
-        cast = np.array([kind.cast_elements for kind in self.kinds])[of]
+        cast = np.array([kind.cast_elements for kind in self.block_types])[of]
         element_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
         return BlockCosts(
             forward_ms=forward[of],
@@ -249,7 +249,7 @@ class Profile:
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=memory[3][of] * micro_batch,
             recordable={
-                recompute: np.array([recompute in kind.recordable for kind in self.kinds])[of]
+                recompute: np.array([recompute in kind.recordable for kind in self.block_types])[of]
                 for recompute in RECOMPUTE
             },
             forward_reduced=_reduced(self, "forward_reduced_bytes", micro_batch),
@@ -259,10 +259,10 @@ class Profile:
 
     def priced_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float]:
         """Forward and backward of one kind of block by the device's constants alone."""
-        return _kind_ms(self, self.kinds[kind], micro_batch, device)[:2]
+        return _kind_ms(self, self.block_types[kind], micro_batch, device)[:2]
 
     def _kind_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float, float, float, float]:
-        times = _kind_ms(self, self.kinds[kind], micro_batch, device)
+        times = _kind_ms(self, self.block_types[kind], micro_batch, device)
         if self.measured_on != device.name or kind not in self.speeds:
             return times
         forward, backward = self.speeds[kind].at(micro_batch)
@@ -273,7 +273,7 @@ class Profile:
         forward, backward = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
         if self.measured_on == device.name and kind in self.hosts:
             forward, backward = (tuned.host_in_step * host for host in self.hosts[kind])
-        cost, each = self.kinds[kind], 1e3 * tuned.collective_s
+        cost, each = self.block_types[kind], 1e3 * tuned.collective_s
         return (
             forward + each * len(cost.forward_reduced_bytes),
             backward + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0,
@@ -293,12 +293,12 @@ class Profile:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Profile:
         fields = dict(value)
-        fields["kinds"] = tuple(_kind_from_json(kind) for kind in fields["kinds"])
+        fields["block_types"] = tuple(_kind_from_json(kind) for kind in fields["block_types"])
         fields["blocks"] = tuple(BlockCost(**{**b, "parameters": tuple(b["parameters"])}) for b in fields["blocks"])
         fields["frozen"] = frozenset(fields["frozen"])
         fields["crossing_bytes"] = tuple(fields["crossing_bytes"])
         fields["divided"] = {
-            int(degree): DividedCosts(tuple(map(_kind_from_json, costs["kinds"])), costs["parameters"])
+            int(degree): DividedCosts(tuple(map(_kind_from_json, costs["block_types"])), costs["parameters"])
             for degree, costs in fields.get("divided", {}).items()
         }
         fields["speeds"] = {
@@ -310,12 +310,12 @@ class Profile:
 
 
 def _reduced(profile: Profile, name: str, micro_batch: int) -> tuple[tuple[float, ...], ...]:
-    of_kinds = [tuple(size * micro_batch for size in getattr(kind, name)) for kind in profile.kinds]
-    return tuple(of_kinds[block.kind] for block in profile.blocks)
+    of_kinds = [tuple(size * micro_batch for size in getattr(kind, name)) for kind in profile.block_types]
+    return tuple(of_kinds[block.block_type] for block in profile.blocks)
 
 
 def _kind_ms(
-    profile: Profile, kind: KindCost, micro_batch: int, device: Device
+    profile: Profile, kind: BlockTypeCost, micro_batch: int, device: Device
 ) -> tuple[float, float, float, float, float]:
     """Forward, backward, of that the weights' gradients, and what full and selective checkpointing add."""
 
@@ -333,8 +333,8 @@ def _kind_ms(
     return forward, backward, total(weights, True), total(again, False), replay
 
 
-def _kind_from_json(value: Mapping[str, Any]) -> KindCost:
+def _kind_from_json(value: Mapping[str, Any]) -> BlockTypeCost:
     kernels = {name: tuple(Kernel(**kernel) for kernel in value[name]) for name in ("forward", "backward")}
     names = ("forward_reduced_bytes", "again_reduced_bytes", "backward_reduced_bytes")
     reduced = {name: tuple(value.get(name, ())) for name in (*names, "recordable")}
-    return KindCost(**{**value, **kernels, **reduced})
+    return BlockTypeCost(**{**value, **kernels, **reduced})

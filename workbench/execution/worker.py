@@ -319,7 +319,7 @@ class _Worker:
             world=plan.world,
             parameters=trainer.graph.parameter_count,
             flops_per_step=plan.flops_per_step,
-            peak_flops=device.peak(plan.precision) * plan.world if device.kind == "cuda" else None,
+            peak_flops=device.peak(plan.precision) * plan.world if device.type == "cuda" else None,
             tokens_per_step=self.experiment.tokens_per_step,
             samples_per_step=self.experiment.global_batch,
             resumed_from=resumed_from,
@@ -440,7 +440,7 @@ class _StepLog:
         experiment, plan = worker.experiment, worker.plan
         if worker.is_main and (done % experiment.log_every == 0 or done == experiment.steps or stop):
             device = plan.cluster.device
-            peak = device.peak(plan.precision) * plan.world if device.kind == "cuda" else None
+            peak = device.peak(plan.precision) * plan.world if device.type == "cuda" else None
             row = {
                 "loss": loss,
                 "learning_rate": pending.learning_rate,

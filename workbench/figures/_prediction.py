@@ -162,7 +162,7 @@ def _memory_pairs(plan: Plan, peaks: Mapping[int, float] | float) -> list[Pair]:
 
 def _sees_tensors(plan: Plan) -> bool:
     """Whether a run measures what tensors take: of a process on a CPU it has everything, libraries included."""
-    return plan.cluster.device.kind != "cpu"
+    return plan.cluster.device.type != "cpu"
 
 
 def _device_label(plan: Plan, rank: int) -> str:

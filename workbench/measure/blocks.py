@@ -78,7 +78,7 @@ def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_b
 def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tuple[int, ...]:
     """Powers of two, descending by quarters from the largest that is quick enough to probe and that devices would run
     if they shared the batch; what is between two sizes is interpolated, so a size that nobody runs would mislead."""
-    kinds = Counter(block.kind for block in profile.blocks)
+    kinds = Counter(block.block_type for block in profile.blocks)
 
     def chain_ms(size: int) -> float:
         costs = ((count, profile.priced_ms(kind, size, cluster.device)) for kind, count in kinds.items())

@@ -138,7 +138,7 @@ def _measured_gpu(name: str) -> Device:
     rates = _rates(name)
     return Device(
         name=name.removeprefix("NVIDIA "),
-        kind="cuda",
+        type="cuda",
         memory_bytes=properties.total_memory,
         peak_flops={key: rates[key] for key in ("fp32", "bf16")},
         memory_bandwidth=rates["bandwidth"],
@@ -166,7 +166,7 @@ def _cpu_cluster(processes: int) -> Cluster:
     share = 1 / max(1, processes)
     device = Device(
         name="CPU process",
-        kind="cpu",
+        type="cpu",
         memory_bytes=int(psutil.virtual_memory().available * CPU_SHARE * share),
         peak_flops={"fp32": rates["fp32"] * share},
         memory_bandwidth=rates["bandwidth"] * share,

@@ -12,7 +12,7 @@ def basis(profile: Profile, device: Device) -> str:
     """`"Times are those of this model's blocks, as they ran on H200."`"""
     if profile.speeds and profile.measured_on == device.name:
         return f"Times are those of this model's blocks, as they ran on {device.name}."
-    if device.kind == "cpu":
+    if device.type == "cpu":
         return "Times come from how fast this machine was seen to multiply and copy: enough to rank plans."
     return {
         FITTED: f"Times come from constants that were fitted to training on {device.name}. {BLOCKS_FIRST}",

@@ -205,7 +205,7 @@ def _loosened(request: Request, asked_for: Sequence[str]) -> Iterator[tuple[str,
     yield "arithmetic", "compute", "matrix products ran twice as fast", on(peak_flops=faster)
     wider = on(memory_bandwidth=2 * device.memory_bandwidth)
     yield "memory bandwidth", "compute", "memory were read and written twice as fast", wider
-    if device.kind != "cpu":
+    if device.type != "cpu":
         yield "host", "compute", "the host were twice as fast", on(efficiency=_faster_host(device.efficiency))
     if request.memory_limit_bytes is not None:
         limit = gib(request.memory_limit_bytes)

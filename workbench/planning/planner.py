@@ -50,11 +50,11 @@ def checked_search(profile: Profile, precision: str, request: Request) -> Search
 def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
     """Raise `PlanMismatch` for one that was made for another precision or kind of device."""
     device = cluster.device
-    if (profile.precision, profile.device_kind) != (precision, device.kind):
+    if (profile.precision, profile.device_type) != (precision, device.type):
         raise PlanMismatch(
-            f"The profile of {profile.model} is for {profile.precision} on {profile.device_kind}, and the plan is for "
-            f"{precision} on {device.kind}. Make the profile again for {device.name} with wb.profile(experiment, "
-            f"cluster), or plan in {profile.precision} on a {profile.device_kind} cluster.",
+            f"The profile of {profile.model} is for {profile.precision} on {profile.device_type}, and the plan is for "
+            f"{precision} on {device.type}. Make the profile again for {device.name} with wb.profile(experiment, "
+            f"cluster), or plan in {profile.precision} on a {profile.device_type} cluster.",
             profiled=profile.precision,
             planned=precision,
         )
@@ -265,7 +265,7 @@ class Search:
     def _offloads(self) -> tuple[bool, ...]:
         if self.request.offload_optimizer is not None:
             return (self.request.offload_optimizer,)
-        has_a_host = self.request.cluster.device.kind != "cpu"
+        has_a_host = self.request.cluster.device.type != "cpu"
         return (False, True) if self.request.runnable.offload_optimizer and has_a_host else (False,)
 
     def _with_and_without_graphs(self, degrees: Degrees) -> Iterator[Degrees]:
@@ -368,7 +368,7 @@ class Search:
 
     def _mfu(self, step: float) -> float | None:
         cluster = self.request.cluster
-        if cluster.device.kind == "cpu":
+        if cluster.device.type == "cpu":
             return None
         peak = cluster.gpus * cluster.device.peak(self.profile.precision)
         return self.profile.flops_per_sample * self.request.global_batch / (step / 1e3) / peak

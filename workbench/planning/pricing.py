@@ -198,7 +198,7 @@ class DeviceCosts:
             "selective": self.profile.replayed(self.device) * LAUNCHED_AGAIN["selective"] * launches,
             "full": LAUNCHED_AGAIN["full"] * launches,
         }
-        if self.device.kind == "cpu":  # it is its own host
+        if self.device.type == "cpu":  # it is its own host
             costs = replace(costs, forward_ms=costs.forward_ms + host_forward)
             again = {kind: added + host_backward for kind, added in again.items()}
             host, launched = nothing, dict.fromkeys(launched, nothing)
@@ -322,8 +322,8 @@ class Pricer:
         blocks = len(self.profile.blocks) / degrees.pipeline
         return (
             self.profile.compiled
-            and any(kind.recordable for kind in self.profile.kinds)
-            and self.cluster.device.kind == "cuda"
+            and any(kind.recordable for kind in self.profile.block_types)
+            and self.cluster.device.type == "cuda"
             and (degrees.data == 1 or degrees.zero == 0)
             and degrees.schedule != "zero_bubble"
             and 2 * degrees.num_microbatches * blocks <= MOST_GRAPHS
@@ -437,7 +437,7 @@ class Pricer:
 
     def _slower(self, degrees: Degrees) -> float:
         """Compute beside the schedule's own sends and receives."""
-        beside = degrees.schedule in INTERLEAVED and degrees.pipeline > 1 and self.cluster.device.kind == "cuda"
+        beside = degrees.schedule in INTERLEAVED and degrees.pipeline > 1 and self.cluster.device.type == "cuda"
         return 1 + SPINNING if beside else 1.0
 
     def _hooks_ms(self, degrees: Degrees) -> tuple[float, float]:
@@ -449,7 +449,7 @@ class Pricer:
 
     def _actions_ms(self, degrees: Degrees) -> float:
         """The host's time for a forward and a backward of a stage, besides its blocks'."""
-        if degrees.stages == 1 or self.cluster.device.kind == "cpu":
+        if degrees.stages == 1 or self.cluster.device.type == "cpu":
             return 0.0
         tuned = self.cluster.device.efficiency
         return 2e3 * (tuned.recorded_action_s if degrees.cuda_graphs else tuned.action_s)

@@ -141,7 +141,7 @@ def host_too_small(profile: Profile, request: Request, needed: float) -> PlanInf
 def too_large_to_build(plan: Plan) -> PlanInfeasible | None:
     """A rank builds the whole model: neither a GPU nor the memory of a host has room for one."""
     cluster, whole = plan.cluster, plan.model_bytes
-    if cluster.device.kind == "cpu" or cluster.host_bytes is None:
+    if cluster.device.type == "cpu" or cluster.host_bytes is None:
         return None
     ranks = min(plan.world, cluster.gpus_per_node)
     offered = ranks * cluster.host_bytes  # they build one after the other, if need be
@@ -187,7 +187,7 @@ def _more_memory(request: Request, least: Degrees, needed: float, fits: Works) -
         ways.append("allow activation checkpointing")
     if request.zero is not None and request.zero < 3 and least.data > 1:
         ways.append("allow ZeRO 3")
-    if request.offload_optimizer is False and device.kind != "cpu":
+    if request.offload_optimizer is False and device.type != "cpu":
         ways.append("allow the optimiser's state on the host")
     if request.micro_batch is not None and request.micro_batch > 1:
         ways.append(f"allow micro-batches smaller than {request.micro_batch}")
@@ -197,7 +197,7 @@ def _more_memory(request: Request, least: Degrees, needed: float, fits: Works) -
         limit_gib = needed / (1 - FRAGMENTATION) / GIB
         scale = 10 ** max(1, 1 - math.floor(math.log10(limit_gib)))
         ways.append(f"raise the memory limit to at least {math.ceil(scale * limit_gib) / scale:g} GiB")
-    words = ("process", "processes") if device.kind == "cpu" else ("device", "devices")
+    words = ("process", "processes") if device.type == "cpu" else ("device", "devices")
     ways.append(f"give the plan more than {gpus} {words[gpus > 1]}")
     text = ", or ".join(ways)
     return text[0].upper() + text[1:] + "."

@@ -213,7 +213,7 @@ def _check_runnable(request: Request, profile: Profile) -> None:
             f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}.",
             tensor=request.tensor,
         )
-    if request.offload_optimizer and request.cluster.device.kind == "cpu":
+    if request.offload_optimizer and request.cluster.device.type == "cpu":
         raise PlanInfeasible(
             f"offload_optimizer=True moves the optimiser's state to the host's memory, where a "
             f"{request.cluster.device.name} has it already. Leave it out.",
@@ -231,7 +231,7 @@ def _check_runnable(request: Request, profile: Profile) -> None:
 def _check_cuda_graphs(request: Request, profile: Profile) -> None:
     """That blocks of some plan can be recorded."""
     reasons = {
-        f"a {request.cluster.device.name} has no CUDA": request.cluster.device.kind != "cuda",
+        f"a {request.cluster.device.name} has no CUDA": request.cluster.device.type != "cuda",
         "blocks are recorded as the compiler made them, and compile is False": not profile.compiled,
         f"under zero={request.zero} FSDP2 moves weights from step to step": bool(request.zero),
         f"schedule={request.schedule!r} runs blocks in halves": request.schedule == "zero_bubble",

@@ -51,7 +51,7 @@ class WhatIf(widgets.VBox):
         self.answered_s = 0.0
         """From taking a wish to having sent its picture, for the last one."""
         self.gpus = _choice(
-            "GPUs" if cluster.device.kind == "cuda" else "processes", _counts(cluster.gpus), cluster.gpus
+            "GPUs" if cluster.device.type == "cuda" else "processes", _counts(cluster.gpus), cluster.gpus
         )
         self.memory_gib = widgets.FloatSlider(
             value=cluster.device.memory_bytes / GIB,

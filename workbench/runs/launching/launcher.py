@@ -166,7 +166,7 @@ def check_plan(experiment: Experiment, plan: Plan) -> None:
 
 def _check_machine(plan: Plan) -> tuple[str, ...]:
     """The devices of this node that the run may be given; raises where the plan needs more."""
-    kind = plan.cluster.device.kind
+    kind = plan.cluster.device.type
     devices = turns.node_devices(kind)
     if kind != "cpu" and len(devices) < plan.world:
         raise PlanInfeasible(
@@ -407,7 +407,7 @@ def _source(value: Any) -> str:
 
 def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str) -> None:
     """Start the detached process that sees the run through, and queue it before any later launch."""
-    kind = plan.cluster.device.kind
+    kind = plan.cluster.device.type
     with run.log("launcher").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "workbench.runs.launching.supervisor", str(run.path)],

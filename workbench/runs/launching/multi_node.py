@@ -60,7 +60,7 @@ def slurm(
     """
     plan = run.plan
     nodes, per_node = plan.cluster.nodes, ranks_per_node(plan.world, plan.cluster.nodes)
-    on_gpu = plan.cluster.device.kind != "cpu"
+    on_gpu = plan.cluster.device.type != "cpu"
     wanted = {
         "job-name": run.name,
         "nodes": nodes,
@@ -139,7 +139,7 @@ def _described(run: RunDir, nodes: Nodes, worker: str) -> dict[str, Any]:
     plan = read_json(run.plan)
     world = plan["pipeline"] * plan["data"] * plan["tensor"]
     ranks_per_node(world, nodes.count)
-    kind = plan["cluster"]["device"]["kind"]
+    kind = plan["cluster"]["device"]["type"]
     summary = {"world": world, "kind": kind, "precision": plan["precision"]}
     devices = turns.node_devices(kind)
     return {"supervisor": this_process(), "plan": summary, "worker": worker, "nodes": nodes, "devices": devices}
