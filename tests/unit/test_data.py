@@ -557,7 +557,7 @@ def test_items_that_are_not_dicts_of_tensors_are_shown():
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        ({"a": torch.zeros(2), "text": "one"}, "of type str instead of a tensor. Leave it out"),
+        ({"a": torch.zeros(2), "text": "one"}, "of type str instead of a tensor. Remove it"),
         ({"a": [1, 2]}, "with_format"),
     ],
 )

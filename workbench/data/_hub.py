@@ -1,61 +1,96 @@
-"""Text from the Hugging Face hub (or a dataset folder on disk): the only file that imports `datasets`."""
+"""`HubText`: text from the Hugging Face hub or a dataset folder on disk; the only file that imports `datasets`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import datasets
-
+from workbench.data._corpora import TOKENIZER_OF_OBJECTIVE, TextData
+from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
 from workbench.errors import DataError
 
-if TYPE_CHECKING:
-    from workbench.data._corpora import HubText
 
+@dataclass(frozen=True, kw_only=True)
+class HubText(TextData):
+    """The text column of a Hugging Face dataset, each row one document."""
 
-def rows(data: HubText, key: str) -> Rows:
-    """The rows of the split, downloaded on first use.
+    repository: str
+    config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    revision: str | None = None
+    """Commit or tag of the dataset. Pin it if the text may change under its name."""
+    vocab_size: int = 30522
+    objective: str | None = None
 
-    Raises `DataError` when the hub cannot be reached, or the dataset lacks the split or the column.
-    """
-    try:
-        dataset = datasets.load_dataset(data.repository, data.config, split=data.split, revision=data.revision)
-    except Exception as error:  # the client raises many kinds, none of them ours
-        raise _unavailable(data, error) from error
-    _require_column(data, dataset.features)
-    if len(dataset) == 0:
-        raise DataError(f"Split {data.split!r} of {data.repository} is empty. Choose another.", rows=0)
-    return Rows(dataset, data.text_column, key)
+    @property
+    def name(self) -> str:
+        return self.repository
 
+    def check(self, request: SampleRequest) -> None:
+        """Raise `DataError` if the text cannot feed the experiment; asks the hub unless the cache has the tokens."""
+        self._check_sizes(request)
+        from workbench.data._tokens import TokensKey, is_tokenised
 
-def require_reachable(data: HubText) -> None:
-    """Ask for the dataset's description, without its rows."""
-    try:
-        builder = datasets.load_dataset_builder(data.repository, data.config, revision=data.revision)
-    except Exception as error:
-        raise _unavailable(data, error) from error
-    splits = builder.info.splits or {}
-    if splits and data.split.split("[")[0] not in splits:
-        raise DataError(
-            f"{data.repository} has no split {data.split!r}. It has: {', '.join(splits)}.", split=data.split
+        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
+        if not is_tokenised(TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size)):
+            self._require_reachable()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "hub", **dataclasses.asdict(self)}
+
+    def _fingerprint(self) -> str:
+        parts = [self.repository, self.config, self.split, self.text_column, self.revision]
+        if (folder := Path(self.repository)).is_dir():
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            parts += [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _source(self) -> Rows:
+        """Return the rows of the split, downloaded on first use."""
+        import datasets
+
+        try:
+            dataset = datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+        except Exception as error:  # the client raises many types, none of them ours
+            raise self._unavailable(error) from error
+        self._require_column(dataset.features)
+        if len(dataset) == 0:
+            raise DataError(f"Split {self.split!r} of {self.repository} is empty. Choose another.", rows=0)
+        return Rows(dataset, self.text_column, self._fingerprint())
+
+    def _require_reachable(self) -> None:
+        """Ask for the description of the dataset without its rows, and compare split and column with it."""
+        import datasets
+
+        try:
+            builder = datasets.load_dataset_builder(self.repository, self.config, revision=self.revision)
+        except Exception as error:
+            raise self._unavailable(error) from error
+        splits = builder.info.splits or {}
+        if splits and self.split.split("[")[0] not in splits:
+            raise DataError(
+                f"{self.repository} has no split {self.split!r}. It has: {', '.join(splits)}.", split=self.split
+            )
+        if builder.info.features:
+            self._require_column(builder.info.features)
+
+    def _require_column(self, features: Any) -> None:
+        if self.text_column not in features:
+            raise DataError(
+                f"{self.repository} has no column {self.text_column!r}. It has: {', '.join(features)}. "
+                "Name one as text_column.",
+                column=self.text_column,
+            )
+
+    def _unavailable(self, error: Exception) -> DataError:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return DataError(
+            f"The dataset {self.repository!r} cannot be loaded ({type(error).__name__}: {reason}). "
+            "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path).",
+            dataset=self.repository,
         )
-    if builder.info.features:
-        _require_column(data, builder.info.features)
-
-
-def _require_column(data: HubText, features: Any) -> None:
-    if data.text_column not in features:
-        raise DataError(
-            f"{data.repository} has no column {data.text_column!r}. It has: {', '.join(features)}. "
-            "Name one as text_column.",
-            column=data.text_column,
-        )
-
-
-def _unavailable(data: HubText, error: Exception) -> DataError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return DataError(
-        f"The dataset {data.repository!r} cannot be loaded ({type(error).__name__}: {reason}). "
-        "Check its name and that the hub is reachable from here, or use local text: wb.data.corpus(path).",
-        dataset=data.repository,
-    )

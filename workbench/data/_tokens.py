@@ -1,8 +1,8 @@
-"""Text to token ids, once: a vocabulary trained on the text itself, and a flat file of ids in the cache.
+"""Tokenise a text once: train a vocabulary on it, and store its token ids in the cache.
 
 One folder per (text, tokeniser, vocabulary size) holds `tokens.bin` (uint16, or uint32 for vocabularies over
 65,536), `documents.npy` (the offset at which each document begins), `tokenizer.json` and `facts.json`.
-It appears whole or not at all, and processes that want the same one wait for the first.
+The folder appears whole or not at all, and processes that want the same one wait for the first.
 """
 
 from __future__ import annotations
@@ -30,29 +30,46 @@ from workbench.errors import DataError
 from workbench.home import cache_home
 
 FORMAT = 1
+"""Version of the folder's format; part of its name."""
 CHUNK_CHARACTERS = 2 << 20
-"""Text in flight while tokenising; each character costs about a hundred bytes of the library's objects."""
+"""Characters tokenised at once; each occupies about a hundred bytes of the library's objects."""
 TRAINING_BYTES = 64 << 20
-"""A vocabulary is trained on at most about this much text, taken evenly from the whole."""
+"""Approximate size of the sample, taken evenly from the text, on which a vocabulary is trained."""
 
 PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = {"wordpiece": (PAD, UNKNOWN, CLS, SEP, MASK), "bpe": (END_OF_TEXT,)}
-"""By kind of tokeniser; their ids are their places."""
+"""Special tokens of each type of tokeniser; the id of a token is its index."""
+
+
+@dataclass(frozen=True)
+class TokensKey:
+    """The values that decide how a text is tokenised."""
+
+    fingerprint: str
+    """Key of the text's content, from `TextSource.fingerprint`."""
+    tokenizer_type: str
+    """`wordpiece` or `bpe`."""
+    vocab_size: int
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the cache that holds the tokens."""
+        key = f"{FORMAT} {self.fingerprint} {self.tokenizer_type} {self.vocab_size}"
+        return cache_home() / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A tokenised corpus on disk; the arrays are mapped when first read, and not pickled."""
+    """A tokenised corpus on disk; its arrays are memory-mapped when first read, and not pickled."""
 
     folder: Path
-    kind: str
     tokens: int
     documents: int
     vocabulary: int
-    """Size of the trained vocabulary, which a small text does not fill."""
+    """Number of entries of the trained vocabulary, below `vocab_size` if the text is small."""
     seconds: float
-    """That tokenising took."""
+    """Time that tokenising took."""
 
     @cached_property
     def ids(self) -> NDArray[Any]:
@@ -72,36 +89,30 @@ class TokenStore:
         return {key: value for key, value in self.__dict__.items() if key not in ("ids", "document_starts")}
 
 
-def tokenised(
-    name: str, fingerprint: str, source: Callable[[], TextSource], kind: str, vocab_size: int, progress: bool
-) -> tuple[TokenStore, bool]:
-    """The store for this text, made now unless it is in the cache; with whether it was.
+def tokenised(key: TokensKey, name: str, source: Callable[[], TextSource], progress: bool) -> tuple[TokenStore, bool]:
+    """Return the tokens of a text, and True if they were in the cache; tokenise the text if not.
 
-    `source` is called only when there is work to do. Safe when several processes ask at once.
+    `source` is called only if there is work to do. Several processes may ask at once.
     """
-    folder = _folder(fingerprint, kind, vocab_size)
+    folder = key.folder
     if (store := _opened(folder)) is not None:
         return store, True
     with _only_process(folder):
         if (store := _opened(folder)) is not None:
             return store, True
         part = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+        shutil.rmtree(part, ignore_errors=True)  # A process that was killed may have left one.
         part.mkdir()
-        _fill(part, name, source(), kind, vocab_size, progress)
+        _fill(part, key, name, source(), progress)
         part.rename(folder)
     store = _opened(folder)
     assert store is not None
     return store, False
 
 
-def is_tokenised(fingerprint: str, kind: str, vocab_size: int) -> bool:
-    return _opened(_folder(fingerprint, kind, vocab_size)) is not None
-
-
-def _folder(fingerprint: str, kind: str, vocab_size: int) -> Path:
-    key = hashlib.sha256(f"{FORMAT} {fingerprint} {kind} {vocab_size}".encode()).hexdigest()[:16]
-    return cache_home() / "tokens" / key
+def is_tokenised(key: TokensKey) -> bool:
+    """Return True if the cache holds the tokens."""
+    return _opened(key.folder) is not None
 
 
 def _opened(folder: Path) -> TokenStore | None:
@@ -109,12 +120,12 @@ def _opened(folder: Path) -> TokenStore | None:
         facts = json.loads((folder / "facts.json").read_text())
     except FileNotFoundError:
         return None
-    return TokenStore(folder, **{key: facts[key] for key in ("kind", "tokens", "documents", "vocabulary", "seconds")})
+    return TokenStore(folder, **{key: facts[key] for key in ("tokens", "documents", "vocabulary", "seconds")})
 
 
 @contextlib.contextmanager
 def _only_process(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel releases even when the process is killed."""
+    """Hold the folder's lock, which the kernel releases even if the process is killed."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(f"{folder.name}.lock").open("w")
@@ -129,45 +140,40 @@ def _only_process(folder: Path) -> Iterator[None]:
         yield
 
 
-def _fill(part: Path, name: str, source: TextSource, kind: str, vocab_size: int, progress: bool) -> None:
+def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: bool) -> None:
+    """Train a vocabulary on the text, tokenise it, and write the files of its folder."""
     begun = time.monotonic()
-    tokenizer = _train(source, kind, vocab_size, progress)
+    sample = _training_sample(source, progress)
+    train = _wordpiece if key.tokenizer_type == "wordpiece" else _byte_level_bpe
+    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
+        tokenizer = train(sample, key.vocab_size, advance)
     tokenizer.save(str(part / "tokenizer.json"))
-    vocabulary = tokenizer.get_vocab_size()
-    starts = _write_tokens(part / "tokens.bin", tokenizer, source, kind, progress)
+    starts = _write_tokens(part / "tokens.bin", tokenizer, source, key.tokenizer_type, progress)
     np.save(part / "documents.npy", starts[:-1])
     facts = {
         "name": name,
-        "kind": kind,
+        "type": key.tokenizer_type,
         "tokens": int(starts[-1]),
         "documents": len(starts) - 1,
-        "vocabulary": vocabulary,
+        "vocabulary": tokenizer.get_vocab_size(),
         "seconds": time.monotonic() - begun,
     }
     (part / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
-def _train(source: TextSource, kind: str, vocab_size: int, progress: bool) -> Tokenizer:
-    sample = _training_sample(source, progress)
-    train = _wordpiece if kind == "wordpiece" else _byte_level_bpe
-    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
-        return train(sample, vocab_size, advance)
-
-
 def _training_sample(source: TextSource, progress: bool) -> list[str]:
-    """Paragraphs taken evenly from the text, about `TRAINING_BYTES` of them at most."""
+    """Return paragraphs taken evenly from the text, about `TRAINING_BYTES` of them at most."""
     stride = max(1, round(source.text_bytes / TRAINING_BYTES))
     with _bar("Reading for the vocabulary", source.size, source.unit, progress) as advance:
         return [text for index, (_, text) in enumerate(source.paragraphs(advance)) if index % stride == 0]
 
 
 def _wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
-    """BERT's uncased tokeniser: lower case, accents stripped, ideographs apart.
+    """Train BERT's uncased tokeniser, which lowers the case, strips accents and separates ideographs.
 
-    Left alone, the trainer numbers the continuing characters (`##a`) in the order in which it meets them in
-    a hash table, breaks ties by those numbers, and so learns another vocabulary in every process. Naming
-    them beforehand, as special tokens, makes it repeatable; the tokeniser returned is built from the result
-    and has BERT's five special tokens only.
+    By default the trainer numbers the continuing characters (`##a`) in the order of a hash table and breaks ties by
+    those numbers, so that every process learns another vocabulary. Naming them beforehand, as special tokens, makes
+    training repeatable; the returned tokeniser is built from the result and has BERT's five special tokens only.
     """
     special = SPECIAL_TOKENS["wordpiece"]
     tokenizer = _untrained_wordpiece({})
@@ -198,7 +204,7 @@ def _untrained_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
 
 
 def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list[str], list[str]]:
-    """The `limit` most frequent characters after normalisation, and those of them that can continue a word."""
+    """Return the `limit` most frequent characters after normalisation, and those of them that can continue a word."""
     frequency: Counter[str] = Counter()
     continuing: set[str] = set()
     for raw, times in _character_counts(sample).items():
@@ -208,8 +214,8 @@ def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list
         if len(words) == 1:
             continuing.update(words[0][0][1:])
     ranked = sorted(frequency, key=lambda character: (-frequency[character], character))
-    kept = sorted(ranked[:limit])
-    return kept, [character for character in kept if character in continuing]
+    alphabet = sorted(ranked[:limit])
+    return alphabet, [character for character in alphabet if character in continuing]
 
 
 def _character_counts(sample: list[str]) -> dict[str, int]:
@@ -222,7 +228,7 @@ def _character_counts(sample: list[str]) -> dict[str, int]:
 
 
 def _byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
-    """GPT-2's tokeniser: byte-pair encoding over bytes, so that nothing is unknown."""
+    """Train GPT-2's tokeniser: byte-pair encoding over bytes, so that no character is unknown."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -243,32 +249,31 @@ def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
         advance(len(batch))
 
 
-def _write_tokens(path: Path, tokenizer: Tokenizer, source: TextSource, kind: str, progress: bool) -> NDArray[np.int64]:
-    """Append every paragraph's ids; returns where documents start, and the total last.
+def _write_tokens(
+    path: Path, tokenizer: Tokenizer, source: TextSource, tokenizer_type: str, progress: bool
+) -> NDArray[np.int64]:
+    """Append the ids of every paragraph to a file; return the offset of each document and, last, the total.
 
     BPE streams carry the end-of-text token after each document and a line break after each paragraph.
     """
     dtype = _dtype(tokenizer.get_vocab_size())
-    tokenizer.encode_special_tokens = True  # a "[SEP]" in the text is text
+    is_bpe = tokenizer_type == "bpe"
+    tokenizer.encode_special_tokens = True  # A "[SEP]" in the text is text.
     starts: list[int] = []
     total = 0
     with path.open("wb") as file, _bar("Tokenising", source.size, source.unit, progress) as advance:
         for chunk in _chunks(source.paragraphs(advance)):
-            texts = _with_breaks(chunk) if kind == "bpe" else [text for _, text in chunk]
+            texts = ["\n" + text if is_bpe and not starts_document else text for starts_document, text in chunk]
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for (starts_document, _), encoding in zip(chunk, encodings, strict=True):
-                if starts_document and kind == "bpe" and total:
+                if starts_document and is_bpe and total:
                     total += _append(file, [0], dtype)
                 if starts_document and (not starts or starts[-1] != total):
                     starts.append(total)
                 total += _append(file, encoding.ids, dtype)
-    if starts and starts[-1] == total:  # a last document of which nothing remained
+    if starts and starts[-1] == total:  # Nothing of the last document remained.
         starts.pop()
     return np.asarray([*starts, total], dtype=np.int64)
-
-
-def _with_breaks(chunk: list[Paragraph]) -> list[str]:
-    return [text if starts_document else "\n" + text for starts_document, text in chunk]
 
 
 def _append(file: Any, ids: list[int], dtype: Any) -> int:

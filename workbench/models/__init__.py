@@ -38,6 +38,7 @@ def bert(
     dropout: float = 0.1,
     layout: str = "post_ln",
     next_sentence: bool = True,
+    initializer_range: float = 0.02,
     name: str | None = None,
 ) -> Model:
     """BERT (arXiv:1810.04805) of any size, trained on masked words and, with `next_sentence`, on sentence pairs.
@@ -46,7 +47,9 @@ def bert(
     sub-layer (`MegatronBertForPreTraining`), which Megatron-LM (arXiv:1909.08053) found necessary for BERTs
     deeper than Large. `intermediate_size` defaults to four times `hidden_size`. The published layout
     attends through scaled-dot-product kernels; the pre-LayerNorm model of `transformers` only has the
-    explicit softmax, whose scores take memory quadratic in the sequence length.
+    explicit softmax, whose scores take memory quadratic in the sequence length. `initializer_range` is the
+    standard deviation of the initial weights; BERT's 0.02 suits widths near 1024, and a narrow model learns
+    sooner with one near 1/sqrt(`hidden_size`).
 
     Raises `InvalidExperiment` when the sizes cannot make a model.
     """
@@ -66,6 +69,7 @@ def bert(
         dropout=dropout,
         layout=layout,
         next_sentence=next_sentence,
+        initializer_range=initializer_range,
     )
 
 
@@ -76,6 +80,7 @@ def bert_large(
     dropout: float = 0.1,
     layout: str = "post_ln",
     next_sentence: bool = True,
+    initializer_range: float = 0.02,
     name: str = "bert-large",
 ) -> Model:
     """BERT-Large (arXiv:1810.04805): 24 layers, hidden size 1024, 16 heads; 335 M parameters. See `bert`."""
@@ -88,6 +93,7 @@ def bert_large(
         dropout=dropout,
         layout=layout,
         next_sentence=next_sentence,
+        initializer_range=initializer_range,
         name=name,
     )
 
@@ -101,9 +107,13 @@ def gpt2(
     vocab_size: int = 50257,
     max_positions: int = 1024,
     dropout: float = 0.1,
+    initializer_range: float = 0.02,
     name: str | None = None,
 ) -> Model:
-    """GPT-2 (`GPT2LMHeadModel`) of any size; the defaults are the smallest published one, 124 M parameters."""
+    """GPT-2 (`GPT2LMHeadModel`) of any size; the defaults are the smallest published one, 124 M parameters.
+
+    `initializer_range` as for `bert`; the projections that end a residual branch start smaller, as published.
+    """
     return Model(
         name=name or f"gpt2-{num_layers}x{hidden_size}",
         family="gpt2",
@@ -114,6 +124,7 @@ def gpt2(
         vocab_size=vocab_size,
         max_positions=max_positions,
         dropout=dropout,
+        initializer_range=initializer_range,
     )
 
 
@@ -126,9 +137,13 @@ def opt(
     vocab_size: int = 50272,
     max_positions: int = 2048,
     dropout: float = 0.1,
+    initializer_range: float = 0.02,
     name: str | None = None,
 ) -> Model:
-    """OPT (`OPTForCausalLM`, arXiv:2205.01068) of any size, pre-LayerNorm; the defaults are OPT-125M."""
+    """OPT (`OPTForCausalLM`, arXiv:2205.01068) of any size, pre-LayerNorm; the defaults are OPT-125M.
+
+    `initializer_range` as for `bert`; `transformers` calls it `init_std` here.
+    """
     return Model(
         name=name or f"opt-{num_layers}x{hidden_size}",
         family="opt",
@@ -139,6 +154,7 @@ def opt(
         vocab_size=vocab_size,
         max_positions=max_positions,
         dropout=dropout,
+        initializer_range=initializer_range,
     )
 
 
@@ -189,6 +205,6 @@ def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None
     Without it a custom model still shows its name and source, and refuses to build.
     """
     fields = dict(value)
-    if fields.pop("kind") == "custom":
+    if fields.pop("type") == "custom":
         return CustomModel(factory=factory, name=fields["name"], source=fields["source"])
     return Model(**fields)

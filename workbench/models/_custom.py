@@ -84,7 +84,7 @@ class CustomModel:
         return module.train()
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "custom", "name": self.name, "source": self.source}
+        return {"type": "custom", "name": self.name, "source": self.source}
 
 
 def as_model(value: Any) -> Model | CustomModel:

@@ -31,6 +31,7 @@ def _bert(model: Model) -> Any:
         "max_position_embeddings": model.max_positions,
         "hidden_dropout_prob": model.dropout,
         "attention_probs_dropout_prob": model.dropout,
+        "initializer_range": model.initializer_range,
         "use_cache": False,
     }
     if model.layout == "pre_ln":
@@ -55,6 +56,7 @@ def _gpt2(model: Model) -> Any:
         resid_pdrop=model.dropout,
         embd_pdrop=model.dropout,
         attn_pdrop=model.dropout,
+        initializer_range=model.initializer_range,
         bos_token_id=0,  # only generation reads them; the defaults may lie outside a small vocabulary
         eos_token_id=0,
         use_cache=False,
@@ -77,6 +79,7 @@ def _opt(model: Model) -> Any:
         dropout=model.dropout,
         attention_dropout=model.dropout,
         layerdrop=0.0,
+        init_std=model.initializer_range,
         do_layer_norm_before=True,
         pad_token_id=None,  # packed samples hold no padding, and a padding row would never be trained
         bos_token_id=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class Model:
     """Where the normalisation stands: `post_ln` after each residual sum, `pre_ln` before each sub-layer."""
     next_sentence: bool = False
     """Whether a BERT is also trained to tell true continuations from random ones."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
         for field in SIZES:
@@ -53,6 +56,7 @@ class Model:
                 f"dropout={self.dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
                 dropout=self.dropout,
             )
+        _require_positive_number("initializer_range", self.initializer_range)
 
     @property
     def objective(self) -> str:
@@ -76,13 +80,23 @@ class Model:
         return _hugging_face.build(self)
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "named", **dataclasses.asdict(self)}
+        return {"type": "named", **dataclasses.asdict(self)}
 
 
 def _require_positive_integer(field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidExperiment(
             f"{field}={value!r} must be a whole number of at least 1.", parameter=field, value=value
+        )
+
+
+def _require_positive_number(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InvalidExperiment(
+            f"{field}={value!r} must be a finite number above 0. Give 0.02, or about 1/sqrt(hidden_size) for a "
+            "narrow model.",
+            parameter=field,
+            value=value,
         )
 
 

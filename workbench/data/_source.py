@@ -1,0 +1,103 @@
+"""`DataSource`: the role that every kind of data plays for an experiment, and the values that it exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from workbench.tensors import TensorSpec
+from workbench.units import count, duration
+
+if TYPE_CHECKING:
+    import torch
+
+    from workbench.data._datasets import TrainingDataset
+
+
+class DescribedModel(Protocol):
+    """The facts about a model that a data source reads."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def objective(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+
+
+class SampleRequest(Protocol):
+    """The fields of an `Experiment` that a data source reads."""
+
+    @property
+    def model(self) -> DescribedModel: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class DataSource(Protocol):
+    """A description of training data, from which every process makes the same samples.
+
+    Sample i depends on the experiment's seed and on i only, never on the plan.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name for tables and messages."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Return True if the data is the user's own object, which JSON can only name."""
+
+    def check(self, request: SampleRequest) -> None:
+        """Raise `DataError` if the data cannot feed the experiment."""
+
+    def prepare(self, request: SampleRequest, progress: bool = True) -> Prepared:
+        """Do all work that training needs once, such as tokenising."""
+
+    def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
+        """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
+
+    def labelled_share(self, request: SampleRequest) -> float:
+        """Return the fraction of labels, on average, that the loss does not ignore."""
+
+    def examples(self, request: SampleRequest) -> Mapping[str, torch.Tensor] | None:
+        """Return a batch that stands for the rest in measurements, or None if random tokens do."""
+
+    def dataset(self, request: SampleRequest) -> TrainingDataset:
+        """Return every sample of the training in order, `steps * global_batch` of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a description from which `workbench.data.from_json` rebuilds this value."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of `DataSource.prepare`."""
+
+    name: str
+    samples: int
+    """Number of different samples in one epoch."""
+    tokens: int | None = None
+    documents: int | None = None
+    vocabulary: int | None = None
+    folder: Path | None = None
+    seconds: float = 0.0
+    """Time that tokenising took, now or when the cache was filled."""
+    reused: bool = False
+
+    def __repr__(self) -> str:
+        if self.tokens is None:
+            return f"Prepared({self.name}: {count(self.samples)} samples)"
+        how = "from the cache" if self.reused else f"tokenised in {duration(self.seconds)}"
+        return (
+            f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "
+            f"vocabulary {self.vocabulary:,}, {how})"
+        )
