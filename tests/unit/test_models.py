@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -22,6 +25,8 @@ NAMED = {
     "GPT2LMHeadModel": models.gpt2(**TINY),
     "OPTForCausalLM": models.opt(**TINY),
 }
+FIRST_QUERY = r"(layer|h|layers)\.0\.(attention\.self\.query|attn\.c_attn|self_attn\.q_proj)\.weight$"
+"""The first layer's weight that makes queries, in every family."""
 named = pytest.mark.parametrize("architecture", NAMED)
 
 
@@ -68,6 +73,32 @@ def test_a_named_model_survives_json_and_pickle(architecture):
     model = NAMED[architecture]
     assert models.from_json(json.loads(json.dumps(model.to_json()))) == model
     assert pickle.loads(pickle.dumps(model)) == model
+
+
+@named
+def test_the_initial_weights_deviate_as_the_initializer_range_says(architecture):
+    for deviation in (0.02, 0.12):
+        torch.manual_seed(0)
+        module = dataclasses.replace(NAMED[architecture], initializer_range=deviation).build()
+        assert module.get_input_embeddings().weight.std().item() == pytest.approx(deviation, rel=0.1)
+        (first,) = (p for name, p in module.named_parameters() if re.search(FIRST_QUERY, name))
+        assert first.std().item() == pytest.approx(deviation, rel=0.1)
+
+
+@pytest.mark.parametrize("make", [models.bert, models.bert_large, models.gpt2, models.opt])
+def test_every_named_model_takes_an_initializer_range_and_its_json_holds_it(make):
+    assert make().initializer_range == 0.02
+    model = make(initializer_range=0.12)
+    assert models.from_json(json.loads(json.dumps(model.to_json()))).initializer_range == 0.12
+    before = {name: value for name, value in make().to_json().items() if name != "initializer_range"}
+    assert models.from_json(before) == make()  # what runs wrote before there was one
+
+
+@pytest.mark.parametrize("wrong", [0, -0.02, math.nan, math.inf, "0.02", True, None])
+def test_an_initializer_range_that_starts_no_model_is_refused(wrong):
+    for make in (models.bert, models.bert_large, models.gpt2, models.opt):
+        with pytest.raises(InvalidExperiment, match=f"initializer_range={wrong!r} must be a finite number above 0"):
+            make(initializer_range=wrong)
 
 
 def test_dropout_zero_makes_the_forward_repeatable():

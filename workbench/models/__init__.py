@@ -12,10 +12,12 @@ from typing import Any
 from workbench.errors import InvalidExperiment, checked_keywords, suggestion
 from workbench.models._custom import CustomModel, as_model
 from workbench.models._named import LAYOUTS, Model
+from workbench.models._source import ModelSource
 
 __all__ = [
     "CustomModel",
     "Model",
+    "ModelSource",
     "as_model",
     "bert",
     "bert_large",
