@@ -370,7 +370,7 @@ def _worker(arguments: argparse.Namespace) -> None:
     import training  # noqa: F401
     import transformers  # noqa: F401
 
-    from workbench.execution.causes import innermost
+    from workbench.errors import root_exception
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
@@ -388,7 +388,7 @@ def _worker(arguments: argparse.Namespace) -> None:
         try:
             found = _timed(rows[index], arguments.steps, device)
         except Exception as error:
-            cause = innermost(error)
+            cause = root_exception(error)
             if not isinstance(cause, torch.OutOfMemoryError):
                 raise
             _write(_result(arguments.file, index), {"error": f"out of memory: {str(cause).splitlines()[0]}"})

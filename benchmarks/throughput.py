@@ -43,9 +43,9 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
+from workbench.errors import root_exception
 from workbench.execution.blocks import compiled as compiling
 from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
-from workbench.execution.causes import innermost
 from workbench.execution.deterministic import WORKSPACE
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
@@ -151,9 +151,9 @@ def main() -> None:
                     with _settings(label):
                         found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
                 except Exception as error:
-                    if not isinstance(innermost(error), torch.OutOfMemoryError):
+                    if not isinstance(root_exception(error), torch.OutOfMemoryError):
                         raise
-                    found[-1]["error"] = f"out of memory: {str(innermost(error)).splitlines()[0]}"
+                    found[-1]["error"] = f"out of memory: {str(root_exception(error)).splitlines()[0]}"
                     _write(arguments, found)
                     os._exit(1)  # the other ranks wait for this one
                 _forget(device)

@@ -1,4 +1,4 @@
-"""Errors for people: what happened, with numbers, then the way out.
+"""Errors for users: each says what happened, with numbers, and then the remedy.
 
 Every exception that a user can meet is a `WorkbenchError` (a `ValueError`, so that `except ValueError`
 keeps working) and carries its facts as attributes. Our own invariants are plain `assert`s.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +19,7 @@ R = TypeVar("R")
 
 
 class WorkbenchError(ValueError):
-    """Base of every error meant for the user; `facts` holds the numbers that the sentence quotes."""
+    """Base class of every error meant for the user; `facts` holds the values that the message quotes."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -27,12 +29,12 @@ class WorkbenchError(ValueError):
         return (_rebuild, (type(self), str(self), self.facts))
 
 
-def _rebuild(kind: type[WorkbenchError], message: str, facts: dict[str, Any]) -> WorkbenchError:
-    return kind(message, **facts)
+def _rebuild(error_type: type[WorkbenchError], message: str, facts: dict[str, Any]) -> WorkbenchError:
+    return error_type(message, **facts)
 
 
 class UnknownParameter(WorkbenchError):
-    """A keyword that the callee does not have."""
+    """A keyword that the called function does not have."""
 
 
 class InvalidExperiment(WorkbenchError):
@@ -48,31 +50,42 @@ class CaptureError(WorkbenchError):
 
 
 class PlanInfeasible(WorkbenchError):
-    """No plan fits, or the one that was given cannot run here."""
+    """A request that no plan satisfies, or a plan that cannot run on the cluster."""
 
 
 class PlanMismatch(WorkbenchError):
-    """A plan made for another model, batch or cluster."""
+    """A plan that was made for another model, batch or cluster."""
 
 
 class RunExists(WorkbenchError):
-    """The run directory is taken."""
+    """A run directory that another run uses."""
 
 
 class RunNotFound(WorkbenchError):
-    """There is no run at that path or under that name."""
+    """A path or name under which there is no run."""
 
 
 class RunFailed(WorkbenchError):
-    """A worker died; carries its rank, its stage and its own traceback."""
+    """A run whose worker died; carries the rank, the stage and the traceback of the worker."""
 
 
 class CheckpointError(WorkbenchError):
-    """A checkpoint that is missing, torn, or of another model."""
+    """A checkpoint that is missing, damaged, or of another model."""
+
+
+def root_exception(error: BaseException) -> BaseException:
+    """Return the first of several exceptions that were raised because of each other: the one to report.
+
+    While an exception leaves compiled code, the compiler of torch 2.11 and 2.13 still traces the generator by which
+    torch formats the traceback, and raises its own `Unsupported`. That one has no cause, only a context.
+    """
+    is_compilers = type(error).__name__ == "Unsupported"
+    cause = error.__cause__ or (error.__context__ if is_compilers else None)
+    return error if cause is None else root_exception(cause)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`"Did you mean 'global_batch'?"`, or the list of what there is when nothing is close."""
+    """Return `"Did you mean 'global_batch'?"`, or the list of known names if none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
@@ -81,12 +94,11 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Answer an unknown keyword with the nearest known one instead of Python's bare `TypeError`."""
-    signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        raise AssertionError(f"{function.__qualname__} takes any keyword; there is nothing to check")
+    """Make a function answer an unknown keyword with the nearest known one instead of a bare `TypeError`."""
+    parameters = inspect.signature(function).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY and p.name != "self"}
+    for parameter in (p for p in parameters if p.kind is p.VAR_KEYWORD):
+        known = known - {parameter.name} | _keys_of(parameter.annotation, function)
     name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -99,3 +111,14 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def _keys_of(annotation: Any, function: Callable[..., Any]) -> frozenset[str]:
+    """Return the keys of the `TypedDict` in the annotation `Unpack[…]` of a function's `**` parameter."""
+    holder = types.SimpleNamespace(__annotations__={"unpacked": annotation})
+    hint = typing.get_type_hints(holder, function.__globals__)["unpacked"]
+    if typing.get_origin(hint) is not typing.Unpack:
+        raise AssertionError(f"{function.__qualname__} takes any keyword; there is nothing to check")
+    [keywords] = typing.get_args(hint)
+    keys: frozenset[str] = keywords.__required_keys__ | keywords.__optional_keys__
+    return keys

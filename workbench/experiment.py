@@ -1,4 +1,4 @@
-"""What to train, on what, for how long: one frozen value that every later step reads.
+"""`Experiment`: the model, the data and the optimisation of one training, as one frozen value.
 
 An `Experiment` says nothing about devices; `wb.plan` and `wb.launch` add those.
 """
@@ -13,63 +13,82 @@ from typing import Any
 
 from workbench import data as _data
 from workbench import models as _models
+from workbench.data import DataSource
 from workbench.errors import InvalidExperiment, UnknownParameter, checked_keywords, suggestion
+from workbench.models import ModelSource
 
 PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("linear", "cosine", "constant")
+_MINIMA = {
+    "steps": 1,
+    "global_batch": 1,
+    "seq_len": 1,
+    "log_every": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "warmup_steps": 0,
+    "seed": 0,
+    "learning_rate": None,
+    "eps": None,
+    "clip_norm": None,
+    "weight_decay": 0,
+}
+"""Smallest value of each number; None if it must be greater than 0."""
+_REAL = ("learning_rate", "eps", "clip_norm", "weight_decay")
+"""Numbers that need not be whole."""
 _OPTIONAL = ("checkpoint_every", "warmup_steps", "clip_norm")
-_LEAST = {"warmup_steps": 0, "seed": 0, "weight_decay": 0}
+"""Numbers that may be None."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A model, its data, and the optimisation that joins them.
+    """A model, its data, and the optimisation that trains the one on the other.
 
-    `model` is one of `wb.models.…` or any callable that returns an `nn.Module`; `data` is one of
-    `wb.data.…`, a map-style dataset whose items are dicts of tensors, or a callable that returns one.
-    The model must return its loss: as `.loss`, `["loss"]`, the first item of a tuple, or a scalar.
+    `model` is one of `wb.models.…`, or any callable that returns an `nn.Module`; `data` is one of `wb.data.…`, a
+    map-style dataset whose items are dicts of tensors, or a callable that returns one. Callables and datasets become
+    a `CustomModel` and a `CustomData`. The model must return its loss: as `.loss`, `["loss"]`, the first item of a
+    tuple, or a scalar.
 
-    One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all
-    devices, however a plan divides them. Losses are means over the whole global batch, so that curves
-    do not depend on the plan.
+    One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all devices, however a
+    plan divides them. Losses are means over the whole global batch, so that curves do not depend on the plan.
 
     Raises `InvalidExperiment` for values that can never train, before anything is computed.
     """
 
-    model: Any
-    data: Any
+    model: ModelSource
+    data: DataSource
     steps: int = 1000
     global_batch: int = 64
     seq_len: int = 128
-    """Tokens a sample. Data of one's own are as long as they are: give theirs, since tokens are counted by it."""
+    """Tokens per sample. A custom dataset decides the length itself: give its length here, since it counts tokens."""
     learning_rate: float = 1e-4
     warmup_steps: int | None = None
-    """Linear warm-up from 0; `None` takes a tenth of `steps`."""
+    """Steps of linear warm-up from 0; `None` takes a tenth of `steps`."""
     lr_schedule: str = "linear"
     """Decay after the warm-up, to zero at `steps`: `linear`, `cosine`, or `constant`."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    """AdamW's; not applied to biases and normalisation weights (tensors of fewer than two dims)."""
+    """Weight decay of AdamW; not applied to biases and normalisation weights (tensors of fewer than two dims)."""
     clip_norm: float | None = 1.0
-    """Global norm over all parameters of all stages, each tied parameter once."""
+    """Limit of the gradient's global norm over all parameters, each tied parameter once; `None` clips nothing."""
     precision: str = "auto"
     """`fp32`, `bf16` (autocast over fp32 weights), or `auto`: bf16 on GPUs, fp32 on CPUs."""
     compile: bool | None = None
-    """Compile each kind of block once with `torch.compile`; `None` does so on GPUs."""
+    """Compile each block type once with `torch.compile`; `None` does so on GPUs only."""
     seed: int = 0
     deterministic: bool = False
-    """Use kernels that give the same bits every time only, so that a resumed run on GPUs repeats the curve of an
-    unbroken one exactly; usually slower, and operations that have no such kernel end the run. CPUs need none of it."""
+    """Use only kernels that give the same bits every time, so that a resumed run on GPUs repeats the curve of an
+    unbroken one exactly. Usually slower; an operation without such a kernel ends the run. CPUs do not need it."""
     log_every: int = 1
     checkpoint_every: int | None = None
-    """Steps between checkpoints; `None` keeps only the one written at the end (or when stopped)."""
+    """Steps between checkpoints; `None` writes only one, at the end or when the run is stopped."""
     keep_checkpoints: int = 3
-    """Complete checkpoints that stay; older ones are deleted as new ones are written."""
+    """Number of complete checkpoints to keep; older ones are deleted as new ones are written."""
     name: str | None = None
     tags: tuple[str, ...] = ()
     project: str = "workbench"
-    """The Weights & Biases project that the run is tracked under."""
+    """Weights & Biases project that tracks the run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", _models.as_model(self.model))
@@ -79,11 +98,8 @@ class Experiment:
         object.__setattr__(self, "tags", tuple(self.tags))
         if self.name is None:
             object.__setattr__(self, "name", self.model.name)
-        checkpoints = ("checkpoint_every", "keep_checkpoints")
-        for field in ("steps", "global_batch", "seq_len", "log_every", *checkpoints, "warmup_steps", "seed"):
-            _require_number(field, getattr(self, field), Integral, "a whole number", least=_LEAST.get(field, 1))
-        for field in ("learning_rate", "eps", "clip_norm", "weight_decay"):
-            _require_number(field, getattr(self, field), Real, "a number", least=_LEAST.get(field))
+        for field, least in _MINIMA.items():
+            _require_number(field, getattr(self, field), least)
         if not isinstance(self.deterministic, bool):
             raise InvalidExperiment(
                 f"deterministic={self.deterministic!r} is neither True nor False. Give one of them.",
@@ -109,7 +125,7 @@ class Experiment:
 
     @property
     def warmup(self) -> int:
-        """Steps of warm-up, resolved."""
+        """Steps of warm-up, with the default resolved."""
         return self.steps // 10 if self.warmup_steps is None else self.warmup_steps
 
     @property
@@ -117,7 +133,7 @@ class Experiment:
         return self.global_batch * self.seq_len
 
     def replace(self, **changes: Any) -> Experiment:
-        """This experiment with some fields changed; a changed model renames it unless `name` is given."""
+        """Return this experiment with some fields changed; a changed model renames it unless `name` is given."""
         known = {f.name for f in dataclasses.fields(self)}
         for word in changes:
             if word not in known:
@@ -129,10 +145,10 @@ class Experiment:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """A description that a person can read and `from_json` can rebuild.
+        """Return a description that a person can read and from which `from_json` rebuilds the experiment.
 
-        Callables and datasets of the user are described by name and source only: the objects
-        themselves travel to the workers in the run directory's `code/`, never through this.
+        The user's callables and datasets are described by name and source only: the objects themselves travel to
+        the workers in `code/` of the run directory.
         """
         value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         value["model"] = self.model.to_json()
@@ -142,7 +158,7 @@ class Experiment:
 
     @staticmethod
     def from_json(value: Mapping[str, Any], *, model: Callable[[], Any] | None = None, data: Any = None) -> Experiment:
-        """Rebuild; `model` and `data` supply the user's own callables where the JSON only names them."""
+        """Rebuild an experiment; `model` and `data` supply the user's own objects, which the JSON only names."""
         fields = dict(value)
         fields["model"] = _models.from_json(fields["model"], factory=model)
         fields["data"] = _data.from_json(fields["data"], dataset=data)
@@ -150,11 +166,11 @@ class Experiment:
         return Experiment(**fields)
 
 
-def _require_number(name: str, value: Any, kind: type, described: str, least: float | None) -> None:
-    """At least `least`, or greater than 0 where that is None; None is left to the fields that allow it."""
+def _require_number(name: str, value: Any, least: int | None) -> None:
     if value is None and name in _OPTIONAL:
         return
-    if not isinstance(value, kind) or isinstance(value, bool):
+    number, described = (Real, "a number") if name in _REAL else (Integral, "a whole number")
+    if not isinstance(value, number) or isinstance(value, bool):
         raise InvalidExperiment(f"{name}={value!r} is not {described}. Give {described}.", parameter=name, value=value)
     if least is None and not value > 0:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)

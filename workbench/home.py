@@ -1,4 +1,4 @@
-"""Where the workbench keeps what it can make again: tokenised text, measurements, the queue of this machine."""
+"""The cache folder, for everything that can be made again: tokenised text, measurements, the device queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_home() -> Path:
-    """`$WORKBENCH_HOME`, or the user's cache folder by the platform's custom."""
+    """Return `$WORKBENCH_HOME`, or the user's cache folder by the custom of the platform."""
     if home := os.environ.get("WORKBENCH_HOME"):
         return Path(home).expanduser()
     if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""The shape of a tensor without the tensor: what crosses stages, feeds the model, or fills memory."""
+"""`TensorSpec`: name, shape and dtype of a tensor that need not exist."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+"""Bytes of one element of each dtype, by torch's name without the `torch.`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TensorSpec:
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     def batched(self, batch: int) -> TensorSpec:
-        """This spec of one sample, with a leading batch dim."""
+        """Return this spec of one sample with a leading batch dim."""
         return TensorSpec(self.name, (batch, *self.shape), self.dtype)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Human output: bytes as GiB, times as ms or minutes, counts as 2.46 B."""
+"""Numbers for people: bytes as GiB, times as ms or minutes, counts as 2.46 B; and checks of numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1024**2
 
 
 def gib(num_bytes: float) -> str:
-    """`"36.7 GiB"`; small sizes in MiB or KiB."""
+    """Format bytes as `"36.7 GiB"`; small sizes in MiB or KiB."""
     if abs(num_bytes) >= 0.1 * GIB:
         return f"{num_bytes / GIB:.1f} GiB"
     if abs(num_bytes) >= 0.1 * MIB:
@@ -19,7 +19,7 @@ def gib(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """`"2.46 B"`, `"340 M"`, `"30.5 k"`: three significant digits."""
+    """Format a count as `"2.46 B"`, `"340 M"` or `"30.5 k"`, with three significant digits."""
     for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{suffix}"
@@ -27,13 +27,13 @@ def count(number: float) -> str:
 
 
 def flops_per_s(rate: float) -> str:
-    """`"809 TFLOP/s"`, `"183 GFLOP/s"`."""
+    """Format a rate as `"809 TFLOP/s"` or `"183 GFLOP/s"`."""
     scale, prefix = next(((s, p) for s, p in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if rate >= 0.9995 * s), (1e6, "M"))
     return f"{rate / scale:.3g} {prefix}FLOP/s"
 
 
 def duration(seconds: float) -> str:
-    """`"213 ms"`, `"4.2 s"`, `"8 min 05 s"`, `"3 h 12 min"`."""
+    """Format a time as `"213 ms"`, `"4.2 s"`, `"8 min 05 s"` or `"3 h 12 min"`."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 59.95:
@@ -45,12 +45,12 @@ def duration(seconds: float) -> str:
 
 
 def plain(number: Any) -> Any:
-    """NumPy's numbers as Python's, so that they are checked, printed and stored alike; all else as it is."""
+    """Convert NumPy's numbers to Python's, to check, print and store them alike; return anything else as it is."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         return number
     return int(number) if isinstance(number, numbers.Integral) else float(number)
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Is it a whole number of at least one? `True` is none."""
+    """Return True if `value` is a whole number of at least one; `True` itself is not a number."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,4 +1,4 @@
-"""The user's own code on its way to other processes: pickled by value where a cell defined it, with this path."""
+"""The user's own code on its way to other processes: pickled objects, and the path from which they import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from workbench.errors import InvalidExperiment
 
 
 def pickled(name: str, value: Any) -> bytes:
-    """By value what was defined in a cell, by reference what a module of the user's defines."""
+    """Pickle an object: by value if a notebook cell defined it, by reference if a module of the user did.
+
+    Raises `InvalidExperiment` if the object cannot be pickled; `name` says what it is.
+    """
     import cloudpickle
 
     try:
@@ -27,10 +30,10 @@ def pickled(name: str, value: Any) -> bytes:
 
 
 def user_path() -> Iterable[str]:
-    """This process's `sys.path` without Python's own folders: what lies beside the notebook imports in the workers."""
-    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    standard = tuple(str(Path(path)) for path in own)
+    """Return `sys.path` without Python's own folders, so that modules beside a notebook can be imported in workers."""
+    python = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    standard = tuple(str(Path(path)) for path in python)
     entries = [os.path.abspath(entry or os.curdir) for entry in sys.path]
     package = str(Path(__file__).resolve().parents[1])
-    kept = [entry for entry in entries if not entry.startswith(standard) and not entry.endswith(".zip")]
-    return dict.fromkeys([*kept, *(() if package.startswith(standard) else (package,))])
+    users = [entry for entry in entries if not entry.startswith(standard) and not entry.endswith(".zip")]
+    return dict.fromkeys([*users, *(() if package.startswith(standard) else (package,))])

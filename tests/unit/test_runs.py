@@ -15,8 +15,7 @@ from torch import fx, nn
 import workbench as wb
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
-from workbench.errors import PlanInfeasible, RunFailed, RunNotFound
-from workbench.execution.causes import innermost
+from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
 from workbench.execution.deterministic import WORKSPACE, make_repeatable
 from workbench.execution.worker import message_of
 from workbench.experiment import Experiment
@@ -400,5 +399,5 @@ def test_an_error_of_compiled_code_is_told_from_the_compilers_own() -> None:
     block = fx.symbolic_trace(nn.Linear(2, 2))
     with pytest.raises(Exception) as caught:  # noqa: PT011  (which one, depends on torch)
         torch.compile(block, backend=backend, dynamic=False, fullgraph=True)(torch.ones(1, 2))
-    assert type(innermost(caught.value)) is torch.OutOfMemoryError
-    assert innermost(caught.value).args == ("CUDA out of memory.",)
+    assert type(root_exception(caught.value)) is torch.OutOfMemoryError
+    assert root_exception(caught.value).args == ("CUDA out of memory.",)

@@ -38,10 +38,10 @@ from torch import nn
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
 from workbench.cost.measured import Measurement
+from workbench.errors import root_exception
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
-from workbench.execution.causes import innermost
 from workbench.execution.deterministic import make_repeatable
 from workbench.execution.parallel.stage import BlockModule
 from workbench.execution.random_batch import random_batch, repeated
@@ -518,7 +518,7 @@ def _guessed(request: Request, micro_batch: int, device: torch.device, note: Not
         probe = Probe(request, micro_batch, device, note)
         probe.compile()
     except Exception as error:
-        if isinstance(innermost(error), torch.OutOfMemoryError):
+        if isinstance(root_exception(error), torch.OutOfMemoryError):
             return None
         raise
     note("compiled")

@@ -29,12 +29,11 @@ from accelerate.utils import ProjectConfiguration, send_to_device
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
-from workbench.errors import PlanMismatch
+from workbench.errors import PlanMismatch, root_exception
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import BUFFERS
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler, turn_to_build
-from workbench.execution.causes import innermost
 from workbench.execution.checkpoint.files import step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import Checkpoints, Extras, Progress, Saved
@@ -70,7 +69,7 @@ def main(directory: str) -> int:
     except BaseException as error:
         _report(run, rank, stage, error, plan)
         if not supervised:
-            cause = innermost(error)
+            cause = root_exception(error)
             message = f"rank {rank} (stage {stage}): {type(cause).__name__}: {message_of(cause, plan)}".splitlines()[0]
             append_event(run.events, "status", state="failed", message=message)
         return 1
@@ -122,7 +121,7 @@ def _on_gpu() -> bool:
 def _report(run: RunDir, rank: int, stage: int, error: BaseException, plan: Plan) -> None:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
-    cause = innermost(error)
+    cause = root_exception(error)
     facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message_of(cause, plan)}
     facts["traceback"] = text
     write_json(run.error(rank), {**facts, "time": time.time()})

@@ -29,7 +29,9 @@ from workbench.units import count
 from workbench.user_code import pickled, user_path
 
 if TYPE_CHECKING:
-    from workbench.experiment import Experiment
+    from workbench.data import CustomData
+from workbench.experiment import Experiment
+from workbench.models import CustomModel
     from workbench.planning.plan import Plan
 
 WORKER = processes.WORKER
@@ -119,6 +121,7 @@ def _written(
 def clone(run: Run, plan: Plan | None = None, *, worker: str = WORKER, **changes: Any) -> Run:
     """Launch the run's experiment again with `changes`, in a directory of its own; see `Run.clone`."""
     from workbench.experiment import Experiment
+from workbench.models import CustomModel
 
     experiment = Experiment.from_json(run.experiment).replace(**changes)
     chosen = run.plan if plan is None else plan
@@ -368,8 +371,8 @@ def _tell_notebook(run: RunDir) -> None:
 def _user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) -> dict[str, bytes]:
     """Files of `code/`: the user's own model factory and dataset, pickled for the workers, and their source."""
     model, data = experiment.model, experiment.data
-    own = {"model": model.factory} if model.is_custom and "model" in only else {}
-    own |= {"data": data.dataset_or_factory} if data.is_custom and "data" in only else {}
+    own: dict[str, Any] = {"model": model.factory} if isinstance(model, CustomModel) and "model" in only else {}
+    own |= {"data": data.dataset_or_factory} if isinstance(data, CustomData) and "data" in only else {}
     files = {}
     for name, value in own.items():
         files[f"{name}.pkl"] = pickled(name, value)
