@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.data import CustomData
 from workbench.errors import CheckpointError, PlanInfeasible, PlanMismatch, RunExists, WorkbenchError
+from workbench.models import CustomModel
 from workbench.rundir import RunDir, append_event, process_record, read_json, write_json
 from workbench.runs.launching import device_queue as turns
 from workbench.runs.launching import processes
@@ -29,9 +31,7 @@ from workbench.units import count
 from workbench.user_code import pickled, user_path
 
 if TYPE_CHECKING:
-    from workbench.data import CustomData
-from workbench.experiment import Experiment
-from workbench.models import CustomModel
+    from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
 WORKER = processes.WORKER
@@ -121,7 +121,6 @@ def _written(
 def clone(run: Run, plan: Plan | None = None, *, worker: str = WORKER, **changes: Any) -> Run:
     """Launch the run's experiment again with `changes`, in a directory of its own; see `Run.clone`."""
     from workbench.experiment import Experiment
-from workbench.models import CustomModel
 
     experiment = Experiment.from_json(run.experiment).replace(**changes)
     chosen = run.plan if plan is None else plan
