@@ -1,17 +1,16 @@
-"""Named configurations of `transformers` models, and the user's own callables; configuration only.
+"""Descriptions of models: named configurations of `transformers` architectures, and the user's own callables.
 
-Nothing here is a model: a `Model` or `CustomModel` knows how to build one, so that every rank can, and
-carries what the other rooms ask (objective, vocabulary, positions).
+A `Model` or a `CustomModel` is no module but knows how to build one, so that every rank can build its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from workbench.errors import InvalidExperiment, checked_keywords, suggestion
 from workbench.models._custom import CustomModel, as_model
-from workbench.models._named import LAYOUTS, Model
+from workbench.models._named import Model
 from workbench.models._source import ModelSource
 
 __all__ = [
@@ -29,135 +28,79 @@ __all__ = [
 ]
 
 
-@checked_keywords
-def bert(
-    hidden_size: int = 768,
-    num_layers: int = 12,
-    num_heads: int = 12,
-    intermediate_size: int | None = None,
-    vocab_size: int = 30522,
-    max_positions: int = 512,
-    dropout: float = 0.1,
-    layout: str = "post_ln",
-    next_sentence: bool = True,
-    initializer_range: float = 0.02,
-    name: str | None = None,
-) -> Model:
-    """BERT (arXiv:1810.04805) of any size, trained on masked words and, with `next_sentence`, on sentence pairs.
+class ModelOptions(TypedDict, total=False):
+    """Options that every named model takes, each with a default of its family."""
 
-    `layout="post_ln"` is BERT as published (`BertForPreTraining`); `"pre_ln"` normalises before each
-    sub-layer (`MegatronBertForPreTraining`), which Megatron-LM (arXiv:1909.08053) found necessary for BERTs
-    deeper than Large. `intermediate_size` defaults to four times `hidden_size`. The published layout
-    attends through scaled-dot-product kernels; the pre-LayerNorm model of `transformers` only has the
-    explicit softmax, whose scores take memory quadratic in the sequence length. `initializer_range` is the
-    standard deviation of the initial weights; BERT's 0.02 suits widths near 1024, and a narrow model learns
-    sooner with one near 1/sqrt(`hidden_size`).
+    intermediate_size: int | None
+    """Width of the feed-forward layers; defaults to four times `hidden_size`."""
+    vocab_size: int
+    """Rows of the embedding."""
+    max_positions: int
+    """Longest sequence, in tokens."""
+    dropout: float
+    """Dropout probability of hidden states and attention; 0.1 by default."""
+    initializer_range: float
+    """Standard deviation of the initial weights. The default of 0.02 suits widths near 1024; a narrow model learns
+    sooner with a value near 1/sqrt(`hidden_size`)."""
+    name: str | None
+    """Name for tables and run directories; by default the family and its sizes, such as `bert-12x768`."""
+
+
+class BertOptions(ModelOptions, total=False):
+    """Options of a BERT."""
+
+    layout: str
+    """Position of the normalisation: `post_ln` (default) or `pre_ln`."""
+    next_sentence: bool
+    """Train on sentence pairs as well as on masked words; True by default."""
+
+
+@checked_keywords
+def bert(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **options: Unpack[BertOptions]) -> Model:
+    """Describe a BERT (arXiv:1810.04805) of any size; vocabulary 30522 and 512 positions unless `options` differ.
+
+    `layout="post_ln"` is BERT as published (`BertForPreTraining`); `"pre_ln"` normalises before each sub-layer
+    (`MegatronBertForPreTraining`), which Megatron-LM (arXiv:1909.08053) found necessary for BERTs deeper than Large.
+    The published layout attends through scaled-dot-product kernels; the pre-LayerNorm model of `transformers` has
+    only the explicit softmax, whose scores take memory quadratic in the sequence length. The other options are
+    `ModelOptions` and `next_sentence`.
 
     Raises `InvalidExperiment` when the sizes cannot make a model.
     """
-    if layout not in LAYOUTS:
-        raise InvalidExperiment(
-            f"layout={layout!r} is not a layout of BERT. {suggestion(str(layout), LAYOUTS)}", layout=layout
-        )
-    return Model(
-        name=name or f"bert-{num_layers}x{hidden_size}",
-        family="bert",
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
-        vocab_size=vocab_size,
-        max_positions=max_positions,
-        dropout=dropout,
-        layout=layout,
-        next_sentence=next_sentence,
-        initializer_range=initializer_range,
-    )
+    defaults: BertOptions = {"vocab_size": 30522, "max_positions": 512, "layout": "post_ln", "next_sentence": True}
+    return _model("bert", hidden_size, num_layers, num_heads, {**defaults, **options})
 
 
 @checked_keywords
-def bert_large(
-    vocab_size: int = 30522,
-    max_positions: int = 512,
-    dropout: float = 0.1,
-    layout: str = "post_ln",
-    next_sentence: bool = True,
-    initializer_range: float = 0.02,
-    name: str = "bert-large",
-) -> Model:
-    """BERT-Large (arXiv:1810.04805): 24 layers, hidden size 1024, 16 heads; 335 M parameters. See `bert`."""
-    return bert(
-        hidden_size=1024,
-        num_layers=24,
-        num_heads=16,
-        vocab_size=vocab_size,
-        max_positions=max_positions,
-        dropout=dropout,
-        layout=layout,
-        next_sentence=next_sentence,
-        initializer_range=initializer_range,
-        name=name,
-    )
+def bert_large(**options: Unpack[BertOptions]) -> Model:
+    """Describe BERT-Large (arXiv:1810.04805): 24 layers, hidden size 1024, 16 heads; 335 M parameters. See `bert`."""
+    named: BertOptions = {"name": "bert-large", **options}
+    return bert(hidden_size=1024, num_layers=24, num_heads=16, **named)
 
 
 @checked_keywords
-def gpt2(
-    hidden_size: int = 768,
-    num_layers: int = 12,
-    num_heads: int = 12,
-    intermediate_size: int | None = None,
-    vocab_size: int = 50257,
-    max_positions: int = 1024,
-    dropout: float = 0.1,
-    initializer_range: float = 0.02,
-    name: str | None = None,
-) -> Model:
-    """GPT-2 (`GPT2LMHeadModel`) of any size; the defaults are the smallest published one, 124 M parameters.
+def gpt2(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **options: Unpack[ModelOptions]) -> Model:
+    """Describe a GPT-2 (`GPT2LMHeadModel`) of any size; the defaults are the smallest published one, 124 M parameters.
 
-    `initializer_range` as for `bert`; the projections that end a residual branch start smaller, as published.
+    The projections that end a residual branch start with smaller weights than `initializer_range`, as published.
     """
-    return Model(
-        name=name or f"gpt2-{num_layers}x{hidden_size}",
-        family="gpt2",
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
-        vocab_size=vocab_size,
-        max_positions=max_positions,
-        dropout=dropout,
-        initializer_range=initializer_range,
-    )
+    defaults: ModelOptions = {"vocab_size": 50257, "max_positions": 1024}
+    return _model("gpt2", hidden_size, num_layers, num_heads, {**defaults, **options})
 
 
 @checked_keywords
-def opt(
-    hidden_size: int = 768,
-    num_layers: int = 12,
-    num_heads: int = 12,
-    intermediate_size: int | None = None,
-    vocab_size: int = 50272,
-    max_positions: int = 2048,
-    dropout: float = 0.1,
-    initializer_range: float = 0.02,
-    name: str | None = None,
-) -> Model:
-    """OPT (`OPTForCausalLM`, arXiv:2205.01068) of any size, pre-LayerNorm; the defaults are OPT-125M.
+def opt(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **options: Unpack[ModelOptions]) -> Model:
+    """Describe an OPT (`OPTForCausalLM`, arXiv:2205.01068) of any size, pre-LayerNorm; the defaults are OPT-125M."""
+    defaults: ModelOptions = {"vocab_size": 50272, "max_positions": 2048}
+    return _model("opt", hidden_size, num_layers, num_heads, {**defaults, **options})
 
-    `initializer_range` as for `bert`; `transformers` calls it `init_std` here.
-    """
-    return Model(
-        name=name or f"opt-{num_layers}x{hidden_size}",
-        family="opt",
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        intermediate_size=4 * hidden_size if intermediate_size is None else intermediate_size,
-        vocab_size=vocab_size,
-        max_positions=max_positions,
-        dropout=dropout,
-        initializer_range=initializer_range,
-    )
+
+def _model(family: str, hidden_size: int, num_layers: int, num_heads: int, options: Mapping[str, Any]) -> Model:
+    fields = {"dropout": 0.1, **options}
+    if fields.get("intermediate_size") is None:
+        fields["intermediate_size"] = 4 * hidden_size
+    fields["name"] = fields.get("name") or f"{family}-{num_layers}x{hidden_size}"
+    return Model(family=family, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **fields)
 
 
 GPT3_SIZES: Mapping[str, tuple[int, int, int]] = {
@@ -172,39 +115,33 @@ GPT3_SIZES: Mapping[str, tuple[int, int, int]] = {
 }
 """Layers, hidden size and heads of GPT-3 (arXiv:2005.14165, table 2.1).
 
-The table prints 24 heads of 128 for the 1.3B model, which do not make its hidden size of 2048, and 5140
-for the 13B model, which its 40 heads of 128 do not make: 16 heads and 5120 are what the community trains.
+The table prints 24 heads of 128 for the 1.3B model, which do not make its hidden size of 2048, and 5140 for the 13B
+model, which its 40 heads of 128 do not make. The usual replacements are 16 heads and 5120.
 """
 
 
 @checked_keywords
 def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) -> Model:
-    """GPT-3 (arXiv:2005.14165) in one of its published sizes, as a `GPT2LMHeadModel` with dense attention."""
+    """Describe GPT-3 (arXiv:2005.14165) in one of its published sizes, as a `GPT2LMHeadModel` with dense attention."""
     if size not in GPT3_SIZES:
         raise InvalidExperiment(
             f"GPT-3 has no size {size!r}. {suggestion(str(size), GPT3_SIZES)}", size=size, known=tuple(GPT3_SIZES)
         )
     num_layers, hidden_size, num_heads = GPT3_SIZES[size]
-    return gpt2(
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        max_positions=max_positions,
-        dropout=dropout,
-        name=f"gpt3-{size.lower()}",
-    )
+    name = f"gpt3-{size.lower()}"
+    return gpt2(hidden_size, num_layers, num_heads, max_positions=max_positions, dropout=dropout, name=name)
 
 
 @checked_keywords
 def gpt3_1p3b(dropout: float = 0.1, max_positions: int = 2048) -> Model:
-    """GPT-3 XL: 24 layers, hidden size 2048, 16 heads of 128; 1.3 B parameters."""
+    """Describe GPT-3 XL: 24 layers, hidden size 2048, 16 heads of 128; 1.3 B parameters."""
     return gpt3("1.3B", dropout=dropout, max_positions=max_positions)
 
 
 def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | CustomModel:
-    """Rebuild what `to_json` described; `factory` supplies the user's callable, which JSON only names.
+    """Rebuild the model that `to_json` described; `factory` supplies the user's callable, which JSON only names.
 
-    Without it a custom model still shows its name and source, and refuses to build.
+    A custom model that is rebuilt without it shows its name and source, and raises `InvalidExperiment` when built.
     """
     fields = dict(value)
     if fields.pop("type") == "custom":

@@ -1,4 +1,4 @@
-"""`CustomModel`: any callable of the user's that returns an `nn.Module`."""
+"""`CustomModel`: a callable of the user that returns an `nn.Module`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A callable that builds the model, so that every rank can: a function, class, partial or lambda."""
+    """A callable (function, class, partial or lambda) with which every rank builds the model."""
 
     factory: Callable[[], Any] | None = field(repr=False)
-    """`None` where the model was only read from a run's description."""
+    """The callable; `None` if the model was only read from the description of a run."""
     name: str = ""
-    """Taken from the callable unless given."""
+    """Name for tables and messages; defaults to the name of the callable."""
     source: str | None = field(default=None, repr=False, compare=False)
-    """The callable's code, where Python can find it."""
+    """Source code of the callable, if Python can find it."""
 
     def __post_init__(self) -> None:
         if self.factory is None:
@@ -38,7 +38,7 @@ class CustomModel:
 
     @property
     def objective(self) -> None:
-        """Unknown: give the corpus an `objective`, or bring your own dataset."""
+        """Unknown, so give the corpus an `objective`, or bring your own dataset."""
         return None
 
     @property
@@ -54,9 +54,9 @@ class CustomModel:
         return True
 
     def build(self) -> nn.Module:
-        """Call the factory; the module comes in train mode, on the ambient device.
+        """Call the factory and return its module in train mode, on the ambient device.
 
-        Raises `InvalidExperiment` when the factory raises (with its line) or returns anything else.
+        Raises `InvalidExperiment` if the factory raises (and names the line) or returns anything else.
         """
         if self.factory is None:
             raise InvalidExperiment(
@@ -70,7 +70,7 @@ class CustomModel:
             module = self.factory()
         except Exception as error:
             raise InvalidExperiment(
-                f"{self.name}() raised {type(error).__name__}: {error}{_place(error)}. "
+                f"{self.name}() raised {type(error).__name__}: {error}{_user_line(error)}. "
                 "Call it by itself until it returns the model.",
                 model=self.name,
                 error=str(error),
@@ -88,13 +88,14 @@ class CustomModel:
 
 
 def as_model(value: Any) -> Model | CustomModel:
-    """`value` itself if it is one of `wb.models.…`, or the user's callable wrapped in a `CustomModel`.
+    """Return `value` if it is one of `wb.models.…`, else wrap the user's callable in a `CustomModel`.
 
-    Raises `InvalidExperiment` for what cannot build a model on another rank.
+    Raises `InvalidExperiment` if the value cannot build a model on another rank.
     """
     if isinstance(value, Model | CustomModel):
         return value
-    if _is_module(value):
+    torch = sys.modules.get("torch")  # A module cannot exist before torch was imported.
+    if torch is not None and isinstance(value, torch.nn.Module):
         raise InvalidExperiment(
             f"The model is an instance of {type(value).__name__}, but every rank must build its own. "
             f"Pass a callable that builds it: model=lambda: {type(value).__name__}(…).",
@@ -113,7 +114,7 @@ def as_model(value: Any) -> Model | CustomModel:
 def _require_no_arguments(factory: Callable[..., Any]) -> None:
     try:
         parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # built-ins without a signature: `build` will tell
+    except (TypeError, ValueError):  # Built-ins without a signature are tried by `build`.
         return
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if required:
@@ -124,11 +125,6 @@ def _require_no_arguments(factory: Callable[..., Any]) -> None:
             model=name,
             required=tuple(required),
         )
-
-
-def _is_module(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # a module cannot exist before torch was imported
-    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def _innermost(factory: Callable[..., Any]) -> Any:
@@ -150,8 +146,8 @@ def _source_of(factory: Callable[..., Any]) -> str | None:
         return None
 
 
-def _place(error: BaseException) -> str:
-    """`" (net.py, line 12)"`: the innermost line of the user's, or nothing."""
+def _user_line(error: BaseException) -> str:
+    """Return `" (net.py, line 12)"` for the innermost line of the user's code, or an empty string."""
     frames = [f for f in traceback.extract_tb(error.__traceback__)[1:] if "site-packages" not in f.filename]
     return f" ({frames[-1].filename.rsplit('/', 1)[-1]}, line {frames[-1].lineno})" if frames else ""
 

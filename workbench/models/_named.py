@@ -1,13 +1,16 @@
-"""`Model`: one configuration of a `transformers` architecture, as a value."""
+"""`Model`: one configuration of a `transformers` architecture, as a value. The only importer of `transformers`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidExperiment, suggestion
+from workbench.units import is_count
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,24 +33,34 @@ class Model:
     num_heads: int
     intermediate_size: int
     vocab_size: int
-    """Rows of the embedding; the data's token ids must be smaller."""
+    """Rows of the embedding; the token ids of the data must be smaller."""
     max_positions: int
     dropout: float
     layout: str = "pre_ln"
-    """Where the normalisation stands: `post_ln` after each residual sum, `pre_ln` before each sub-layer."""
+    """Position of the normalisation: `post_ln` after each residual sum, `pre_ln` before each sub-layer."""
     next_sentence: bool = False
-    """Whether a BERT is also trained to tell true continuations from random ones."""
+    """True for a BERT that is also trained to tell true continuations from random ones."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
         for field in SIZES:
-            _require_positive_integer(field, getattr(self, field))
+            value = getattr(self, field)
+            if not is_count(value):
+                raise InvalidExperiment(
+                    f"{field}={value!r} must be a whole number of at least 1.", parameter=field, value=value
+                )
+        if self.layout not in LAYOUTS:
+            raise InvalidExperiment(
+                f"layout={self.layout!r} is not a layout of BERT. {suggestion(str(self.layout), LAYOUTS)}",
+                layout=self.layout,
+            )
         if self.hidden_size % self.num_heads:
+            divisors = (d for d in range(1, self.hidden_size + 1) if self.hidden_size % d == 0)
             raise InvalidExperiment(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}. "
                 f"Give hidden_size={self.num_heads * max(1, round(self.hidden_size / self.num_heads))}, or "
-                f"num_heads={_nearest_divisor(self.hidden_size, self.num_heads)}.",
+                f"num_heads={min(divisors, key=lambda d: abs(d - self.num_heads))}.",
                 hidden_size=self.hidden_size,
                 num_heads=self.num_heads,
             )
@@ -56,11 +69,18 @@ class Model:
                 f"dropout={self.dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
                 dropout=self.dropout,
             )
-        _require_positive_number("initializer_range", self.initializer_range)
+        deviation = self.initializer_range
+        if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not 0 < deviation < math.inf:
+            raise InvalidExperiment(
+                f"initializer_range={deviation!r} must be a finite number above 0. Give 0.02, or about "
+                "1/sqrt(hidden_size) for a narrow model.",
+                parameter="initializer_range",
+                value=deviation,
+            )
 
     @property
     def objective(self) -> str:
-        """What the model is trained on: `mlm_nsp`, `mlm` or `clm`; the data room makes the fields it takes."""
+        """Training objective (`mlm_nsp`, `mlm` or `clm`), from which data choose the fields of a sample."""
         if self.family != "bert":
             return "clm"
         return "mlm_nsp" if self.next_sentence else "mlm"
@@ -70,35 +90,102 @@ class Model:
         return False
 
     def build(self) -> nn.Module:
-        """The module in train mode with fresh weights, on the ambient device.
+        """Return the module in train mode, with fresh weights, on the ambient device.
 
-        Under `with torch.device("meta")` nothing is allocated. Input and output embeddings are one
-        parameter, as in `transformers`.
+        Under `with torch.device("meta")` nothing is allocated. Input and output embeddings are one parameter, as in
+        `transformers`, whose warnings are silenced: the user can do nothing about them.
         """
-        from workbench.models import _hugging_face
-
-        return _hugging_face.build(self)
+        with _quiet():
+            module = {"bert": _bert, "gpt2": _gpt2, "opt": _opt}[self.family](self)
+        return cast("nn.Module", module.train())
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "named", **dataclasses.asdict(self)}
 
 
-def _require_positive_integer(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidExperiment(
-            f"{field}={value!r} must be a whole number of at least 1.", parameter=field, value=value
-        )
+def _bert(model: Model) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": model.max_positions,
+        "hidden_dropout_prob": model.dropout,
+        "attention_probs_dropout_prob": model.dropout,
+        "initializer_range": model.initializer_range,
+        "use_cache": False,
+    }
+    if model.layout == "pre_ln":
+        # transformers has only the explicit softmax for this architecture. Samples are packed: with a padding id, its
+        # forward would look for padding in the values of each batch.
+        config = transformers.MegatronBertConfig(**sizes, pad_token_id=None)
+        if model.next_sentence:
+            return transformers.MegatronBertForPreTraining(config)
+        return transformers.MegatronBertForMaskedLM(config)
+    config = transformers.BertConfig(**sizes, attn_implementation="sdpa")
+    return transformers.BertForPreTraining(config) if model.next_sentence else transformers.BertForMaskedLM(config)
 
 
-def _require_positive_number(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise InvalidExperiment(
-            f"{field}={value!r} must be a finite number above 0. Give 0.02, or about 1/sqrt(hidden_size) for a "
-            "narrow model.",
-            parameter=field,
-            value=value,
-        )
+def _gpt2(model: Model) -> Any:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=model.vocab_size,
+        n_embd=model.hidden_size,
+        n_layer=model.num_layers,
+        n_head=model.num_heads,
+        n_inner=model.intermediate_size,
+        n_positions=model.max_positions,
+        resid_pdrop=model.dropout,
+        embd_pdrop=model.dropout,
+        attn_pdrop=model.dropout,
+        initializer_range=model.initializer_range,
+        bos_token_id=0,  # Only generation reads these ids, and the defaults may exceed a small vocabulary.
+        eos_token_id=0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    module: Any = transformers.GPT2LMHeadModel(config)
+    module.loss_type = "ForCausalLM"  # This is the default, but transformers fails to derive it and warns.
+    return module
 
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+def _opt(model: Model) -> Any:
+    import transformers
+
+    config = transformers.OPTConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        word_embed_proj_dim=model.hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        ffn_dim=model.intermediate_size,
+        max_position_embeddings=model.max_positions,
+        dropout=model.dropout,
+        attention_dropout=model.dropout,
+        layerdrop=0.0,
+        init_std=model.initializer_range,
+        do_layer_norm_before=True,
+        pad_token_id=None,  # Packed samples hold no padding, and a padding row would never be trained.
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    import transformers
+
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
