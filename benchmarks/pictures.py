@@ -22,9 +22,10 @@ from plotly.subplots import make_subplots
 import workbench as wb
 from workbench import api, models
 from workbench.capture import Graph, build_meta, capture
-from workbench.cost import Cluster, profile
-from workbench.cost.cluster import Device
-from workbench.cost.profiles import BlockTypeCost, Profile
+from workbench.cost import Cluster
+from workbench.cost.device import Device
+from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import save_png, show_plan, theme
 from workbench.planning import search
 from workbench.planning.plan import Plan
@@ -56,7 +57,7 @@ def scaled_bert() -> Graph:
 
 @cache
 def costs() -> Profile:
-    return profile(scaled_bert(), h200(1).device, "bf16", compiled=True)
+    return profile_graph(scaled_bert(), h200(1).device, "bf16", compiled=True)
 
 
 def h200(gpus: int) -> Cluster:

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import workbench as wb
 from workbench import models
 from workbench.capture import build_meta, capture
-from workbench.cost import Cluster, Profile, profile
+from workbench.cost import Cluster, Profile
+from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import PlanInfeasible
 from workbench.models import Model
 from workbench.planning import Request, weigh, what_if
@@ -70,7 +71,7 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
     if model.objective == "mlm_nsp":
         batch["next_sentence_label"] = TensorSpec("next_sentence_label", (2,), "int64")
     graph, capture_s = timed(lambda: capture(build_meta(model.build), batch, name=model.name))
-    costs, profile_s = timed(lambda: profile(graph, cluster.device, "bf16", compiled=True))
+    costs, profile_s = timed(lambda: profile_graph(graph, cluster.device, "bf16", compiled=True))
     plans, search_s = timed(lambda: weigh(costs, "bf16", Request(global_batch, seq_len, cluster)))
     each = (capture_s, profile_s, search_s, capture_s + profile_s + search_s)
     seconds = " | ".join(f"{s:.2f} s" for s in each)

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench import models
 from workbench.capture import Graph, build_meta, capture
-from workbench.cost.profiles import GEMM, STREAM, BlockCost, Kernel, BlockTypeCost, Profile
+from workbench.cost.profile import GEMM, STREAM, BlockCost, BlockTypeCost, Kernel, Profile
 from workbench.tensors import TensorSpec
 
 

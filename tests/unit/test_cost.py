@@ -16,13 +16,14 @@ from cost_values import bert, gpt2, graph_of, layered_profile
 
 from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
-from workbench.cost import Cluster, Link, Profile, profile
+from workbench.cost import Cluster, Link, Profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
+from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
-from workbench.cost.profiles import BlockTypeCost
+from workbench.cost.profile import BlockTypeCost
 from workbench.errors import CaptureError, PlanInfeasible, UnknownParameter
-from workbench.measure.local_cluster import GEMM_SHARE, known_gpu, local_cluster, reaching
+from workbench.measure.local_cluster import GEMM_SHARE, known_gpu, local_cluster, with_measured_rates
 
 H200 = Cluster.of("h200", gpus=4)
 CPU = local_cluster(processes=2)
@@ -71,7 +72,7 @@ def test_a_gpu_is_taken_for_the_tables_only_where_its_speed_and_links_are(torch_
 
 def test_a_listed_card_keeps_its_data_sheets_peak_and_is_as_efficient_as_it_was_measured() -> None:
     card = Cluster.of("rtx-4090", gpus=2).device
-    found = reaching(card, {"bf16": 120e12, "fp32": 60e12, "bandwidth": 900e9})
+    found = with_measured_rates(card, {"bf16": 120e12, "fp32": 60e12, "bandwidth": 900e9})
     assert found.peak("bf16") == card.peak("bf16")
     assert found.efficiency.gemm == pytest.approx(GEMM_SHARE * 120 / 165.2)
     assert found.efficiency.bandwidth == pytest.approx(900 / 1008)
@@ -160,34 +161,34 @@ def test_model_flops_are_six_per_weight_and_token_plus_attention() -> None:
     """PaLM (arXiv:2204.02311, appendix B): 6 N + 12 L H Q T per token; N without embeddings that are only looked up."""
     hidden, layers, vocab, seq_len = 64, 3, 512, 32
     model = bert(next_sentence=False)
-    found = profile(graph_of(model, seq_len=seq_len), H200.device, "bf16", compiled=True)
+    found = profile_graph(graph_of(model, seq_len=seq_len), H200.device, "bf16", compiled=True)
     weights = layers * 12 * hidden**2 + hidden**2 + hidden * vocab
     per_token = 6 * weights + 12 * layers * hidden * seq_len
     assert found.flops_per_sample == pytest.approx(seq_len * per_token, rel=1e-6)
 
 
 def test_equal_layers_are_priced_once() -> None:
-    found = profile(graph_of(bert(num_layers=5)), H200.device, "bf16", compiled=True)
+    found = profile_graph(graph_of(bert(num_layers=5)), H200.device, "bf16", compiled=True)
     assert len(found.blocks) == 7
     assert len(found.block_types) == 3
     assert len({block.block_type for block in found.blocks[1:-1]}) == 1
 
 
 def test_a_profile_survives_json() -> None:
-    found = profile(graph_of(bert()), H200.device, "bf16", compiled=True)
+    found = profile_graph(graph_of(bert()), H200.device, "bf16", compiled=True)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_costs_do_not_depend_on_the_micro_batch_of_the_capture(samples: int) -> None:
-    ours = profile(graph_of(bert(), samples=samples), H200.device, "bf16", compiled=True).at(8, H200.device)
-    reference = profile(graph_of(bert(), samples=2), H200.device, "bf16", compiled=True).at(8, H200.device)
+    ours = profile_graph(graph_of(bert(), samples=samples), H200.device, "bf16", compiled=True).at(8, H200.device)
+    reference = profile_graph(graph_of(bert(), samples=2), H200.device, "bf16", compiled=True).at(8, H200.device)
     np.testing.assert_allclose(ours.forward_ms, reference.forward_ms, rtol=1e-6)
     np.testing.assert_allclose(ours.saved_bytes, reference.saved_bytes, rtol=1e-2)
 
 
 def test_a_faster_device_is_never_slower() -> None:
-    costs = profile(graph_of(bert(hidden_size=512, num_heads=8)), H200.device, "bf16", compiled=True)
+    costs = profile_graph(graph_of(bert(hidden_size=512, num_heads=8)), H200.device, "bf16", compiled=True)
     slow = costs.at(64, Cluster.of("v100").device)
     fast = costs.at(64, Cluster.of("a100").device)
     assert (fast.forward_ms <= slow.forward_ms).all()
@@ -197,7 +198,7 @@ def test_fusion_moves_no_more_bytes_than_single_operations() -> None:
     graph = graph_of(bert())
 
     def traffic(compiled: bool) -> float:
-        found = profile(graph, H200.device, "bf16", compiled=compiled)
+        found = profile_graph(graph, H200.device, "bf16", compiled=compiled)
         return sum(kernel.bytes for kind in found.block_types for kernel in (*kind.forward, *kind.backward))
 
     assert traffic(True) < 0.8 * traffic(False)
@@ -209,7 +210,7 @@ def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
     make: Callable[..., Any], left_out: int, dropout: float
 ) -> None:
     """What a block adds to its input at the end is no operand of its backward; what it then normalises is."""
-    kind = profile(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).block_types[1]
+    kind = profile_graph(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).block_types[1]
     query_key_value, attention_out, up, down = 3 * 64, 2 * 64, 256, 64
     assert sum(kernel.flops for kernel in kind.forward if not kernel.again) == left_out * 2 * 32 * down * up
     kept = 2 * 32 * (query_key_value + attention_out + up + (1 - left_out) * down)
@@ -218,12 +219,12 @@ def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
 
 def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
     graph = graph_of(bert())
-    share = H200.device.efficiency.replay
+    share = H200.device.efficiency.selective_recompute
     for compiled, most in ((True, share), (False, 1.0)):
-        costs = profile(graph, H200.device, "bf16", compiled=compiled).at(8, H200.device)
-        assert (costs.replay_ms > 0).all()
-        assert (costs.replay_ms <= most * costs.recompute_ms).all()
-        assert (costs.recompute_ms <= costs.forward_ms).all()
+        costs = profile_graph(graph, H200.device, "bf16", compiled=compiled).at(8, H200.device)
+        assert (costs.selective_recompute_ms > 0).all()
+        assert (costs.selective_recompute_ms <= most * costs.full_recompute_ms).all()
+        assert (costs.full_recompute_ms <= costs.forward_ms).all()
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_saved_activations_are_what_autograd_saves(model: Any, precision: str) -> None:
     """Every kind of block runs for real at another micro-batch; autograd's own saved tensors are the truth."""
-    costs = profile(graph_of(model), CPU.device, precision, compiled=False)
+    costs = profile_graph(graph_of(model), CPU.device, precision, compiled=False)
     real = graph_of(model, samples=6)
     for index in {block.block_type: block.index for block in reversed(real.blocks)}.values():
         expected = costs.block_types[costs.blocks[index].block_type].saved_bytes * 6
@@ -290,7 +291,7 @@ def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() ->
     Megatron's 10 + 24 / t has half of such a stream and keeps masks (arXiv:2205.05198, section 4)."""
     hidden, samples, tokens = 256, 2, 128
     model = bert(hidden_size=hidden, num_heads=8, max_positions=tokens)
-    whole = profile(graph_of(model, samples, tokens), H200.device, "bf16", compiled=True)
+    whole = profile_graph(graph_of(model, samples, tokens), H200.device, "bf16", compiled=True)
     assert list(whole.divided) == [2, 4, 8]
     for degree in whole.divided:
         part = whole.on_tensor_axis(degree)
@@ -310,15 +311,15 @@ def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() ->
 def profile_of_bert(make: Callable[[], torch.nn.Module]) -> Profile:
     """As `graph_of`'s, of a model that comes with real weights."""
     batch = {name: spec_of(name, value) for name, value in zoo.batch("bert", 4).items()}
-    return profile(capture(make().train(), batch, name="bert"), H200.device, "bf16", compiled=True)
+    return profile_graph(capture(make().train(), batch, name="bert"), H200.device, "bf16", compiled=True)
 
 
 def test_a_checkpointed_block_repeats_no_all_reduce_that_its_backward_does_not_need() -> None:
     """BERT normalises the last sum of a layer; GPT hands it on."""
     for model, repeated in ((bert(), 2), (gpt2(), 1)):
-        layer = profile(graph_of(model), H200.device, "bf16", compiled=True).on_tensor_axis(2).block_types[1]
+        layer = profile_graph(graph_of(model), H200.device, "bf16", compiled=True).on_tensor_axis(2).block_types[1]
         assert len(layer.forward_reduced_bytes) == 2
-        assert layer.again_reduced_bytes == layer.forward_reduced_bytes[:repeated]
+        assert layer.recompute_reduced_bytes == layer.forward_reduced_bytes[:repeated]
 
 
 def test_frozen_lower_layers_reduce_no_gradient_over_the_tensor_axis() -> None:
@@ -329,7 +330,7 @@ def test_frozen_lower_layers_reduce_no_gradient_over_the_tensor_axis() -> None:
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_not_offered() -> None:
-    found = profile(graph_of(bert(num_heads=4), 2, 32), H200.device, "bf16", compiled=True)
+    found = profile_graph(graph_of(bert(num_heads=4), 2, 32), H200.device, "bf16", compiled=True)
     assert list(found.divided) == [2, 4]
 
 
@@ -377,14 +378,14 @@ def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
 
 
 def test_bf16_copies_are_held_once_where_they_are_kept_for_a_step() -> None:
-    found = profile(graph_of(bert(hidden_size=256, num_heads=8), 2, 64), H200.device, "bf16", compiled=True)
+    found = profile_graph(graph_of(bert(hidden_size=256, num_heads=8), 2, 64), H200.device, "bf16", compiled=True)
     whole, layer = (0, len(found.blocks)), found.block_types[1]
     matrices = 12 * 256 * 256
     assert layer.cast_elements == pytest.approx(matrices, rel=0.01), "and their biases"
-    more = state_of(found, halves=True).parameters[whole] - state_of(found).parameters[whole]
+    more = state_of(found, keeps_weight_copies=True).parameters[whole] - state_of(found).parameters[whole]
     own = sum(min(found.block_types[b.block_type].cast_elements, 2 * matrices) for b in found.blocks)
     assert 0.9 * own <= more / 2 <= own
-    cast, kept = (activations_of(found, halves=halves) for halves in (False, True))
+    cast, kept = (activations_of(found, keeps_weight_copies=halves) for halves in (False, True))
     assert (cast.of(3) - kept.of(3))[0, 1, 2] == pytest.approx(3 * 2 * layer.cast_elements, rel=0.01)
 
 
@@ -467,19 +468,19 @@ class Spectral(torch.nn.Module):
 def test_an_operation_that_does_not_take_bf16_is_refused_with_its_line() -> None:
     batch = {"x": torch.zeros(2, 8), "labels": torch.zeros(2, dtype=torch.long)}
     graph = capture(Spectral(), {name: spec_of(name, value) for name, value in batch.items()}, name="Spectral")
-    profile(graph, H200.device, "fp32", compiled=True)
+    profile_graph(graph, H200.device, "fp32", compiled=True)
     said = r"Spectral: fft_rfft at .*test_cost.py:\d+ \(`spectrum = .*cannot run in bf16: Unsupported.*precision='fp32'"
     with pytest.raises(CaptureError, match=said):
-        profile(graph, H200.device, "bf16", compiled=True)
+        profile_graph(graph, H200.device, "bf16", compiled=True)
 
 
 def test_what_launches_the_same_in_every_step_can_be_recorded() -> None:
     """Not a head over labelled rows, unless tensor parallelism divides it; not what draws attention's dropout again."""
-    found = profile(graph_of(bert(dropout=0.1)), H200.device, "bf16", compiled=True)
-    recordable = [found.block_types[block.block_type].recordable for block in found.blocks]
-    assert set(recordable[1:-1]) == {("none", "selective")}
-    assert recordable[-1] == ()
+    found = profile_graph(graph_of(bert(dropout=0.1)), H200.device, "bf16", compiled=True)
+    capturable = [found.block_types[block.block_type].capturable for block in found.blocks]
+    assert set(capturable[1:-1]) == {("none", "selective")}
+    assert capturable[-1] == ()
     divided = found.on_tensor_axis(2)
-    assert divided.block_types[divided.blocks[-1].block_type].recordable == ("none", "selective", "full")
-    still = profile(graph_of(bert(dropout=0.0)), H200.device, "bf16", compiled=True)
-    assert still.block_types[still.blocks[1].block_type].recordable == ("none", "selective", "full")
+    assert divided.block_types[divided.blocks[-1].block_type].capturable == ("none", "selective", "full")
+    still = profile_graph(graph_of(bert(dropout=0.0)), H200.device, "bf16", compiled=True)
+    assert still.block_types[still.blocks[1].block_type].capturable == ("none", "selective", "full")

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.distributed import zoo
 from workbench.capture import build_meta, capture
 from workbench.capture.experts import grouped_mm
-from workbench.cost import Cluster, profile
-from workbench.execution.blocks.weight_copies import read_by_products
+from workbench.cost import Cluster
+from workbench.cost.graph_profiler import profile_graph
+from workbench.execution.blocks.weight_copies import read_only_by_products
 from workbench.tensors import TensorSpec
 
 EXPERTS, ROWS, INSIDE, OUTSIDE = 4, 24, 16, 8
@@ -99,7 +100,7 @@ def test_mixtures_of_transformers_have_one_operation_for_them_and_no_cast_before
     found = products(block.code)
     assert len(found) == 2
     assert all(node.args[0].target is not torch.ops.aten.to.dtype for node in found)  # type: ignore[union-attr]
-    read = read_by_products(block.code, len(block.parameters))
+    read = read_only_by_products(block.code, len(block.parameters))
     experts = [name for name, only in zip(block.parameters, read, strict=True) if only and "experts" in name]
     assert len(experts) == 2
 
@@ -113,7 +114,7 @@ def test_a_call_of_torchs_own_is_the_same_operation_in_the_type_that_it_asks_for
 
 def test_experts_are_priced_for_the_rows_that_come_to_them_in_bf16() -> None:
     graph = capture(build_meta(zoo.mixtral), specs())
-    costs = profile(graph, Cluster.of("h200").device, "bf16", compiled=True)
+    costs = profile_graph(graph, Cluster.of("h200").device, "bf16", compiled=True)
     layer = costs.block_types[costs.blocks[1].block_type]
     grouped = [kernel.flops for kernel in layer.forward]
     chosen = 2 * zoo.SEQ  # two experts for each token

@@ -18,16 +18,23 @@ from tests.unit.cost_values import bert, layered_profile
 from workbench import api, data, models
 from workbench.cli import describe_plan
 from workbench.cost import Cluster, Profile
-from workbench.cost.measured import Measurement, with_measurements
-from workbench.cost.profiles import DividedCosts
+from workbench.cost.correction import BlockMeasurement, corrected_profile
+from workbench.cost.profile import DividedCosts
 from workbench.execution import block_probe
 from workbench.execution.block_probe import Probe, chosen
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
-from workbench.measure import blocks as probing
-from workbench.measure.block_request import KEPT, Request
-from workbench.measure.blocks import Probes, guesses, kept_blocks, measured_blocks, micro_batches, seems_kept
-from workbench.measure.local_cluster import local_cluster, reaching
+from workbench.measure import block_probes as probing
+from workbench.measure.block_probes import (
+    BlockProbes,
+    cached_measurements,
+    has_cached_measurements,
+    likely_micro_batches,
+    measure_blocks,
+    probed_micro_batches,
+)
+from workbench.measure.local_cluster import local_cluster, with_measured_rates
+from workbench.measure.probe_request import KEPT, ProbeRequest
 from workbench.planning import Request as PlanRequest
 from workbench.planning import search, weigh
 from workbench.planning.basis import basis
@@ -39,12 +46,14 @@ LAYER = 1
 """The first layer of `layered_profile`."""
 
 
-def layers_measured(*points: tuple[int, float, float], held: float = 0.0, once: float = 0.0) -> list[Measurement]:
-    return [Measurement(LAYER, size, forward, back, size * held + once, 7e6 * size) for size, forward, back in points]
+def layers_measured(*points: tuple[int, float, float], held: float = 0.0, once: float = 0.0) -> list[BlockMeasurement]:
+    return [
+        BlockMeasurement(LAYER, size, forward, back, size * held + once, 7e6 * size) for size, forward, back in points
+    ]
 
 
 def test_a_measured_block_takes_what_was_measured_and_the_share_of_a_step() -> None:
-    found = with_measurements(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
+    found = corrected_profile(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
     for size, forward, backward in ((4, 3.0, 7.0), (16, 11.0, 25.0)):
         costs = found.at(size, H200.device)
         assert costs.forward_ms[LAYER : LAYER + 12] == pytest.approx(SLOWER * forward)
@@ -55,7 +64,7 @@ def test_between_two_micro_batches_the_ratio_to_what_was_priced_is_interpolated(
     counted = layered_profile()
     priced = {size: counted.priced_ms(1, size, H200.device)[0] for size in (4, 8, 16, 64)}
     points = [(4, 2.0 * priced[4], 1.0), (16, 1.0 * priced[16], 1.0)]
-    found = with_measurements(counted, H200.device, layers_measured(*points))
+    found = corrected_profile(counted, H200.device, layers_measured(*points))
     assert found.at(8, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * 1.5 * priced[8])
     assert found.at(64, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * priced[64])
 
@@ -65,19 +74,19 @@ def test_a_measured_host_takes_the_place_of_the_devices_constants() -> None:
     points = layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0))
     seen = [replace(points[0], forward_host_ms=1.5, backward_host_ms=0.9), replace(points[1], forward_host_ms=1.6)]
     seen[1] = replace(seen[1], backward_host_ms=2.0)
-    found = with_measurements(layered_profile(), H200.device, seen)
+    found = corrected_profile(layered_profile(), H200.device, seen)
     tuned = H200.device.efficiency
     forward, backward = found.at(4, H200.device).host_ms
     assert forward[LAYER] == pytest.approx(tuned.host_in_step * 1.5)
     assert backward[LAYER] == pytest.approx(tuned.host_in_step * 0.9)
     assert forward[-1] == pytest.approx(1e3 * tuned.block_forward_s)
-    assert with_measurements(layered_profile(), H200.device, points).hosts == {}
+    assert corrected_profile(layered_profile(), H200.device, points).measured_host_ms == {}
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
     counted = layered_profile()
-    seen = with_measurements(counted, H200.device, layers_measured((4, 3.0, 7.0)))
+    seen = corrected_profile(counted, H200.device, layers_measured((4, 3.0, 7.0)))
     asked: dict[str, Any] = {"global_batch": 64, "seq_len": 512, "precision": "bf16"}
     said = {
         "this model's blocks, as they ran on H200": search(seen, cluster=H200, **asked),
@@ -89,7 +98,7 @@ def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
         assert api.load_plan(plan.save(tmp_path / "plan.json")).prediction.basis == plan.prediction.basis
         assert plan.prediction.basis in str(plan.explain())
         assert plan.prediction.basis in describe_plan(plan)
-    cards = [reaching(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), local_cluster(2).device]
+    cards = [with_measured_rates(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), local_cluster(2).device]
     assert [basis(counted, card).split(": ")[-1] for card in cards] == ["enough to rank plans."] * 2
     table = weigh(counted, "bf16", PlanRequest(64, 512, H200))
     assert table.best.prediction.basis in repr(table)
@@ -98,7 +107,7 @@ def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
 
 def test_what_was_not_measured_and_other_devices_stay_as_priced() -> None:
     counted = layered_profile()
-    found = with_measurements(counted, H200.device, layers_measured((4, 30.0, 70.0)))
+    found = corrected_profile(counted, H200.device, layers_measured((4, 30.0, 70.0)))
     assert found.at(4, H200.device).forward_ms[-1] == counted.at(4, H200.device).forward_ms[-1]
     h100 = Cluster.of("h100").device
     assert (found.at(4, h100).forward_ms == counted.at(4, h100).forward_ms).all()
@@ -106,7 +115,7 @@ def test_what_was_not_measured_and_other_devices_stay_as_priced() -> None:
 
 def test_memory_held_is_a_line_through_the_measurements() -> None:
     points = layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0), held=20e6, once=5e6)
-    costs = with_measurements(layered_profile(), H200.device, points).at(8, H200.device)
+    costs = corrected_profile(layered_profile(), H200.device, points).at(8, H200.device)
     assert costs.saved_bytes[LAYER] == pytest.approx(8 * 20e6)
     assert costs.weight_copy_bytes[LAYER] == pytest.approx(5e6)
     assert costs.workspace_bytes[LAYER] == pytest.approx(8 * 7e6)
@@ -129,7 +138,7 @@ def test_what_the_compiler_does_not_save_is_taken_off_what_tensor_parallelism_di
     kinds = tuple(replace(kind, saved_bytes=86.0) for kind in whole.block_types)
     halves = tuple(replace(kind, saved_bytes=50.0) for kind in whole.block_types)
     counted = replace(whole, block_types=kinds, divided={2: DividedCosts(halves, whole.parameters)})
-    found = with_measurements(counted, H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0), held=seen))
+    found = corrected_profile(counted, H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0), held=seen))
     assert found.block_types[1].saved_bytes == pytest.approx(seen)
     assert found.on_tensor_axis(2).block_types[1].saved_bytes == pytest.approx(expected)
     assert found.on_tensor_axis(2).block_types[2].saved_bytes == 50.0, "not measured"
@@ -138,32 +147,32 @@ def test_what_the_compiler_does_not_save_is_taken_off_what_tensor_parallelism_di
 def test_a_device_without_an_allocator_to_ask_keeps_the_counted_memory() -> None:
     counted = layered_profile()
     point = replace(layers_measured((4, 3.0, 7.0))[0], workspace_bytes=0.0)
-    found = with_measurements(counted, H200.device, [point])
+    found = corrected_profile(counted, H200.device, [point])
     assert found.block_types[1].saved_bytes == counted.block_types[1].saved_bytes
 
 
 def test_a_measured_profile_survives_json() -> None:
-    found = with_measurements(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
+    found = corrected_profile(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_probed_micro_batches_fall_by_quarters_from_a_devices_share_of_the_global_batch() -> None:
-    assert micro_batches(layered_profile(), H200, 32) == (8, 2, 1)
-    largest, *rest = micro_batches(layered_profile(), H200, 1 << 20)
+    assert probed_micro_batches(layered_profile(), H200, 32) == (8, 2, 1)
+    largest, *rest = probed_micro_batches(layered_profile(), H200, 1 << 20)
     assert rest == [largest // 4, largest // 16]
-    assert micro_batches(layered_profile(), H200, 1) == (1,)
+    assert probed_micro_batches(layered_profile(), H200, 1) == (1,)
 
 
 def test_the_guess_of_a_size_is_right_where_a_devices_share_is_quick_enough() -> None:
     for global_batch in (1, 32, 100):
-        assert micro_batches(layered_profile(), H200, global_batch) == guesses(H200, global_batch)
-    assert guesses(H200, 1 << 20)[0] > micro_batches(layered_profile(), H200, 1 << 20)[0]
+        assert probed_micro_batches(layered_profile(), H200, global_batch) == likely_micro_batches(H200, global_batch)
+    assert likely_micro_batches(H200, 1 << 20)[0] > probed_micro_batches(layered_profile(), H200, 1 << 20)[0]
 
 
-def request_of(model: models.Model, seq_len: int = 16) -> Request:
+def request_of(model: models.Model, seq_len: int = 16) -> ProbeRequest:
     experiment = Experiment(model=model, data=data.corpus("demo", vocab_size=512), seq_len=seq_len, global_batch=8)
     samples = experiment.data.batch_specs(experiment)
-    return Request(
+    return ProbeRequest(
         model.name, model.build, samples, 512, experiment.data.labelled_share(experiment), "fp32", False, False, (1,)
     )
 
@@ -328,26 +337,28 @@ def one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_size")
 def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
     cpu, counted, request = local_cluster(1), layered_profile(), request_of(bert(num_layers=12))
-    assert kept_blocks(counted, cpu) == ()
-    assert not seems_kept(counted.model)
-    with Probes() as probes:
+    assert cached_measurements(counted, cpu) == ()
+    assert not has_cached_measurements(counted.model)
+    with BlockProbes() as probes:
         probes.ask(request, cpu.device)
-        found = measured_blocks(probes, counted, cpu, global_batch=1)
+        found = measure_blocks(probes, counted, cpu, global_batch=1)
     assert [one.first_block for one in found] == [0, 1, 13]
-    assert kept_blocks(counted, cpu) == found
-    assert kept_blocks(replace(counted, code="of another forward"), cpu) == ()
-    assert kept_blocks(replace(counted, deterministic=True), cpu) == (), "other kernels"
-    assert kept_blocks(replace(counted, frozen=frozenset(list(counted.parameters)[:1])), cpu) == (), "other gradients"
+    assert cached_measurements(counted, cpu) == found
+    assert cached_measurements(replace(counted, code="of another forward"), cpu) == ()
+    assert cached_measurements(replace(counted, deterministic=True), cpu) == (), "other kernels"
+    assert cached_measurements(replace(counted, frozen=frozenset(list(counted.parameters)[:1])), cpu) == (), (
+        "other gradients"
+    )
     [seconds] = probes.seconds
     assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "told", "measured"]
     assert list(seconds.values()) == sorted(seconds.values())
     assert {one.clock_mhz for one in found} == {None}, "a CPU's clock is not asked for"
-    assert seems_kept(counted.model)
+    assert has_cached_measurements(counted.model)
 
 
 @pytest.mark.usefixtures("one_size")
 def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
-    with Probes() as probes:
+    with BlockProbes() as probes:
         probes.ask(request_of(bert(num_layers=2)), local_cluster(1).device)
         found, reasons = probes.measure([2])
     assert reasons == []
@@ -356,7 +367,7 @@ def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
 
 @pytest.mark.usefixtures("one_size")
 def test_probes_that_were_never_told_what_to_measure_end_with_their_context() -> None:
-    with Probes() as probes:
+    with BlockProbes() as probes:
         probes.ask(request_of(bert()), local_cluster(1).device)
         [process] = probes._processes
         assert process.poll() is None
@@ -367,23 +378,23 @@ def test_probes_that_were_never_told_what_to_measure_end_with_their_context() ->
 def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning() -> None:
     request = replace(request_of(bert()), samples={})
     cpu = local_cluster(1)
-    with Probes() as probes:
+    with BlockProbes() as probes:
         probes.ask(request, cpu.device)
         with pytest.warns(UserWarning, match="could not be measured"):
-            assert measured_blocks(probes, layered_profile(), cpu, global_batch=1) == ()
+            assert measure_blocks(probes, layered_profile(), cpu, global_batch=1) == ()
 
 
 @pytest.mark.usefixtures("one_size")
 def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Probes] = []
+    started: list[BlockProbes] = []
 
-    class Seen(Probes):
+    class Seen(BlockProbes):
         def __init__(self) -> None:
             super().__init__()
             started.append(self)
 
-    monkeypatch.setattr(probing, "Probes", Seen)
-    monkeypatch.setattr(probing, "seems_measurable", lambda: True)
+    monkeypatch.setattr(probing, "BlockProbes", Seen)
+    monkeypatch.setattr(probing, "has_nvidia_gpus", lambda: True)
     model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
     corpus = data.corpus("demo", vocab_size=64)
     api.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))

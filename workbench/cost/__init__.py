@@ -1,27 +1,14 @@
-"""What a model costs on a cluster: FLOPs and bytes per block, time by roofline, memory per stage.
+"""The cost of a model on a cluster: FLOPs and bytes per block, time by roofline, memory per stage.
 
-    cluster = Cluster.of("h200", gpus=4)                                    # or local_cluster()
-    profile(graph, cluster.device, "bf16", compiled=True).at(8, cluster.device).forward_ms
+    cluster = Cluster.of("h200", gpus=4)
+    profile = profile_graph(graph, cluster.device, "bf16", compiled=True)      # workbench.cost.graph_profiler
+    profile.at(8, cluster.device).forward_ms
 
-Importing this imports no torch; `profile` does, because it reads a captured graph.
+Importing this loads no torch; `workbench.cost.graph_profiler` does, because it runs a captured graph on the meta device.
 """
 
-from __future__ import annotations
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import Device, Efficiency, Link
+from workbench.cost.profile import BlockCosts, Profile
 
-from typing import TYPE_CHECKING
-
-from workbench.cost.cluster import Cluster, Device, Efficiency, Link
-from workbench.cost.profiles import BlockCosts, Profile
-
-if TYPE_CHECKING:
-    from workbench.cost.profiling import profile
-
-__all__ = ["BlockCosts", "Cluster", "Device", "Efficiency", "Link", "Profile", "profile"]
-
-
-def __getattr__(name: str) -> object:
-    if name == "profile":
-        from workbench.cost.profiling import profile
-
-        return profile
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["BlockCosts", "Cluster", "Device", "Efficiency", "Link", "Profile"]

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.cluster import Link
+from workbench.cost.device import Link
 
 Bytes = TypeVar("Bytes", float, npt.NDArray[np.float64])
 

@@ -20,7 +20,7 @@ nodes of them over one 100 Gb/s network card for four. We measured H200 alone.
 
 from __future__ import annotations
 
-from workbench.cost.cluster import FITTED, Device, Efficiency, Link
+from workbench.cost.device import FITTED, Device, Efficiency, Link
 from workbench.units import GIB
 
 _LIBRARIES = int(1.6 * GIB)  # CUDA context, cuBLAS and NCCL work areas seen beside the allocator on H200

@@ -33,7 +33,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.profiles import BlockCosts, Profile
+from workbench.cost.profile import BlockCosts, Profile
 
 Array = npt.NDArray[np.float64]
 
@@ -66,7 +66,7 @@ class Shares:
     @property
     def in_buckets(self) -> bool:
         """DistributedDataParallel has the gradients."""
-        return self.zero == 0 and self.data > 1 and not self.by_hand
+        return self.zero == 0 and self.data > 1 and not self.all_reduces_gradients
 
     @property
     def gradient_bytes(self) -> float:
@@ -176,7 +176,7 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
         parameters = parameters + compute_bytes * table.elements
     elif sharded:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
-    elif shares.halves:
+    elif shares.keeps_weight_copies:
         parameters = parameters + HALF * table.cast
     # One block's gradients whole, and the fp32 buffer that is reduced.
     reduction = ((compute_bytes + FP32) if shares.data > 1 else FP32) * table.largest_trained
@@ -195,7 +195,7 @@ def activations(costs: BlockCosts, table: ParameterTable, shares: Shares, kinds:
     A stage recomputed in two ways is two such stages, one after the other. Where gradients come block by block, a
     block that is still to run backward holds so much less than the stage's state, which counts all of them.
     """
-    copied = not shares.sharded and not shares.halves
+    copied = not shares.sharded and not shares.keeps_weight_copies
     return _activations(costs, table, kinds, copied=copied, coming_bytes=shares.coming_bytes)
 
 

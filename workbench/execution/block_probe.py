@@ -37,15 +37,15 @@ from torch import nn
 
 from workbench.capture import Block, Graph, build_meta, capture
 from workbench.capture.division import Division
-from workbench.cost.measured import Measurement
+from workbench.cost.correction import BlockMeasurement
 from workbench.errors import root_exception
+from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.deterministic import make_repeatable
-from workbench.execution.parallel.stage import BlockModule
 from workbench.execution.random_batch import random_batch, repeated
-from workbench.measure.block_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.measure.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
@@ -137,7 +137,7 @@ def _silent(done: str) -> None:
 class Probe:
     """Captured for one micro-batch."""
 
-    def __init__(self, request: Request, micro_batch: int, device: torch.device, note: Note | None = None) -> None:
+    def __init__(self, request: ProbeRequest, micro_batch: int, device: torch.device, note: Note | None = None) -> None:
         note = note or _silent
         self.micro_batch = micro_batch
         self._device = device
@@ -166,13 +166,13 @@ class Probe:
                 self._chain.run_alone(index, self._batch)
             _wait(self._device)
 
-    def measure(self) -> list[Measurement]:
+    def measure(self) -> list[BlockMeasurement]:
         with _turn(self._device, fcntl.LOCK_EX):
             rounds = _sustained(lambda: self._chain.run(self._batch), self._device)
         return _summary(self._graph, self._blocks, rounds, self.micro_batch)
 
 
-def _batch(request: Request, micro_batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+def _batch(request: ProbeRequest, micro_batch: int, device: torch.device) -> dict[str, torch.Tensor]:
     if request.examples is not None:
         return repeated(request.examples, micro_batch, device)
     return random_batch(
@@ -189,7 +189,7 @@ class _Rounds:
     sustained: list[_Log]
     """One after the other for `SUSTAINED_S`, the device as busy as the host lets it be: those of the second half."""
     clock_mhz: int | None
-    """See `Measurement`."""
+    """See `BlockMeasurement`."""
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
@@ -253,7 +253,7 @@ class _Chain:
     backward), else what the last of its kind sent.
     """
 
-    def __init__(self, graph: Graph, chain: list[int], request: Request, device: torch.device) -> None:
+    def __init__(self, graph: Graph, chain: list[int], request: ProbeRequest, device: torch.device) -> None:
         self._graph, self._device = graph, device
         self._bf16 = request.precision == "bf16"
         self._context = StepContext(0, device)
@@ -284,15 +284,15 @@ class _Chain:
             )
             for block in blocks
         }
-        selecting = (module.selecting_count for module in self._modules.values())
+        selecting = (module.selecting_loss for module in self._modules.values())
         counted = {index: graph.label_counts[index] for index in selecting if index is not None}
         self._counter = LabelCounter(counted, graph.micro_batch)
-        self._context.counts = [torch.ones((), device=device) for _ in graph.label_counts]
+        self._context.loss_denominators = [torch.ones((), device=device) for _ in graph.label_counts]
 
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
         """One forward and backward of the chain."""
         log = _Log(self._device)
-        self._context.labelled = self._counter.of(batch)
+        self._context.label_counts = self._counter.count(batch)
         log.forward.append(log.note())
         with self._autocast():
             loss = self._forward(batch, log)
@@ -304,8 +304,8 @@ class _Chain:
         """One block's forward and backward, on made-up values that look to the compiler like those of the chain."""
         block, module, log = self._graph.blocks[index], self._modules[index], _Log(self._device)
         received = (_bounded(self._made_up(name), log, 0) for name in block.receives)
-        borrowed = {name: self._shared[name] for name in module.borrowed}
-        self._context.labelled = self._counter.of(batch)
+        borrowed = {name: self._shared[name] for name in module.borrowed_parameters}
+        self._context.label_counts = self._counter.count(batch)
         with self._autocast():
             sends = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
         ends = [value for value in sends if value.requires_grad]
@@ -328,7 +328,7 @@ class _Chain:
             module, kind = self._modules.get(block.index), self._graph.variant(block)
             if module is not None:
                 received = (_bounded(values[name], log, position) for name in block.receives)
-                borrowed = {name: self._shared[name] for name in module.borrowed}
+                borrowed = {name: self._shared[name] for name in module.borrowed_parameters}
                 last_of[kind] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
                 if log.lowest is None and any(value.requires_grad for value in last_of[kind]):
                     log.lowest = position
@@ -381,7 +381,7 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
-def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) -> list[Measurement]:
+def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) -> list[BlockMeasurement]:
     """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
     before a first one is of another kind. The host's times are those of the single round in which it was fastest: what
     else runs there, as other probes that still compile, only slows it down."""
@@ -396,7 +396,7 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
         forward, backward, held, workspace = _medians(seen)
         host_forward, host_backward = min(host, key=sum)
         found.append(
-            Measurement(
+            BlockMeasurement(
                 chain[places[0]],
                 micro_batch,
                 forward,
@@ -450,7 +450,7 @@ def _trained(graph: Graph, block: Block) -> list[str]:
 
 @contextlib.contextmanager
 def _turn(device: torch.device, kind: int) -> Iterator[None]:
-    """Probes on the same device compile side by side (`LOCK_SH`), then measure one after the other (`LOCK_EX`)."""
+    """BlockProbes on the same device compile side by side (`LOCK_SH`), then measure one after the other (`LOCK_EX`)."""
     which = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else "cpu"
     name = f"workbench-probe-{os.getuid()}-{which}.lock"
     with (Path(tempfile.gettempdir()) / name).open("w") as file:
@@ -474,7 +474,7 @@ def main() -> None:
     clock = _Clock()
     clock.note("imported")
     device = _device(number)
-    request: Request = pickle.loads(_awaited(folder / REQUEST).read_bytes())
+    request: ProbeRequest = pickle.loads(_awaited(folder / REQUEST).read_bytes())
     clock.note("asked")
     if request.deterministic:
         make_repeatable()
@@ -484,9 +484,9 @@ def main() -> None:
         if free < FREE_SHARE * total:
             raise SystemExit(f"the GPU is in use: {free / GIB:.0f} of {total / GIB:.0f} GiB are free")
     if helper:
-        Probe(request, request.guesses[number], device).compile_some(helper, helpers)
+        Probe(request, request.micro_batches[number], device).compile_some(helper, helpers)
         return
-    probe = _guessed(request, request.guesses[number], device, clock.note)
+    probe = _guessed(request, request.micro_batches[number], device, clock.note)
     micro_batch = int(read_json(_awaited(folder / f"{number}{MICRO_BATCH}")))
     clock.note("told")
     if probe is None or probe.micro_batch != micro_batch:
@@ -512,7 +512,7 @@ def _device(number: int) -> torch.device:
     return device
 
 
-def _guessed(request: Request, micro_batch: int, device: torch.device, note: Note) -> Probe | None:
+def _guessed(request: ProbeRequest, micro_batch: int, device: torch.device, note: Note) -> Probe | None:
     """A probe for the micro-batch that most likely will be asked for; None where the device has no room for it."""
     try:
         probe = Probe(request, micro_batch, device, note)

@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.cost.cluster import CALIBRATED, Cluster, Device, Link
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import CALIBRATED, Device, Link
 from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from workbench.cost.cluster import FITTED, TIMED, Cluster, Device, Efficiency, Link
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import FITTED, TIMED, Device, Efficiency, Link
 from workbench.cost.hardware import CARDS, NODES, PCIE
 from workbench.errors import PlanInfeasible
 from workbench.home import cache_home
@@ -80,7 +81,7 @@ def _detected(processes: int | None) -> Cluster:
     name = torch.cuda.get_device_name(0)
     device, intra, inter = known_gpu(name) or (_measured_gpu(name), PCIE, PCIE)
     if name.lower() in CARDS:
-        device = reaching(device, _rates(name))
+        device = with_measured_rates(device, _rates(name))
     device = with_memory(device, torch.cuda.get_device_properties(0).total_memory)
     return Cluster(device, chosen, chosen, intra, inter, _host_bytes() // count)
 
@@ -152,7 +153,7 @@ def _rates(name: str) -> dict[str, float]:
     return _remembered(name, lambda: _measure("cuda", ("fp32", "bf16")))
 
 
-def reaching(listed: Device, rates: Mapping[str, float]) -> Device:
+def with_measured_rates(listed: Device, rates: Mapping[str, float]) -> Device:
     """`listed` with the efficiency that measured FLOP/s in bf16 and bytes per second come to. Its peak stays the data
     sheet's, of which MFU is a share."""
     gemm = GEMM_SHARE * min(1.0, rates["bf16"] / listed.peak("bf16"))

@@ -17,7 +17,7 @@ RESULT = "-blocks.json"
 
 
 @dataclass(frozen=True)
-class Request:
+class ProbeRequest:
     """A model and its batch, as training would run them."""
 
     name: str
@@ -31,7 +31,7 @@ class Request:
     precision: str
     compiled: bool
     deterministic: bool
-    guesses: tuple[int, ...]
+    micro_batches: tuple[int, ...]
     """The micro-batch that each probe will most likely be told: it captures and compiles for it meanwhile."""
     examples: Mapping[str, Any] | None = None
     """A batch of real samples to repeat instead of random tokens."""

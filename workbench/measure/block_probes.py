@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
-from workbench.cost.measured import Measurement
+from workbench.cost.correction import BlockMeasurement
 from workbench.home import cache_home
 from workbench.machine import available_cores
-from workbench.measure.block_request import KEPT, MICRO_BATCH, REQUEST, RESULT, Request
+from workbench.measure.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
 from workbench.user_code import pickled, user_path
 
@@ -41,27 +41,29 @@ HELPERS = 2
 this machine's cores."""
 
 
-def kept_blocks(profile: Profile, cluster: Cluster) -> tuple[Measurement, ...]:
+def cached_measurements(profile: Profile, cluster: Cluster) -> tuple[BlockMeasurement, ...]:
     """What was measured earlier of this model on this kind of device, under this torch version; perhaps nothing."""
     return _read(_kept_at(profile, cluster))
 
 
-def seems_measurable() -> bool:
+def has_nvidia_gpus() -> bool:
     """Whether this machine has NVIDIA GPUs that this process may see, asked without torch: a cheap guess."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def seems_kept(model: str) -> bool:
+def has_cached_measurements(model: str) -> bool:
     """Whether blocks of a model of that name were measured here, for whatever device and version: a cheap guess."""
     return any(_content(path).get("model") == model for path in (cache_home() / "blocks").glob("*.json"))
 
 
-def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_batch: int) -> tuple[Measurement, ...]:
+def measure_blocks(
+    probes: BlockProbes, profile: Profile, cluster: Cluster, global_batch: int
+) -> tuple[BlockMeasurement, ...]:
     """Every kind of block of `profile` measured on this machine's device, and kept.
 
     What cannot be measured (a GPU in use, too little memory) is left out, with a warning where nothing is left.
     """
-    found, reasons = probes.measure(micro_batches(profile, cluster, global_batch))
+    found, reasons = probes.measure(probed_micro_batches(profile, cluster, global_batch))
     if found:
         blocks = [one.to_json() for one in found]
         kept = {"format": FORMAT, "model": profile.model, "blocks": blocks, "seconds": probes.seconds}
@@ -75,7 +77,7 @@ def measured_blocks(probes: Probes, profile: Profile, cluster: Cluster, global_b
     return found
 
 
-def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tuple[int, ...]:
+def probed_micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tuple[int, ...]:
     """Powers of two, descending by quarters from the largest that is quick enough to probe and that devices would run
     if they shared the batch; what is between two sizes is interpolated, so a size that nobody runs would mislead."""
     kinds = Counter(block.block_type for block in profile.blocks)
@@ -84,13 +86,13 @@ def micro_batches(profile: Profile, cluster: Cluster, global_batch: int) -> tupl
         costs = ((count, profile.priced_ms(kind, size, cluster.device)) for kind, count in kinds.items())
         return sum(min(count, KEPT) * sum(times) for count, times in costs)
 
-    largest = guesses(cluster, global_batch)[0]
+    largest = likely_micro_batches(cluster, global_batch)[0]
     while largest > 1 and chain_ms(largest) > LONGEST_MS:
         largest //= 2
     return _quarters(largest)
 
 
-def guesses(cluster: Cluster, global_batch: int) -> tuple[int, ...]:
+def likely_micro_batches(cluster: Cluster, global_batch: int) -> tuple[int, ...]:
     """What `micro_batches` will be, said before the model is captured: right where they are quick enough."""
     share = max(1, global_batch // cluster.gpus)
     return _quarters(1 << (share.bit_length() - 1))
@@ -107,9 +109,9 @@ def _kept_at(profile: Profile, cluster: Cluster) -> Path:
     return cache_home() / "blocks" / f"{key}.json"
 
 
-def _read(path: Path) -> tuple[Measurement, ...]:
+def _read(path: Path) -> tuple[BlockMeasurement, ...]:
     try:
-        return tuple(Measurement(**one) for one in _content(path)["blocks"])
+        return tuple(BlockMeasurement(**one) for one in _content(path)["blocks"])
     except (KeyError, TypeError):
         return ()
 
@@ -122,7 +124,7 @@ def _content(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class Probes:
+class BlockProbes:
     """Processes for one model, one for each micro-batch that will be measured. They begin to import what they need;
     once asked, they begin with what they guess these are.
 
@@ -137,31 +139,31 @@ class Probes:
         self.seconds: list[dict[str, float]] = []
         """Of each probe that measured: how long after its start each thing was done."""
 
-    def ask(self, request: Request, device: Device) -> None:
+    def ask(self, request: ProbeRequest, device: Device) -> None:
         """Let them work on what they will most likely be told to measure."""
-        asked = len(request.guesses) if request.compiled else 0
+        asked = len(request.micro_batches) if request.compiled else 0
         _end([helper for helpers in self._helpers[asked:] for helper in helpers])
-        _end(self._processes[len(request.guesses) :])
-        del self._helpers[asked:], self._processes[len(request.guesses) :]
+        _end(self._processes[len(request.micro_batches) :])
+        del self._helpers[asked:], self._processes[len(request.micro_batches) :]
         whole = self._path / f"{REQUEST}.part"
         whole.write_bytes(pickled("model", request))
         whole.rename(self._path / REQUEST)
         text = f"Measuring the blocks of {request.name} on this machine's {device.name}: once, about a minute …"
         print(text, file=sys.stderr, flush=True)
 
-    def __enter__(self) -> Probes:
+    def __enter__(self) -> BlockProbes:
         return self
 
     def __exit__(self, *_: object) -> None:
         _end([*self._processes, *(helper for helpers in self._helpers for helper in helpers)])
         self._folder.cleanup()
 
-    def measure(self, sizes: Sequence[int]) -> tuple[tuple[Measurement, ...], list[str]]:
+    def measure(self, sizes: Sequence[int]) -> tuple[tuple[BlockMeasurement, ...], list[str]]:
         """The measurements at no more micro-batches than were guessed, and why those that lack do."""
         assert len(sizes) <= len(self._processes)
         for slot, size in enumerate(sizes):
             write_json(self._path / f"{slot}{MICRO_BATCH}", size)
-        found: list[Measurement] = []
+        found: list[BlockMeasurement] = []
         reasons: list[str] = []
         for slot, size in enumerate(sizes):
             blocks, reason = self._finished(slot)
@@ -179,7 +181,7 @@ class Probes:
         with (self._path / f"{slot}{'.helper' * bool(helper)}.log").open("ab") as log:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
 
-    def _finished(self, slot: int) -> tuple[list[Measurement], str]:
+    def _finished(self, slot: int) -> tuple[list[BlockMeasurement], str]:
         process = self._processes[slot]
         try:
             process.wait(TIMEOUT_S)

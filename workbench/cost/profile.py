@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.cluster import Device
+from workbench.cost.device import Device
 
 Array = npt.NDArray[np.float64]
 
@@ -87,12 +87,12 @@ class BlockTypeCost:
     besides the inputs."""
     forward_reduced_bytes: tuple[float, ...] = ()
     """Of each all-reduce over the tensor-parallel axis in one forward."""
-    again_reduced_bytes: tuple[float, ...] = ()
+    recompute_reduced_bytes: tuple[float, ...] = ()
     """Of those, what full activation checkpointing repeats."""
     backward_reduced_bytes: tuple[float, ...] = ()
     model_backward_flops: float = 0.0
     """As `model_flops`: twice as many, but for products of which one side takes no gradient."""
-    recordable: tuple[str, ...] = ()
+    capturable: tuple[str, ...] = ()
     """Kinds of activation checkpointing under which what it launches can be recorded and replayed."""
 
 
@@ -118,7 +118,7 @@ class DividedCosts:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class TimeRatios:
     """Measured over priced time of one kind of block, at ascending micro-batches."""
 
     micro_batches: tuple[int, ...]
@@ -142,24 +142,24 @@ class BlockCosts:
     """What the host takes for a forward and a backward: as measured, else `Efficiency.block_forward_s` and its like."""
     weight_ms: Array
     """Of `backward_ms`, gradients of weights: what a zero-bubble schedule leaves for later."""
-    recompute_ms: Array
+    full_recompute_ms: Array
     """What full activation checkpointing computes again: of the forward, what the backward needs."""
-    replay_ms: Array
+    selective_recompute_ms: Array
     """What selective activation checkpointing adds: all of that but matrix products and attention, where a compiler
     joins it with the backward's own (`Efficiency.replay`)."""
     casts_ms: tuple[Array, Array, Array]
-    """Of `forward_ms` (and `recompute_ms`), `backward_ms` and `replay_ms`, autocast's casts of weights: nothing where
+    """Of `forward_ms` (and `full_recompute_ms`), `backward_ms` and `selective_recompute_ms`, autocast's casts of weights: nothing where
     blocks are given bf16 weights."""
     saved_bytes: Array
     workspace_bytes: Array
     weight_copy_bytes: Array
     input_bytes: Array
     products_bytes: Array
-    recordable: Mapping[str, npt.NDArray[np.bool_]]
+    capturable: Mapping[str, npt.NDArray[np.bool_]]
     """By each kind of activation checkpointing, the blocks that can be recorded."""
     forward_reduced: tuple[tuple[float, ...], ...]
     """Of each block, bytes of each all-reduce over the tensor-parallel axis."""
-    again_reduced: tuple[tuple[float, ...], ...]
+    recompute_reduced: tuple[tuple[float, ...], ...]
     backward_reduced: tuple[tuple[float, ...], ...]
 
 
@@ -189,8 +189,8 @@ class Profile:
     code: str = ""
     """Digest of what the blocks compute: measurements of other code are of another model, whatever its parameters."""
     measured_on: str = ""
-    """The device (`Device.name`) whose `speeds` these are; empty where nothing was measured."""
-    speeds: Mapping[int, Speeds] = field(default_factory=dict, hash=False)
+    """The device (`Device.name`) whose `time_ratios` these are; empty where nothing was measured."""
+    time_ratios: Mapping[int, TimeRatios] = field(default_factory=dict, hash=False)
     """By kind."""
     hosts: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     """By kind, milliseconds of the host for a forward and a backward, where measured."""
@@ -236,24 +236,24 @@ class Profile:
             backward_ms=backward[of],
             host_ms=(host_forward[of], host_backward[of]),
             weight_ms=weight[of],
-            recompute_ms=recompute[of],
-            replay_ms=replay[of],
+            full_recompute_ms=recompute[of],
+            selective_recompute_ms=replay[of],
             casts_ms=(
                 CASTS_FORWARD_BYTES * cast * element_ms,
                 CASTS_BACKWARD_BYTES * cast * element_ms,
-                self.replayed(device) * CASTS_FORWARD_BYTES * cast * element_ms,
+                self.selective_recompute_share(device) * CASTS_FORWARD_BYTES * cast * element_ms,
             ),
             saved_bytes=memory[0][of] * micro_batch,
             workspace_bytes=memory[1][of] * micro_batch,
             weight_copy_bytes=memory[2][of],
             input_bytes=np.array([block.input_bytes for block in self.blocks]) * micro_batch,
             products_bytes=memory[3][of] * micro_batch,
-            recordable={
-                recompute: np.array([recompute in kind.recordable for kind in self.block_types])[of]
+            capturable={
+                recompute: np.array([recompute in kind.capturable for kind in self.block_types])[of]
                 for recompute in RECOMPUTE
             },
             forward_reduced=_reduced(self, "forward_reduced_bytes", micro_batch),
-            again_reduced=_reduced(self, "again_reduced_bytes", micro_batch),
+            recompute_reduced=_reduced(self, "recompute_reduced_bytes", micro_batch),
             backward_reduced=_reduced(self, "backward_reduced_bytes", micro_batch),
         )
 
@@ -263,31 +263,31 @@ class Profile:
 
     def _kind_ms(self, kind: int, micro_batch: int, device: Device) -> tuple[float, float, float, float, float]:
         times = _kind_ms(self, self.block_types[kind], micro_batch, device)
-        if self.measured_on != device.name or kind not in self.speeds:
+        if self.measured_on != device.name or kind not in self.time_ratios:
             return times
-        forward, backward = self.speeds[kind].at(micro_batch)
+        forward, backward = self.time_ratios[kind].at(micro_batch)
         return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward, times[4] * forward
 
     def _host_ms(self, kind: int, device: Device) -> tuple[float, float]:
         tuned = device.efficiency
         forward, backward = 1e3 * tuned.block_forward_s, 1e3 * tuned.block_backward_s
-        if self.measured_on == device.name and kind in self.hosts:
-            forward, backward = (tuned.host_in_step * host for host in self.hosts[kind])
+        if self.measured_on == device.name and kind in self.measured_host_ms:
+            forward, backward = (tuned.host_in_step * host for host in self.measured_host_ms[kind])
         cost, each = self.block_types[kind], 1e3 * tuned.collective_s
         return (
             forward + each * len(cost.forward_reduced_bytes),
             backward + each * len(cost.backward_reduced_bytes) if cost.backward else 0.0,
         )
 
-    def replayed(self, device: Device) -> float:
+    def selective_recompute_share(self, device: Device) -> float:
         """Of what selective checkpointing computes again, the share of its time alone that it takes."""
-        return device.efficiency.replay if self.compiled else 1.0
+        return device.efficiency.selective_recompute if self.compiled else 1.0
 
     def to_json(self) -> dict[str, Any]:
         fields = {**asdict(self), "parameters": dict(self.parameters), "frozen": sorted(self.frozen)}
         fields["divided"] = {str(degree): asdict(costs) for degree, costs in self.divided.items()}
-        fields["speeds"] = {str(kind): asdict(speeds) for kind, speeds in self.speeds.items()}
-        fields["hosts"] = {str(kind): list(times) for kind, times in self.hosts.items()}
+        fields["time_ratios"] = {str(kind): asdict(time_ratios) for kind, time_ratios in self.time_ratios.items()}
+        fields["hosts"] = {str(kind): list(times) for kind, times in self.measured_host_ms.items()}
         return fields
 
     @staticmethod
@@ -301,9 +301,9 @@ class Profile:
             int(degree): DividedCosts(tuple(map(_kind_from_json, costs["block_types"])), costs["parameters"])
             for degree, costs in fields.get("divided", {}).items()
         }
-        fields["speeds"] = {
-            int(kind): Speeds(**{name: tuple(values) for name, values in speeds.items()})
-            for kind, speeds in fields.get("speeds", {}).items()
+        fields["time_ratios"] = {
+            int(kind): TimeRatios(**{name: tuple(values) for name, values in time_ratios.items()})
+            for kind, time_ratios in fields.get("time_ratios", {}).items()
         }
         fields["hosts"] = {int(kind): tuple(times) for kind, times in fields.get("hosts", {}).items()}
         return Profile(**fields)
@@ -329,12 +329,12 @@ def _kind_ms(
     again = [kernel for kernel in kind.forward if kernel.again]
     replayed = [kernel for kernel in again if kernel.family == STREAM]
     forward, backward = total(kind.forward, False), total(kind.backward, True)
-    replay = profile.replayed(device) * total(replayed, False)
+    replay = profile.selective_recompute_share(device) * total(replayed, False)
     return forward, backward, total(weights, True), total(again, False), replay
 
 
 def _kind_from_json(value: Mapping[str, Any]) -> BlockTypeCost:
     kernels = {name: tuple(Kernel(**kernel) for kernel in value[name]) for name in ("forward", "backward")}
-    names = ("forward_reduced_bytes", "again_reduced_bytes", "backward_reduced_bytes")
-    reduced = {name: tuple(value.get(name, ())) for name in (*names, "recordable")}
+    names = ("forward_reduced_bytes", "recompute_reduced_bytes", "backward_reduced_bytes")
+    reduced = {name: tuple(value.get(name, ())) for name in (*names, "capturable")}
     return BlockTypeCost(**{**value, **kernels, **reduced})

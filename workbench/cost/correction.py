@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from workbench.cost.cluster import Device
-from workbench.cost.profiles import DividedCosts, BlockTypeCost, Profile, Speeds
+from workbench.cost.device import Device
+from workbench.cost.profile import BlockTypeCost, DividedCosts, Profile, TimeRatios
 
 
 @dataclass(frozen=True)
-class Measurement:
+class BlockMeasurement:
     """One kind of block, run at one micro-batch."""
 
     first_block: int
@@ -41,12 +41,12 @@ class Measurement:
         return asdict(self)
 
 
-def with_measurements(profile: Profile, device: Device, found: Sequence[Measurement]) -> Profile:
+def corrected_profile(profile: Profile, device: Device, found: Sequence[BlockMeasurement]) -> Profile:
     """`profile` as `device` was seen to run it; kinds that were not measured stay as priced."""
-    of_kind: dict[int, list[Measurement]] = {}
+    of_kind: dict[int, list[BlockMeasurement]] = {}
     for measurement in sorted(found, key=lambda one: one.micro_batch):
         of_kind.setdefault(profile.blocks[measurement.first_block].block_type, []).append(measurement)
-    speeds = {kind: _speeds(profile, kind, points, device) for kind, points in of_kind.items()}
+    time_ratios = {kind: _speeds(profile, kind, points, device) for kind, points in of_kind.items()}
     kinds = {kind: _with_memory(profile.block_types[kind], points) for kind, points in of_kind.items()}
     divided = {
         degree: DividedCosts(_divided(degree, profile.block_types, costs.block_types, kinds), costs.parameters)
@@ -57,22 +57,22 @@ def with_measurements(profile: Profile, device: Device, found: Sequence[Measurem
         block_types=tuple(kinds.get(kind, cost) for kind, cost in enumerate(profile.block_types)),
         divided=divided,
         measured_on=device.name,
-        speeds=speeds,
+        time_ratios=time_ratios,
         hosts={kind: host for kind, points in of_kind.items() if (host := _host_ms(points)) is not None},
     )
 
 
-def _speeds(profile: Profile, kind: int, points: Sequence[Measurement], device: Device) -> Speeds:
+def _speeds(profile: Profile, kind: int, points: Sequence[BlockMeasurement], device: Device) -> TimeRatios:
     priced = [profile.priced_ms(kind, point.micro_batch, device) for point in points]
     slower = device.efficiency.in_step
-    return Speeds(
+    return TimeRatios(
         tuple(point.micro_batch for point in points),
         tuple(_ratio(slower * point.forward_ms, ms) for point, (ms, _) in zip(points, priced, strict=True)),
         tuple(_ratio(slower * point.backward_ms, ms) for point, (_, ms) in zip(points, priced, strict=True)),
     )
 
 
-def _host_ms(points: Sequence[Measurement]) -> tuple[float, float] | None:
+def _host_ms(points: Sequence[BlockMeasurement]) -> tuple[float, float] | None:
     """Forward and backward, where the host's times were taken."""
     found = [(point.forward_host_ms, point.backward_host_ms) for point in points if point.forward_host_ms > 0]
     return min(found, key=sum) if found else None
@@ -82,7 +82,7 @@ def _ratio(measured: float, priced: float) -> float:
     return measured / priced if measured > 0 and priced > 0 else 1.0
 
 
-def _with_memory(cost: BlockTypeCost, points: Sequence[Measurement]) -> BlockTypeCost:
+def _with_memory(cost: BlockTypeCost, points: Sequence[BlockMeasurement]) -> BlockTypeCost:
     """Memory as measured, if the allocator was asked (a CPU has none to ask)."""
     if not any(point.held_bytes or point.workspace_bytes for point in points):
         return cost

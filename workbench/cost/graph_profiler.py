@@ -22,18 +22,18 @@ from workbench.capture.graph import Block, Graph
 from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import Division, Sharding, plan_tensor
 from workbench.capture.writes import users_line
-from workbench.cost.cluster import Device
-from workbench.cost.ops import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
-from workbench.cost.profiles import (
+from workbench.cost.device import Device
+from workbench.cost.operations import META, Casts, Ran, Settings, identity, op_name, run, storage_bytes
+from workbench.cost.profile import (
     ACCUMULATE_BYTES,
     ATTENTION,
     GEMM,
     RECOMPUTE,
     STREAM,
     BlockCost,
+    BlockTypeCost,
     DividedCosts,
     Kernel,
-    BlockTypeCost,
     Profile,
 )
 from workbench.errors import CaptureError
@@ -47,7 +47,7 @@ CAST_BYTES = 6
 """Per weight element: read fp32 and write bf16, or back."""
 
 
-def profile(
+def profile_graph(
     graph: Graph,
     device: Device,
     precision: str,
@@ -301,9 +301,9 @@ class _Walk:
             cast_elements=sum(value.tensor.numel() * value.share for value in self._cast_weights()),
             products_bytes=self._products_bytes() / self._samples,
             forward_reduced_bytes=tuple(nbytes for nbytes, _ in reduced),
-            again_reduced_bytes=tuple(nbytes for nbytes, again in reduced if again),
+            recompute_reduced_bytes=tuple(nbytes for nbytes, again in reduced if again),
             backward_reduced_bytes=self._backward_reduced(),
-            recordable=self._recordable(),
+            capturable=self._recordable(),
         )
 
     def _recordable(self) -> tuple[str, ...]:
