@@ -30,13 +30,13 @@ from training import random_batch, trainer_for
 
 import workbench as wb
 from workbench import api
-from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
+from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
-COMPARED = REHEARSALS + 4
+COMPARED = WARM_UP_STEPS + 4
 """Steps, from the first: two as ever, one that is recorded, the others replayed."""
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="of no interest but to see that this runs")
     arguments = parser.parse_args()
     os.environ.setdefault(ALLOCATOR[0], GROWING)  # as our runs are launched
-    os.environ.setdefault(*BUFFERS)
+    os.environ.setdefault(*NCCL_SETTING)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -144,7 +144,7 @@ def _experiment(case: Case, arguments: argparse.Namespace) -> wb.Experiment:
 
 
 def _seed(trainer: Trainer, step: int) -> int:
-    return 1000 * trainer.place.data_rank + step
+    return 1000 * trainer.coordinate.data_rank + step
 
 
 def _timed(trainer: Trainer, step: int, batch: dict[str, torch.Tensor], device: torch.device) -> tuple[float, float]:

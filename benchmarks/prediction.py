@@ -289,7 +289,7 @@ class _Workers:
     """Processes that measure the plans of `indices` in that order, each when its gate opens."""
 
     def __init__(self, arguments: argparse.Namespace, indices: list[int], world: int) -> None:
-        from workbench.execution.blocks.cuda_graphs import BUFFERS
+        from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 
         self._file, self._timeout_s = arguments.file, arguments.timeout_s
         self._log = arguments.file.with_suffix(f".{indices[0]}.log")
@@ -300,7 +300,7 @@ class _Workers:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
         command += [__file__, "worker", str(arguments.file), "--steps", str(arguments.steps)]
         command += ["--indices", *map(str, indices)]
-        as_launched = {ALLOCATOR[0]: GROWING, BUFFERS[0]: BUFFERS[1]}
+        as_launched = {ALLOCATOR[0]: GROWING, NCCL_SETTING[0]: NCCL_SETTING[1]}
         environment = {"OMP_NUM_THREADS": "1", **as_launched, **os.environ}
         with self._log.open("w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -424,7 +424,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     from training import random_batch, trainer_for
 
     from workbench.execution.block_probe import clock_mhz
-    from workbench.execution.blocks.cuda_graphs import REHEARSALS
+    from workbench.execution.blocks.cuda_graphs import WARM_UP_STEPS
 
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
@@ -434,7 +434,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
         limit = whole if row["memory_limit_gib"] is None else row["memory_limit_gib"] * GIB
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), device)
     trainer = trainer_for(experiment, plan, device)
-    batch = random_batch(experiment, trainer.samples, trainer.place.data_rank, device)
+    batch = random_batch(experiment, trainer.samples, trainer.coordinate.data_rank, device)
     gc.collect()
 
     def timed(step: int) -> float:
@@ -446,7 +446,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
 
     timed(0)
     first_s = time.perf_counter() - started
-    warm = REHEARSALS + 1 if plan.cuda_graphs else 2
+    warm = WARM_UP_STEPS + 1 if plan.cuda_graphs else 2
     for step in range(1, warm):
         timed(step)
     times: list[float] = []

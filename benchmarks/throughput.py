@@ -45,13 +45,13 @@ import workbench as wb
 from workbench import api
 from workbench.errors import root_exception
 from workbench.execution.blocks import compiled as compiling
-from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
+from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.deterministic import WORKSPACE
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 DETERMINISTIC = "ours, deterministic"
-WARM_UP = REHEARSALS + 1
+WARM_UP = WARM_UP_STEPS + 1
 """Steps."""
 PATIENCE = datetime.timedelta(minutes=10)
 """For rank 0 to plan, blocks to be measured included."""
@@ -109,7 +109,7 @@ class Ours:
 
     def __init__(self, experiment: wb.Experiment, plan: wb.Plan, device: torch.device) -> None:
         self.trainer = trainer_for(experiment, plan, device)
-        self.data, self.replica = plan.data, self.trainer.place.data_rank
+        self.data, self.replica = plan.data, self.trainer.coordinate.data_rank
         self._step = 0
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Ours:
 def main() -> None:
     arguments = _arguments()
     os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
-    os.environ.setdefault(*BUFFERS)
+    os.environ.setdefault(*NCCL_SETTING)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if arguments.deterministic:
@@ -230,7 +230,7 @@ def _settings(label: str) -> Iterator[None]:
     elif label.startswith("ours"):
         yield
     else:
-        with mock.patch.multiple(compiling, LONGEST_ROW=0, HALVES=()):
+        with mock.patch.multiple(compiling, LONGEST_ROW=0, LOW_PRECISION=()):
             yield
 
 

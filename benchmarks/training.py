@@ -11,7 +11,7 @@ import workbench as wb
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
 from workbench.execution.deterministic import make_repeatable
-from workbench.execution.parallel.mesh import Place
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.random_batch import random_batch as random_tokens
 from workbench.execution.random_batch import repeated
 from workbench.execution.trainer import Trainer
@@ -28,11 +28,12 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
     model = build_model(experiment.model.build, plan.model_bytes, device, experiment.seed)
     graph = capture_for(plan, model, experiment.data.batch_specs(experiment))
     names = ("pp", "dp_shard" if plan.zero else "dp_replicate", "tp")
-    place = Place.on(init_device_mesh(device.type, (plan.pipeline, plan.data, plan.tensor), mesh_dim_names=names))
+    mesh = init_device_mesh(device.type, (plan.pipeline, plan.data, plan.tensor), mesh_dim_names=names)
+    coordinate = MeshCoordinate.from_mesh(mesh)
     half = plan.precision == "bf16"
     stages = build_stage(
         plan,
-        place,
+        coordinate,
         model,
         graph,
         context,
@@ -40,7 +41,7 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
         autocast=lambda: torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext(),
     )
     del model
-    trainer = Trainer(experiment, plan, graph, stages, context, place)
+    trainer = Trainer(experiment, plan, graph, stages, context, coordinate)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -21,8 +21,9 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from workbench.capture import Graph
-from workbench.cost.cluster import Cluster, Device, Link
-from workbench.execution.parallel.mesh import Place
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import Device, Link
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 
 # The fork server imports these once; each test's processes then start in milliseconds.
@@ -101,8 +102,10 @@ def _touch_gpu() -> None:
     torch.zeros(1, device="cuda").item()
 
 
-def place(pipeline: int, data: int, tensor: int = 1, device: str = "cpu") -> Place:
-    return Place.on(init_device_mesh(device, (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp")))
+def coordinate(pipeline: int, data: int, tensor: int = 1, device: str = "cpu") -> MeshCoordinate:
+    return MeshCoordinate.from_mesh(
+        init_device_mesh(device, (pipeline, data, tensor), mesh_dim_names=("pp", "dp", "tp"))
+    )
 
 
 def forced_plan(

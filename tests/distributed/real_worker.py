@@ -20,7 +20,8 @@ import torch
 from tests.distributed.harness import environment, meeting, start_method
 from workbench import models
 from workbench.api import plan as make_plan
-from workbench.cost.cluster import Cluster, Device, Link
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import Device, Link
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events, write_json

@@ -36,12 +36,12 @@ def _seen(rank: int, fitting: float, on_host: bool) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("fitting", "on_host", "at_once", "turns"),
+    ("fitting", "on_host", "map_in_threads", "turns"),
     [(2.5, True, 2, 2), (0.4, True, 1, 4), (9.0, True, 3, 2), (0.4, False, 4, 1)],
 )
 def test_no_more_ranks_build_at_once_than_the_host_has_room_for(
-    fitting: float, on_host: bool, at_once: int, turns: int
+    fitting: float, on_host: bool, map_in_threads: int, turns: int
 ) -> None:
     most, seconds = launch(_seen, 4, fitting, on_host)
-    assert most == at_once
+    assert most == map_in_threads
     assert seconds >= turns * TURN_S

@@ -20,9 +20,9 @@ import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from workbench.errors import CheckpointError, PlanMismatch
+from workbench.execution.checkpoint import model_export as export
 from workbench.execution.checkpoint.files import COMPLETE, Damaged, complete, damage, prune, read_facts
 from workbench.execution.checkpoint.model_export import export_checkpoint
-from workbench.execution.checkpoint import model_export as export
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events, read_json, write_json

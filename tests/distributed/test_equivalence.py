@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import zoo
-from tests.distributed.harness import forced_plan, launch, place
+from tests.distributed.harness import coordinate, forced_plan, launch
 from workbench.capture import capture, spec_of
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
@@ -47,7 +47,7 @@ def compare(
         recompute=recompute,
         schedule=schedule,
     )
-    here = place(pipeline, data)
+    here = coordinate(pipeline, data)
     context = StepContext(seed=0, device=torch.device("cpu"))
     stage = build_stage(plan, here, model, graph, context)
     experiment = Experiment(model=zoo.MODELS[name], data=lambda: None, steps=1, global_batch=plan.global_batch)
@@ -60,7 +60,7 @@ def compare(
     expected_loss, expected = reference(name, batch)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     worst = 0.0
-    for key, parameter in stage.named().items():
+    for key, parameter in stage.model_parameters().items():
         assert parameter.grad is not None, f"{key} received no gradient"
         got = full(parameter.grad)
         worst = max(worst, ((got - expected[key]).norm() / max(expected[key].norm().item(), 1e-4 * scale)).item())

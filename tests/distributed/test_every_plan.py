@@ -26,12 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, LINK, forced_plan, launch, place
+from tests.distributed.harness import CPU, LINK, coordinate, forced_plan, launch
 from tests.distributed.test_training import Outcome, batch_of, experiment_of, plain, worst
 from workbench.capture import Graph, capture, spec_of
 from workbench.capture.tensor_parallel import plan_tensor
-from workbench.cost import profile
 from workbench.cost.cluster import Cluster
+from workbench.cost.graph_profiler import profile_graph
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.build import build_stage
@@ -141,7 +141,7 @@ def plan_of(graph: Graph, case: Case) -> Plan:
 
 
 def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = False) -> Trainer:
-    here = place(plan.pipeline, plan.data, plan.tensor)
+    here = coordinate(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
     autocast = HALF if plan.precision == "bf16" else nullcontext
     with compiler(BACKEND) if compiles else nullcontext():
@@ -162,11 +162,13 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles:
     expected_loss, expected = _plainly(name, copy.deepcopy(model), batch)
     trainer = trainer_of(model, graph, plan, compiles)
     part = trainer.gradients(0, part_of(trainer, batch))
-    assert not plan.cuda_graphs or (trainer.context.cuda_graphs is not None and trainer.context.cuda_graphs.forwards)
+    assert not plan.cuda_graphs or (
+        trainer.context.cuda_graphs is not None and trainer.context.cuda_graphs.num_forwards
+    )
     torch.distributed.all_reduce(part)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     worst = torch.zeros(())
-    for key in trainer.stage.named():
+    for key in trainer.stage.model_parameters():
         found = trainer.full_gradient(key)
         assert (found is None) == (key not in expected), f"{key}: {found}, and plain PyTorch gives {expected.get(key)}"
         if found is None:
@@ -198,7 +200,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def part_of(trainer: Trainer, batch: zoo.Batch) -> zoo.Batch:
     """The replica's part of a global batch."""
-    first = trainer.place.data_rank * trainer.samples
+    first = trainer.coordinate.data_rank * trainer.samples
     return {key: value[first : first + trainer.samples] for key, value in batch.items()}
 
 
@@ -323,7 +325,7 @@ def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
         trainer = trainer_of(model, graph, plan_of(graph, case))
         scalars = [trainer.step(step, part_of(trainer, batch_of("bert", step))).scalars.tolist() for step in range(3)]
         assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else PartwiseAdamW)
-        mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stage.named().items()}
+        mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stage.model_parameters().items()}
         parts: list[Any] = [None] * case.world
         torch.distributed.all_gather_object(parts, mine)
         parameters = {name: value for part in parts for name, value in part.items()}
@@ -372,8 +374,8 @@ def _dropped_out(_rank: int) -> dict[str, Any]:
         case = Case(tensor=2, recompute=recompute, num_microbatches=2)
         trainer = trainer_of(copy.deepcopy(model), graph, plan_of(graph, case))
         losses.append(trainer.gradients(0, batch).item())
-        gradients.append({name: trainer.full_gradient(name) for name in trainer.stage.named()})
-        for name, parameter in trainer.stage.named().items():
+        gradients.append({name: trainer.full_gradient(name) for name in trainer.stage.model_parameters()})
+        for name, parameter in trainer.stage.model_parameters().items():
             if trainer.stage.sharding(name) is None:
                 both = [torch.empty_like(parameter) for _ in range(2)]
                 torch.distributed.all_gather(both, parameter.grad.contiguous())
@@ -460,7 +462,7 @@ def planned(name: str, world: int, **asked: Any) -> Plan:
     """The planner's answer: its own cut, and everything that is not asked for."""
     _, graph = captured(name)
     return search(
-        profile(graph, CPU, "fp32", compiled=False),
+        profile_graph(graph, CPU, "fp32", compiled=False),
         global_batch=16,
         seq_len=zoo.SEQ,
         precision="fp32",
@@ -515,7 +517,7 @@ def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
         model, graph = captured("bert")
         memory = _memory(model)
         trainer = trainer_of(model, graph, plan_of(graph, case))
-        held = {StorageWeakRef(local(weight).untyped_storage()) for weight in trainer.stage.named().values()}
+        held = {StorageWeakRef(local(weight).untyped_storage()) for weight in trainer.stage.model_parameters().values()}
         found.append({name for name, storage in memory.items() if not storage.expired() and storage not in held})
     gc.enable()
     return found

@@ -1,6 +1,6 @@
-"""Under bf16 every plan is as exact as plain PyTorch under autocast: measured by gradients in fp32.
+"""Under bf16 every plan is as exact as plain PyTorch under autocast, measured against fp32 gradients.
 
-A few models by default; all of `zoo.MODELS` where WORKBENCH_TEST_ALL is set.
+A few models run by default, all of `zoo.MODELS` if WORKBENCH_TEST_ALL is set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import forced_plan, launch, place
+from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_models import Degrees, captured, loss_of
 from workbench.capture import Graph
 from workbench.execution.blocks.context import StepContext
@@ -32,11 +32,11 @@ CASES = (
     Degrees(tensor=2),
 )
 FAILS_PLAINLY = ("deberta",)
-"""Under autocast its own code fills bf16 scores with fp32's least number, which PyTorch refuses. (Here it trains.)"""
+"""Models whose own code fails under autocast: it fills bf16 scores with the lowest fp32 number. (Plans train them.)"""
 REPRESENTATIVE = ("gpt2", "llama", "t5", "vit")
 TRIED = REPRESENTATIVE if not os.environ.get("WORKBENCH_TEST_ALL") else sorted(set(zoo.MODELS) - set(FAILS_PLAINLY))
 NO_WORSE = 1.5
-"""Weights rounded on their way, and sums over devices in bf16, add to autocast's own rounding."""
+"""Largest allowed error relative to autocast's: bf16 all-gathers and all-reduces add to its rounding."""
 HALF = partial(torch.autocast, "cpu", torch.bfloat16)
 Gradients = Mapping[str, torch.Tensor]
 
@@ -47,8 +47,8 @@ def plan_of(graph: Graph, degrees: Degrees) -> Plan:
     return dataclasses.replace(plan, zero=degrees.zero, precision="bf16")
 
 
-def plainly(model: nn.Module, batch: zoo.Batch) -> dict[str, torch.Tensor]:
-    """Gradients of a copy; in micro-batches where norms take their statistics from those."""
+def plain_gradients(model: nn.Module, batch: zoo.Batch) -> dict[str, torch.Tensor]:
+    """Return the gradients of a copy of the model, per micro-batch if norms take statistics of micro-batches."""
     model = copy.deepcopy(model)
     pieces = len(batch["labels"]) // MICRO_BATCH if normalised_by_batch(model) else 1
     size = len(batch["labels"]) // pieces
@@ -62,7 +62,7 @@ def normalised_by_batch(model: nn.Module) -> bool:
 
 
 def distance(found: Gradients, exact: Gradients) -> float:
-    """Of a rank's gradients in all, relative to the exact ones."""
+    """Return the distance of all ranks' gradients from the exact ones, relative to the norm of the exact ones."""
     sums = torch.zeros(2)
     for name, value in found.items():
         sums += torch.tensor([(value.float() - exact[name]).square().sum().item(), exact[name].square().sum().item()])
@@ -75,19 +75,19 @@ def measured(_rank: int, name: str) -> dict[str, float]:
     model = zoo.MODELS[name]().train()
     graph = captured(name, model)
     batch = zoo.batch(name, 2 * MICRO_BATCH * MICRO_BATCHES)
-    exact = plainly(model, batch)
+    exact = plain_gradients(model, batch)
     with HALF():
-        found = {"autocast": distance(plainly(model, batch), exact)}
+        found = {"autocast": distance(plain_gradients(model, batch), exact)}
     for degrees in CASES:
         plan = plan_of(graph, degrees)
-        here = place(plan.pipeline, plan.data, plan.tensor)
+        here = coordinate(plan.pipeline, plan.data, plan.tensor)
         context = StepContext(seed=0, device=torch.device("cpu"))
         stage = build_stage(plan, here, copy.deepcopy(model), graph, context, autocast=HALF)
         experiment = Experiment(model=zoo.MODELS[name], data=lambda: None, steps=1, global_batch=plan.global_batch)
         trainer = Trainer(experiment, plan, graph, stage, context, here)
         size = plan.global_batch // plan.data
         trainer.gradients(0, {k: v[here.data_rank * size : (here.data_rank + 1) * size] for k, v in batch.items()})
-        ours = {key: trainer.full_gradient(key) for key in stage.named()}
+        ours = {key: trainer.full_gradient(key) for key in stage.model_parameters()}
         found[str(degrees)] = distance({key: value for key, value in ours.items() if value is not None}, exact)
     return found
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from workbench import data, models
-from workbench.cost.cluster import Cluster, Device, Link
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import Device, Link
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch, RunExists, RunFailed, UnknownParameter
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage

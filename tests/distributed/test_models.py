@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import CPU, LINK, forced_plan, launch, place
+from tests.distributed.harness import CPU, LINK, coordinate, forced_plan, launch
 from workbench.capture import Graph, build_meta, capture, spec_of
-from workbench.cost import profile
 from workbench.cost.cluster import Cluster
+from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import PlanInfeasible
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
@@ -79,7 +79,7 @@ def planned(name: str, degrees: Degrees) -> Plan:
     graph = captured(name, build_meta(zoo.MODELS[name]))
     interleaved = {"schedule": "interleaved", "chunks": degrees.chunks} if degrees.chunks > 1 else {"schedule": "1f1b"}
     return search(
-        profile(graph, CPU, "fp32", compiled=False),
+        profile_graph(graph, CPU, "fp32", compiled=False),
         global_batch=MICRO_BATCH * MICRO_BATCHES * degrees.data,
         seq_len=zoo.SEQ,
         precision="fp32",
@@ -129,7 +129,7 @@ def _measured(_rank: int, name: str, plans: dict[Degrees, Plan]) -> dict[Degrees
 def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Difference:
     assert graph.signature == plan.signature
     assert tuple(block.name for block in graph.blocks) == plan.block_names
-    here = place(plan.pipeline, plan.data, plan.tensor)
+    here = coordinate(plan.pipeline, plan.data, plan.tensor)
     batch = zoo.batch(name, plan.global_batch)
     size = MICRO_BATCH * MICRO_BATCHES
     mine = {key: value[here.data_rank * size : (here.data_rank + 1) * size] for key, value in batch.items()}
@@ -148,14 +148,14 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Differ
     gradients = {key: parameter.grad for key, parameter in plain.named_parameters()}
     scale = max(gradient.abs().max().item() for gradient in gradients.values() if gradient is not None)
     worst = torch.zeros(2)
-    for key in stage.named():
+    for key in stage.model_parameters():
         expected, found = gradients[key], trainer.full_gradient(key)
         assert (found is None) == (expected is None), f"{key}: {found} in the pipeline, {expected} in plain PyTorch"
         if expected is not None and found is not None:
             error = (found - expected).norm() / max(expected.norm().item(), 1e-4 * scale)
             worst[0] = torch.maximum(worst[0], error)
     buffers = dict(alone.named_buffers())  # replicas see their own samples only, as under DistributedDataParallel
-    for key, buffer in stage.named_state().items():
+    for key, buffer in stage.model_buffers().items():
         if key in buffers:
             error = (buffer.float() - buffers[key].float()).norm() / buffers[key].float().norm().clamp_min(1e-6)
             worst[1] = torch.maximum(worst[1], error)

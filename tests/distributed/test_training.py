@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.distributed import zoo
-from tests.distributed.harness import forced_plan, launch, place
+from tests.distributed.harness import coordinate, forced_plan, launch
 from workbench.capture import capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
@@ -115,14 +115,14 @@ def trainer_of(name: str, division: Division) -> Trainer:
         recompute=division.recompute,
         recompute_first=division.recompute_first,
     )
-    here = place(division.pipeline, division.data)
+    here = coordinate(division.pipeline, division.data)
     context = StepContext(seed=7, device=torch.device("cpu"))
     stage = build_stage(plan, here, model, graph, context)
     return Trainer(experiment_of(name), plan, graph, stage, context, here)
 
 
 def part_of(trainer: Trainer, batch: Tensors) -> Tensors:
-    first = trainer.place.data_rank * trainer.samples
+    first = trainer.coordinate.data_rank * trainer.samples
     return {key: value[first : first + trainer.samples] for key, value in batch.items()}
 
 
@@ -145,12 +145,12 @@ def train(
 
 def gathered(trainer: Trainer, losses: list[float], norms: list[float]) -> Outcome:
     """Clipped gradients, parameters and moments of every stage, on every rank."""
-    named = trainer.stage.named()
+    named = trainer.stage.model_parameters()
     names = {id(parameter): name for name, parameter in named.items()}
     mine = (
         {name: full(parameter.detach()) for name, parameter in named.items()},
         {name: full(parameter.grad) for name, parameter in named.items() if parameter.grad is not None},
-        trainer.stage.named_state(),
+        trainer.stage.model_buffers(),
         {
             f"{names[id(parameter)]}.{slot}": full(value)
             for parameter, state in trainer.optimizer.state.items()
@@ -329,11 +329,11 @@ def refusal(_rank: int, path: Path, signature: str | None) -> str:
     trainer = trainer_of("dropout", Division())
     if signature is not None:
         trainer.plan = dataclasses.replace(trainer.plan, signature=signature)
-    before = {name: parameter.clone() for name, parameter in trainer.stage.named().items()}
+    before = {name: parameter.clone() for name, parameter in trainer.stage.model_parameters().items()}
     try:
         checkpoint.load(trainer, path)
     except CheckpointError as error:
-        assert all(torch.equal(before[name], p) for name, p in trainer.stage.named().items())
+        assert all(torch.equal(before[name], p) for name, p in trainer.stage.model_parameters().items())
         return str(error)
     return "it was loaded"
 

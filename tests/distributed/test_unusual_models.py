@@ -16,8 +16,8 @@ from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, loss_of, part_of, plan_of, trainer_of
 from workbench.capture import Graph, build_meta, capture, spec_of
-from workbench.cost import profile
 from workbench.cost.cluster import Cluster
+from workbench.cost.graph_profiler import profile_graph
 from workbench.planning import search
 
 TOLERANCE = 1e-5
@@ -210,7 +210,7 @@ def _difference(name: str, model: nn.Module, graph: Graph, case: Case) -> float:
     torch.distributed.all_reduce(loss)
     worst = abs(loss - expected.detach()) / abs(expected.detach())
     scale = max(g.norm() for g in gradients.values() if g is not None)
-    for key in trainer.stage.named():
+    for key in trainer.stage.model_parameters():
         gradient, other = trainer.full_gradient(key), gradients[key]
         assert (gradient is None) == (other is None), f"{name}, {case}: {key} is {gradient}, and {other} in PyTorch"
         if gradient is not None and other is not None:
@@ -231,7 +231,7 @@ def test_models_written_in_unusual_ways_are_planned_from_the_meta_device(name: s
     graph = captured(name, build_meta(MODELS[name]))
     assert [block.name for block in graph.blocks] == [block.name for block in captured(name, MODELS[name]()).blocks]
     plan = search(
-        profile(graph, CPU, "fp32", compiled=False),
+        profile_graph(graph, CPU, "fp32", compiled=False),
         global_batch=16,
         seq_len=zoo.SEQ,
         precision="fp32",
@@ -268,8 +268,8 @@ def _noisy(_rank: int) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, tor
     for recompute in ("none", "full", "selective"):
         trainer = trainer_of(copy.deepcopy(model), graph, plan_of(graph, Case(recompute=recompute)))
         trainer.gradients(0, batch_of("Noisy", 4 * MICRO_BATCH))
-        gradients = {key: parameter.grad.clone() for key, parameter in trainer.stage.named().items()}
-        found[recompute] = gradients, {key: value.clone() for key, value in trainer.stage.named_state().items()}
+        gradients = {key: parameter.grad.clone() for key, parameter in trainer.stage.model_parameters().items()}
+        found[recompute] = gradients, {key: value.clone() for key, value in trainer.stage.model_buffers().items()}
     return found
 
 

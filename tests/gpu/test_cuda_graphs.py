@@ -1,6 +1,7 @@
-"""Steps of blocks that were recorded as CUDA graphs are those of blocks that are launched, to the last bit.
+"""Steps that replay CUDA graphs equal steps that launch the same blocks kernel by kernel, to the last bit.
 
-Compiled, bf16, with dropout; deterministic, since the attention that torch takes otherwise adds up in no fixed order.
+The models are compiled and run in bf16 with dropout. They are deterministic, because the attention that torch would
+choose otherwise adds in no fixed order.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.distributed.harness import launch, place
+from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.gpu.machine import DEVICE, here, needs
 from workbench.capture import capture
-from workbench.execution.blocks import gradient_accumulation as sums
+from workbench.execution.blocks import gradient_accumulation
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.cuda_graphs import BUFFERS, REHEARSALS
+from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.build import build_model, build_stage
 from workbench.execution.deterministic import make_repeatable
-from workbench.execution.parallel import gradient_all_reduce as averaging
+from workbench.execution.parallel import gradient_all_reduce
 from workbench.execution.random_batch import random_batch
 from workbench.execution.trainer import Trainer
 from workbench.tensors import TensorSpec
@@ -35,7 +36,7 @@ pytestmark = [
     needs(1),
     pytest.mark.skipif(DEVICE != "cuda", reason="there are no CUDA graphs on a CPU"),
 ]
-STEPS = REHEARSALS + 4
+STEPS = WARM_UP_STEPS + 4
 VOCABULARY, SEQ_LEN, GLOBAL_BATCH = 512, 128, 8
 MODEL = wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=VOCABULARY, max_positions=SEQ_LEN)
 DATA = wb.data.corpus("demo", vocab_size=VOCABULARY)
@@ -48,11 +49,12 @@ class Outcome:
     norms: tuple[float, ...]
     weights: float
     """Sum of absolute values."""
-    recorded: int
+    graphs: int
+    """Number of forwards that are replayed in a step."""
 
 
 class Clipped(nn.Module):
-    """A layer whose results are written where a mask says so."""
+    """A layer whose results are changed in place where a mask is true, which cannot be captured."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -86,18 +88,18 @@ TWO = (
 
 
 @pytest.mark.parametrize("case", [*ALONE, *(pytest.param(case, marks=needs(2)) for case in TWO)], ids=str)
-def test_recorded_steps_are_those_of_launched_ones_to_the_last_bit(case: Case) -> None:
-    launched, recorded = outcomes(2 if case in TWO else 1)[case]
-    assert launched.recorded == 0
-    assert recorded.recorded > 0
-    assert recorded.losses == launched.losses
-    assert recorded.norms == launched.norms
-    assert recorded.weights == launched.weights
-    assert len(set(recorded.losses)) == STEPS
+def test_replayed_steps_equal_launched_ones_to_the_last_bit(case: Case) -> None:
+    launched, captured = outcomes(2 if case in TWO else 1)[case]
+    assert launched.graphs == 0
+    assert captured.graphs > 0
+    assert captured.losses == launched.losses
+    assert captured.norms == launched.norms
+    assert captured.weights == launched.weights
+    assert len(set(captured.losses)) == STEPS
 
 
-def test_what_a_checkpoint_draws_again_depends_on_the_step_alone() -> None:
-    """Not on how many steps this process has trained: it would not go on where another ended."""
+def test_recomputed_random_numbers_depend_on_the_step_only() -> None:
+    """If they depended on the number of steps this process has trained, a resumed run would differ."""
     for recompute, losses in launch(_repeated, 1, device=DEVICE).items():
         first, other, again = losses
         assert again == first, recompute
@@ -105,26 +107,26 @@ def test_what_a_checkpoint_draws_again_depends_on_the_step_alone() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_blocks_that_are_not_trained_or_cannot_be_recorded_change_nothing_beside_recorded_ones(change: str) -> None:
-    launched, recorded = launch(_changed, 1, change, device=DEVICE)
-    assert recorded.recorded > 0
-    assert recorded.losses == launched.losses
-    assert recorded.norms == launched.norms
-    assert recorded.weights == launched.weights
-    assert len(set(recorded.losses)) == STEPS
+def test_frozen_blocks_and_blocks_that_cannot_be_captured_train_beside_captured_ones(change: str) -> None:
+    launched, captured = launch(_changed, 1, change, device=DEVICE)
+    assert captured.graphs > 0
+    assert captured.losses == launched.losses
+    assert captured.norms == launched.norms
+    assert captured.weights == launched.weights
+    assert len(set(captured.losses)) == STEPS
 
 
 @functools.cache
 def outcomes(world: int) -> Mapping[Case, tuple[Outcome, Outcome]]:
-    """Launched kernel by kernel and recorded, of all cases of so many devices, from one start of the processes."""
+    """Return (launched, captured) outcomes of all cases with `world` devices, from one start of the processes."""
     found: Mapping[Case, tuple[Outcome, Outcome]] = launch(_outcomes, world, world, device=DEVICE)
     return found
 
 
 def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
-    os.environ.setdefault(*BUFFERS)  # as a worker does
-    averaging.BESIDE_BYTES = 0  # these blocks' gradients are few, and each block's are to be reduced beside the others
-    sums.WORTH_COMPILING = 0
+    os.environ.setdefault(*NCCL_SETTING)  # workers do the same
+    gradient_all_reduce.OVERLAPPED_BUCKET_BYTES = 0  # reduce each block alone
+    gradient_accumulation.MIN_COMPILED_ELEMENTS = 0
     make_repeatable()
     cases = ALONE if world == 1 else TWO
     return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}
@@ -132,19 +134,21 @@ def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
 
 def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
     make_repeatable()
-    launched, recorded = (_trainer(Case(), graphs, CHANGES[change]) for graphs in (False, True))
-    [stage] = recorded.stage.stages
-    launched_blocks = [block.block.name for block in stage.block_modules() if not block.recordable]
-    assert len(launched_blocks) == (2 if change == "clipped" else 1), "the head, and a layer that may read numbers back"
-    return _outcome(launched), _outcome(recorded)
+    launched, captured = (_trainer(Case(), graphs, CHANGES[change]) for graphs in (False, True))
+    [stage] = captured.stage.stages
+    launched_blocks = [block.block.name for block in stage.block_modules() if not block.is_capturable]
+    assert len(launched_blocks) == (2 if change == "clipped" else 1), (
+        "the head, and a layer that may copy numbers to the host"
+    )
+    return _outcome(launched), _outcome(captured)
 
 
 def _outcome(trainer: Trainer) -> Outcome:
     scalars = [trainer.step(step, _batch(trainer, step)).scalars for step in range(STEPS)]
     losses, norms, _ = zip(*(values.tolist() for values in scalars), strict=True)
-    weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stage.named().values())
+    weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stage.model_parameters().values())
     graphs = trainer.context.cuda_graphs
-    return Outcome(losses, norms, weights, 0 if graphs is None else graphs.forwards)
+    return Outcome(losses, norms, weights, 0 if graphs is None else graphs.num_forwards)
 
 
 def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
@@ -156,18 +160,18 @@ def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
     return found
 
 
-def _trainer(case: Case, recorded: bool, change: Callable[[Any], None] | None = None) -> Trainer:
-    """Of a plan with CUDA graphs, by which replicas know when they average: recorded, or launched all the same."""
+def _trainer(case: Case, captured: bool, change: Callable[[Any], None] | None = None) -> Trainer:
+    """Return a trainer of a plan with CUDA graphs; unless `captured`, its blocks are launched all the same."""
     model = build_model(MODEL.build, 0, here(), seed=0)
     if change is not None:
         change(model)
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in _specs().items()}, name="bert")
     plan = dataclasses.replace(plan_of(graph, dataclasses.replace(case, cuda_graphs=True)), precision="bf16")
-    where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
+    where = coordinate(plan.pipeline, plan.data, plan.tensor, DEVICE)
     context = StepContext(seed=0, device=here())
     half = functools.partial(torch.autocast, here().type, torch.bfloat16)
     stage = build_stage(plan, where, model, graph, context, compile=True, autocast=half)
-    if not recorded:
+    if not captured:
         context.cuda_graphs = None
     return Trainer(EXPERIMENT, plan, graph, stage, context, where)
 

@@ -1,6 +1,6 @@
-"""On GPUs too, three steps of an unmodified BERT under every kind of plan are those of plain PyTorch.
+"""On GPUs, three steps of an unmodified BERT under every type of plan equal those of plain PyTorch.
 
-fp32 without TF32, dropout off: losses, norms, gradients and weights.
+Losses, norms, gradients and weights are compared in fp32, without TF32 and dropout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.harness import launch, place
+from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.distributed.test_training import GLOBAL_BATCH, MODELS, Outcome, batch_of, experiment_of, plain
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
@@ -29,7 +29,7 @@ from workbench.execution.trainer import Trainer
 TOLERANCE = 1e-5
 STEPS = 3
 FLOOR = 1e-3
-"""Differences of smaller gradients are relative to this share of the largest one's norm."""
+"""Smallest norm, as a share of the largest tensor's, that differences are taken relative to."""
 
 
 def case(data: int = 1, **choices: int | str | bool) -> Case:
@@ -65,7 +65,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences to plain PyTorch."""
+    """The largest relative differences from plain PyTorch."""
 
     loss: float
     norm: float
@@ -77,14 +77,14 @@ class Difference:
 @pytest.mark.parametrize(
     "chosen", [pytest.param(c, marks=needs(c.world), id=f"{c.world}-{number}") for number, c in enumerate(CASES)]
 )
-def test_training_on_gpus_is_that_of_plain_pytorch(chosen: Case) -> None:
+def test_training_on_gpus_equals_plain_pytorch(chosen: Case) -> None:
     found = differences(chosen.world)[chosen]
     assert max(asdict(found).values()) <= TOLERANCE, f"{chosen}: {found}"
 
 
 @functools.cache
 def differences(world: int) -> Mapping[Case, Difference]:
-    """Of all cases of that many devices, from one start of the processes."""
+    """Return the differences of all cases with `world` devices, which share one start of the processes."""
     assert world <= DEVICES
     found: Mapping[Case, Difference] = launch(
         _measured, world, tuple(c for c in CASES if c.world == world), device=DEVICE
@@ -114,7 +114,7 @@ def _difference(trainer: Trainer, expected: Outcome) -> Difference:
         norms.append(squared_norm**0.5)
     _check_offload(trainer)
     gradients, weights = {}, {}
-    for name, parameter in trainer.stage.named().items():
+    for name, parameter in trainer.stage.model_parameters().items():
         gradient = trainer.full_gradient(name)
         assert gradient is not None, f"{name} received no gradient"
         gradients[name], weights[name] = gradient, trainer.full(name, parameter)
@@ -134,20 +134,20 @@ def _captured() -> tuple[nn.Module, Graph]:
 
 
 def trainer_on_device(chosen: Case) -> Trainer:
-    """Of this rank."""
+    """Return a trainer of one case for this rank."""
     return _trainer(chosen, *_captured())
 
 
 def _trainer(chosen: Case, model: nn.Module, graph: Graph) -> Trainer:
     plan = plan_of(graph, chosen)
-    where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
+    where = coordinate(plan.pipeline, plan.data, plan.tensor, DEVICE)
     context = StepContext(seed=0, device=here())
     stage = build_stage(plan, where, model, graph, context)
     return Trainer(experiment_of("bert"), plan, graph, stage, context, where)
 
 
 def _check_offload(trainer: Trainer) -> None:
-    """What is offloaded is on the host, and nothing else is."""
+    """Assert that the moments are in host memory exactly if the plan offloads them."""
     asked = trainer.plan.offload_optimizer
     assert isinstance(trainer.optimizer, OffloadedAdamW) is asked
     moments = [local(state["exp_avg"]) for state in trainer.optimizer.state.values()]
@@ -155,7 +155,7 @@ def _check_offload(trainer: Trainer) -> None:
 
 
 def _worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Largest difference of a tensor of this rank, relative to its norm."""
+    """Return the largest difference of a tensor of this rank, relative to its norm."""
     floor = FLOOR * max(value.norm().item() for value in expected.values())
     return max(
         ((value - expected[name]).norm() / max(expected[name].norm().item(), floor)).item()

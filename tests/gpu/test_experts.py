@@ -1,4 +1,4 @@
-"""The grouped products of mixtures of experts on a GPU: torch's kernel against one product after the other."""
+"""On a GPU, torch's kernel for grouped products gives the numbers of one product per expert."""
 
 from __future__ import annotations
 

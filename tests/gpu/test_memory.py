@@ -1,4 +1,4 @@
-"""Where the tensors of a step lie on a GPU."""
+"""Gradients reuse the memory of activations, and a start needs little memory beyond the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.distributed.harness import launch, place
+from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of
 from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, here, needs
@@ -28,9 +28,9 @@ EXPERIMENT = wb.Experiment(
 )
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA keeps memory for the stream that asked for it")
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA keeps memory for the stream that allocated it")
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_sharded_gradients_lie_in_memory_that_activations_left(zero: int) -> None:
+def test_sharded_gradients_lie_in_memory_freed_by_activations(zero: int) -> None:
     assert launch(_streams_of_gradients, 2, zero, device=DEVICE) == {DEFAULT_STREAM}
 
 
@@ -39,7 +39,9 @@ def _streams_of_gradients(_rank: int, zero: int) -> set[int]:
     batch = {name: value.to(here()) for name, value in batch_of("bert", 0).items()}
     trainer.gradients(0, part_of(trainer, batch))
     segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
-    gradients = [local(parameter.grad) for parameter in trainer.stage.named().values() if parameter.grad is not None]
+    gradients = [
+        local(parameter.grad) for parameter in trainer.stage.model_parameters().values() if parameter.grad is not None
+    ]
     return {segment["stream"] for segment in segments for gradient in gradients if _lies_in(gradient, segment)}
 
 
@@ -47,7 +49,7 @@ def _lies_in(tensor: torch.Tensor, segment: dict[str, Any]) -> bool:
     return 0 <= tensor.data_ptr() - int(segment["address"]) < int(segment["total_size"])
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA counts what is allocated")
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA counts allocated memory")
 @pytest.mark.parametrize(
     ("division", "on_host", "most"),
     [
@@ -56,24 +58,22 @@ def _lies_in(tensor: torch.Tensor, segment: dict[str, Any]) -> bool:
         pytest.param(Case(pipeline=2), False, 1 + 1 / LAYERS, id="built on the device, in two stages"),
     ],
 )
-def test_a_start_needs_a_device_with_room_for_what_is_built_there_and_little_more(
-    division: Case, on_host: bool, most: float
-) -> None:
+def test_a_start_needs_little_memory_beyond_the_model_that_is_built(division: Case, on_host: bool, most: float) -> None:
     peak, after = launch(_built, 2, division, on_host, device=DEVICE)
     assert peak < most
     assert after < 1 / 2 + 1 / LAYERS
 
 
 def _built(_rank: int, division: Case, on_host: bool) -> tuple[float, float]:
-    """The most that was allocated on the device until the trainer stood, and then: in shares of the model."""
+    """Return the peak allocated until the trainer exists, and the memory then, as shares of the model."""
     torch.cuda.reset_peak_memory_stats()
     model = build_model(MODEL.build, 0, torch.device("cpu") if on_host else here(), seed=0)
     size = sum(weight.nbytes for weight in model.parameters())
     specs = EXPERIMENT.data.batch_specs(EXPERIMENT)
     graph = capture(model, {name: spec.batched(MICRO_BATCH) for name, spec in specs.items()}, name="bert")
     plan = plan_of(graph, division)
-    where = place(plan.pipeline, plan.data, plan.tensor, DEVICE)
+    where = coordinate(plan.pipeline, plan.data, plan.tensor, DEVICE)
     context = StepContext(seed=0, device=here())
     trainer = Trainer(EXPERIMENT, plan, graph, build_stage(plan, where, model, graph, context), context, where)
-    assert {weight.device for weight in trainer.stage.named().values()} == {here()}
+    assert {weight.device for weight in trainer.stage.model_parameters().values()} == {here()}
     return torch.cuda.max_memory_allocated() / size, torch.cuda.memory_allocated() / size

@@ -22,7 +22,7 @@ from tests.distributed.test_every_plan import part_of
 from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
-from workbench.cost.cluster import Device
+from workbench.cost.device import Device
 from workbench.execution.checkpoint.files import complete
 from workbench.execution.checkpoint.save_load import Checkpoints, Extras, Progress
 from workbench.execution.step_timeline import SETTLED, ActionLog

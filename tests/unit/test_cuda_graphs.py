@@ -1,4 +1,4 @@
-"""What a recorded block reads and leaves is found again by its address."""
+"""Static tensors are found by address, and only blocks that launch the same kernels in every step are captured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from workbench.capture.dataflow import draws_again, is_replayable
-from workbench.execution.blocks.cuda_graphs import _Place
+from workbench.execution.blocks.cuda_graphs import _StaticTensor
 
 
 @pytest.mark.parametrize(
@@ -24,20 +24,20 @@ from workbench.execution.blocks.cuda_graphs import _Place
     ],
     ids=["whole", "transposed", "a slice", "expanded", "a number", "empty"],
 )
-def test_a_place_is_the_tensor_that_was_there_and_can_be_filled_anew(make: object) -> None:
+def test_a_static_tensor_is_the_tensor_at_its_address_and_can_be_refilled(make: object) -> None:
     assert callable(make)
-    held = make()
-    place = _Place(held)
-    assert place.tensor.shape == held.shape
-    assert place.tensor.stride() == held.stride()
-    assert torch.equal(place.tensor, held)
-    assert place.tensor.numel() == 0 or place.tensor.data_ptr() == held.data_ptr()
-    value = torch.empty_strided(held.shape, held.stride())
+    original = make()
+    static = _StaticTensor(original)
+    assert static.tensor.shape == original.shape
+    assert static.tensor.stride() == original.stride()
+    assert torch.equal(static.tensor, original)
+    assert static.tensor.numel() == 0 or static.tensor.data_ptr() == original.data_ptr()
+    value = torch.empty_strided(original.shape, original.stride())
     value.untyped_storage().copy_((torch.zeros(value.untyped_storage().nbytes() // 4) + 3).untyped_storage())
-    place.fill(value)
-    assert torch.equal(held, value)
-    place.fill(None)
-    assert not held.any()
+    static.fill(value)
+    assert torch.equal(original, value)
+    static.fill(None)
+    assert not original.any()
 
 
 class Drawing(torch.nn.Module):
@@ -60,11 +60,11 @@ class Drawing(torch.nn.Module):
         (0.0, True, {"full", "selective"}),
     ],
 )
-def test_what_draws_random_numbers_twice_is_known_by_its_kind_of_checkpointing(
+def test_operations_that_draw_twice_are_known_for_each_mode_of_checkpointing(
     attention: float, noise: bool, again: set[str]
 ) -> None:
     code = torch.export.export(Drawing(attention, noise).train(), (torch.ones(1, 2, 4, 8),)).graph_module
-    assert {kind for kind in ("none", "selective", "full") if draws_again(code, kind)} == again
+    assert {mode for mode in ("none", "selective", "full") if draws_again(code, mode)} == again
 
 
 class Function(nn.Module):
@@ -107,12 +107,12 @@ def _written_where_positive(x: torch.Tensor) -> torch.Tensor:
         "a layer",
         "rows by number",
         "elements by a mask",
-        "who is drawn",
+        "a draw by weights",
         "an inverse",
-        "somebody's own",
+        "a custom operation",
         "recurrent",
     ],
 )
-def test_what_may_read_numbers_back_is_launched(module: nn.Module, replayable: bool) -> None:
+def test_blocks_that_may_copy_numbers_to_the_host_are_not_captured(module: nn.Module, replayable: bool) -> None:
     code = torch.export.export(module.train(), (torch.ones(4, 4),)).graph_module
     assert is_replayable(code, "none") is replayable

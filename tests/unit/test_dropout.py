@@ -1,4 +1,4 @@
-"""Dropout whose masks are computed from places: statistics, seeds, and what it leaves for the backward."""
+"""Masks of hashed dropout look random, depend on seed and salt, and are not stored for the backward."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.nn import functional
 
 from workbench.capture.division import DROPOUT
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled
-from workbench.execution.blocks.dropout import counted, counted_dropout, draws_dropout
+from workbench.execution.blocks.dropout import has_active_dropout, hashed_dropout, use_hashed_dropout
 
 RATE = 0.1
 SHAPE = (512, 1920)
 SEEDS = (0x1A2B3C4D5E6F7081, 0x7081921324354657, 5, 6, 5 + (1 << 32))
-"""As the step's context mixes them; neighbours; and two that share their low word."""
+"""Seeds as the step's context makes them, two neighbours, and two that share their low word."""
 
 
 def mask(seed: int, salt: int = 1, shape: tuple[int, ...] = SHAPE, rate: float = RATE) -> torch.Tensor:
-    return counted_dropout(torch.ones(shape), rate, torch.tensor(seed), salt) > 0
+    return hashed_dropout(torch.ones(shape), rate, torch.tensor(seed), salt) > 0
 
 
 def sigmas(share: torch.Tensor, expected: float, count: int) -> float:
-    """How many standard deviations of independent draws a share is from what is expected."""
+    """Return the distance of a share from its expectation, in standard deviations of independent draws."""
     return abs(share.item() - expected) / (expected * (1 - expected) / count) ** 0.5
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_elements_are_dropped_at_the_rate_and_the_rest_scaled(rate: float) -> None:
-    found = counted_dropout(torch.full(SHAPE, 3.0), rate, torch.tensor(SEEDS[0]), 1)
+    found = hashed_dropout(torch.full(SHAPE, 3.0), rate, torch.tensor(SEEDS[0]), 1)
     assert found.unique().tolist() == pytest.approx([0, 3 / (1 - rate)])
     assert sigmas((found == 0).float().mean(), rate, found.numel()) < 4
 
@@ -58,14 +58,14 @@ def test_masks_of_other_seeds_and_salts_are_independent() -> None:
 
 def test_the_gradient_passes_where_the_value_did() -> None:
     value = torch.randn(SHAPE, requires_grad=True)
-    counted_dropout(value, RATE, torch.tensor(SEEDS[0]), 1).backward(torch.ones(SHAPE))
+    hashed_dropout(value, RATE, torch.tensor(SEEDS[0]), 1).backward(torch.ones(SHAPE))
     assert value.grad is not None
     torch.testing.assert_close(value.grad, mask(SEEDS[0]) / (1 - RATE))
 
 
 def half(value: torch.Tensor, weight: torch.Tensor, seed: torch.Tensor, salt: int) -> torch.Tensor:
-    """The second half of a post-LayerNorm block."""
-    return functional.layer_norm(value + counted_dropout(value @ weight, RATE, seed, salt), value.shape[-1:])
+    """Compute half of a post-LayerNorm block: product, dropout, residual sum, norm."""
+    return functional.layer_norm(value + hashed_dropout(value @ weight, RATE, seed, salt), value.shape[-1:])
 
 
 def layer(value: torch.Tensor, weight: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
@@ -73,8 +73,8 @@ def layer(value: torch.Tensor, weight: torch.Tensor, seed: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_compiled_code_keeps_no_mask_and_as_much_as_without_dropout(recompute: str) -> None:
-    def kept(rate: float) -> Counter[tuple[torch.dtype, tuple[int, ...]]]:
+def test_compiled_code_stores_no_mask_and_no_more_than_without_dropout(recompute: str) -> None:
+    def stored(rate: float) -> Counter[tuple[torch.dtype, tuple[int, ...]]]:
         def block(*arguments: torch.Tensor) -> Any:
             return (
                 layer(*arguments) if recompute == "none" else checkpointed_when_compiled(recompute, layer, *arguments)
@@ -92,33 +92,33 @@ def test_compiled_code_keeps_no_mask_and_as_much_as_without_dropout(recompute: s
         return +found
 
     torch._dynamo.reset()
-    with_dropout = kept(RATE)
+    with_dropout = stored(RATE)
     torch._dynamo.reset()
-    assert with_dropout == kept(0.0)
-    assert not [kind for kind, _ in with_dropout if not kind.is_floating_point], "neither masks nor words"
+    assert with_dropout == stored(0.0)
+    assert not [dtype for dtype, _ in with_dropout if not dtype.is_floating_point], "neither masks nor hashes"
 
 
 def test_compiled_code_draws_the_same_masks() -> None:
-    compiled = torch.compile(counted_dropout, dynamic=False, fullgraph=True)
+    compiled = torch.compile(hashed_dropout, dynamic=False, fullgraph=True)
     value = torch.randn(8, 33, requires_grad=True)
     for seed in SEEDS:
-        eager, found = (draw(value, RATE, torch.tensor(seed), 3) for draw in (counted_dropout, compiled))
+        eager, found = (draw(value, RATE, torch.tensor(seed), 3) for draw in (hashed_dropout, compiled))
         torch.testing.assert_close(found, eager)
         gradients = [torch.autograd.grad(result.square().sum(), value)[0] for result in (eager, found)]
         torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_only_dropouts_that_drop_are_replaced_and_each_has_a_salt_of_its_own() -> None:
+def test_only_active_dropouts_are_replaced_and_each_has_its_own_salt() -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         x = DROPOUT(x, 0.5, True) + DROPOUT(x, 0.5, True)
         return DROPOUT(DROPOUT(x, 0.0, True), 0.5, False)
 
     code = symbolic_trace(block)
-    assert draws_dropout(code)
-    found = counted(code)
+    assert has_active_dropout(code)
+    found = use_hashed_dropout(code)
     assert [node.target for node in found.graph.find_nodes(op="placeholder")] == ["x", "dropout_seed"]
-    calls = found.graph.find_nodes(op="call_function", target=counted_dropout)
+    calls = found.graph.find_nodes(op="call_function", target=hashed_dropout)
     assert [call.args[3] for call in calls] == [1, 2]
     ones = torch.ones(1000)
     assert set(found(ones, torch.tensor(SEEDS[0])).unique().tolist()) == {0.0, 2.0, 4.0}
-    assert not draws_dropout(symbolic_trace(lambda x: DROPOUT(x, 0.5, False)))
+    assert not has_active_dropout(symbolic_trace(lambda x: DROPOUT(x, 0.5, False)))

@@ -1,4 +1,4 @@
-"""What a stage holds while it runs forward."""
+"""A stage frees values as soon as it can, and its blocks see only what they use."""
 
 from __future__ import annotations
 
@@ -12,57 +12,56 @@ import torch
 from tests.distributed import zoo
 from workbench.capture import Graph, capture, spec_of
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.parallel.stage import StageModule
+from workbench.execution.parallel.stage import StageModule, StageOptions
 
 CPU = torch.device("cpu")
 
 
 def stage_of(name: str, first: int = 0) -> tuple[Graph, StageModule, zoo.Batch]:
-    """A model from block `first` on in one stage, uncompiled."""
+    """Return a model from block `first` on as one uncompiled stage."""
     model = {**zoo.MODELS, "bert-half-frozen": zoo.bert_half_frozen}[name]().eval()
     batch = zoo.batch(name, 2)
     graph = capture(model, {key: spec_of(key, value) for key, value in batch.items()}, name=name)
     context = StepContext(0, CPU)
-    context.counts = [torch.ones(()) for _ in graph.label_counts]
+    context.loss_denominators = [torch.ones(()) for _ in graph.label_counts]
     blocks = len(graph.blocks)
     stage = StageModule(
         graph,
         first,
         blocks,
+        StageOptions(context, num_microbatches=1),
         parameters=dict(model.named_parameters()),
         buffers={**dict(model.named_buffers()), **graph.constants},
         runners=[block.code for block in graph.blocks[first:]],
-        context=context,
-        num_microbatches=1,
         recompute=["none"] * (blocks - first),
     )
     return graph, stage, batch
 
 
 @pytest.mark.parametrize("name", ["bert", "skips"])
-def test_a_value_is_let_go_when_no_later_block_reads_it(name: str) -> None:
-    """Without a backward, which would keep what it needs itself."""
+def test_a_value_is_freed_when_no_later_block_reads_it(name: str) -> None:
+    """The stage runs without autograd, which would keep the values that its backward needs."""
     graph, stage, batch = stage_of(name)
     made: dict[str, weakref.ref[torch.Tensor]] = {}
-    held: list[set[str]] = []
+    alive: list[set[str]] = []
 
     def note(module: Any, _arguments: Any, sent: tuple[torch.Tensor, ...]) -> None:
-        held.append({name for name, value in made.items() if value() is not None})
+        alive.append({name for name, value in made.items() if value() is not None})
         made.update({name: weakref.ref(value) for name, value in zip(module.block.sends, sent, strict=True)})
 
     for module in stage.block_modules():
         module.register_forward_hook(note)
     with torch.no_grad():
         stage(**batch)
-    for block, values in zip(graph.blocks, held, strict=True):
+    for block, values in zip(graph.blocks, alive, strict=True):
         before = {name for earlier in graph.blocks[: block.index] for name in earlier.sends}
         assert values == before & {name for later in graph.blocks[block.index :] for name in later.receives}
-    assert max(map(len, held)) < len(graph.values) - 1, "something was let go"
+    assert max(map(len, alive)) < len(graph.values) - 1, "some value was freed"
 
 
 @pytest.mark.parametrize(("name", "borrowing"), [("bert", 2), ("albert", 6)])
 def test_a_block_is_given_the_shared_parameters_that_it_uses_and_no_others(name: str, borrowing: int) -> None:
-    """FSDP2 adds up a gradient, of zeros if need be, for whatever a block is given."""
+    """FSDP2 makes a gradient, of zeros if need be, for every parameter that a block is given."""
     graph, stage, batch = stage_of(name)
     given: list[set[str]] = []
     for module in stage.block_modules():
@@ -78,7 +77,7 @@ def test_a_block_is_given_the_shared_parameters_that_it_uses_and_no_others(name:
 def test_a_stage_computes_a_gradient_of_what_it_receives_only_where_something_before_it_is_trained(
     name: str, asked: bool
 ) -> None:
-    """Torch asks for one of all that is received."""
+    """PyTorch's pipeline asks for a gradient of every received value."""
     _, stage, batch = stage_of(name, first=2)
     [received] = (torch.randn(spec.shape, requires_grad=True) for spec in stage.received)
     stage(received, **batch).backward()

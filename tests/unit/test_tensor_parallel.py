@@ -1,4 +1,4 @@
-"""What of a model can be divided over devices, found from its captured blocks alone."""
+"""The captured blocks alone tell which parts of a model can be divided over tensor-parallel devices."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_layer_is_divided_into_columns_and_rows_with_two_reductions_each_way()
     assert division.blocks[layer].backward_elements == (activations,) * 2
 
 
-def test_heads_stay_whole_and_what_else_can_be_divided_is() -> None:
+def test_attention_heads_stay_whole_and_the_mlp_is_divided_all_the_same() -> None:
     division = plan_tensor(gpt2(heads=HEADS), 4)
     assert not divided_names(division, ".attn."), "four devices cannot share six heads"
     assert len(divided_names(division, ".mlp.")) == 2 * 3
@@ -93,11 +93,13 @@ def test_a_tied_embedding_and_head_are_divided_over_the_vocabulary_whether_or_no
     assert division.parameters["transformer.wte.weight"] == Sharding(0, (VOCAB,), degree)
     assert "transformer.wpe.weight" not in division.parameters
     assert sum(division.blocks[0].forward_elements) == BATCH * SEQ * WIDTH
-    assert division.blocks[-1].forward_elements == (3 * BATCH * SEQ,), "the cross-entropy reduces, logits do not move"
+    assert division.blocks[-1].forward_elements == (3 * BATCH * SEQ,), (
+        "the cross-entropy reduces three numbers per label; logits are not moved"
+    )
 
 
 class Rotated(nn.Module):
-    """A loss that needs every logit on one device; the table is tied to what an embedding reads."""
+    """A model whose loss needs every logit on one device; its head is tied to its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class Rotated(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Two pairs of the same shape; only one has between it an operation that can be followed."""
+    """Two pairs of products; the operation between one pair has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ def test_most_of_a_transformers_weight_is_divided() -> None:
 
 
 class Experts(nn.Module):
-    """Two layers of experts, up and down again, stored as `stored`: with inputs or outputs last."""
+    """Two products of experts, whose weights are stored with inputs last ("turned") or outputs last ("as read")."""
 
     def __init__(self, stored: str, *, read_again: bool = False) -> None:
         super().__init__()
@@ -179,5 +181,5 @@ def test_every_experts_matrices_are_divided_as_a_layers_are(stored: str, up: int
     assert sum(block.forward_elements.count(BATCH * SEQ * WIDTH) for block in layers) == 2, "table, experts"
 
 
-def test_experts_that_something_else_reads_stay_whole() -> None:
+def test_experts_that_another_operation_reads_stay_whole() -> None:
     assert "up" not in plan_tensor(captured(Experts("turned", read_again=True)), 2).parameters

@@ -15,23 +15,24 @@ from torch import fx, nn
 
 from workbench.capture import Graph, capture
 from workbench.capture.division import TensorDivision
+from workbench.capture.label_counting import retarget
 from workbench.capture.labelled import labelled_part
 from workbench.capture.tensor_parallel import plan_tensor
 from workbench.errors import PlanInfeasible
-from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, mode_for
-from workbench.execution.blocks.autocast_types import read_as_autocast_reads
+from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
+from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
-from workbench.execution.blocks.dropout import counted, draws_dropout
-from workbench.execution.blocks.gradient_accumulation import Sums
-from workbench.execution.blocks.labelled_head import LabelledRows, Runner, retarget
+from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
+from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
+from workbench.execution.blocks.labelled_head import LabelledRows, Runner
 from workbench.execution.blocks.split_backward import Deferral, defer_weight_gradients
-from workbench.execution.blocks.tensor_parallel import divide, part
-from workbench.execution.blocks.weight_copies import Halves
-from workbench.execution.parallel.mesh import Place
+from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
+from workbench.execution.blocks.weight_copies import WeightCopies
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import SPLIT_BACKWARD
 from workbench.execution.parallel.sharding import distribute
-from workbench.execution.parallel.stage import HeldStages, StageModule
+from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.tensors import TensorSpec
 
@@ -95,7 +96,7 @@ def runners(
     compile: bool,
     recompute: str,
     deferral: Deferral | None = None,
-    gathered: bool = False,
+    bf16_weights: bool = False,
 ) -> dict[str, Runner]:
     """One callable per kind of block, compiled once however many blocks share it.
 
@@ -112,15 +113,17 @@ def runners(
     blocks = {block.block_type: block for block in graph.blocks}
 
     def runner(kind: str, code: fx.GraphModule) -> Runner:
-        if gathered:
-            code = read_as_autocast_reads(code, len(blocks[kind].parameters))
+        if bf16_weights:
+            code = match_autocast_types(code, len(blocks[kind].parameters))
         if deferral is not None:
             return defer_weight_gradients(code, len(blocks[kind].parameters), deferral)
         if not compile:
             return code
-        if draws_dropout(blocks[kind].code):
-            code = counted(code)
-        return torch.compile(_with_checkpoint_inside(code, mode_for(code, recompute)), dynamic=False, fullgraph=True)
+        if has_active_dropout(blocks[kind].code):
+            code = use_hashed_dropout(code)
+        return torch.compile(
+            _with_checkpoint_inside(code, supported_mode(code, recompute)), dynamic=False, fullgraph=True
+        )
 
     if compile:
         prepare_compiler()
@@ -146,61 +149,62 @@ def _with_checkpoint_inside(code: fx.GraphModule, recompute: str) -> fx.GraphMod
 
 def build_stage(
     plan: Plan,
-    place: Place,
+    coordinate: MeshCoordinate,
     model: nn.Module,
     graph: Graph,
     context: StepContext,
     *,
     compile: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> HeldStages:
+) -> RankStages:
     """The stages of one rank with their own weights, taken out of the model, which is left with none.
 
     Those of a plan that shards them are FSDP2's already: it takes them from where the model was built, block by block.
     Blocks that are recomputed alike share their runners: a kind of block is compiled once for each way.
     """
     _refuse_sharded_split(plan)
-    weights = _Weights(plan, place, model, graph)
+    weights = _Weights(plan, coordinate, model, graph)
     division = plan_tensor(graph, plan.tensor)
-    codes = _codes(graph, division, place)
-    context.tensor_rank = place.tensor_rank
+    codes = _codes(graph, division, coordinate)
+    context.tensor_rank = coordinate.tensor_rank
     deferral = context.deferral if plan.schedule in SPLIT_BACKWARD else None
     compile = compile and deferral is None
     if compile and plan.cuda_graphs:
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
-    gathered = plan.shards and plan.precision == "bf16"
+    bf16_weights = plan.shards and plan.precision == "bf16"
+    options = StageOptions(context, plan.num_microbatches, compile, division, autocast)
     ready: dict[str, dict[str, Runner]] = {}
     held = []
-    for stage in plan.stages_of(place.pipeline_rank):
+    for stage in plan.stages_of(coordinate.pipeline_rank):
         modes = [stage.recompute_of(block) for block in range(stage.first_block, stage.end_block)]
         for mode in modes:
             if mode not in ready:
-                ready[mode] = runners(graph, codes, context.device, compile, mode, deferral, gathered)
+                ready[mode] = runners(graph, codes, context.device, compile, mode, deferral, bf16_weights)
         module = StageModule(
             graph,
             stage.first_block,
             stage.end_block,
+            options,
             parameters=_parameters(stage, plan, weights, graph, division, context),
             buffers=_buffers(stage, model, graph, context.device),
             runners=[
                 ready[mode][block.block_type]
                 for mode, block in zip(modes, graph.blocks[stage.first_block : stage.end_block], strict=True)
             ],
-            context=context,
-            num_microbatches=plan.num_microbatches,
             recompute=modes,
-            compiled=compile,
-            division=division,
-            autocast=autocast,
         )
         if plan.shards:
-            distribute(module, place.data_mesh, plan.zero, plan.precision)
+            distribute(module, coordinate.data_mesh, plan.zero, plan.precision)
         elif compile:
             for parameter in module.parameters():
                 _mark_static(parameter)
         held.append(module)
-    sums = Sums(compiles=compile and context.device.type == "cuda")
-    return HeldStages(held, [Halves(stage, codes, sums) for stage in held] if plan.keeps_halves else [])
+    accumulator = GradientAccumulator(compiles=compile and context.device.type == "cuda")
+    copied = held if plan.keeps_halves else []
+    return RankStages(
+        held,
+        [WeightCopies([*stage.block_modules()], stage.model_parameters(), codes, accumulator) for stage in copied],
+    )
 
 
 def _refuse_sharded_split(plan: Plan) -> None:
@@ -215,12 +219,14 @@ def _refuse_sharded_split(plan: Plan) -> None:
         )
 
 
-def _codes(graph: Graph, division: TensorDivision, place: Place) -> dict[str, fx.GraphModule]:
+def _codes(graph: Graph, division: TensorDivision, coordinate: MeshCoordinate) -> dict[str, fx.GraphModule]:
     """The code of each kind of block, rewritten where its work is divided over the tensor-parallel axis."""
     codes = {block.block_type: block.code for block in graph.blocks}
     if division.degree > 1:
-        group = place.tensor_group.group_name
-        codes |= {kind: divide(codes[kind], how, place.tensor_rank, group) for kind, how in division.kinds.items()}
+        group = coordinate.tensor_group.group_name
+        codes |= {
+            kind: divide_block(codes[kind], how, coordinate.tensor_rank, group) for kind, how in division.kinds.items()
+        }
     return codes
 
 
@@ -231,8 +237,8 @@ class _Weights:
     which may be long after the first step.
     """
 
-    def __init__(self, plan: Plan, place: Place, model: nn.Module, graph: Graph) -> None:
-        stages = plan.stages_of(place.pipeline_rank)
+    def __init__(self, plan: Plan, coordinate: MeshCoordinate, model: nn.Module, graph: Graph) -> None:
+        stages = plan.stages_of(coordinate.pipeline_rank)
         self._left = Counter(name for s in stages for name in graph.block_parameters(s.first_block, s.end_block))
         self._whole = dict(model.named_parameters())
         for name, parameter in self._whole.items():
@@ -262,7 +268,7 @@ def _parameters(
         sharding = division.parameters.get(name)
         with weights.taken(name) as held:
             if sharding is not None:
-                held = part(held, sharding, context.tensor_rank)
+                held = take_shard(held, sharding, context.tensor_rank)
             if not plan.shards:
                 held = held.to(context.device)
             found[name] = nn.Parameter(_alone(held), requires_grad=name not in graph.frozen)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.parallel.mesh import Place
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.rundir import RunDir, append_event
 
 EVERY = 200
@@ -78,9 +78,11 @@ class ActionLog:
 
 
 @contextmanager
-def recorded(context: StepContext, place: Place, run_dir: RunDir, step: int, first: int) -> Iterator[None]:
+def recorded(
+    context: StepContext, coordinate: MeshCoordinate, run_dir: RunDir, step: int, first: int
+) -> Iterator[None]:
     """Record step `step` (0-based, of a run that began at `first`) if its turn has come, on the first replica."""
-    if (step - first) % EVERY != SETTLED or place.rank != _first_of_stage(place):
+    if (step - first) % EVERY != SETTLED or coordinate.rank != _first_of_stage(coordinate):
         yield
         return
     context.actions = ActionLog(context.device)
@@ -89,8 +91,10 @@ def recorded(context: StepContext, place: Place, run_dir: RunDir, step: int, fir
         log = context.actions
     finally:
         context.actions = None
-    append_event(run_dir.events, "actions", rank=place.rank, step=step + 1, origin_s=log.origin_s, actions=log.rows())
+    append_event(
+        run_dir.events, "actions", rank=coordinate.rank, step=step + 1, origin_s=log.origin_s, actions=log.rows()
+    )
 
 
-def _first_of_stage(place: Place) -> int:
-    return place.pipeline_rank * place.data * place.tensor
+def _first_of_stage(coordinate: MeshCoordinate) -> int:
+    return coordinate.pipeline_rank * coordinate.data * coordinate.tensor

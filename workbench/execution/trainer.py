@@ -16,15 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
+from workbench.capture.label_counting import count_labels, retarget
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts, labels_of_micro_batches, retarget
-from workbench.execution.blocks.tensor_parallel import whole
+from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
+from workbench.execution.blocks.tensor_parallel import all_gather_shards
 from workbench.execution.optimizer import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
-from workbench.execution.parallel.gradient_all_reduce import Averaging
-from workbench.execution.parallel.mesh import Place
+from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
+from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import SPLIT_BACKWARD, PipeStage, build_schedule
 from workbench.execution.parallel.sharding import distribute, full, is_sharded, local
-from workbench.execution.parallel.stage import HeldStages, StageModule
+from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 
@@ -42,41 +43,45 @@ class Trainer:
     """Owns this rank's stages, their optimiser and the groups that it reduces over."""
 
     def __init__(
-        self, experiment: Experiment, plan: Plan, graph: Graph, stage: HeldStages, context: StepContext, place: Place
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        graph: Graph,
+        stage: RankStages,
+        context: StepContext,
+        coordinate: MeshCoordinate,
     ) -> None:
         self.experiment, self.plan, self.graph = experiment, plan, graph
-        self.context, self.place = context, place
+        self.context, self.coordinate = context, coordinate
         self.stage = stage
         pipes = [self._pipe_stage(held, index) for index, held in enumerate(stage.stages)]
-        self._parameters = stage.named()  # what sharding has made of them
+        self._parameters = stage.model_parameters()  # what sharding has made of them
         self.optimizer = build_optimizer(self._parameters, experiment, plan.offload_optimizer)
         self._schedule = build_schedule(plan.schedule, pipes, plan.num_microbatches)
-        self._averaging = Averaging(place.data_group) if plan.data > 1 else None
+        self._averaging = GradientAllReduce(coordinate.data_group) if plan.data > 1 else None
         self._averaged = self._averaged_by_hand()
         if self._averaging is not None and context.cuda_graphs is not None:
-            context.cuda_graphs.finished = self._averaging.begin
-        self._copies = stage.copies()
-        self._ties = _tied_groups(plan, graph, place)
+            context.cuda_graphs.on_last_backward = self._averaging.start
+        self._copies = stage.duplicated_parameters()
+        self._ties = _tied_groups(plan, graph, coordinate)
         self._owned = [(p, self._holders(name, p)) for name, p in self._parameters.items() if self._owns(name)]
-        self._label_counts = [
-            count.code.to(context.device) for count in graph.label_counts if stage.label_counts_needed
-        ]
+        self._label_counts = [count.code.to(context.device) for count in graph.label_counts if stage.needs_label_counts]
         for code in self._label_counts:
             retarget(code, context.device)
-        selecting = {index: graph.label_counts[index] for index in stage.selecting_counts}
+        selecting = {index: graph.label_counts[index] for index in stage.selecting_losses}
         self._counter = LabelCounter(selecting, plan.micro_batch)
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
         """This rank's `index`-th stage, made ready for the data-parallel axis, at its place in the pipeline."""
-        plan, place = self.plan, self.place
+        plan, coordinate = self.plan, self.coordinate
         splits = plan.schedule in SPLIT_BACKWARD
         is_ready = plan.averages_by_hand or plan.shards  # FSDP2 has what is sharded since it was built
         return PipeStage(
-            stage if is_ready else distribute(stage, place.data_mesh, plan.zero, plan.precision),
+            stage if is_ready else distribute(stage, coordinate.data_mesh, plan.zero, plan.precision),
             stage,
-            place.pipeline_rank + index * plan.pipeline,
+            coordinate.pipeline_rank + index * plan.pipeline,
             len(plan.stages),
-            group=place.pipeline_group,
+            group=coordinate.pipeline_group,
             context=self.context,
             zero=plan.zero,
             deferral=self.context.deferral if splits else None,
@@ -89,7 +94,7 @@ class Trainer:
 
     def labels_of(self, batch: Mapping[str, torch.Tensor]) -> LabelCounts:
         """Labels of each micro-batch, where this rank selects rows by them; `batch` had better be on the host still."""
-        return self._counter.of(batch)
+        return self._counter.count(batch)
 
     def gradients(
         self, step: int, batch: Mapping[str, torch.Tensor], labelled: LabelCounts | None = None
@@ -100,12 +105,12 @@ class Trainer:
         hold them); returns this rank's part of that loss: summed over all ranks, it is the loss. `labelled` are
         `labels_of(batch)`, taken before the batch went to the device; without, a new batch is waited for.
         """
-        self.context.labelled = self.labels_of(batch) if labelled is None else labelled
+        self.context.label_counts = self.labels_of(batch) if labelled is None else labelled
         self.context.step = step
-        self.context.first_microbatch = self.place.data_rank * self.plan.num_microbatches
+        self.context.first_microbatch = self.coordinate.data_rank * self.plan.num_microbatches
         self._count_labels(batch)
         self._refresh_copies()
-        self.stage.refresh_halves()
+        self.stage.refresh_weight_copies()
         self.optimizer.zero_grad(set_to_none=True)
         if self.context.cuda_graphs is not None:
             self.context.cuda_graphs.begin_step()
@@ -130,7 +135,7 @@ class Trainer:
         gathered, sharding = full(tensor.detach()), self.stage.sharding(name)
         if sharding is None or tensor.ndim == 0:
             return gathered
-        return whole(gathered, sharding, self.place.tensor_group)
+        return all_gather_shards(gathered, sharding, self.coordinate.tensor_group)
 
     def step(
         self,
@@ -161,14 +166,14 @@ class Trainer:
         if not self._label_counts:
             return
         found = [
-            labels_of_micro_batches(code, count.inputs, batch, self.plan.micro_batch).sum()
+            count_labels(code, count.inputs, batch, self.plan.micro_batch).sum()
             for count, code in zip(self.graph.label_counts, self._label_counts, strict=True)
         ]
         counts = torch.stack(found).float()
         if self.plan.data > 1:
-            dist.all_reduce(counts, group=self.place.data_group)
+            dist.all_reduce(counts, group=self.coordinate.data_group)
         shares = self.plan.num_microbatches * self.plan.data
-        self.context.counts = list((counts / shares).unbind())
+        self.context.loss_denominators = list((counts / shares).unbind())
 
     def _averaged_by_hand(self) -> list[nn.Parameter]:
         """What nothing else averages over the replicas: all, or what sharded stages hold whole."""
@@ -206,7 +211,7 @@ class Trainer:
 
     def _owns(self, name: str) -> bool:
         """A tied parameter counts once in the norm: on the first pipeline rank that holds it."""
-        return name not in self._ties or holders(self.plan, self.graph, name)[0] == self.place.pipeline_rank
+        return name not in self._ties or holders(self.plan, self.graph, name)[0] == self.coordinate.pipeline_rank
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -226,28 +231,28 @@ def holders(plan: Plan, graph: Graph, name: str) -> tuple[int, ...]:
     return tuple(sorted({index % plan.pipeline for index in stages}))
 
 
-def _tied_groups(plan: Plan, graph: Graph, place: Place) -> dict[str, dist.ProcessGroup]:
+def _tied_groups(plan: Plan, graph: Graph, coordinate: MeshCoordinate) -> dict[str, dist.ProcessGroup]:
     """This rank's tied parameters -> the ranks of the same replica and tensor-parallel rank that hold them too.
 
     Every rank creates every group, as `torch.distributed` demands, in the same order.
     """
-    ranks = _rank_table(place)
+    ranks = _rank_table(coordinate)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     mine: dict[str, dist.ProcessGroup] = {}
     for name in graph.parameters:
         found = holders(plan, graph, name)
         if len(found) < 2 or name in graph.frozen:
             continue
-        for replica in range(place.data * place.tensor):
+        for replica in range(coordinate.data * coordinate.tensor):
             members = tuple(ranks[pipeline_rank][replica] for pipeline_rank in found)
             if members not in groups:
                 groups[members] = dist.new_group(list(members))
-            if place.rank in members:
+            if coordinate.rank in members:
                 mine[name] = groups[members]
     return mine
 
 
-def _rank_table(place: Place) -> list[list[int]]:
+def _rank_table(coordinate: MeshCoordinate) -> list[list[int]]:
     """Ranks by pipeline rank; within each in the order of the mesh."""
-    size = place.data * place.tensor
-    return [[pipeline_rank * size + inner for inner in range(size)] for pipeline_rank in range(place.pipeline)]
+    size = coordinate.data * coordinate.tensor
+    return [[pipeline_rank * size + inner for inner in range(size)] for pipeline_rank in range(coordinate.pipeline)]

@@ -31,15 +31,15 @@ from torch.utils.data import DataLoader
 from workbench.capture import Graph
 from workbench.errors import PlanMismatch, root_exception
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.cuda_graphs import BUFFERS
+from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler, turn_to_build
 from workbench.execution.checkpoint.files import step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import Checkpoints, Extras, Progress, Saved
 from workbench.execution.deterministic import REFUSAL, make_repeatable
-from workbench.execution.parallel.mesh import Place, parallelism
-from workbench.execution.parallel.stage import HeldStages
+from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
+from workbench.execution.parallel.stage import RankStages
 from workbench.execution.step_timeline import recorded
 from workbench.execution.trainer import StepResult, Trainer
 from workbench.experiment import Experiment
@@ -211,17 +211,17 @@ class _Worker:
         if self.experiment.deterministic:
             make_repeatable()
         if plan.cuda_graphs:
-            os.environ.setdefault(*BUFFERS)
+            os.environ.setdefault(*NCCL_SETTING)
         self.accelerator = Accelerator(
             cpu=not _on_gpu(),
             mixed_precision="bf16" if plan.precision == "bf16" else "no",
-            parallelism_config=parallelism(plan.pipeline, plan.data, plan.zero, plan.tensor),
+            parallelism_config=parallelism_config(plan.pipeline, plan.data, plan.zero, plan.tensor),
             project_config=ProjectConfiguration(project_dir=str(run.path)),
             step_scheduler_with_optimizer=False,
         )
         if not dist.is_initialized():
             dist.init_process_group("nccl" if _on_gpu() else "gloo", rank=0, world_size=1)
-        self.place = Place.of(self.accelerator)
+        self.coordinate = MeshCoordinate.from_mesh(self.accelerator.torch_device_mesh)
         self.device = self.accelerator.device
         self.is_main = dist.get_rank() == 0
         self._stop_requested = False
@@ -261,14 +261,14 @@ class _Worker:
             prepare_compiler()
         with turn_to_build(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
             graph, stage, extras = self._take(context, compile)
-        trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.place)
+        trainer = Trainer(self.experiment, self.plan, graph, stage, context, self.coordinate)
         if _on_gpu():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             cap_memory(self.plan, self.device)
         return trainer, extras
 
-    def _take(self, context: StepContext, compile: bool) -> tuple[Graph, HeldStages, Extras]:
+    def _take(self, context: StepContext, compile: bool) -> tuple[Graph, RankStages, Extras]:
         """This rank's stages out of the model, which is gone afterwards."""
         specs = self.experiment.data.batch_specs(self.experiment)
         with self._timed("build"):
@@ -288,7 +288,7 @@ class _Worker:
             extras = self._extras(model, graph)
             stage = build_stage(
                 self.plan,
-                self.place,
+                self.coordinate,
                 model,
                 graph,
                 context,
@@ -337,8 +337,8 @@ class _Worker:
         sharded = prepare_data_loader(
             loader,
             self.device,
-            num_processes=self.place.data,
-            process_index=self.place.data_rank,
+            num_processes=self.coordinate.data,
+            process_index=self.coordinate.data_rank,
             put_on_device=False,
             rng_types=None,
         )
@@ -352,7 +352,7 @@ class _Worker:
         stop = False
         step = progress.step
         for batch, labelled in self._batches(trainer, progress.step):
-            with recorded(trainer.context, self.place, self.run_dir, step, progress.step):
+            with recorded(trainer.context, self.coordinate, self.run_dir, step, progress.step):
                 result = trainer.step(step, batch, stop=self._wants_stop(), labelled=labelled)
             if pending is not None:
                 stop = log.write(pending)
@@ -399,7 +399,7 @@ class _Worker:
             self.run_dir.events,
             "memory",
             rank=dist.get_rank(),
-            stage=self.place.pipeline_rank,
+            stage=self.coordinate.pipeline_rank,
             device=_device_name(dist.get_rank()),
             peak_bytes=peak,
             reserved_bytes=reserved,

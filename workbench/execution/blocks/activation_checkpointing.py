@@ -1,7 +1,8 @@
-"""Activation checkpointing of one block: nothing, everything, or everything but the expensive operations.
+"""Activation checkpointing of one block: store everything, nothing, or only the results of expensive operations.
 
-Selective checkpointing keeps the results of matrix products, convolutions and attention and computes the rest
-(norms, activations, dropout) again (Korthikanti et al., arXiv:2205.05198; here per operation, as torch does it).
+Selective checkpointing stores the results of matrix products, convolutions and attention, and recomputes the rest
+(norms, activations, dropout). The idea is from Korthikanti et al., arXiv:2205.05198; here, as in torch, the choice is
+made per operation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import workbench.capture.experts  # noqa: F401  (its operations)
+import workbench.capture.experts  # noqa: F401  (registers its operations)
 from workbench.capture.dataflow import mutates, writes_arguments
 
 aten = torch.ops.aten
@@ -30,31 +31,29 @@ _PRODUCTS = frozenset(
         torch.ops._c10d_functional.wait_tensor.default,
     }
 )
-"""Matrix products, and the sums of their parts over tensor-parallel devices."""
+"""Matrix products, and the all-reduces that sum partial products over tensor-parallel devices."""
 _ATTENTION: dict[Any, int] = {
     aten._scaled_dot_product_flash_attention.default: 3,
     aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     aten._scaled_dot_product_efficient_attention.default: 5,
     aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-"""Attention kernels, with the position of their dropout rate."""
-
-
+"""Attention kernels, with the position of the dropout rate among their arguments."""
 _RECURRENT = ("lstm", "gru", "rnn_")
-"""Operations that, on a CPU, add to the products that they make in place."""
+"""First letters of recurrent operations, which on a CPU add in place to the products they compute."""
 
 
-def mode_for(code: fx.GraphModule, asked: str) -> str:
-    """How a block may be recomputed.
+def supported_mode(code: fx.GraphModule, requested: str) -> str:
+    """Return the checkpointing mode ("none", "selective" or "full") that a block supports, given the requested one.
 
-    One that advances buffers (BatchNorm's statistics) never is: they would advance twice. One that works in place is
-    recomputed as a whole: it might write to a result that selective checkpointing keeps. So is one with `torch.cond`,
-    which selective checkpointing cannot look into.
+    A block that updates buffers (BatchNorm's statistics) is never recomputed: the update would happen twice. A block
+    with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
+    holds for a block with `torch.cond`, which selective checkpointing cannot look into.
     """
     if writes_arguments(code):
         return "none"
-    as_a_whole = any(mutates(node) or _is_recurrent(node) or _is_branch(node) for node in code.graph.nodes)
-    return "full" if asked == "selective" and as_a_whole else asked
+    needs_full = any(mutates(node) or _is_recurrent(node) or _is_branch(node) for node in code.graph.nodes)
+    return "full" if requested == "selective" and needs_full else requested
 
 
 def _is_recurrent(node: fx.Node) -> bool:
@@ -66,37 +65,38 @@ def _is_branch(node: fx.Node) -> bool:
 
 
 def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, whose intermediate results are computed again in the backward.
+    """Return `function(*arguments)` and recompute its intermediate results in the backward.
 
-    `mode` is "full" or "selective". `function` seeds its own random numbers, so no generator state is kept.
+    `mode` is "full" or "selective". `function` must seed its own random numbers: no generator state is saved.
     """
-    if mode == "full":
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(
-        function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts
-    )
+    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def checkpointed_when_compiled(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """As `checkpointed`, inside what is compiled: the compiler keeps and replays the random numbers."""
+    """Return what `checkpointed` returns, inside compiled code: the compiler saves and replays the random numbers."""
     if mode == "full":
         return checkpoint(function, *arguments, use_reentrant=False)
     return checkpoint(function, *arguments, use_reentrant=False, context_fn=_selective_contexts_when_compiled)
 
 
-def _keeps(replays_random: bool, _context: Any, operation: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
-    """Attention that draws dropout is computed again in eager mode: leaving it out would shift what is drawn after."""
+def _policy(replays_random: bool, _context: Any, operation: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
+    """Decide whether an operation's results are stored.
+
+    In eager mode, attention with dropout is recomputed: if it were skipped, the later draws of the recomputation would
+    differ from those of the forward.
+    """
     if operation in _PRODUCTS:
         return CheckpointPolicy.MUST_SAVE
     if operation in _ATTENTION:
-        at = _ATTENTION[operation]
-        rate = arguments[at] if len(arguments) > at else 0.0
+        position = _ATTENTION[operation]
+        rate = arguments[position] if len(arguments) > position else 0.0
         if replays_random or not rate:
             return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_selective_contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_keeps, False))
+_selective_contexts = functools.partial(create_selective_checkpoint_contexts, functools.partial(_policy, False))
 _selective_contexts_when_compiled = functools.partial(
-    create_selective_checkpoint_contexts, functools.partial(_keeps, True)
+    create_selective_checkpoint_contexts, functools.partial(_policy, True)
 )

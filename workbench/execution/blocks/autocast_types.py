@@ -1,10 +1,10 @@
-"""Blocks whose weights come in bf16, as FSDP2 gathers them, computing in the types that autocast would choose.
+"""Make blocks whose weights arrive in bf16 compute in the types that autocast would choose.
 
-Autocast casts what matrix products read; norms, biases that are added, and tables it reads in fp32. A block that is
-given all of them in bf16 goes on in bf16 where nothing else says so: the residual stream of a GPT or a ViT, from its
-embedding on, through every layer. Then the same model would learn by other numbers under another plan, and a layer be
-compiled twice, for both types of what it receives. So what only products read stays bf16, and the rest is cast back to
-fp32: rows of a table once they are looked up.
+FSDP2 all-gathers weights in bf16. Autocast casts only the operands of matrix products: norms, added biases and
+embedding tables are read in fp32. A block with bf16 weights alone would continue in bf16 wherever no operation forces
+fp32, for example in the whole residual stream of a GPT or a ViT. The same model would then train with other numbers
+under ZeRO 1 to 3, and each layer would be compiled for two input types. Therefore weights that only matrix products
+read stay bf16, and the others are cast back to fp32; rows of an embedding table are cast after the lookup.
 """
 
 from __future__ import annotations
@@ -13,38 +13,35 @@ import torch
 from torch import fx
 
 from workbench.capture.division import EMBEDDING
+from workbench.execution.blocks.graph_rewriter import GraphRewriter
 from workbench.execution.blocks.tensor_parallel import parallel_embedding
-from workbench.execution.blocks.weight_copies import is_product, read_by_products
-
-aten = torch.ops.aten
+from workbench.execution.blocks.weight_copies import is_product, read_only_by_products
 
 
-def read_as_autocast_reads(code: fx.GraphModule, weights: int) -> fx.GraphModule:
-    """`code`, whose first `weights` arguments are its weights, for such as are bf16 where they were fp32."""
-    arguments = [node for node in code.graph.nodes if node.op == "placeholder"][:weights]
-    products = read_by_products(code, weights)
-    wide = {node for node, only in zip(arguments, products, strict=True) if not only and _is_fp32(node)}
-    if not wide:
+def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModule:
+    """Rewrite `code` so that its first `num_weights` arguments may be bf16 although it was captured with fp32."""
+    weights = [node for node in code.graph.nodes if node.op == "placeholder"][:num_weights]
+    for_products = read_only_by_products(code, num_weights)
+    fp32 = {weight for weight, only in zip(weights, for_products, strict=True) if not only and _is_fp32(weight)}
+    if not fp32:
         return code
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    cast: dict[fx.Node, fx.Node] = {}
+    rewriter = GraphRewriter(code)
+    casts: dict[fx.Node, fx.Node] = {}
 
-    def widened(value: fx.Node) -> fx.Node:
-        return graph.call_function(aten.to.dtype, (value, torch.float32))
+    def to_fp32(value: fx.Node) -> fx.Node:
+        return rewriter.call(torch.ops.aten.to.dtype, value, torch.float32)
 
-    def as_read(source: fx.Node) -> fx.Node:
-        if source in wide and source not in cast:
-            cast[source] = widened(copies[source])
-        return cast.get(source, copies[source])
+    def operand(source: fx.Node) -> fx.Node:
+        if source in fp32 and source not in casts:
+            casts[source] = to_fp32(rewriter.copies[source])
+        return casts.get(source, rewriter.copies[source])
 
-    for node in code.graph.nodes:
-        looks_up = node.target in (EMBEDDING, parallel_embedding) and node.args[0] in wide
-        copies[node] = graph.node_copy(node, copies.__getitem__ if looks_up or is_product(node) else as_read)
-        if looks_up:
-            copies[node] = widened(copies[node])
-    graph.lint()
-    return fx.GraphModule(dict(code.named_children()) | dict(code.named_buffers()), graph)
+    def rule(node: fx.Node) -> fx.Node:
+        looks_up = node.target in (EMBEDDING, parallel_embedding) and node.args[0] in fp32
+        copied = rewriter.copy(node, None if looks_up or is_product(node) else operand)
+        return to_fp32(copied) if looks_up else copied
+
+    return rewriter.rewrite(rule)
 
 
 def _is_fp32(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""What the compiler is told besides its defaults."""
+"""Configure PyTorch's compiler (Inductor): kernels of long rows, GELU in low precision, random numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch._inductor.decomposition import decompositions, fast_random_decomps
 from torch._inductor.runtime.hints import ReductionHint
 
 LONGEST_ROW = 2048
-"""Elements of a row that a kernel holds in registers. Inductor's own limit is 1,024; longer rows are read twice, and
-all that is fused into them is computed twice."""
+"""Largest number of elements per row that a kernel keeps in registers. Inductor's own limit is 1,024: it reads longer
+rows twice and computes everything fused into them twice."""
 
 
 class Choices(InductorChoices):
-    """Inductor's, but for LayerNorm and its like over rows of up to `LONGEST_ROW` elements."""
+    """Inductor's choices, except that reductions (LayerNorm) keep rows of up to `LONGEST_ROW` elements in registers."""
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -32,14 +32,14 @@ class Choices(InductorChoices):
         return bool(InductorChoices.should_use_persistent_reduction(features, cooperative_reduction))
 
     def uuid(self) -> str:
-        """Part of the key under which compiled code is kept."""
+        """Return a part of the key under which Inductor caches compiled code."""
         return f"workbench: rows of {LONGEST_ROW}"
 
 
 GELU, GELU_BACKWARD = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
-HALVES = (torch.bfloat16, torch.float16)
-"""Of these, GELU is computed as written here: its kernels read and write so little that the error function, about 30
-instructions, is what they wait for."""
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes for which GELU is computed as written here: its kernels read and write so little in these dtypes that the
+error function, about 30 instructions, would be their bottleneck."""
 _STOCK = {operation: decompositions[operation] for operation in (GELU, GELU_BACKWARD)}
 _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 _HALF_TAIL = tuple(factor / 2 for factor in _TAIL)
@@ -48,24 +48,27 @@ _TANH_SCALE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def prepare() -> None:
-    """For every compilation of this process from now on. Called early, it saves their wait for the compiler's helpers,
-    processes that themselves import torch."""
+    """Configure the compiler for the rest of this process.
+
+    An early call starts the compiler's helper processes, which import torch themselves, before a compilation waits for
+    them.
+    """
     config.inductor_choices_class = Choices
-    # What is computed again draws its random numbers from the state that its forward found, which `StepContext` seeds.
-    # Otherwise, on GPUs, from generators of the compiler's own, seeded once for all steps: masks would depend on how
-    # many steps this process has trained.
+    # With this setting a recomputation draws from the generator state that its forward found, which `StepContext`
+    # seeds. By default, on GPUs, the compiler uses generators of its own that are seeded once for all steps: masks
+    # would depend on the number of steps this process has trained.
     functorch.graphsafe_rng_functionalization = False
     if torch.are_deterministic_algorithms_enabled():
-        config.deterministic = True  # no kernel is chosen by how fast it ran: another would add up in another order
+        config.deterministic = True  # kernels chosen by their speed could add up in another order
     decompositions.update({GELU: _gelu, GELU_BACKWARD: _gelu_backward})
-    fast_random_decomps.cache_clear()  # a copy of `decompositions`
+    fast_random_decomps.cache_clear()  # it caches a copy of `decompositions`
     if torch.cuda.is_available():
         maybe_warm_pool()
 
 
 def _gelu(value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    """GELU (Hendrycks and Gimpel, 2016) of bf16 and fp16, computed in fp32; fp32 stays as Inductor has it."""
-    if value.dtype not in HALVES:
+    """Compute GELU (Hendrycks and Gimpel, 2016) of bf16 and fp16 in fp32; for fp32 use Inductor's decomposition."""
+    if value.dtype not in LOW_PRECISION:
         plain: torch.Tensor = _STOCK[GELU](value, approximate=approximate)
         return plain
     wide = value.float()
@@ -74,12 +77,12 @@ def _gelu(value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 
 
 def _gelu_backward(gradient: torch.Tensor, value: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    if value.dtype not in HALVES:
+    if value.dtype not in LOW_PRECISION:
         plain: torch.Tensor = _STOCK[GELU_BACKWARD](gradient, value, approximate=approximate)
         return plain
     wide = value.float()
-    # The same numbers by other operations: where GELU is computed again beside its backward, the compiler would keep
-    # the share that both read, in fp32: as much memory as two of the tensors that they read and write.
+    # This computes the same numbers as the forward by other operations. If GELU is recomputed beside its backward, the
+    # compiler would otherwise store the common share in fp32: as much memory as two of the bf16 tensors around it.
     share, slope = _share_and_slope(wide, approximate, _TAIL, 0.5)
     return (gradient.float() * (share + wide * slope)).to(value.dtype)
 
@@ -87,11 +90,11 @@ def _gelu_backward(gradient: torch.Tensor, value: torch.Tensor, *, approximate: 
 def _share_and_slope(
     value: torch.Tensor, approximate: str, tail_factors: Sequence[float], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What GELU lets through of each fp32 element, and that share's derivative; `scale` times the factors is half of
-    `_TAIL`.
+    """Return the share of each fp32 element that GELU passes, and the derivative of that share.
 
-    The normal distribution, its tail by Abramowitz and Stegun, 7.1.26: within 3e-7, a quarter of what PyTorch's own
-    error function is off for GELU. For `tanh`, (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
+    The share is the normal distribution function, with its tail by Abramowitz and Stegun, 7.1.26. Its error is below
+    3e-7, a quarter of the error that PyTorch's own error function causes in GELU. `scale` times `tail_factors` must be
+    half of `_TAIL`. With `approximate="tanh"`, (1 + tanh(u)) / 2 is computed as 1 / (1 + exp(-2 u)).
     """
     if approximate == "tanh":
         slope = 2 * _TANH_SCALE * (1 + 3 * _TANH_CUBE * value * value)
@@ -104,7 +107,7 @@ def _share_and_slope(
 
 
 def _polynomial(factors: Sequence[float], value: torch.Tensor) -> torch.Tensor:
-    """Of `value`, the factor of its highest power first."""
+    """Evaluate a polynomial of `value`; the factor of the highest power comes first."""
     result = factors[0] * value + factors[1]
     for factor in factors[2:]:
         result = result * value + factor

@@ -1,30 +1,34 @@
-"""What every block of a step shares: which step, which micro-batch, which normalisers; and its random seeds.
+"""The state that all blocks of a rank share during a step: step, micro-batch, loss denominators and random seeds.
 
-A block draws its dropout from a generator seeded by (seed, step, micro-batch of the global batch, block), so that
-the same experiment draws the same masks under every plan of the same micro-batch size, in a recomputation, and
-after a restart.
+A block seeds its random numbers by (seed, step, micro-batch of the global batch, block). Therefore an experiment draws
+the same dropout masks under every plan with the same micro-batch size, in a recomputation and after a restart.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.blocks.split_backward import Deferral
-
-if TYPE_CHECKING:
-    from workbench.execution.blocks.cuda_graphs import CudaGraphs
-    from workbench.execution.step_timeline import ActionLog
 
 _MASK = (1 << 64) - 1
 
 
+class ActionRecorder(Protocol):
+    """Records when a forward or backward of a stage runs (`workbench.execution.step_timeline`)."""
+
+    def action(self, action_type: str, stage: int, micro_batch: int, /) -> AbstractContextManager[None]:
+        """Return a context manager around one action."""
+        ...
+
+
 def mix(*values: int) -> int:
-    """A 63-bit hash of integers (SplitMix64's finaliser, Steele et al. 2014, folded over the values)."""
+    """Return a 63-bit hash of integers: SplitMix64's finaliser (Steele et al., 2014), folded over the values."""
     state = 0
     for value in values:
         state = (state + value + 0x9E3779B97F4A7C15) & _MASK
@@ -36,42 +40,42 @@ def mix(*values: int) -> int:
 
 @dataclass
 class StepContext:
-    """Mutable: the trainer sets it before each step, the pipeline before each micro-batch."""
+    """Mutable state of one rank: the trainer sets it before each step, the pipeline before each micro-batch."""
 
     seed: int
     device: torch.device
     tensor_rank: int = 0
-    """This device's place on the tensor-parallel axis."""
+    """Rank of this device on the tensor-parallel axis."""
     step: int = 0
     first_microbatch: int = 0
-    """Index in the global batch of this replica's micro-batch 0."""
+    """Index of this replica's micro-batch 0 in the global batch."""
     microbatch: int = 0
-    counts: list[torch.Tensor] = field(default_factory=list)
+    loss_denominators: list[torch.Tensor] = field(default_factory=list)
     """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
-    labelled: LabelCounts = field(default_factory=dict)
-    """Labels of each micro-batch, of those mean losses whose rows are selected by them."""
+    label_counts: LabelCounts = field(default_factory=dict)
+    """Number of labels in each micro-batch, for the mean losses whose blocks select rows by labels."""
     deferral: Deferral = field(default_factory=Deferral)
-    """Weight gradients left for later by a zero-bubble schedule's backwards."""
-    actions: ActionLog | None = None
-    """Where the actions of this step are recorded, if they are."""
+    """Weight gradients that the backwards of a zero-bubble schedule have postponed."""
+    actions: ActionRecorder | None = None
+    """Recorder of this step's actions, or None in steps that are not recorded."""
     cuda_graphs: CudaGraphs | None = None
-    """The graphs of this rank's blocks, if it records them."""
+    """CUDA graphs of this rank's blocks, or None if its blocks are launched kernel by kernel."""
 
-    def action(self, kind: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Runs one forward (`F`) or backward (`B`, or `I` and `W` where it is split) of a stage."""
+    def action(self, action_type: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context manager for one forward (`F`) or backward (`B`; `I` and `W` where it is split)."""
         if self.actions is None:
             return nullcontext()
-        return self.actions.action(kind, stage, micro_batch)
+        return self.actions.action(action_type, stage, micro_batch)
 
-    def labels(self, count: int) -> int | None:
-        """How many labels of mean loss `count` this micro-batch has, if the host has counted them."""
-        return self.labelled[count][self.microbatch] if count in self.labelled else None
+    def num_labels(self, loss: int) -> int | None:
+        """Return the number of labels of mean loss `loss` in this micro-batch, or None if the host has not counted."""
+        return self.label_counts[loss][self.microbatch] if loss in self.label_counts else None
 
     def block_seed(self, block: int) -> int:
         return mix(self.seed, self.step, self.first_microbatch + self.microbatch, block)
 
-    def own_seed(self, seed: int) -> int:
-        """What this device of the tensor-parallel axis makes of a seed that all of them have."""
+    def device_seed(self, seed: int) -> int:
+        """Derive this tensor-parallel device's own seed from one that all devices of the axis share."""
         return mix(seed, self.tensor_rank)
 
     def seed_generator(self, seed: int) -> None:

@@ -1,15 +1,15 @@
-"""Blocks as CUDA graphs: what a host launches for a block, kernel by kernel, recorded once and then launched as one.
+"""Capture the kernels of blocks in CUDA graphs and replay them, so that the host launches each block in one call.
 
-For a layer of BERT a host needs milliseconds to launch what a GPU may run in one: in small micro-batches, small models
-and under tensor parallelism the GPU waits. The first steps run as ever (they compile). In the next one every forward
-and backward of a block is recorded for its micro-batch (CUDA's stream capture) and launched; from then on it is
-launched again. All graphs share one pool of memory: what one of them leaves, a later one uses, since every step comes
-in the order of the recorded one. Weights' gradients are added up as part of the graphs. The numbers are those of a
-block that is not recorded, to the last bit.
+Launching a layer of BERT kernel by kernel takes a host milliseconds, and a GPU may run the kernels in one: with small
+micro-batches, small models or tensor parallelism the GPU waits. The first `WARM_UP_STEPS` steps run normally (they
+compile). In the next step every forward and backward of a block is captured for its micro-batch and launched; later
+steps replay these graphs. All graphs share one memory pool, in which a later graph uses what an earlier one leaves,
+because every step runs in the order of the captured one. The accumulation of weight gradients is part of the graphs.
+The numbers equal those of blocks that are launched kernel by kernel, to the last bit.
 
-Not under FSDP2, which moves weights from step to step, nor under `DistributedDataParallel`, which would want to see
-every gradient come. The gradients of a block's own weights lie in one buffer, which replicas average (`averaging`) once
-the block's last backward of a step is launched.
+Graphs cannot be combined with FSDP2, which moves weights between steps, or with `DistributedDataParallel`, which must
+see every gradient arrive. The gradients of a block's own weights lie in one buffer per dtype, which replicas reduce
+(`workbench.execution.parallel.gradient_all_reduce`) once the block's last backward of a step has been launched.
 """
 
 from __future__ import annotations
@@ -25,125 +25,132 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workbench.errors import WorkbenchError
-from workbench.execution.blocks.gradient_accumulation import Sums
+from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 
-REHEARSALS = 2
-"""Steps before the recorded one: in the first everything is compiled, in the second all caches are there."""
+WARM_UP_STEPS = 2
+"""Steps before the captured one: the first compiles everything, the second fills all caches."""
 
-ALIGNED = 64
-"""Elements at whose multiples the gradients of a buffer begin, so that kernels may read many bytes at a time."""
+ALIGNMENT = 64
+"""Gradients in a buffer begin at multiples of this many elements, so that kernels may use wide loads."""
 
-BUFFERS = "NCCL_GRAPH_REGISTER", "0"
-"""Otherwise NCCL registers what recorded collectives read and write, whose memory expandable segments may map anew:
-illegal accesses are known (github.com/NVIDIA/Megatron-LM/issues/5474)."""
+NCCL_SETTING = "NCCL_GRAPH_REGISTER", "0"
+"""Environment variable and value that keep NCCL from registering the memory of captured collectives.
 
-Maybe = torch.Tensor | None
+Expandable segments may map that memory anew, and illegal accesses are known to follow
+(github.com/NVIDIA/Megatron-LM/issues/5474).
+"""
+
+OptionalTensor = torch.Tensor | None
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """What a block's forward takes."""
+class BlockInputs:
+    """The arguments of a block's forward."""
 
     weights: Sequence[torch.Tensor]
-    """Its parameters, or copies of them that it reads in their place."""
+    """The block's parameters, or copies that it reads in their place."""
     owners: Sequence[nn.Parameter | None]
-    """Whose gradients the weights' are added to; None for parameters that other blocks read too."""
+    """The parameters that the weights' gradients are added to; None for parameters that other blocks read too."""
     buffers: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
     seeds: Sequence[int]
-    """Given to it last, as int64 scalars."""
+    """The last arguments, passed as int64 scalars."""
 
     @property
     def differentiable(self) -> tuple[torch.Tensor, ...]:
-        """What autograd is given: what others read too, and the values."""
+        """The tensors that autograd sees: weights shared with other blocks, and the values."""
         shared = (w for w, owner in zip(self.weights, self.owners, strict=True) if owner is None)
         return (*shared, *self.values)
 
 
 @dataclass
-class Gradients:
-    """Of a block's own weights."""
+class BlockGradients:
+    """The gradients of one block's own weights in one step."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
-    """All that they lie in, one after the other, and nothing else."""
-    backwards: int = 0
-    """Launched so far."""
+    """Flat buffers that hold these gradients contiguously."""
+    num_backwards: int = 0
+    """Number of micro-batches whose backward has been launched."""
 
-    def make(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients, not filled, for such as have none."""
+    def allocate(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give each parameter an uninitialised gradient, in one new buffer per dtype."""
         by_dtype: defaultdict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.dtype].append(parameter)
-        for together in by_dtype.values():
-            sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in together]
-            buffer = together[0].new_empty(sum(sizes))
+        for group in by_dtype.values():
+            sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in group]
+            buffer = group[0].new_empty(sum(sizes))
             self.buffers.append(buffer)
-            for parameter, part in zip(together, buffer.split(sizes), strict=True):
+            for parameter, part in zip(group, buffer.split(sizes), strict=True):
                 part[parameter.numel() :].zero_()
                 parameter.grad = part[: parameter.numel()].view_as(parameter)
         self.parameters += parameters
 
 
 class CudaGraphs:
-    """The graphs of one rank. Told of each step and given each block's forward; backwards come to it by autograd."""
+    """The CUDA graphs of one rank.
+
+    The trainer announces each step and blocks pass their forward; autograd calls the backwards. On a CPU nothing is
+    captured, and every step runs as a warm-up step does.
+    """
 
     def __init__(self, device: torch.device, num_microbatches: int) -> None:
         self.device = device
-        self.finished: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None] | None = None
-        """Told what a block's last backward of a step leaves: parameters, and the buffers of their gradients."""
+        self.on_last_backward: Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None] | None = None
+        """Called after a block's last backward of a step with its parameters and the buffers of their gradients."""
         self._num_microbatches = num_microbatches
         self._step = 0
-        self._idle = device.type != "cuda"
-        self.sums = Sums(compiles=not self._idle)
-        self._cells: dict[tuple[int, int], _Cell] = {}
-        self._gradients: dict[int, Gradients] = {}
-        self._produced: set[int] = set()
+        self._is_disabled = device.type != "cuda"
+        self.accumulator = GradientAccumulator(compiles=not self._is_disabled)
+        self._forwards: dict[tuple[int, int], _BlockMicroBatch] = {}
+        self._gradients: dict[int, BlockGradients] = {}
+        self._output_addresses: set[int] = set()
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        """Makes autograd follow a block none of whose values it follows: its weights may be trained."""
+        """A tensor that makes autograd track a block with trained weights but no differentiable values."""
 
     def begin_step(self) -> None:
-        """Before the first forward of a step."""
+        """Prepare a step; call it before the step's first forward."""
         self._step += 1
-        if not self.replays:  # nothing holds the gradients of the step before
-            self._cells, self._gradients = {}, {}
-        if self.records:
+        if not self.replays:  # releases the gradients of the previous step
+            self._forwards, self._gradients = {}, {}
+        if self.captures:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # the pool takes what the steps before needed
+            torch.cuda.empty_cache()  # the graphs' pool takes the memory that earlier steps needed
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
 
     @property
-    def forwards(self) -> int:
-        """Of a step, by block and micro-batch."""
-        return len(self._cells)
+    def num_forwards(self) -> int:
+        """Number of forwards in a step, counted by block and micro-batch."""
+        return len(self._forwards)
 
     @property
-    def records(self) -> bool:
-        return not self._idle and self._step == REHEARSALS + 1
+    def captures(self) -> bool:
+        return not self._is_disabled and self._step == WARM_UP_STEPS + 1
 
     @property
     def replays(self) -> bool:
-        return not self._idle and self._step > REHEARSALS + 1
+        return not self._is_disabled and self._step > WARM_UP_STEPS + 1
 
-    def forward(self, block: int, micro_batch: int, run: Run, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        """A block's forward; the generator of random numbers has been seeded for it."""
+    def forward(self, block: int, micro_batch: int, run: Run, inputs: BlockInputs) -> tuple[torch.Tensor, ...]:
+        """Run a block's forward; the caller has seeded the random-number generator for it."""
         key = block, micro_batch
         if not self.replays:
-            gradients = self._gradients.setdefault(block, Gradients())
-            self._cells[key] = _Cell(self, gradients)
-        found: tuple[torch.Tensor, ...] = _Replayed.apply(
-            self.anchor, self._cells[key], run, inputs, *inputs.differentiable
+            gradients = self._gradients.setdefault(block, BlockGradients())
+            self._forwards[key] = _BlockMicroBatch(self, gradients)
+        outputs: tuple[torch.Tensor, ...] = _GraphedBlock.apply(
+            self.anchor, self._forwards[key], run, inputs, *inputs.differentiable
         )
-        return found
+        return outputs
 
-    def recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What `launch` launches, as a graph that has not run. Raises `WorkbenchError` where it cannot be recorded."""
+    def capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what `launch` launches in a graph, without running it; raise `WorkbenchError` if that fails."""
         graph = torch.cuda.CUDAGraph()
         launching = torch.cuda.current_stream(self.device)
-        # Beginning a capture writes the seed that all graphs read, on the capturing stream (torch 2.11's
-        # `capture_prologue`): not before the graph launched last has drawn with its own.
+        # Beginning a capture writes the seed that all graphs read, on the capturing stream (`capture_prologue` of
+        # torch 2.11). It must wait until the graph launched last has drawn its random numbers with its own seed.
         self._stream.wait_stream(launching)
         try:
             with torch.cuda.stream(self._stream), _capture(graph, self._pool):
@@ -153,29 +160,31 @@ class CudaGraphs:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise WorkbenchError(
-                f"What a block launches could not be recorded as a CUDA graph: {reason}. Plan without, "
+                f"The kernels of a block could not be captured in a CUDA graph: {reason}. Plan without CUDA graphs: "
                 f"wb.plan(experiment, cuda_graphs=False)."
             ) from None
         launching.wait_stream(self._stream)
         return graph
 
-    def note_backward(self, gradients: Gradients) -> None:
-        """One of a block's micro-batches has been launched."""
-        gradients.backwards += 1
-        if gradients.backwards % self._num_microbatches == 0 and self.finished is not None:
-            self.finished(gradients.parameters, gradients.buffers)
+    def count_backward(self, gradients: BlockGradients) -> None:
+        """Count one launched backward; after a step's last, pass the block's gradients to `on_last_backward`."""
+        gradients.num_backwards += 1
+        if gradients.num_backwards % self._num_microbatches == 0 and self.on_last_backward is not None:
+            self.on_last_backward(gradients.parameters, gradients.buffers)
 
-    def note(self, tensors: Sequence[Maybe]) -> None:
-        """Results of graphs, which every step finds where they are now."""
-        self._produced.update(tensor.data_ptr() for tensor in tensors if tensor is not None)
+    def add_outputs(self, tensors: Sequence[OptionalTensor]) -> None:
+        """Remember the addresses of graphs' results, which are the same in every step."""
+        self._output_addresses.update(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
-    def produced(self, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() in self._produced
+    def is_output(self, tensor: torch.Tensor) -> bool:
+        """Return True if a graph has made the tensor."""
+        return tensor.data_ptr() in self._output_addresses
 
 
 @contextlib.contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    # Of this thread alone: others may do what would end a capture, as NCCL's watchdog, which asks for events.
+    # Only this thread's calls count: other threads may make calls that would end a capture, as NCCL's watchdog does
+    # when it queries events.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
@@ -186,8 +195,8 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     graph.capture_end()
 
 
-class _Place:
-    """Where the pool has a tensor in every step. It does not keep the memory from graphs that are recorded later."""
+class _StaticTensor:
+    """A tensor that has the same memory of the pool in every step, without keeping that memory from later captures."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.address = tensor.data_ptr()
@@ -196,164 +205,173 @@ class _Place:
         storage = torch._C._construct_storage_from_data_pointer(self.address, tensor.device, size)
         self.tensor = tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
 
-    def fill(self, value: Maybe) -> None:
+    def fill(self, value: OptionalTensor) -> None:
+        """Write `value` to the memory, unless it lies there; write zeros for None."""
         if value is None:
             self.tensor.zero_()
         elif value.data_ptr() != self.address:
-            _once(self.tensor).copy_(_once(value))
+            _without_expanded_dims(self.tensor).copy_(_without_expanded_dims(value))
 
 
 @dataclass
-class _Recording:
-    """A forward or a backward."""
+class _CapturedGraph:
+    """A captured forward or backward with its inputs and outputs in static memory."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: Sequence[_Place | None]
-    seeds: Sequence[_Place]
-    outputs: Sequence[_Place | None]
-    begun: Sequence[tuple[nn.Parameter, Maybe]] = ()
-    """Parameters whose gradients it makes anew, with those."""
+    inputs: Sequence[_StaticTensor | None]
+    seeds: Sequence[_StaticTensor]
+    outputs: Sequence[_StaticTensor | None]
+    new_gradients: Sequence[tuple[nn.Parameter, OptionalTensor]] = ()
+    """Parameters whose gradients this graph initialises, with these gradients."""
 
-    def run(self, inputs: Sequence[Maybe], seeds: Sequence[int] = ()) -> None:
-        for place, value in zip(self.inputs, inputs, strict=True):
-            if place is not None:
-                place.fill(value)
+    def replay(self, inputs: Sequence[OptionalTensor], seeds: Sequence[int] = ()) -> None:
+        for static, value in zip(self.inputs, inputs, strict=True):
+            if static is not None:
+                static.fill(value)
             else:
-                assert value is None, "a gradient that did not come when the backward was recorded"
-        for place, seed in zip(self.seeds, seeds, strict=True):
-            place.tensor.fill_(seed)
+                assert value is None, "a gradient arrived that was missing when the backward was captured"
+        for static, seed in zip(self.seeds, seeds, strict=True):
+            static.tensor.fill_(seed)
         self.graph.replay()
-        for parameter, gradient in self.begun:
+        for parameter, gradient in self.new_gradients:
             parameter.grad = gradient
 
     @property
-    def results(self) -> list[Maybe]:
-        return [None if place is None else place.tensor.detach() for place in self.outputs]
+    def results(self) -> list[OptionalTensor]:
+        return [None if static is None else static.tensor.detach() for static in self.outputs]
 
 
 @dataclass
-class _Computed:
-    """A forward whose backward is still to come: the ends and beginnings of what autograd has of it."""
+class _PendingBackward:
+    """The autograd edges of a forward whose backward is still to come."""
 
-    ends: list[GradientEdge | None]
+    outputs: list[GradientEdge | None]
     weights: list[tuple[torch.Tensor, nn.Parameter]]
-    """Trained ones that no other block reads, and whose gradients theirs are added to."""
-    others: list[GradientEdge | None]
+    """Trained weights that no other block reads, with the parameters that their gradients are added to."""
+    inputs: list[GradientEdge | None]
+    """Edges of shared weights and values."""
 
 
-class _Cell:
-    """A block in one micro-batch."""
+class _BlockMicroBatch:
+    """One block in one micro-batch: its captured forward and backward."""
 
-    def __init__(self, graphs: CudaGraphs, gradients: Gradients) -> None:
+    def __init__(self, graphs: CudaGraphs, gradients: BlockGradients) -> None:
         self._graphs = graphs
         self._gradients = gradients
-        self._forward: _Recording | None = None
-        self._backward: _Recording | None = None
-        self._computed: _Computed | None = None
+        self._forward: _CapturedGraph | None = None
+        self._backward: _CapturedGraph | None = None
+        self._pending: _PendingBackward | None = None
         self._differentiable: list[bool] = []
 
-    def forward(self, run: Run, inputs: Inputs) -> tuple[list[torch.Tensor], list[bool]]:
-        """Results, and which of them depend on what is trained."""
+    def forward(self, run: Run, inputs: BlockInputs) -> tuple[list[torch.Tensor], list[bool]]:
+        """Return the results, and for each of them True if it depends on trained parameters."""
         if self._graphs.replays:
             assert self._forward is not None
-            self._forward.run(inputs.values, inputs.seeds)
+            self._forward.replay(inputs.values, inputs.seeds)
             return [r for r in self._forward.results if r is not None], self._differentiable
-        if self._graphs.records:
-            outputs = self._record_forward(run, inputs)
+        if self._graphs.captures:
+            outputs = self._capture_forward(run, inputs)
         else:
             seeds = [torch.full((), seed, dtype=torch.int64, device=self._graphs.device) for seed in inputs.seeds]
             outputs = self._compute(run, inputs, inputs.values, seeds)
         self._differentiable = [output.requires_grad for output in outputs]
         return [output.detach() for output in outputs], self._differentiable
 
-    def _record_forward(self, run: Run, inputs: Inputs) -> Sequence[torch.Tensor]:
-        held: list[Any] = []
+    def _capture_forward(self, run: Run, inputs: BlockInputs) -> Sequence[torch.Tensor]:
+        launched: list[Any] = []
 
         def launch() -> None:
             values = [self._input(value) for value in inputs.values]
             seeds = [torch.empty((), dtype=torch.int64, device=self._graphs.device) for _ in inputs.seeds]
-            held.extend((values, seeds, self._compute(run, inputs, values, seeds)))
+            launched.extend((values, seeds, self._compute(run, inputs, values, seeds)))
 
-        graph = self._graphs.recorded(launch)
-        values, seeds, outputs = held
-        self._graphs.note(outputs)
-        self._forward = _Recording(graph, _places(values), _places(seeds), _places(outputs))
-        self._forward.run(inputs.values, inputs.seeds)
+        graph = self._graphs.capture(launch)
+        values, seeds, outputs = launched
+        self._graphs.add_outputs(outputs)
+        self._forward = _CapturedGraph(graph, _static(values), _static(seeds), _static(outputs))
+        self._forward.replay(inputs.values, inputs.seeds)
         return tuple(outputs)
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
-        """As a graph reads it: where an earlier graph left it, or in a place of its own that is filled before."""
-        if self._graphs.produced(value):
+        """Return the tensor that a graph reads: the result of an earlier graph, or new memory that is filled later."""
+        if self._graphs.is_output(value):
             return value.detach()
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
     def _compute(
-        self, run: Run, inputs: Inputs, values: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
+        self, run: Run, inputs: BlockInputs, values: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        # Leaves of their own: autograd remembers for a weight on which stream others read it.
+        # The weights become new leaves because autograd remembers on which stream others read a weight.
         weights = [weight.detach().requires_grad_(weight.requires_grad) for weight in inputs.weights]
         pairs = zip(values, inputs.values, strict=True)
         with torch.enable_grad():
-            inner = [_Entry.apply(self._graphs.anchor, v) if given.requires_grad else v.detach() for v, given in pairs]
+            inner = [
+                _InputEdge.apply(self._graphs.anchor, v) if given.requires_grad else v.detach() for v, given in pairs
+            ]
             outputs = run(*weights, *inputs.buffers, *inner, *seeds)
         own = [(w, o) for w, o in zip(weights, inputs.owners, strict=True) if o is not None and w.requires_grad]
         shared = [w for w, owner in zip(weights, inputs.owners, strict=True) if owner is None]
-        self._computed = _Computed(_edges(outputs), own, _edges([*shared, *inner]))
+        self._pending = _PendingBackward(_edges(outputs), own, _edges([*shared, *inner]))
         return outputs
 
-    def backward(self, gradients: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:
-        """Of what autograd was given; `outside`: what no graph has made."""
+    def backward(self, gradients: Sequence[OptionalTensor], is_external: Sequence[bool]) -> list[OptionalTensor]:
+        """Return gradients of the differentiable inputs; `is_external` marks the inputs that no graph has made."""
         if all(gradient is None for gradient in gradients):
-            self._computed = None
-            return [None] * len(outside)
+            self._pending = None
+            return [None] * len(is_external)
         results = self._launch_backward(gradients)
-        self._graphs.note_backward(self._gradients)
-        return results if self._backward is None else _handed_out(results, outside)
+        self._graphs.count_backward(self._gradients)
+        if self._backward is None:
+            return results
+        # Receivers outside of graphs may keep their gradient beyond this step's use of the memory, or send it.
+        pairs = zip(results, is_external, strict=True)
+        return [result.clone() if result is not None and external else result for result, external in pairs]
 
-    def _launch_backward(self, gradients: Sequence[Maybe]) -> list[Maybe]:
+    def _launch_backward(self, gradients: Sequence[OptionalTensor]) -> list[OptionalTensor]:
         if self._graphs.replays:
-            assert self._backward is not None, "its backward was not recorded"
-            self._backward.run(gradients)
+            assert self._backward is not None, "its backward was not captured"
+            self._backward.replay(gradients)
             return self._backward.results
-        computed, self._computed = self._computed, None
-        assert computed is not None
-        if self._graphs.records:
-            return self._record_backward(computed, gradients)
-        return self._derive(computed, gradients)
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if self._graphs.captures:
+            return self._capture_backward(pending, gradients)
+        return self._differentiate(pending, gradients)
 
-    def _record_backward(self, computed: _Computed, gradients: Sequence[Maybe]) -> list[Maybe]:
-        held: list[Any] = []
+    def _capture_backward(self, pending: _PendingBackward, gradients: Sequence[OptionalTensor]) -> list[OptionalTensor]:
+        launched: list[Any] = []
         before = len(self._gradients.parameters)
 
         def launch() -> None:
             inner = [None if gradient is None else self._input(gradient) for gradient in gradients]
-            held.extend((inner, self._derive(computed, inner)))
+            launched.extend((inner, self._differentiate(pending, inner)))
 
-        graph = self._graphs.recorded(launch)
-        inner, results = held
-        self._graphs.note(results)
-        begun = [(parameter, parameter.grad) for parameter in self._gradients.parameters[before:]]
-        self._backward = _Recording(graph, _places(inner), (), _places(results), begun)
-        self._backward.run(gradients)
+        graph = self._graphs.capture(launch)
+        inner, results = launched
+        self._graphs.add_outputs(results)
+        new = [(parameter, parameter.grad) for parameter in self._gradients.parameters[before:]]
+        self._backward = _CapturedGraph(graph, _static(inner), (), _static(results), new)
+        self._backward.replay(gradients)
         return list(results)
 
-    def _derive(self, computed: _Computed, gradients: Sequence[Maybe]) -> list[Maybe]:
-        """Gradients of the others; those of the weights are added up."""
-        pairs = zip(computed.ends, gradients, strict=True)
-        ends, given = zip(*((e, g) for e, g in pairs if e is not None and g is not None), strict=True)
-        asked = [edge for edge in computed.others if edge is not None]
-        weights = [get_gradient_edge(weight) for weight, _ in computed.weights]
-        found = torch.autograd.grad(ends, [*weights, *asked], given, allow_unused=True)
-        come = [
-            (owner, g) for (_, owner), g in zip(computed.weights, found[: len(weights)], strict=True) if g is not None
-        ]
-        self._graphs.sums.give([owner for owner, _ in come], [g for _, g in come], self._gradients.make)
-        others = iter(found[len(weights) :])
-        return [None if edge is None else next(others) for edge in computed.others]
+    def _differentiate(self, pending: _PendingBackward, gradients: Sequence[OptionalTensor]) -> list[OptionalTensor]:
+        """Return gradients of shared weights and values; add those of the block's own weights to their parameters."""
+        pairs = zip(pending.outputs, gradients, strict=True)
+        outputs, given = zip(*((e, g) for e, g in pairs if e is not None and g is not None), strict=True)
+        inputs = [edge for edge in pending.inputs if edge is not None]
+        weights = [get_gradient_edge(weight) for weight, _ in pending.weights]
+        results = torch.autograd.grad(outputs, [*weights, *inputs], given, allow_unused=True)
+        of_weights = zip(pending.weights, results[: len(weights)], strict=True)
+        arrived = [(owner, gradient) for (_, owner), gradient in of_weights if gradient is not None]
+        self._graphs.accumulator.add(
+            [owner for owner, _ in arrived], [gradient for _, gradient in arrived], self._gradients.allocate
+        )
+        of_inputs = iter(results[len(weights) :])
+        return [None if edge is None else next(of_inputs) for edge in pending.inputs]
 
 
-def _once(tensor: torch.Tensor) -> torch.Tensor:
-    """An expanded tensor as it was before."""
+def _without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an expanded tensor as it was before the expansion."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim]:
             tensor = tensor.narrow(dim, 0, 1)
@@ -361,47 +379,40 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _edges(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
-    """Where autograd has them; none of what it does not follow."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
 
 
-def _handed_out(results: Sequence[Maybe], outside: Sequence[bool]) -> list[Maybe]:
-    """What goes to others than graphs is copied: they may keep it for longer, or send it."""
-    pairs = zip(results, outside, strict=True)
-    return [result.clone() if result is not None and out else result for result, out in pairs]
+def _static(tensors: Sequence[OptionalTensor]) -> list[Any]:
+    return [None if tensor is None else _StaticTensor(tensor) for tensor in tensors]
 
 
-def _places(tensors: Sequence[Maybe]) -> list[Any]:
-    return [None if tensor is None else _Place(tensor) for tensor in tensors]
-
-
-class _Entry(torch.autograd.Function):
-    """A value where a block begins: an edge whose gradient can be asked for, and which does not keep the value."""
+class _InputEdge(torch.autograd.Function):
+    """The value where a block begins: an edge whose gradient can be requested and that does not keep the value."""
 
     @staticmethod
     def forward(_ctx: Any, _anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
     @staticmethod
-    def backward(_ctx: Any, *_gradients: Maybe) -> Any:
+    def backward(_ctx: Any, *_gradients: OptionalTensor) -> Any:
         raise AssertionError("autograd is asked for the gradient of this edge, and goes no further")
 
 
-class _Replayed(torch.autograd.Function):
-    """A cell to autograd, whatever it does meanwhile."""
+class _GraphedBlock(torch.autograd.Function):
+    """One block in one micro-batch as a single operation for autograd, in warm-up, captured and replayed steps."""
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: torch.Tensor, cell: _Cell, run: Run, inputs: Inputs, *given: torch.Tensor
+        ctx: Any, _anchor: torch.Tensor, block: _BlockMicroBatch, run: Run, inputs: BlockInputs, *given: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.cell = cell
-        ctx.outside = [not cell._graphs.produced(tensor) for tensor in given]
+        ctx.block = block
+        ctx.is_external = [not block._graphs.is_output(tensor) for tensor in given]
         ctx.set_materialize_grads(False)
-        outputs, differentiable = cell.forward(run, inputs)
+        outputs, differentiable = block.forward(run, inputs)
         pairs = zip(outputs, differentiable, strict=True)
         ctx.mark_non_differentiable(*(output for output, trained in pairs if not trained))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Maybe) -> Any:
-        return None, None, None, None, *ctx.cell.backward(gradients, ctx.outside)
+    def backward(ctx: Any, *gradients: OptionalTensor) -> Any:
+        return None, None, None, None, *ctx.block.backward(gradients, ctx.is_external)

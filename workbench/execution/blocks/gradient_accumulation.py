@@ -1,8 +1,7 @@
-"""Gradients added to those of earlier micro-batches: a block's weights together.
+"""Add a block's weight gradients to those of earlier micro-batches, all weights of the block in one kernel.
 
-PyTorch adds a bf16 tensor to an fp32 one in a kernel for each, without its wide loads: at 2.2 of an H200's 4.3 TB/s
-(BERT of width 2560, two devices under tensor parallelism: 15 of 180 ms a step of eight micro-batches). What the
-compiler makes of the same list is one kernel. The numbers are the same to the last bit.
+PyTorch adds a bf16 tensor to an fp32 one in one kernel per weight, without wide loads, at 2.2 of an H200's 4.3 TB/s.
+The compiler makes one kernel of the whole list. Both give the same numbers to the last bit.
 """
 
 from __future__ import annotations
@@ -12,50 +11,55 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import fx, nn
 
-WORTH_COMPILING = 4 << 20
-"""Elements of a block, at least: PyTorch adds fewer in 20 µs, and a kernel takes a second or more to compile."""
+MIN_COMPILED_ELEMENTS = 4 << 20
+"""Smallest block, in elements, whose additions are compiled: PyTorch adds smaller ones in 20 µs on an H200, whereas
+compiling a kernel takes a second or more."""
 
 
-class Sums:
-    """Of one rank. `compiles`: in a kernel of the compiler's for each list of shapes that is worth it, from its first
-    use on."""
+class GradientAccumulator:
+    """Accumulator of one rank's weight gradients.
+
+    With `compiles`, each list of shapes of at least `MIN_COMPILED_ELEMENTS` is added by a kernel of its own, compiled
+    at its first use.
+    """
 
     def __init__(self, compiles: bool) -> None:
         self._compiles = compiles
         self._compiled: dict[Hashable, Callable[..., None]] = {}
 
     @torch.no_grad()
-    def give(
+    def add(
         self,
         weights: Sequence[nn.Parameter],
         gradients: Sequence[torch.Tensor],
-        begin: Callable[[Sequence[nn.Parameter]], None],
+        allocate: Callable[[Sequence[nn.Parameter]], None],
     ) -> None:
-        """Add to the gradients of weights, which `begin` makes, not filled, where there are none yet."""
-        firsts = [(w, gradient) for w, gradient in zip(weights, gradients, strict=True) if w.grad is None]
+        """Add one gradient to each weight's `grad`; `allocate` creates `grad`, uninitialised, for weights without."""
+        new = [(weight, gradient) for weight, gradient in zip(weights, gradients, strict=True) if weight.grad is None]
         later = [(w.grad, gradient) for w, gradient in zip(weights, gradients, strict=True) if w.grad is not None]
-        if firsts:
-            begin([weight for weight, _ in firsts])
-            made = [weight.grad for weight, _ in firsts if weight.grad is not None]
-            torch._foreach_copy_(made, [gradient for _, gradient in firsts])  # twice as fast as `copy_` between dtypes
+        if new:
+            allocate([weight for weight, _ in new])
+            allocated = [weight.grad for weight, _ in new if weight.grad is not None]
+            # Between dtypes this is twice as fast as `copy_` for each.
+            torch._foreach_copy_(allocated, [gradient for _, gradient in new])
         if later:
-            self._add([earlier for earlier, _ in later], [gradient for _, gradient in later])
+            self._add([total for total, _ in later], [gradient for _, gradient in later])
 
-    def _add(self, into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        if not self._compiles or sum(tensor.numel() for tensor in into) < WORTH_COMPILING:
-            torch._foreach_add_(into, values)
+    def _add(self, totals: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        if not self._compiles or sum(tensor.numel() for tensor in totals) < MIN_COMPILED_ELEMENTS:
+            torch._foreach_add_(totals, values)
             return
-        tensors = into + values
+        tensors = totals + values
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(_additions(len(into)), dynamic=False, fullgraph=True)
+            self._compiled[key] = torch.compile(_additions(len(totals)), dynamic=False, fullgraph=True)
         self._compiled[key](*tensors)
 
 
 def _additions(count: int) -> fx.GraphModule:
-    """A graph module of its own, since the compiler keeps one cache for each."""
+    """Return a new graph module that adds `count` pairs; it is new because the compiler keeps one cache per module."""
     graph = fx.Graph()
-    into, values = ([graph.placeholder(f"{name}{index}") for index in range(count)] for name in ("into", "value"))
-    graph.call_function(torch.ops.aten._foreach_add_.List, (into, values))
+    totals, values = ([graph.placeholder(f"{name}{index}") for index in range(count)] for name in ("into", "value"))
+    graph.call_function(torch.ops.aten._foreach_add_.List, (totals, values))
     graph.output(())
     return fx.GraphModule(nn.Module(), graph)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.errors import CheckpointError
-from workbench.execution.blocks.tensor_parallel import part
+from workbench.execution.blocks.tensor_parallel import take_shard
 from workbench.execution.checkpoint.files import (
     COMPLETE,
     MODEL,
@@ -182,16 +182,19 @@ class Checkpoints:
 
         What several ranks hold alike is staged by one of them.
         """
-        trainer, place = self._trainer, self._trainer.place
+        trainer, coordinate = self._trainer, self._trainer.coordinate
         if trainer.context.device.type == "cuda":
             torch.cuda.synchronize()  # moments that live in the host's memory may still be on their way there
-        replicas, replica = place.data * place.tensor, place.data_rank * place.tensor + place.tensor_rank
+        replicas, replica = (
+            coordinate.data * coordinate.tensor,
+            coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank,
+        )
         staged: dict[str, torch.Tensor] = {}
         for index, (key, name, value) in enumerate(_entries(trainer)):
             if self._divided(name, value):
                 value = trainer.full(name, value.to(trainer.context.device))
             if isinstance(value, DTensor):
-                if place.tensor_rank == index % place.tensor:
+                if coordinate.tensor_rank == index % coordinate.tensor:
                     staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
             elif index % replicas == replica:
                 staged[key] = value.to("cpu", copy=True)
@@ -263,7 +266,7 @@ class Checkpoints:
         """Copy what this rank holds of a parameter that tensor parallelism divides."""
         sharding = self._trainer.stage.sharding(name)
         assert sharding is not None
-        mine = part(whole, sharding, self._trainer.place.tensor_rank)
+        mine = take_shard(whole, sharding, self._trainer.coordinate.tensor_rank)
         if isinstance(into, DTensor):
             moved = mine.to(self._trainer.context.device)
             mine = local(distribute_tensor(moved, into.device_mesh, into.placements, src_data_rank=None))
@@ -287,10 +290,10 @@ def load(trainer: Trainer, path: Path) -> Progress:
 def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(key, the model's name, live tensor) of this rank's stages, in the same order on all that hold them."""
     names: dict[torch.Tensor, str] = {}
-    for name, parameter in trainer.stage.named().items():
+    for name, parameter in trainer.stage.model_parameters().items():
         names[parameter] = name
         yield f"model.{name}", name, parameter.detach()
-    for name, buffer in trainer.stage.named_state().items():
+    for name, buffer in trainer.stage.model_buffers().items():
         if not name.startswith("_constant."):
             yield f"model.{name}", name, buffer
     for tensor, slots in trainer.optimizer.state.items():

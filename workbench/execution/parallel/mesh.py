@@ -1,6 +1,6 @@
-"""The device mesh, owned by Accelerate: its `ParallelismConfig` with a pipeline axis added.
+"""The device mesh, created by Accelerate: its `ParallelismConfig` with a pipeline axis added.
 
-Axes, outermost first: `pp`; the data-parallel one, named `dp_replicate` (ZeRO 0) or `dp_shard` (ZeRO 1, 2, 3); `tp`.
+Axes, outermost first: `pp`; the data-parallel axis, named `dp_replicate` (ZeRO 0) or `dp_shard` (ZeRO 1, 2, 3); `tp`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,14 +17,17 @@ from workbench.errors import PlanInfeasible
 
 @dataclass
 class PipelineParallelismConfig(ParallelismConfig):
-    """`ParallelismConfig` knows data, tensor, context and sequence axes; this adds the pipeline."""
+    """`ParallelismConfig`, which has data, tensor, context and sequence axes, with a pipeline axis added."""
 
     pp_size: int = 1
 
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        """Accelerate refuses tensor next to plain data parallelism, which its own wrapping cannot do; ours can."""
+        """Allow tensor next to plain data parallelism.
+
+        Accelerate refuses the combination because its own wrapping of models does not support it; Workbench's does.
+        """
         tensor, self.tp_size = self.tp_size, 1
         super().__post_init__()
         self._set_size("tp", tensor)
@@ -53,19 +55,20 @@ class PipelineParallelismConfig(ParallelismConfig):
             )
 
 
-def parallelism(pipeline: int, data: int, zero: int, tensor: int = 1) -> PipelineParallelismConfig:
-    sharded = zero > 0 and data > 1
+def parallelism_config(pipeline: int, data: int, zero: int, tensor: int = 1) -> PipelineParallelismConfig:
+    """Return Accelerate's configuration for the three parallel degrees and a ZeRO stage."""
+    is_sharded = zero > 0 and data > 1
     return PipelineParallelismConfig(
         pp_size=pipeline,
-        dp_replicate_size=1 if sharded else data,
-        dp_shard_size=data if sharded else 1,
+        dp_replicate_size=1 if is_sharded else data,
+        dp_shard_size=data if is_sharded else 1,
         tp_size=tensor,
     )
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands on the mesh, with the groups it talks to."""
+class MeshCoordinate:
+    """The position of this rank on the mesh, the sizes of the axes and the process groups along them."""
 
     rank: int
     pipeline_rank: int
@@ -87,23 +90,20 @@ class Place:
         return self.tensor_mesh.get_group()
 
     @staticmethod
-    def on(mesh: DeviceMesh) -> Place:
+    def from_mesh(mesh: DeviceMesh) -> MeshCoordinate:
+        """Return this rank's coordinate on a mesh of three axes: pipeline, data, tensor."""
         names = mesh.mesh_dim_names
         assert names is not None
-        pipe, data, tensor = (mesh[name] for name in names)
-        return Place(
+        pipeline, data, tensor = (mesh[name] for name in names)
+        return MeshCoordinate(
             rank=dist.get_rank(),
-            pipeline_rank=pipe.get_local_rank(),
+            pipeline_rank=pipeline.get_local_rank(),
             data_rank=data.get_local_rank(),
             tensor_rank=tensor.get_local_rank(),
-            pipeline=pipe.size(),
+            pipeline=pipeline.size(),
             data=data.size(),
             tensor=tensor.size(),
-            pipeline_group=pipe.get_group(),
+            pipeline_group=pipeline.get_group(),
             data_mesh=data,
             tensor_mesh=tensor,
         )
-
-    @staticmethod
-    def of(accelerator: Accelerator) -> Place:
-        return Place.on(accelerator.torch_device_mesh)

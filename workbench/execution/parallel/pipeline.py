@@ -1,13 +1,13 @@
-"""Stages on `torch.distributed.pipelining`'s schedules.
+"""Stages on the schedules of `torch.distributed.pipelining`.
 
-Where this differs from the stock `PipelineStage`:
+`PipeStage` differs from the stock `PipelineStage` as follows:
 
-- each forward tells the step's context which micro-batch runs (dropout seeds), and every action when it runs;
-- under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class
-  turns the reduction off and runs it alone after the last backward;
-- a schedule of several stages a rank does not see that a stage is sharded: FSDP2's own hooks gather each block when
-  it is needed, where torch's schedule would gather whole stages ahead;
-- a zero-bubble schedule splits the backward as `split_backward` does.
+- each forward tells the step's context which micro-batch runs (for dropout seeds), and each action is recorded;
+- under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class turns
+  the reduction off and runs it alone after the last backward;
+- schedules with several stages per rank do not see that a stage is sharded: FSDP2's own hooks all-gather each block
+  when it is needed, whereas torch's schedules would all-gather whole stages ahead;
+- a zero-bubble schedule splits the backward as `workbench.execution.blocks.split_backward` does.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from workbench.execution.parallel.stage import StageModule
 from workbench.tensors import TensorSpec
 
 SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""One stage a rank."""
+"""Schedules with one stage per rank."""
 MULTI_STAGE_SCHEDULES: Mapping[str, type[PipelineScheduleMulti]] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-"""One or more stages a rank: stage `i` on pipeline rank `i % pipeline`."""
+"""Schedules with one or more stages per rank: stage `i` runs on pipeline rank `i % pipeline`."""
 SPLIT_BACKWARD = frozenset({"zero_bubble"})
-"""Schedules whose backward comes in two halves. They know ZeRO 0 only: a sharded weight's gradient is reduced in the
-backward, before its second half has run."""
+"""Schedules that split the backward into input gradients and weight gradients.
+
+They require ZeRO 0: a sharded weight's gradient is reduced in the backward, before its weight gradients are computed.
+"""
 
 
-class _Opaque(nn.Module):
-    """Runs a module without showing what wraps it."""
+class _HiddenFsdpModule(nn.Module):
+    """Runs an FSDP2 module without being recognised as one."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -59,11 +61,7 @@ class _Opaque(nn.Module):
 
 
 class PipeStage(PipelineStage):
-    """A stage at its place in the pipeline; `zero` is the ZeRO stage of its data-parallel axis.
-
-    `module` is what runs: `stage`, or a data-parallel wrapper of it. `deferral` collects weight gradients under a
-    zero-bubble schedule.
-    """
+    """A stage at its position in the pipeline."""
 
     def __init__(
         self,
@@ -77,9 +75,13 @@ class PipeStage(PipelineStage):
         zero: int,
         deferral: Deferral | None = None,
     ) -> None:
+        """`module` is what runs: `stage` or its data-parallel wrapper, with ZeRO stage `zero`.
+
+        `deferral` collects weight gradients under a zero-bubble schedule.
+        """
         outputs = stage.sent if not stage.is_last else (TensorSpec("loss", (), "float32"),)
         super().__init__(
-            _Opaque(module) if isinstance(module, FSDPModule) else module,
+            _HiddenFsdpModule(module) if isinstance(module, FSDPModule) else module,
             index,
             num_stages,
             context.device,
@@ -104,10 +106,10 @@ class PipeStage(PipelineStage):
         with self._context.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:
-            self.bwd_cache[bwd_chunk_id] = tuple(self._filled(self.bwd_cache[bwd_chunk_id]))
+            self.bwd_cache[bwd_chunk_id] = tuple(self._with_zeros(self.bwd_cache[bwd_chunk_id]))
 
-    def _filled(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-        """Zeros for a received value that no gradient came back to: torch 2.11 has none to send then."""
+    def _with_zeros(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
+        """Yield zeros for received values without a gradient: torch 2.11 would have nothing to send for them."""
         for gradient, spec in itertools.zip_longest(gradients, self._received):
             if gradient is None and spec is not None:
                 yield torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._context.device)
@@ -132,7 +134,7 @@ class PipeStage(PipelineStage):
         return gradients, None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing is left to reduce after the last backward, and the loss carries its scale."""
+        """Do nothing: the last backward has reduced all gradients, and the loss carries its scale."""
         assert grad_scale_factor == 1
 
 
@@ -143,13 +145,13 @@ def _meta(spec: TensorSpec) -> torch.Tensor:
 def build_schedule(
     name: str, stages: Sequence[PipeStage], num_microbatches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """The schedule over this rank's stages; the last stage's output is the loss."""
+    """Return the schedule over this rank's stages; the last stage's output is the loss."""
+
+    def output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        return output
+
     if name in SCHEDULES:
         [stage] = stages
-        return SCHEDULES[name](stage, num_microbatches, loss_fn=_output_is_the_loss, scale_grads=False)
+        return SCHEDULES[name](stage, num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
     schedule = MULTI_STAGE_SCHEDULES[name]
-    return schedule(list(stages), num_microbatches, loss_fn=_output_is_the_loss, scale_grads=False)
-
-
-def _output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-    return output
+    return schedule(list(stages), num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)

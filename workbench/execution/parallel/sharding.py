@@ -1,10 +1,10 @@
-"""The data-parallel axis of a stage: FSDP2 block by block (ZeRO 1, 2 and 3), or `DistributedDataParallel` (ZeRO 0).
+"""The data-parallel axis of a stage: FSDP2 block by block (ZeRO 1, 2, 3) or `DistributedDataParallel` (ZeRO 0).
 
-ZeRO 1 keeps gathered weights and whole gradients until the last micro-batch, and reduces once; ZeRO 2 reduces after
-every micro-batch; ZeRO 3 also gathers each block's weights anew for every forward and backward.
+ZeRO 1 keeps all-gathered weights and unsharded gradients until the last micro-batch and reduces once. ZeRO 2 reduces
+after every micro-batch. ZeRO 3 also all-gathers each block's weights anew for every forward and backward.
 
-Not `replicate` for ZeRO 0: on 4 × H200 it kept a second copy of every weight and spent 2 ms of Python a block and
-step (BERT-Large, 128 × 128 tokens: 105 ms a step).
+ZeRO 0 does not use `replicate`, which on an H200 keeps a second copy of every weight and takes 2 ms of Python per block
+and step.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from workbench.execution.parallel.stage import StageModule
 
 
 def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) -> nn.Module:
-    """The module that the pipeline runs: `stage` itself, sharded in place, or wrapped.
+    """Return the module that the pipeline runs: `stage` itself, sharded in place if asked, or a wrapper around it.
 
-    FSDP2 wraps each block that has parameters, then the stage for those that its blocks share. Under bf16 it gathers
-    bf16 weights (half the traffic) and reduces fp32 gradients. Block inputs are not cast: autocast decides per
-    operation, as it does without sharding (`workbench.execution.blocks.autocast_types`). What FSDP2 cannot shard stays whole, its
-    gradients left to `workbench.execution.parallel.gradient_all_reduce`. Weights may still be on the host: FSDP2 moves a block's when it
-    shards them.
+    FSDP2 shards each block that has parameters, then the stage for the parameters that its blocks share. Under bf16 it
+    all-gathers bf16 weights (half the traffic) and reduces fp32 gradients. Inputs of blocks are not cast: autocast
+    decides per operation, as it does without sharding (`workbench.execution.blocks.autocast_types`). Parameters that
+    FSDP2 cannot shard stay replicated, and `workbench.execution.parallel.gradient_all_reduce` reduces their gradients.
+    Weights may still be in the host's memory: FSDP2 moves those of a block when it shards them.
     """
     if mesh.size() == 1 or not any(parameter.requires_grad for parameter in stage.parameters()):
-        return _on_device(stage, mesh)
+        return _move_to_device(stage, mesh)
     if zero == 0:
-        with warnings.catch_warnings():  # torch 2.13 deprecates `broadcast_buffers`, and has no substitute yet
+        with warnings.catch_warnings():  # torch 2.13 deprecates `broadcast_buffers` without a substitute
             warnings.simplefilter("ignore", FutureWarning)
             replica = DistributedDataParallel(
                 stage, process_group=mesh.get_group(), broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        _settle_buckets(replica)
+        _fix_buckets(replica)
         return replica
     blocks = [block for block in stage.block_modules() if any(True for _ in block.parameters())]
     policy = MixedPrecisionPolicy(
@@ -49,40 +49,40 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
         reduce_dtype=torch.float32 if precision == "bf16" else None,
         cast_forward_inputs=False,
     )
-    whole = set(_kept_whole(stage.parameters(recurse=False)))
+    replicated = set(_unshardable(stage.parameters(recurse=False)))
     for block in blocks:
-        whole.update(_kept_whole(block.parameters()))
+        replicated.update(_unshardable(block.parameters()))
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=whole)
-        _share_memory(block, block.parameters())
-    fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
-    _share_memory(stage, stage.parameters(recurse=False))
-    return _on_device(stage, mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=replicated)
+        _reuse_activation_memory(block, block.parameters())
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=replicated)
+    _reuse_activation_memory(stage, stage.parameters(recurse=False))
+    return _move_to_device(stage, mesh)
 
 
-def _on_device(stage: StageModule, mesh: DeviceMesh) -> StageModule:
-    """With what FSDP2 has not moved there."""
+def _move_to_device(stage: StageModule, mesh: DeviceMesh) -> StageModule:
+    """Move the parameters that FSDP2 has not moved."""
     for parameter in stage.parameters():
         if parameter.device.type != mesh.device_type:
             parameter.data = parameter.data.to(mesh.device_type)
     return stage
 
 
-def _share_memory(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+def _reuse_activation_memory(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if sharded and sharded[0].device_mesh.device_type == "cuda":
         assert isinstance(module, FSDPModule)
-        module.set_custom_reduce_scatter(_InActivationsMemory(sharded))
+        module.set_custom_reduce_scatter(_ReduceScatterToActivationMemory(sharded))
 
 
-class _InActivationsMemory(DefaultReduceScatter):
-    """A reduce-scatter whose result, gradients that stay until the optimiser's step, lies where activations lay.
+class _ReduceScatterToActivationMemory(DefaultReduceScatter):
+    """A reduce-scatter that writes gradients which stay until the optimiser's step to memory freed by activations.
 
-    CUDA's caching allocator keeps memory for the stream that asked for it. FSDP2 asks on the stream that reduces, so
-    that the sharded gradients come on top of the memory that the backward lets go: 6.8 % of scaled BERT's 85 GiB on
-    2 × H200 (`results/prediction_2xH200_acdd8c9.json` in `benchmarks/`). Memory of the computing stream is as safe:
-    the reducing stream has just waited for that one, and nothing lets gradients go before the optimiser, which waits
-    for the reduction. What is added to earlier gradients, or cast, is let go at once and stays with its stream.
+    CUDA's caching allocator keeps memory for the stream that allocated it. FSDP2 allocates on the stream that reduces,
+    so its sharded gradients would add to the memory that the backward frees (6.8 % of the 85 GiB of a scaled BERT on
+    2 × H200). Memory of the computing stream is equally safe: the reducing stream has just waited for that stream, and
+    nothing frees the gradients before the optimiser, which waits for the reduction. Results that are added to earlier
+    gradients, or cast, are freed at once and stay with the reducing stream.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -95,22 +95,22 @@ class _InActivationsMemory(DefaultReduceScatter):
             return torch.empty(*size, dtype=dtype, device=device)
 
 
-def _kept_whole(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Of those that are gathered together: scalars, which have no dim to shard, and all but the commonest dtype."""
-    together = list(parameters)
+def _unshardable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those of one FSDP2 group that it cannot shard: scalars, and all but the most common dtype (by bytes)."""
+    group = list(parameters)
     bytes_of: Counter[torch.dtype] = Counter()
-    for parameter in together:
+    for parameter in group:
         bytes_of[parameter.dtype] += parameter.nbytes
-    return [p for p in together if p.ndim == 0 or p.dtype != bytes_of.most_common(1)[0][0]]
+    return [p for p in group if p.ndim == 0 or p.dtype != bytes_of.most_common(1)[0][0]]
 
 
-def _settle_buckets(replica: DistributedDataParallel) -> None:
-    """Have DDP choose its buckets now, from a backward of zeros, instead of after the first step.
+def _fix_buckets(replica: DistributedDataParallel) -> None:
+    """Make DDP choose its buckets now, in a backward of zeros, instead of after the first step.
 
-    It begins with one bucket and divides it once, in the order in which its first backward makes gradients ready. In
-    which order three or more replicas add a gradient depends on its place in a bucket: left alone, the first step
-    after a restart would differ in its last bits from the same step of an unbroken run. Autograd runs first what was
-    computed last, so the order is that of a real backward: the last block first, what blocks share at the end.
+    DDP begins with one bucket and divides it once, in the order in which its first backward makes gradients ready. The
+    order in which three or more replicas add a gradient depends on its position in a bucket. Without this function, the
+    first step after a restart would differ in its last bits from the same step of an uninterrupted run. Autograd runs
+    first what was computed last, so the order is that of a real backward: the last block first, shared parameters last.
     """
     parameters = [parameter for parameter in replica.parameters() if parameter.requires_grad]
     replica.reducer.prepare_for_backward([])
@@ -121,7 +121,7 @@ def _settle_buckets(replica: DistributedDataParallel) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a distributed tensor; a plain tensor as it is."""
+    """Return this rank's part of a distributed tensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -130,5 +130,5 @@ def is_sharded(parameter: nn.Parameter | torch.Tensor) -> bool:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered from its shards (a collective over its mesh)."""
+    """Return the whole tensor, all-gathered from its shards (a collective over its mesh)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

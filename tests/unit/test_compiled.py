@@ -1,4 +1,4 @@
-"""What is compiled computes what plain PyTorch does, or something closer to the truth."""
+"""Compiled GELU rounds correctly more often than PyTorch's, and its backward stores nothing extra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.execution.blocks.compiled import prepare
 
 ALL_BF16 = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 VALUES = ALL_BF16[ALL_BF16.isfinite() & (ALL_BF16.abs() < 100)]
-"""Every bf16 number that an activation may be."""
+"""Every bf16 number below 100 in absolute value."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +38,7 @@ class Gelu(nn.Module):
 
 
 def exact(values: torch.Tensor, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """GELU and its derivative in fp64."""
+    """Return GELU and its derivative, computed in fp64."""
     wide = values.double().requires_grad_()
     result = functional.gelu(wide, approximate=approximate)
     [slope] = torch.autograd.grad(result.sum(), wide)
@@ -53,7 +53,7 @@ def through(code: nn.Module, values: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_compiled_gelu_of_bf16_rounds_to_the_truth_more_often_than_pytorchs(approximate: str) -> None:
+def test_compiled_gelu_of_bf16_rounds_correctly_more_often_than_pytorchs(approximate: str) -> None:
     module = Gelu(approximate)
     ours = through(compiled(module), VALUES)
     for found, plain, truth in zip(ours, through(module, VALUES), exact(VALUES, approximate), strict=True):
@@ -71,7 +71,7 @@ def test_compiled_gelu_of_fp32_is_pytorchs(approximate: str) -> None:
 
 
 def gelu_beside_its_backward(approximate: str, dtype: torch.dtype) -> fx.Graph:
-    """As the compiler is given them where GELU is computed again for the backward."""
+    """Return the graph that the compiler sees when GELU is recomputed for the backward."""
 
     def step(value: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         backward = torch.ops.aten.gelu_backward(gradient, value, approximate=approximate)
@@ -92,7 +92,7 @@ def test_gelu_of_bf16_calls_no_function_but_an_exponential(approximate: str) -> 
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_that_is_computed_again_shares_nothing_with_its_backward_that_the_compiler_would_keep(
+def test_recomputed_gelu_shares_nothing_with_its_backward_that_the_compiler_would_store(
     approximate: str,
 ) -> None:
     def needed(node: fx.Node) -> set[fx.Node]:
@@ -100,7 +100,7 @@ def test_gelu_that_is_computed_again_shares_nothing_with_its_backward_that_the_c
 
     graph = fx_graph_cse(gelu_beside_its_backward(approximate, torch.bfloat16))
     again, backward = (needed(result) for result in graph.output_node().all_input_nodes)
-    assert max(len(needed(node)) for node in again & backward) < 15  # Inductor keeps what takes more than 30
+    assert max(len(needed(node)) for node in again & backward) < 15  # Inductor stores values that take more than 30
 
 
 def test_gelu_hides_no_overflow() -> None:

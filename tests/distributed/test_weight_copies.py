@@ -1,4 +1,4 @@
-"""Weights cast to bf16 once a step train as autocast's do, which casts them for every use: to the last bit."""
+"""bf16 weight copies, cast once per step, train to the last bit as autocast does, which casts for every use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed import zoo
-from tests.distributed.harness import launch, place
+from tests.distributed.harness import coordinate, launch
 from tests.distributed.test_every_plan import Case, captured, part_of, plan_of
 from tests.distributed.test_training import experiment_of
 from workbench.capture import Graph
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.weight_copies import read_by_products
+from workbench.execution.blocks.weight_copies import read_only_by_products
 from workbench.execution.build import build_stage
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
@@ -35,22 +35,22 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of all ranks."""
+    """Results of one training, gathered from all ranks."""
 
     copies: int
-    """On the rank that has fewest."""
+    """Number of weight copies on the rank with the fewest."""
     losses: list[float]
     weights: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ["bert", "albert", "gpt2"])
-def test_bf16_weights_kept_for_a_step_train_as_autocasts_do(name: str) -> None:
-    for case, (kept, cast) in zip(CASES, launch(_outcomes, 2, name, CASES), strict=True):
+def test_bf16_weight_copies_train_to_the_last_bit_as_autocast_does(name: str) -> None:
+    for case, (copied, cast) in zip(CASES, launch(_outcomes, 2, name, CASES), strict=True):
         assert cast.copies == 0
-        assert kept.copies > 0, case
-        assert kept.losses == cast.losses, case
-        assert kept.losses[-1] != kept.losses[0]
-        assert all(torch.equal(value, cast.weights[key]) for key, value in kept.weights.items()), case
+        assert copied.copies > 0, case
+        assert copied.losses == cast.losses, case
+        assert copied.losses[-1] != copied.losses[0]
+        assert all(torch.equal(value, cast.weights[key]) for key, value in copied.weights.items()), case
 
 
 def _outcomes(_rank: int, name: str, cases: tuple[Case, ...]) -> list[tuple[Outcome, Outcome]]:
@@ -58,9 +58,9 @@ def _outcomes(_rank: int, name: str, cases: tuple[Case, ...]) -> list[tuple[Outc
     found = []
     for case in cases:
         plan = dataclasses.replace(plan_of(graph, case), precision="bf16")
-        kept = _outcome(name, copy.deepcopy(model), graph, plan)
+        copied = _outcome(name, copy.deepcopy(model), graph, plan)
         with autocast_alone():
-            found.append((kept, _outcome(name, copy.deepcopy(model), graph, plan)))
+            found.append((copied, _outcome(name, copy.deepcopy(model), graph, plan)))
     return found
 
 
@@ -72,7 +72,7 @@ def autocast_alone() -> Iterator[None]:
 
 
 def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
-    here = place(plan.pipeline, plan.data, plan.tensor)
+    here = coordinate(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
     stage = build_stage(plan, here, model, graph, context, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     trainer = Trainer(experiment_of("bert"), plan, graph, stage, context, here)
@@ -80,14 +80,16 @@ def _outcome(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Outcome:
         float(trainer.step(step, part_of(trainer, zoo.batch(name, plan.global_batch, seed=step))).scalars[0])
         for step in range(STEPS)
     ]
-    copies = sum(len(module.halves) for held in stage.stages for module in held.block_modules())
+    copies = sum(len(module.weight_copies) for held in stage.stages for module in held.block_modules())
     of_ranks: list[Any] = [None] * plan.world
-    weights = {f"{key} of rank {here.rank}": value.detach() for key, value in stage.named().items()}
+    weights = {f"{key} of rank {here.rank}": value.detach() for key, value in stage.model_parameters().items()}
     dist.all_gather_object(of_ranks, (copies, weights))
-    return Outcome(min(kept for kept, _ in of_ranks), losses, {k: v for _, held in of_ranks for k, v in held.items()})
+    return Outcome(
+        min(number for number, _ in of_ranks), losses, {k: v for _, held in of_ranks for k, v in held.items()}
+    )
 
 
-def test_only_what_nothing_but_products_reads_is_copied() -> None:
+def test_only_weights_that_nothing_but_products_reads_are_copied() -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -99,5 +101,5 @@ def test_only_what_nothing_but_products_reads_is_copied() -> None:
 
     code = torch.export.export(Layer(), (torch.ones(2, 4),)).graph_module
     names = ["scaled.weight", "scaled.bias", "plain.weight", "plain.bias", "norm.weight", "norm.bias"]
-    found = dict(zip(names, read_by_products(code, len(names)), strict=True))
+    found = dict(zip(names, read_only_by_products(code, len(names)), strict=True))
     assert [name for name, wanted in found.items() if wanted] == ["scaled.weight", "plain.weight", "plain.bias"]

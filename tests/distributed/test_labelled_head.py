@@ -1,4 +1,4 @@
-"""Heads that run only where a label stands give plain PyTorch's loss and gradients under every plan."""
+"""Heads that run on labelled rows only give plain PyTorch's loss and gradients under every plan."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from workbench.execution.trainer import Trainer
 
 
 def batch_of(name: str, size: int) -> zoo.Batch:
-    """15 % of the labels stand; none in the first micro-batch, all in the second (in all of them, for GPT-2)."""
+    """Return a batch with 15 % of its labels, none in the first micro-batch and all in the second; GPT-2 has all."""
     batch = zoo.batch(name, size)
     generator = torch.Generator().manual_seed(1)
     share = torch.full((size, 1), 0.15 if name != "gpt2" else 1.0)
     if name != "gpt2":
         share[:MICRO_BATCH], share[MICRO_BATCH : 2 * MICRO_BATCH] = 0, 1
-    stands = torch.rand(size, zoo.SEQ, generator=generator) < share
-    batch["labels"] = torch.randint(1, zoo.VOCAB, (size, zoo.SEQ), generator=generator).masked_fill(~stands, -100)
+    is_labelled = torch.rand(size, zoo.SEQ, generator=generator) < share
+    batch["labels"] = torch.randint(1, zoo.VOCAB, (size, zoo.SEQ), generator=generator).masked_fill(~is_labelled, -100)
     return batch
 
 
-def sizes(trainer: Trainer) -> set[int | None]:
-    """The numbers of rows over which this rank's heads have run."""
+def row_counts(trainer: Trainer) -> set[int | None]:
+    """Return the numbers of rows over which this rank's heads have run."""
     runners = (module._run for stage in trainer.stage.stages for module in stage.block_modules())
-    return {size for run in runners if isinstance(run, LabelledRows) for size in run.sizes}
+    return {rows for run in runners if isinstance(run, LabelledRows) for rows in run.row_counts}
 
 
 def _measured(_rank: int, cases: list[tuple[str, Case]]) -> list[tuple[float, float, set[int | None]]]:
@@ -44,18 +44,18 @@ def _measured(_rank: int, cases: list[tuple[str, Case]]) -> list[tuple[float, fl
         trainer = trainer_of(model, graph, plan)
         part = trainer.gradients(0, part_of(trainer, batch))
         torch.distributed.all_reduce(part)
-        gradients = {key: trainer.full_gradient(key) for key in trainer.stage.named()}
+        gradients = {key: trainer.full_gradient(key) for key in trainer.stage.model_parameters()}
         right = {key: value.grad for key, value in plain.named_parameters() if key in gradients}
         errors: list[float] = [None] * case.world  # type: ignore[list-item]
         torch.distributed.all_gather_object(errors, worst(gradients, right))
         of_ranks: list[set[int | None]] = [set()] * case.world
-        torch.distributed.all_gather_object(of_ranks, sizes(trainer))
+        torch.distributed.all_gather_object(of_ranks, row_counts(trainer))
         found.append((abs(part.item() / expected.item() - 1), max(errors), set().union(*of_ranks)))
     return found
 
 
 def assert_equal_to_plain_pytorch(*cases: tuple[str, Case]) -> list[set[int | None]]:
-    """Returns the numbers of rows that each case ran over."""
+    """Return the numbers of rows that each case ran over, after comparing loss and gradients."""
     [world] = {case.world for _, case in cases}
     found = launch(_measured, world, list(cases))
     wrong = [(case, error) for case, error in zip(cases, found, strict=True) if not max(error[:2]) <= TOLERANCE]
@@ -68,8 +68,8 @@ def test_heads_over_labelled_rows_equal_plain_pytorch_in_one_process_recomputed_
     cases = [("bert", Case(schedule=schedule, recompute=recompute)) for schedule, recompute in how]
     *masked, causal = assert_equal_to_plain_pytorch(*cases, ("gpt2", Case()))
     assert masked[0] == masked[1] == masked[2]
-    assert {2, None} < masked[0], "two of 32 rows where no label stands, all where all do, and some in between"
-    assert causal == {None}, "all of GPT-2's labels stand"
+    assert {2, None} < masked[0], "2 of 32 rows without labels, all rows with all labels, and some numbers in between"
+    assert causal == {None}, "all of GPT-2's rows are labelled"
 
 
 def test_heads_over_labelled_rows_equal_plain_pytorch_on_two_devices() -> None:

@@ -1,0 +1,132 @@
+"""A captured block as a module that runs: its weights, its random seeds and its activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from workbench.capture import Block
+from workbench.capture.dataflow import is_random, is_replayable
+from workbench.capture.division import Division
+from workbench.execution.blocks.activation_checkpointing import checkpointed, supported_mode
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.cuda_graphs import BlockInputs
+from workbench.execution.blocks.dropout import has_active_dropout
+from workbench.execution.blocks.labelled_head import LabelledRows, Runner
+
+Values = tuple[torch.Tensor, ...]
+
+
+class BlockModule(nn.Module):
+    """One block: `forward(shared, values) -> sends`, with values in the order `Block.receives`, `Block.inputs`.
+
+    `run` receives the seeds it needs after all other arguments. If the tensor-parallel part of a block draws random
+    numbers, its devices seed their generators differently, and `run` is given the seed they have in common, for what
+    they must draw alike. A compiled block with dropout is then given its device's seed
+    (`workbench.execution.blocks.dropout`).
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        run: Runner,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        context: StepContext,
+        recompute: str,
+        division: Division,
+        *,
+        compiled: bool,
+    ) -> None:
+        """`parameters` are those that only this block uses; it borrows the others that it reads from its stage."""
+        super().__init__()
+        self.block = block
+        mode = supported_mode(block.code, recompute)
+        self.recompute = "none" if compiled else mode
+        """Checkpointing around the code; compiled code has its recomputation inside."""
+        self.is_capturable = compiled and is_replayable(block.code, mode) and not isinstance(run, LabelledRows)
+        """True if every step launches the same kernels, so that a CUDA graph can replay them."""
+        self._run = run
+        self._context = context
+        self._is_random = any(is_random(node) for node in block.code.graph.nodes)
+        self._has_device_seed = division.random
+        self._hashes_dropout = compiled and has_active_dropout(block.code)
+        self._static: tuple[list[torch.Tensor], list[nn.Parameter | None], list[torch.Tensor]] | None = None
+        """Arguments of a captured block that are the same in every step: weights, their owners, buffers."""
+        self.own_parameters = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
+        """The model's names of the block's own parameters -> attributes of this module."""
+        self.borrowed_parameters = tuple(name for name in block.parameters if name not in parameters)
+        """The model's names of the stage's shared parameters that the block reads."""
+        self.weight_copies: Mapping[str, torch.Tensor] = {}
+        """bf16 copies that are read in place of parameters (`workbench.execution.blocks.weight_copies`)."""
+        self.model_buffers = {name: f"b{i}" for i, name in enumerate(block.buffers)}
+        """The model's names of the block's buffers -> attributes of this module."""
+        for name, attribute in self.own_parameters.items():
+            self.register_parameter(attribute, parameters[name])
+        for name, attribute in self.model_buffers.items():
+            self.register_buffer(attribute, buffers[name], persistent=False)
+
+    def forward(self, shared: Mapping[str, torch.Tensor], values: Values) -> Values:
+        context = self._context
+        denominators = tuple(context.loss_denominators[index] for index in self.block.counts)
+        seed = context.block_seed(self.block.index) if self._is_random else None
+        run = self._runner()  # chosen now: when the block is recomputed, the context names another micro-batch
+        if context.cuda_graphs is not None and self.is_capturable:
+            inputs = self._graph_inputs(seed, shared, (*values, *denominators))
+            return context.cuda_graphs.forward(self.block.index, context.microbatch, run, inputs)
+        arguments = (run, seed, shared, *values, *denominators)
+        if self.recompute == "none":
+            return cast(Values, self._compute(*arguments))
+        return cast(Values, checkpointed(self.recompute, self._compute, *arguments))
+
+    @property
+    def selecting_loss(self) -> int | None:
+        """The mean loss (an index into `Graph.label_counts`) by whose labels the block selects rows, or None."""
+        return self.block.counts[self._run.part.count] if isinstance(self._run, LabelledRows) else None
+
+    def _runner(self) -> Runner:
+        loss = self.selecting_loss
+        labels = None if loss is None else self._context.num_labels(loss)
+        return self._run if labels is None else cast(LabelledRows, self._run).for_labels(labels)
+
+    def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
+        device = self._context.device
+        seeds = (torch.full((), number, dtype=torch.int64, device=device) for number in self._seeds(seed))
+        return run(*self._read_weights(shared), *self._read_buffers(), *values, *seeds)
+
+    def _graph_inputs(self, seed: int | None, shared: Mapping[str, torch.Tensor], values: Values) -> BlockInputs:
+        if self._static is None:  # nothing replaces the parameters of a stage that uses CUDA graphs
+            attributes = [self.own_parameters.get(name) for name in self.block.parameters]
+            owners = [None if attribute is None else getattr(self, attribute) for attribute in attributes]
+            self._static = self._read_weights(shared), owners, self._read_buffers()
+        return BlockInputs(*self._static, values, tuple(self._seeds(seed)))
+
+    def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [self._weight(name, shared) for name in self.block.parameters]
+
+    def _read_buffers(self) -> list[torch.Tensor]:
+        return [getattr(self, attribute) for attribute in self.model_buffers.values()]
+
+    def _weight(self, name: str, shared: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if name in self.weight_copies:
+            return self.weight_copies[name]
+        return (
+            cast(torch.Tensor, getattr(self, self.own_parameters[name]))
+            if name in self.own_parameters
+            else shared[name]
+        )
+
+    def _seeds(self, seed: int | None) -> Iterator[int]:
+        """Seed this device's generator and yield the seeds for `run`; do nothing for a deterministic block."""
+        if seed is None:
+            return
+        context = self._context
+        own = context.device_seed(seed) if self._has_device_seed else seed
+        context.seed_generator(own)
+        if self._has_device_seed:
+            yield seed
+        if self._hashes_dropout:
+            yield own
