@@ -29,7 +29,7 @@ from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK, coordinate, forced_plan, launch
 from tests.distributed.test_training import Outcome, batch_of, experiment_of, plain, worst
 from workbench.capture import Graph, capture, spec_of
-from workbench.capture.tensor_parallel import plan_tensor
+from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.execution.blocks.context import StepContext
@@ -168,7 +168,7 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles:
     torch.distributed.all_reduce(part)
     scale = max(gradient.abs().max().item() for gradient in expected.values())
     worst = torch.zeros(())
-    for key in trainer.stage.model_parameters():
+    for key in trainer.stages.model_parameters():
         found = trainer.full_gradient(key)
         assert (found is None) == (key not in expected), f"{key}: {found}, and plain PyTorch gives {expected.get(key)}"
         if found is None:
@@ -245,7 +245,7 @@ def _recomputed_at(_rank: int) -> dict[str, list[int]]:
     found = {}
     for first in (0, 3, None):
         case = Case(recompute="selective" if first != 0 else "none", recompute_first=first or None, num_microbatches=1)
-        stage = (trainer := trainer_of(copy.deepcopy(model), graph, plan_of(graph, case))).stage.stages[0]
+        stage = (trainer := trainer_of(copy.deepcopy(model), graph, plan_of(graph, case))).stages.stages[0]
         runs = [0] * len(graph.blocks)
         for block in stage.block_modules():
             block._compute = _counted(block._compute, runs, block.block.index)  # type: ignore[method-assign]
@@ -325,7 +325,7 @@ def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
         trainer = trainer_of(model, graph, plan_of(graph, case))
         scalars = [trainer.step(step, part_of(trainer, batch_of("bert", step))).scalars.tolist() for step in range(3)]
         assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else PartwiseAdamW)
-        mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stage.model_parameters().items()}
+        mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stages.model_parameters().items()}
         parts: list[Any] = [None] * case.world
         torch.distributed.all_gather_object(parts, mine)
         parameters = {name: value for part in parts for name, value in part.items()}
@@ -374,15 +374,17 @@ def _dropped_out(_rank: int) -> dict[str, Any]:
         case = Case(tensor=2, recompute=recompute, num_microbatches=2)
         trainer = trainer_of(copy.deepcopy(model), graph, plan_of(graph, case))
         losses.append(trainer.gradients(0, batch).item())
-        gradients.append({name: trainer.full_gradient(name) for name in trainer.stage.model_parameters()})
-        for name, parameter in trainer.stage.model_parameters().items():
-            if trainer.stage.sharding(name) is None:
+        gradients.append({name: trainer.full_gradient(name) for name in trainer.stages.model_parameters()})
+        for name, parameter in trainer.stages.model_parameters().items():
+            if trainer.stages.sharding(name) is None:
                 both = [torch.empty_like(parameter) for _ in range(2)]
                 torch.distributed.all_gather(both, parameter.grad.contiguous())
                 largest = max(largest, (both[0] - both[1]).abs().max().item())
     seeds: list[Any] = [None, None]
     torch.distributed.all_gather_object(seeds, trainer.context.own_seed(1))
-    random = {block.name for block, how in zip(graph.blocks, plan_tensor(graph, 2).blocks, strict=True) if how.random}
+    random = {
+        block.name for block, how in zip(graph.blocks, plan_tensor_parallel(graph, 2).blocks, strict=True) if how.random
+    }
     return {"losses": losses, "gradients": gradients, "between": largest, "seeds": seeds, "random": random}
 
 
@@ -421,7 +423,7 @@ def _all_reduces(_rank: int) -> dict[str, int]:
         with _AllReduces() as counted:
             trainer.gradients(0, batch)
         found[recompute] = counted.count
-    division = plan_tensor(graph, 2)
+    division = plan_tensor_parallel(graph, 2)
     found["planned"] = sum(len(b.forward_elements) + len(b.backward_elements) for b in division.blocks)
     return found
 
@@ -517,7 +519,9 @@ def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
         model, graph = captured("bert")
         memory = _memory(model)
         trainer = trainer_of(model, graph, plan_of(graph, case))
-        held = {StorageWeakRef(local(weight).untyped_storage()) for weight in trainer.stage.model_parameters().values()}
+        held = {
+            StorageWeakRef(local(weight).untyped_storage()) for weight in trainer.stages.model_parameters().values()
+        }
         found.append({name for name, storage in memory.items() if not storage.expired() and storage not in held})
     gc.enable()
     return found

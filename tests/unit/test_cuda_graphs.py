@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from workbench.capture.dataflow import draws_again, is_replayable
+from workbench.capture.operations import draws_again, is_replayable
 from workbench.execution.blocks.cuda_graphs import _StaticTensor
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import symbolic_trace
 from torch.nn import functional
 
-from workbench.capture.division import DROPOUT
+from workbench.capture.operations import DROPOUT
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled
 from workbench.execution.blocks.dropout import has_active_dropout, hashed_dropout, use_hashed_dropout
 

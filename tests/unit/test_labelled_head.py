@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
-from workbench.capture.labelled import PARTS, WORTHWHILE, LabelledPart, labelled_part
+from workbench.capture.rowwise_head import MAX_ROW_FRACTION, ROW_STEPS, RowwiseHead, find_rowwise_head
 from workbench.cost.device import Device
 from workbench.cost.graph_profiler import profile_graph
 from workbench.execution.blocks.labelled_head import (
@@ -38,8 +38,8 @@ def captured(model: nn.Module, batch: zoo.Batch) -> Graph:
     return capture(model.train(), {name: spec_of(name, value) for name, value in batch.items()})
 
 
-def head_of(graph: Graph) -> tuple[Block, LabelledPart]:
-    [found] = [(block, part) for block in graph.blocks if (part := labelled_part(block)) is not None]
+def head_of(graph: Graph) -> tuple[Block, RowwiseHead]:
+    [found] = [(block, part) for block in graph.blocks if (part := find_rowwise_head(block)) is not None]
     return found
 
 
@@ -104,7 +104,7 @@ def test_loss_and_gradients_are_those_of_all_rows(name: str, graphs: Callable[[s
         labels = labels_of(part.rows, labelled)
         labels[:, :shift] = -100
         given = arguments(graph, block, labels)
-        kept = part.kept(int((labels >= 0).sum()))
+        kept = part.rows_to_compute(int((labels >= 0).sum()))
         assert kept is not None
         selected = restrict_to_labelled_rows(block.code, part, kept)
         assert_equal(outcome(selected, given), outcome(block.code, given))
@@ -127,7 +127,7 @@ def head(mixes: Callable[[torch.Tensor], torch.Tensor], **loss: Any) -> list[str
     """Return the operations of `Head` that may run on labelled rows only."""
     batch = {"x": torch.randn(2, 16, 8), "labels": torch.randint(0, 12, (2, 16))}
     graph = captured(Head(mixes, **loss), batch)
-    parts = [part for block in graph.blocks if (part := labelled_part(block)) is not None]
+    parts = [part for block in graph.blocks if (part := find_rowwise_head(block)) is not None]
     return [name.rsplit("_", 1)[0] if name[-1].isdigit() else name for part in parts for name in part.reads]
 
 
@@ -151,12 +151,12 @@ def test_weighted_smoothed_and_summed_losses_run_on_all_rows() -> None:
 
 
 def test_at_most_sixteen_numbers_of_rows_are_ever_computed() -> None:
-    part = LabelledPart(0, 1000, -100, "labels", "loss", {}, frozenset())
-    kept = [part.kept(labels) for labels in range(1001)]
-    assert all(rows is None or labels <= rows <= WORTHWHILE * 1000 for labels, rows in enumerate(kept))
+    part = RowwiseHead(0, 1000, -100, "labels", "loss", {}, frozenset())
+    kept = [part.rows_to_compute(labels) for labels in range(1001)]
+    assert all(rows is None or labels <= rows <= MAX_ROW_FRACTION * 1000 for labels, rows in enumerate(kept))
     assert kept[1000] is None
     assert kept[0] == 63, "a loss of no labels is still zero, not nothing"
-    assert len(set(kept)) <= PARTS
+    assert len(set(kept)) <= ROW_STEPS
 
 
 def test_labelled_rows_come_first_and_each_row_once() -> None:
@@ -197,7 +197,9 @@ def test_a_head_is_compiled_once_per_number_of_rows_and_computes_the_same(graphs
             for labelled in [*range(part.rows + 1)] * 2:
                 given = arguments(graph, block, labels_of(part.rows, labelled, offset=labelled))
                 assert_equal(outcome(run.for_labels(labelled), given), outcome(eager, given))
-        assert compilations == PARTS * WORTHWHILE + 1, "one for each sixteenth up to three quarters, one for all rows"
+        assert compilations == ROW_STEPS * MAX_ROW_FRACTION + 1, (
+            "one for each sixteenth up to three quarters, one for all rows"
+        )
 
 
 def test_the_head_is_priced_for_the_labels_that_are_expected(graphs: Callable[[str], Graph]) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.capture import Graph, capture
-from workbench.capture.tensor_parallel import Sharding, TensorDivision, plan_tensor
+from workbench.capture.tensor_parallel import plan_tensor_parallel
+from workbench.capture.tensor_sharding import ModelSharding, Sharding
 from workbench.tensors import TensorSpec
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 8, 24, 6, 50
@@ -41,7 +42,7 @@ def gpt2(heads: int = HEADS, tied: bool = True) -> Graph:
     return captured(tf.GPT2LMHeadModel(config))
 
 
-def divided_names(division: TensorDivision, part: str) -> set[str]:
+def divided_names(division: ModelSharding, part: str) -> set[str]:
     return {name for name in division.parameters if part in name}
 
 
@@ -63,7 +64,7 @@ def test_every_index_of_a_divided_dim_is_on_exactly_one_device(segments: list[in
 
 def test_a_layer_is_divided_into_columns_and_rows_with_two_reductions_each_way() -> None:
     graph = gpt2()
-    division = plan_tensor(graph, 2)
+    division = plan_tensor_parallel(graph, 2)
     layer = next(i for i, block in enumerate(graph.blocks) if block.name == "transformer.h.0")
     found = {graph.blocks[layer].parameters[i]: s for i, s in division.blocks[layer].parameters.items()}
     prefix = "transformer.h.0"
@@ -81,7 +82,7 @@ def test_a_layer_is_divided_into_columns_and_rows_with_two_reductions_each_way()
 
 
 def test_attention_heads_stay_whole_and_the_mlp_is_divided_all_the_same() -> None:
-    division = plan_tensor(gpt2(heads=HEADS), 4)
+    division = plan_tensor_parallel(gpt2(heads=HEADS), 4)
     assert not divided_names(division, ".attn."), "four devices cannot share six heads"
     assert len(divided_names(division, ".mlp.")) == 2 * 3
 
@@ -89,7 +90,7 @@ def test_attention_heads_stay_whole_and_the_mlp_is_divided_all_the_same() -> Non
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_a_tied_embedding_and_head_are_divided_over_the_vocabulary_whether_or_not_it_divides(degree: int) -> None:
     graph = gpt2()
-    division = plan_tensor(graph, degree)
+    division = plan_tensor_parallel(graph, degree)
     assert division.parameters["transformer.wte.weight"] == Sharding(0, (VOCAB,), degree)
     assert "transformer.wpe.weight" not in division.parameters
     assert sum(division.blocks[0].forward_elements) == BATCH * SEQ * WIDTH
@@ -125,25 +126,25 @@ class Mixed(nn.Module):
 
 
 def test_a_parameter_that_cannot_be_divided_everywhere_is_divided_nowhere() -> None:
-    assert plan_tensor(captured(Rotated()), 2).parameters == {}
+    assert plan_tensor_parallel(captured(Rotated()), 2).parameters == {}
 
 
 def test_an_unknown_operation_leaves_its_columns_whole_and_no_others() -> None:
     batch = {"x": TensorSpec("x", (BATCH, WIDTH), "float32"), "labels": TensorSpec("labels", (BATCH,), "int64")}
-    found = set(plan_tensor(captured(Mixed(), batch), 2).parameters)
+    found = set(plan_tensor_parallel(captured(Mixed(), batch), 2).parameters)
     assert found >= {"up.weight", "up.bias", "down.weight"}
     assert not found & {"over.weight", "over.bias"}
 
 
 def test_a_degree_of_one_divides_nothing() -> None:
-    division = plan_tensor(gpt2(), 1)
+    division = plan_tensor_parallel(gpt2(), 1)
     assert division.parameters == {}
     assert all(not block.divided for block in division.blocks)
 
 
 def test_most_of_a_transformers_weight_is_divided() -> None:
     for graph, degree in itertools.product((gpt2(), gpt2(tied=False)), (2, 3)):
-        division = plan_tensor(graph, degree)
+        division = plan_tensor_parallel(graph, degree)
         held = sum(graph.parameters[name].numel for name in division.parameters)
         assert held > 0.95 * graph.parameter_count
 
@@ -175,11 +176,11 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(("stored", "up", "down"), [("turned", 1, 2), ("as read", 2, 1)])
 def test_every_experts_matrices_are_divided_as_a_layers_are(stored: str, up: int, down: int) -> None:
-    division = plan_tensor(captured(Experts(stored)), 2)
+    division = plan_tensor_parallel(captured(Experts(stored)), 2)
     assert {name: division.parameters[name].dim for name in ("up", "down")} == {"up": up, "down": down}
     layers = [block for block in division.blocks if block.reduced]
     assert sum(block.forward_elements.count(BATCH * SEQ * WIDTH) for block in layers) == 2, "table, experts"
 
 
 def test_experts_that_another_operation_reads_stay_whole() -> None:
-    assert "up" not in plan_tensor(captured(Experts("turned", read_again=True)), 2).parameters
+    assert "up" not in plan_tensor_parallel(captured(Experts("turned", read_again=True)), 2).parameters

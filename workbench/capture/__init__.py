@@ -1,8 +1,8 @@
-"""An unmodified model -> a `Graph` of `Block`s.
+"""Capture of an unmodified model as a `Graph` of `Block`s.
 
     graph = capture(model, {"input_ids": TensorSpec(…), …})
 
-Works on a model built on the meta device (2.46 B parameters in seconds, no weights) as on a real one.
+A model on the meta device is captured as well as a real one (2.46 B parameters in seconds, without weights).
 """
 
 from __future__ import annotations

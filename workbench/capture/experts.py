@@ -1,9 +1,11 @@
-"""Products with experts' matrices as one operation, for mixtures of experts whose rows stand sorted by expert.
+"""Grouped matrix products: one operation for mixtures of experts whose rows are sorted by expert.
 
-`transformers` takes torch's grouped product only for bf16 weights once it is traced; under autocast the weights are
-fp32 still, and what it falls back to multiplies in fp32 too, one expert after the other, with the host waiting for how
-many rows each has. Such products become `workbench::grouped_mm`, which autocast knows. Its kernel is torch's
-(`torch.nn.functional.grouped_mm`) where there is one for the device; elsewhere it is that loop.
+Once it is traced, `transformers` uses torch's grouped product for bf16 weights only. Under autocast the weights are
+still fp32, and its fallback multiplies in fp32, one expert after the other, while the host waits for the number of rows
+of each. Such products become `workbench::grouped_mm`, which autocast knows. It runs torch's kernel
+(`torch.nn.functional.grouped_mm`) where the device has one, and that loop elsewhere.
+
+Dims in names: S rows, K input features, N output features, E experts.
 """
 
 from __future__ import annotations
@@ -15,21 +17,22 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
-from workbench.capture.division import shape_of
+from workbench.capture.operations import arguments_of, dtype_of, replace_call, schema_of, shape_of
+from workbench.capture.torch_internals import grouped_mm_kernel
 
 aten = torch.ops.aten
 FALLBACK = "transformers.grouped_mm_fallback.default"
 ALIGNED = 8
-"""Elements: torch's kernel takes matrices whose rows begin at multiples of 16 bytes."""
+"""Number of bf16 elements in 16 bytes, at multiples of which torch's kernel needs the rows of its matrices to begin."""
 CAPABILITY = (8, 0)
-"""Of the GPUs that have it, at least."""
+"""Lowest CUDA compute capability that has torch's kernel."""
 
 
 @torch.library.custom_op("workbench::grouped_mm", mutates_args=())
 def grouped_mm(rows_SK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """(S, K) and (E, K, N) -> (S, N): rows `ends[e - 1]` to `ends[e]` times matrix e."""
+    """Multiply rows `ends[e - 1]` to `ends[e]` by matrix e: (S, K) and (E, K, N) -> (S, N)."""
     if _has_kernel(rows_SK, weights_EKN):
-        return torch._grouped_mm(rows_SK, weights_EKN, ends_E)
+        return grouped_mm_kernel(rows_SK, weights_EKN, ends_E)
     product_SN = rows_SK.new_zeros(rows_SK.shape[0], weights_EKN.shape[2])
     for expert, rows in _groups(ends_E):
         torch.mm(rows_SK[rows], weights_EKN[expert], out=product_SN[rows])
@@ -38,9 +41,9 @@ def grouped_mm(rows_SK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.T
 
 @torch.library.custom_op("workbench::grouped_outer", mutates_args=())
 def grouped_outer(left_SK: torch.Tensor, right_SN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """(S, K) and (S, N) -> (E, K, N): for each expert its rows' `leftᵀ @ right`, the gradient of its matrix."""
+    """Return `leftᵀ @ right` of each expert's rows, its matrix's gradient: (S, K) and (S, N) -> (E, K, N)."""
     if _has_kernel(left_SK, right_SN):
-        return torch._grouped_mm(left_SK.t(), right_SN, ends_E)
+        return grouped_mm_kernel(left_SK.t(), right_SN, ends_E)
     outer_EKN = left_SK.new_zeros(ends_E.shape[0], left_SK.shape[1], right_SN.shape[1])
     for expert, rows in _groups(ends_E):
         torch.mm(left_SK[rows].t(), right_SN[rows], out=outer_EKN[expert])
@@ -55,7 +58,7 @@ def _has_kernel(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _groups(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and which."""
+    """Yield each expert that has rows, with these."""
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
         if end > start:
@@ -86,14 +89,14 @@ def _backward(ctx: Any, gradient_SN: torch.Tensor) -> tuple[torch.Tensor | None,
     if ctx.needs_input_grad[1]:
         if weights_EKN.stride(2) == 1:
             of_weights = grouped_outer(rows_SK, gradient_SN, ends_E)
-        else:  # stored the other way round, and so is the gradient that is added to
+        else:  # the gradient must have the layout of the weights, which are stored transposed
             of_weights = grouped_outer(gradient_SN, rows_SK, ends_E).transpose(1, 2)
     return of_rows, of_weights, None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_keep)
-for _kind in ("cuda", "cpu"):
-    grouped_mm.register_autocast(_kind, torch.bfloat16)
+for _device_type in ("cuda", "cpu"):
+    grouped_mm.register_autocast(_device_type, torch.bfloat16)
 
 
 @register_flop_formula(torch.ops.workbench.grouped_mm)
@@ -106,42 +109,33 @@ def _flops_of_outer(left: tuple[int, int], right: tuple[int, int], *_: Any, **__
     return 2 * left[0] * left[1] * right[1]
 
 
-def unify_experts(module: fx.GraphModule) -> None:
+def unify_grouped_matmuls(module: fx.GraphModule) -> None:
     """Make every grouped product of rows with matrices `workbench::grouped_mm`, in place."""
     for node in list(module.graph.nodes):
         operands = _operands(node)
         if operands is None:
             continue
         rows, weights, ends = operands
-        with module.graph.inserting_before(node):
-            product = module.graph.call_function(torch.ops.workbench.grouped_mm.default, (_uncast(rows), weights, ends))
-        product.meta = dict(node.meta)
-        node.replace_all_uses_with(product)
-        module.graph.erase_node(node)
+        source = rows
+        # A cast to the type that rows have in the capture would undo the type that autocast gives them.
+        while source.target is aten.to.dtype and dtype_of(source.args[0]) == dtype_of(source):
+            source = source.args[0]
+        replace_call(node, torch.ops.workbench.grouped_mm.default, (source, weights, ends))
         if not rows.users:
             module.graph.erase_node(rows)
     module.recompile()
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Rows, matrices and ends of a grouped product of two and three dims with neither bias nor a type of its own."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+def _operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """Return rows (2 dims), matrices (3 dims) and ends of a grouped product, None for anything else.
+
+    A product with a bias or an output type of its own is left as it is.
+    """
+    if schema_of(node) is None or not (str(node.target) == FALLBACK or node.target is aten._grouped_mm.default):
         return None
-    if str(node.target) != FALLBACK and node.target is not aten._grouped_mm.default:
-        return None
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    rows, weights, ends, *others = [given.get(name) for name in names]
-    if not (isinstance(rows, fx.Node) and isinstance(weights, fx.Node) and isinstance(ends, fx.Node)):
+    rows, weights, ends, *others = arguments_of(node).values()
+    if not all(isinstance(operand, fx.Node) for operand in (rows, weights, ends)):
         return None
     if any(value is not None for value in others) or (len(shape_of(rows)), len(shape_of(weights))) != (2, 3):
         return None
     return rows, weights, ends
-
-
-def _uncast(rows: fx.Node) -> fx.Node:
-    """What `rows` is, where it only is cast to the type that it has: under autocast that type would be another."""
-    source = rows.args[0] if rows.target is aten.to.dtype else None
-    if isinstance(source, fx.Node) and source.meta["val"].dtype == rows.meta["val"].dtype:
-        return _uncast(source)
-    return rows

@@ -1,8 +1,8 @@
-"""What a model computes, as a value: a `Graph` of `Block`s.
+"""The value that capture returns: a `Graph` of `Block`s, which says what a model computes.
 
-A block is one repeated module (a layer) or the run of operations between two such. It is *functional*:
-its code takes parameters, buffers, values of earlier blocks and batch inputs as arguments and returns
-the values that later blocks need, so that identical layers share one piece of code.
+A block is one repeated module (a layer) or the run of operations between two such. It is *functional*: its code takes
+parameters, buffers, values of earlier blocks and batch inputs as arguments and returns the values that later blocks
+need, so that identical layers share one piece of code.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Block:
-    """One atom of partitioning. Arguments of `code`, in order: parameters, buffers, receives, inputs, counts."""
+    """The smallest unit that a stage can consist of; its fields are in the order of the arguments of `code`."""
 
     index: int
     name: str
-    """The module path that it came from (`bert.encoder.layer.0`), or `first … last` where it spans several."""
+    """Path of the module that it came from (`bert.encoder.layer.0`), or `first … last` if it spans several."""
     block_type: str
-    """Digest of the computation and its shapes; equal kinds share one `code`."""
+    """Digest of the computation and its shapes; blocks of one type share one `code`."""
     parameters: tuple[str, ...]
     """Canonical parameter names, in `code`'s order; tied parameters go by one name everywhere."""
     buffers: tuple[str, ...]
+    """Buffer names, in `code`'s order."""
     receives: tuple[str, ...]
     """Values computed by earlier blocks."""
     inputs: tuple[str, ...]
@@ -39,20 +40,19 @@ class Block:
     counts: tuple[int, ...]
     """Indices into `Graph.label_counts` of the loss normalisers that the block divides by."""
     sends: tuple[str, ...]
-    """Values that later blocks read, then the loss if this block computes it."""
+    """Values that later blocks read, and the loss if this block computes it."""
     code: fx.GraphModule = field(repr=False, compare=False)
     """`code(*parameters, *buffers, *receives, *inputs, *counts) -> tuple of sends`; nodes carry `meta["val"]`."""
 
 
 @dataclass(frozen=True)
 class LabelCount:
-    """Normaliser of one mean-reduced loss: the labels that count in the whole global batch.
-
-    `code(**batch)` returns how many labels of this (part of the) batch are not ignored.
-    """
+    """Divisor of one mean-reduced loss: the number of labels that count in the whole global batch."""
 
     inputs: tuple[str, ...]
+    """Fields of the batch that `code` takes."""
     code: fx.GraphModule = field(repr=False, compare=False)
+    """`code(**inputs)` returns the number of labels in this batch, or part of a batch, that are not ignored."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class Graph:
 
     model: str
     signature: str
-    """Digest of parameter names, shapes and blocks: what a plan is made for."""
+    """Digest of parameter names, shapes and types and of the batch's fields, which a plan must match."""
     micro_batch: int
     blocks: tuple[Block, ...]
     batch: Mapping[str, TensorSpec]
     """The batch fields that the model takes, at `micro_batch`."""
     values: Mapping[str, TensorSpec]
-    """Everything that some block sends, by name."""
+    """Values that blocks send, by name."""
     parameters: Mapping[str, TensorSpec]
-    """By canonical name: the first name in the model's own order."""
+    """Parameters by canonical name: the first name in the model's own order."""
     buffers: Mapping[str, TensorSpec]
     ties: Mapping[str, tuple[str, ...]]
-    """Canonical name -> its other names."""
+    """Canonical name of a tied parameter -> its other names."""
     loss: str
     label_counts: tuple[LabelCount, ...]
     frozen: frozenset[str] = frozenset()
     """Parameters that get no gradient: `requires_grad=False`, or only used under `no_grad` or behind `detach`."""
-    learned: frozenset[str] = frozenset()
-    """Values that a gradient has to come back to, for the sake of some parameter before them; the loss too."""
+    differentiated: frozenset[str] = frozenset()
+    """Values, the loss included, that need a gradient because some trained parameter lies before them."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     """Unnamed tensors that forward made from Python numbers; empty of values on the meta device."""
 
@@ -88,28 +88,30 @@ class Graph:
 
     @property
     def block_types(self) -> tuple[str, ...]:
-        """The distinct kinds, in order of first appearance."""
+        """Distinct block types, in order of first appearance."""
         return tuple(dict.fromkeys(block.block_type for block in self.blocks))
 
     def variant(self, block: Block) -> tuple[object, ...]:
-        """Equal for blocks that compute the same, and the same gradients: of one kind, some may be frozen."""
+        """Return a key that is equal for blocks of one type which compute the same gradients (some may be frozen)."""
         trained = tuple(name not in self.frozen for name in block.parameters)
-        return block.block_type, trained, tuple(name in self.learned for name in block.receives)
+        return block.block_type, trained, tuple(name in self.differentiated for name in block.receives)
 
     def block_parameters(self, first: int, end: int) -> dict[str, TensorSpec]:
-        """Parameters that blocks `first` … `end - 1` need; a tied one counts once."""
+        """Return the parameters that blocks `first` … `end - 1` need; a tied one counts once."""
         names = dict.fromkeys(name for block in self.blocks[first:end] for name in block.parameters)
         return {name: self.parameters[name] for name in names}
 
     def crossing(self, cut: int) -> tuple[str, ...]:
-        """Values that must be sent if a stage ends before block `cut`: made earlier, read at or after it."""
+        """Return the values that a stage which ends before block `cut` sends: made before it, read at or after it."""
         made = [name for block in self.blocks[:cut] for name in block.sends]
         read = {name for block in self.blocks[cut:] for name in block.receives}
         return tuple(name for name in made if name in read)
 
-    def finished(self, first: int, end: int) -> tuple[tuple[str, ...], ...]:
-        """For each of blocks `first` … `end - 1`, what is in nobody's use after it: no later one of them reads it, it
-        is not sent on, and it is not the loss."""
+    def last_uses(self, first: int, end: int) -> tuple[tuple[str, ...], ...]:
+        """Return, for each of blocks `first` … `end - 1`, the values that can be freed after it.
+
+        These are neither read by a later one of the blocks, nor sent on, nor the loss.
+        """
         last = {name: block.index for block in self.blocks[first:end] for name in (*block.receives, *block.sends)}
         for name in (*self.crossing(end), self.loss):
             last.pop(name, None)
@@ -137,5 +139,5 @@ class Graph:
 
 
 def spec_of(name: str, value: torch.Tensor | Any) -> TensorSpec:
-    """The `TensorSpec` of a real, meta or fake tensor."""
+    """Return the `TensorSpec` of a real, meta or fake tensor."""
     return TensorSpec(name, tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))

@@ -1,42 +1,45 @@
-"""`capture`: the one function of this room. See `docs/capture.md`."""
+"""Capture of a model as a graph of blocks, step by step. `docs/capture.md` describes each step."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import fx, nn
 
-from workbench.capture.atoms import atoms, layer_paths, parameter_names
 from workbench.capture.attention import simplify_attention
-from workbench.capture.dataflow import Dataflow, analyse, storage_of
-from workbench.capture.experts import unify_experts
-from workbench.capture.export import export, refuse_backward_hooks
-from workbench.capture.graph import Block, Graph, spec_of
-from workbench.capture.lift import Lifter
+from workbench.capture.bf16_compatibility import cast_written_values, clamp_to_bf16_range
+from workbench.capture.block_boundaries import canonical_names, find_layers, group_nodes
+from workbench.capture.block_extraction import BlockExtractor
+from workbench.capture.context_managers import passes_gradient
+from workbench.capture.dataflow import Dataflow, analyse_dataflow
+from workbench.capture.experts import unify_grouped_matmuls
+from workbench.capture.export import export
+from workbench.capture.graph import Graph, spec_of
 from workbench.capture.losses import label_count, mean_losses
-from workbench.capture.regions import gradients_pass
-from workbench.capture.under_autocast import fit_numbers, fit_types
-from workbench.capture.writes import settle_writes, users_line
+from workbench.capture.mutations import place_buffer_updates
+from workbench.capture.operations import reachable, storage_of
+from workbench.capture.source_lines import line_of_node
+from workbench.capture.torch_internals import refuse_backward_hooks
 from workbench.errors import CaptureError
 from workbench.tensors import TensorSpec
 
 
 def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
-    """The model without its weights, in train mode; on the CPU where a constructor needs real numbers."""
+    """Build a model without its weights, in train mode; on the CPU if its constructor needs real numbers."""
     try:
         with torch.device("meta"):
             return factory().train()
-    except Exception:  # a meta tensor's numbers were asked for; what is wrong otherwise is wrong again
+    except Exception:  # the constructor read a meta tensor's numbers; every other error comes again
         return factory().train()
 
 
 def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
-    """Digest of the parameters' names and shapes and the batch's fields, micro-batch size aside.
+    """Return a digest of the parameters' names, shapes and types and of the batch's fields without the micro-batch.
 
-    Cheap (no export): a plan carries it, so that a plan made for another model is refused at once.
+    It needs no export: a plan carries it, so that a plan made for another model is refused at once.
     """
     lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     lines += [f"{name} {spec.shape[1:]} {spec.dtype}" for name, spec in batch.items()]
@@ -46,24 +49,28 @@ def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
 def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | None = None) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
 
-    `batch` gives each keyword argument's shape *with* the leading micro-batch dim. The model is exported as it is
-    (train mode, its own dropout), on whatever device its parameters live; nothing is computed.
+    The model is exported as it is (train mode, its own dropout), on the device of its parameters; nothing is computed.
 
-    Raises `CaptureError` with the line of the model's code that stops it.
+    Args:
+        batch: the shape of each keyword argument, *with* the leading micro-batch dim.
+        name: the model's name in errors; its class by default.
+
+    Raises:
+        CaptureError: the model cannot be captured; names the line of its code that stops it.
     """
     name = name or type(model).__name__
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     refuse_backward_hooks(model, name)
     exported = export(model, batch, name)
-    settle_writes(exported.module, name)
+    place_buffer_updates(exported.module, name)
     simplify_attention(exported.module)
-    unify_experts(exported.module)
-    fit_numbers(exported.module)
-    fit_types(exported.module)
-    flow = analyse(exported.module, exported.loss)
-    names, ties = parameter_names(model)
-    passed = _passed(exported.loss, flow)
+    unify_grouped_matmuls(exported.module)
+    clamp_to_bf16_range(exported.module)
+    cast_written_values(exported.module)
+    flow = analyse_dataflow(exported.module, exported.loss)
+    names, ties = canonical_names(model)
+    passed = _reached_by_gradient(exported.loss, flow)
     trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
     trained_names = {names[id(flow.tensors[node])] for node in trained}
     if not trained:
@@ -73,14 +80,15 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
             model=name,
         )
     losses = mean_losses(flow)
-    found = atoms(flow, layer_paths(model, flow), exported.loss)
-    home = {node: index for index, atom in enumerate(found) for node in atom.nodes}
-    lifter = Lifter(exported.module, flow, exported.loss, names, losses)
-    blocks = tuple(lifter.lift(index, atom, home) for index, atom in enumerate(found))
+    groups = group_nodes(flow, find_layers(model, flow), exported.loss)
+    group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    extractor = BlockExtractor(exported, flow, names, losses)
+    blocks = tuple(extractor.extract(index, group, group_of) for index, group in enumerate(groups))
     parameters = {key: spec_of(key, p) for key, p in model.named_parameters()}
     used = {parameter for block in blocks for parameter in block.parameters}
-    buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *lifter.constants.items()]}
-    values = _values(blocks, home, name)
+    buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
+    nodes = {node.name: node for node in group_of}
+    values = {value: _sent_value(nodes[value], name) for block in blocks for value in block.sends}
     return Graph(
         model=name,
         signature=signature(model, batch),
@@ -94,61 +102,48 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
         loss=exported.loss.name,
         label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
         frozen=frozenset(used - trained_names),
-        learned=frozenset(values) & _made_from(trained, passed, flow),
-        constants=dict(lifter.constants),
+        differentiated=frozenset(values) & _computed_from(trained, passed, flow),
+        constants=dict(extractor.constants),
     )
 
 
-def _passed(loss: fx.Node, flow: Dataflow) -> set[fx.Node]:
-    """What the loss reaches by differentiable operations, in-place writes included: where gradients may come back."""
-    seen: set[fx.Node] = set()
-    stack = [loss]
-    while stack:
-        node = stack.pop()
-        if node in seen or not gradients_pass(node):
-            continue
-        seen.add(node)
-        stack.extend((*node.all_input_nodes, *flow.writers.get(storage_of(node), ())))
-    return seen
+def _reached_by_gradient(loss: fx.Node, flow: Dataflow) -> set[fx.Node]:
+    """Return the nodes that the loss reaches through differentiable operations, in-place writes included."""
+
+    def sources(node: fx.Node) -> Iterator[fx.Node]:
+        return filter(passes_gradient, (*node.all_input_nodes, *flow.writers.get(storage_of(node), ())))
+
+    return reachable(filter(passes_gradient, [loss]), sources)
 
 
-def _made_from(trained: Iterable[fx.Node], passed: set[fx.Node], flow: Dataflow) -> set[str]:
-    """Names of the nodes in `passed` that `trained` ones reach, through whatever shares memory with a written one."""
+def _computed_from(trained: Iterable[fx.Node], passed: set[fx.Node], flow: Dataflow) -> set[str]:
+    """Return the names of the nodes in `passed` that are computed from `trained` ones.
+
+    A node that shares memory with a written one counts as computed from it.
+    """
     sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in passed:
         sharing[storage_of(node)].append(node)
-    seen: set[fx.Node] = set()
-    stack = list(trained)
-    while stack:
-        node = stack.pop()
-        if node in seen or node not in passed:
-            continue
-        seen.add(node)
-        stack.extend(node.users)
-        if flow.writers.get(storage_of(node)):
-            stack.extend(sharing[storage_of(node)])
-    return {node.name for node in seen}
+
+    def results(node: fx.Node) -> Iterator[fx.Node]:
+        owner = storage_of(node)
+        return filter(passed.__contains__, (*node.users, *(sharing[owner] if flow.writers.get(owner) else ())))
+
+    return {node.name for node in reachable(trained, results)}
 
 
-def _values(blocks: tuple[Block, ...], home: Mapping[fx.Node, int], name: str) -> dict[str, TensorSpec]:
-    nodes = {node.name: node for node in home}
-    sent = {value: nodes[value] for block in blocks for value in block.sends}
-    for node in sent.values():
-        _require_fixed_size(node, name)
-    return {value: spec_of(value, node.meta["val"]) for value, node in sent.items()}
+def _sent_value(node: fx.Node, name: str) -> TensorSpec:
+    """Return the spec of a value that later blocks read; raise `CaptureError` unless its size is fixed.
 
-
-def _require_fixed_size(node: fx.Node, name: str) -> None:
-    """Stages exchange tensors whose sizes are known before the values are."""
+    Stages exchange tensors whose sizes are known before their values are.
+    """
     value = node.meta["val"]
     if isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape):
-        return
-    line = users_line(node)
+        return spec_of(node.name, value)
+    line = line_of_node(node)
     what = "the size of a tensor" if isinstance(value, torch.Tensor) else "a Python number"
-    raise CaptureError(
-        f"{name} makes {what} depend on the values of a tensor in one layer{line.where} and uses it in another. "
-        f"Replace a selection by a mask, and keep a number (.item()) a tensor.",
-        model=name,
-        file=line.file,
-        line=line.number,
+    raise line.error(
+        name,
+        f"makes {what} depend on the values of a tensor in one layer{line.where} and uses it in another. Replace a "
+        f"selection by a mask, and keep a number (.item()) a tensor.",
     )

@@ -36,14 +36,14 @@ import torch
 from torch import nn
 
 from workbench.capture import Block, Graph, build_meta, capture
-from workbench.capture.division import Division
+from workbench.capture.tensor_sharding import BlockSharding
 from workbench.cost.correction import BlockMeasurement
 from workbench.errors import root_exception
 from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
-from workbench.execution.deterministic import make_repeatable
+from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.random_batch import random_batch, repeated
 from workbench.measure.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
@@ -176,7 +176,7 @@ def _batch(request: ProbeRequest, micro_batch: int, device: torch.device) -> dic
     if request.examples is not None:
         return repeated(request.examples, micro_batch, device)
     return random_batch(
-        request.samples, micro_batch, vocab_size=request.vocab_size, labelled=request.labelled, device=device
+        request.samples, micro_batch, vocab_size=request.vocab_size, labelled_share=request.labelled, device=device
     )
 
 
@@ -257,7 +257,7 @@ class _Chain:
         self._graph, self._device = graph, device
         self._bf16 = request.precision == "bf16"
         self._context = StepContext(0, device)
-        self._finished = graph.finished(0, len(graph.blocks))
+        self._finished = graph.last_uses(0, len(graph.blocks))
         codes = {block.block_type: block.code for block in graph.blocks}
         ready = runners(graph, codes, device, request.compiled, "none")
         blocks = [graph.blocks[index] for index in chain]
@@ -279,7 +279,7 @@ class _Chain:
                 buffers,
                 self._context,
                 "none",
-                Division(),
+                BlockSharding(),
                 compiled=request.compiled,
             )
             for block in blocks
@@ -315,7 +315,7 @@ class _Chain:
     def _made_up(self, name: str) -> torch.Tensor:
         spec = self._graph.values[name]
         value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-        return value.requires_grad_(name in self._graph.learned)
+        return value.requires_grad_(name in self._graph.differentiated)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
@@ -477,7 +477,7 @@ def main() -> None:
     request: ProbeRequest = pickle.loads(_awaited(folder / REQUEST).read_bytes())
     clock.note("asked")
     if request.deterministic:
-        make_repeatable()
+        use_deterministic_kernels()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if request.precision == "bf16" else "highest")
         free, total = torch.cuda.mem_get_info(device)

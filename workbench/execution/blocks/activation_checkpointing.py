@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import workbench.capture.experts  # noqa: F401  (registers its operations)
-from workbench.capture.dataflow import mutates, writes_arguments
+from workbench.capture.operations import mutated_arguments, mutates_buffers
 
 aten = torch.ops.aten
 _PRODUCTS = frozenset(
@@ -50,9 +50,9 @@ def supported_mode(code: fx.GraphModule, requested: str) -> str:
     with in-place operations is only recomputed in full, because one of them might overwrite a stored result. The same
     holds for a block with `torch.cond`, which selective checkpointing cannot look into.
     """
-    if writes_arguments(code):
+    if mutates_buffers(code):
         return "none"
-    needs_full = any(mutates(node) or _is_recurrent(node) or _is_branch(node) for node in code.graph.nodes)
+    needs_full = any(mutated_arguments(node) or _is_recurrent(node) or _is_branch(node) for node in code.graph.nodes)
     return "full" if requested == "selective" and needs_full else requested
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from workbench.capture.division import EMBEDDING
+from workbench.capture.operations import EMBEDDING
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 from workbench.execution.blocks.tensor_parallel import parallel_embedding
 from workbench.execution.blocks.weight_copies import is_product, read_only_by_products

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from workbench.capture import Block
-from workbench.capture.dataflow import is_random, is_replayable
-from workbench.capture.division import Division
+from workbench.capture.operations import is_random, is_replayable
+from workbench.capture.tensor_sharding import BlockSharding
 from workbench.execution.blocks.activation_checkpointing import checkpointed, supported_mode
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import BlockInputs
@@ -37,7 +37,7 @@ class BlockModule(nn.Module):
         buffers: Mapping[str, torch.Tensor],
         context: StepContext,
         recompute: str,
-        division: Division,
+        division: BlockSharding,
         *,
         compiled: bool,
     ) -> None:

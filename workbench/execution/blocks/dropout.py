@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from workbench.capture.division import DROPOUT
+from workbench.capture.operations import DROPOUT
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
 _GOLDEN = 0x9E3779B9

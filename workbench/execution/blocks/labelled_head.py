@@ -1,6 +1,6 @@
 """Run a block's head and loss only on rows that have a label; the loss and all gradients stay the same.
 
-`workbench.capture.labelled` finds the part of a block for which this is possible. The number of labels differs between
+`workbench.capture.rowwise_head` finds the part of a block for which this is possible. The number of labels differs between
 micro-batches, whereas compiled code has fixed sizes. Therefore the rows are permuted, labelled ones first, and the
 smallest number of sixteenths that covers all labels is computed; rows without a label fill the last one. The host must
 know the number of labels before the device does: `LabelCounter` counts them.
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from workbench.capture.division import shape_of
 from workbench.capture.graph import LabelCount
 from workbench.capture.label_counting import count_labels, retarget
-from workbench.capture.labelled import BINARY, MEAN, LabelledPart, after
+from workbench.capture.operations import descendants, shape_of
+from workbench.capture.rowwise_head import BINARY, MEAN, RowwiseHead
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ class LabelledRows:
     `finish` makes a runner of rewritten code (it may compile it) and is called once for each number of rows.
     """
 
-    def __init__(self, code: fx.GraphModule, part: LabelledPart, finish: Callable[[fx.GraphModule], Runner]) -> None:
+    def __init__(self, code: fx.GraphModule, part: RowwiseHead, finish: Callable[[fx.GraphModule], Runner]) -> None:
         self.part = part
         self._code = code
         self._finish = finish
@@ -46,7 +46,7 @@ class LabelledRows:
 
     def for_labels(self, labels: int) -> Runner:
         """Return a runner for a micro-batch with at most `labels` labels."""
-        return self._runner(self.part.kept(labels))
+        return self._runner(self.part.rows_to_compute(labels))
 
     @property
     def row_counts(self) -> frozenset[int | None]:
@@ -142,7 +142,7 @@ def select_rows(value: torch.Tensor, rows_K: torch.Tensor, position_N: torch.Ten
 # The graph pass
 
 
-def restrict_to_labelled_rows(code: fx.GraphModule, part: LabelledPart, num_rows: int) -> fx.GraphModule:
+def restrict_to_labelled_rows(code: fx.GraphModule, part: RowwiseHead, num_rows: int) -> fx.GraphModule:
     """Rewrite a block's code to compute `part` over `num_rows` rows, labelled ones first."""
     return _LabelledRowsRewriter(code, part, num_rows).finish()
 
@@ -150,12 +150,12 @@ def restrict_to_labelled_rows(code: fx.GraphModule, part: LabelledPart, num_rows
 class _LabelledRowsRewriter(GraphRewriter):
     """Orders the code so: operations that the part does not need, then the part, then those that need its loss."""
 
-    def __init__(self, code: fx.GraphModule, part: LabelledPart, num_rows: int) -> None:
+    def __init__(self, code: fx.GraphModule, part: RowwiseHead, num_rows: int) -> None:
         super().__init__(code)
         self._part = part
         self._selected: dict[fx.Node, fx.Node] = {}
         nodes = {node.name: node for node in code.graph.nodes}
-        after_loss = after(nodes[part.loss])
+        after_loss = descendants(nodes[part.loss])
         for node in nodes.values():
             if node.name not in part.reads and node not in after_loss:
                 self.copies[node] = self.copy(node)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn import functional
 
-from workbench.capture.division import DROPOUT, EMBEDDING, Division, Product, Sharding, product_of
+from workbench.capture.operations import DROPOUT, EMBEDDING
+from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
 from workbench.execution.blocks.dropout import hashed_dropout
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
@@ -173,7 +174,7 @@ def parallel_cross_entropy(
 # The graph pass
 
 
-def divide_block(code: fx.GraphModule, division: Division, rank: int, group: str) -> fx.GraphModule:
+def divide_block(code: fx.GraphModule, division: BlockSharding, rank: int, group: str) -> fx.GraphModule:
     """Rewrite a block's code for device `rank` of the tensor-parallel axis, whose process group is named `group`.
 
     If `division.random`, the new code's last argument is the seed that all devices of the axis share, and dropout
@@ -184,7 +185,7 @@ def divide_block(code: fx.GraphModule, division: Division, rank: int, group: str
 
 
 class _TensorParallelRewriter(GraphRewriter):
-    def __init__(self, code: fx.GraphModule, division: Division, rank: int, group: str) -> None:
+    def __init__(self, code: fx.GraphModule, division: BlockSharding, rank: int, group: str) -> None:
         super().__init__(code)
         self._division, self._rank, self._group = division, rank, group
         self._entered: dict[fx.Node, fx.Node] = {}

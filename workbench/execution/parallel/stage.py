@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph
-from workbench.capture.division import Division, Sharding, TensorDivision
+from workbench.capture.tensor_sharding import BlockSharding, ModelSharding, Sharding
 from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import Runner
@@ -49,7 +49,7 @@ class StageOptions:
     num_microbatches: int
     compiled: bool = False
     """True if the blocks' runners are compiled."""
-    division: TensorDivision | None = None
+    division: ModelSharding | None = None
     """The division of the model over the tensor-parallel axis, if it is divided."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Factory of the context in which blocks run forward."""
@@ -84,7 +84,7 @@ class StageModule(nn.Module):
         for name, attribute in self._shared.items():
             self.register_parameter(attribute, parameters[name])
         exclusive = {name: parameters[name] for name, times in uses.items() if times == 1}
-        divisions = [Division()] * len(graph.blocks) if options.division is None else options.division.blocks
+        divisions = [BlockSharding()] * len(graph.blocks) if options.division is None else options.division.blocks
         self.blocks = nn.ModuleList(
             BlockModule(
                 block,
@@ -100,7 +100,7 @@ class StageModule(nn.Module):
         )
         self._receives = graph.crossing(first) if first else ()
         self._sends = graph.crossing(end) if end < len(graph.blocks) else ()
-        self._finished = graph.finished(first, end)
+        self._finished = graph.last_uses(first, end)
 
     def block_modules(self) -> Iterator[BlockModule]:
         return (cast(BlockModule, module) for module in self.blocks)
@@ -140,7 +140,7 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, **batch: torch.Tensor) -> Any:
         values = {
-            name: _from_carrier(value, self.graph.values[name], name in self.graph.learned)
+            name: _from_carrier(value, self.graph.values[name], name in self.graph.differentiated)
             for name, value in zip(self._receives, received, strict=True)
         }
         shared = {name: getattr(self, attribute) for name, attribute in self._shared.items()}

@@ -1,36 +1,34 @@
-"""What each operation does with a divided dim: the rules that carry it from columns to rows.
+"""Rules for each operation on a sharded dim: they carry it from columns to rows.
 
-A rule returns the layout of its operation's result, the layouts of several results, or None where the division ends;
-it raises `DeadEnd` where the dim cannot be followed. An operation without a rule is a dead end.
+A rule returns the layout of its operation's result, the layouts of several results, or None where the sharding ends.
+It raises `DeadEnd` if the dim cannot be followed. An operation without a rule is a dead end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from workbench.capture.dataflow import is_random
-from workbench.capture.division import (
-    DROPOUT,
-    GROUPED_PRODUCT,
-    Division,
-    Product,
-    Sharding,
-    holds_whole_numbers,
-    product_of,
-    shape_of,
-    width_of,
-)
 from workbench.capture.graph import Block
+from workbench.capture.operations import (
+    DROPOUT,
+    GROUPED_MATMUL,
+    arguments_of,
+    holds_integers,
+    is_random,
+    schema_of,
+    shape_of,
+)
+from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
 
 
 class DeadEnd(Exception):
-    """The columns whose results cannot be followed further; `segments`, if dividing them so may help."""
+    """Columns whose results cannot be followed further; `segments` are given if sharding them so may help."""
 
     def __init__(self, columns: Iterable[fx.Node], segments: tuple[int, ...] | None = None) -> None:
         super().__init__()
@@ -39,7 +37,7 @@ class DeadEnd(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """A divided result, with the columns that it comes from."""
+    """The sharding of a result, with the columns that it comes from."""
 
     sharding: Sharding
     columns: frozenset[fx.Node]
@@ -49,6 +47,7 @@ class Layout:
         return self.sharding.dim
 
     def at(self, dim: int, segments: Sequence[int] | None = None) -> Layout:
+        """Return the layout with the sharding on another dim, and perhaps in other segments."""
         chosen = self.sharding.segments if segments is None else tuple(segments)
         return Layout(Sharding(dim, chosen, self.sharding.degree), self.columns)
 
@@ -57,7 +56,12 @@ class Layout:
 
 
 class Propagation:
-    """One pass over a block's operations for one choice of columns."""
+    """One pass over a block's operations for one choice of columns.
+
+    Args:
+        parameters: positions in `Block.parameters` of the parameters that may be sharded.
+        columns: products and embeddings to shard, each with the segments of its result (None: one).
+    """
 
     def __init__(
         self,
@@ -69,68 +73,62 @@ class Propagation:
         self._block, self._degree = block, degree
         self._positions, self._columns = parameters, columns
         self._layouts: dict[fx.Node, Layout] = {}
-        self._parts: dict[fx.Node, tuple[Layout, ...]] = {}
+        self._items: dict[fx.Node, tuple[Layout, ...]] = {}
         self._weights: dict[fx.Node, tuple[Sharding, set[fx.Node], frozenset[fx.Node]]] = {}
         self._entering: dict[fx.Node, dict[fx.Node, None]] = {}
         self._sliced: dict[tuple[fx.Node, fx.Node], Sharding] = {}
         self._reduced: dict[fx.Node, int] = {}
         self._trained = _trained(block)
 
-    def run(self) -> Division:
+    def run(self) -> BlockSharding:
+        """Return the sharding of the block; raises `DeadEnd` with the columns to give up."""
         for node in self._block.code.graph.nodes:
             self._visit(node)
         self._check_weights()
         self._check_random()
-        return Division(
-            sharded={node.name: layout.sharding for node, layout in self._layouts.items()},
-            parameters={self._positions[node]: sharding for node, (sharding, _, _) in self._weights.items()},
-            entering={node.name: tuple(n.name for n in found) for node, found in self._entering.items()},
-            multiplied=frozenset(source.name for source in self._multiplied()),
-            sliced={(node.name, source.name): sharding for (node, source), sharding in self._sliced.items()},
-            reduced=frozenset(node.name for node in self._reduced),
-            forward_elements=tuple(self._reduced.values()),
-            backward_elements=tuple(
-                math.prod(shape_of(node)) for node in {n: None for found in self._entering.values() for n in found}
-            ),
-            random=any(is_random(node) for node in self._layouts),
-        )
-
-    def _multiplied(self) -> Iterator[fx.Node]:
         readers: dict[fx.Node, list[fx.Node]] = {}
         for node, sources in self._entering.items():
             for source in sources:
                 readers.setdefault(source, []).append(node)
-        for source, nodes in readers.items():
-            products = [product_of(node) for node in nodes]
-            if all(product is not None and product.value is source for product in products):
-                yield source
+        return BlockSharding(
+            sharded={node.name: layout.sharding for node, layout in self._layouts.items()},
+            parameters={self._positions[node]: sharding for node, (sharding, _, _) in self._weights.items()},
+            entering={node.name: tuple(n.name for n in found) for node, found in self._entering.items()},
+            multiplied=frozenset(
+                source.name for source in readers if all(_multiplies(node, source) for node in readers[source])
+            ),
+            sliced={(node.name, source.name): sharding for (node, source), sharding in self._sliced.items()},
+            reduced=frozenset(node.name for node in self._reduced),
+            forward_elements=tuple(self._reduced.values()),
+            backward_elements=tuple(math.prod(shape_of(source)) for source in readers),
+            random=any(is_random(node) for node in self._layouts),
+        )
 
     def _visit(self, node: fx.Node) -> None:
-        divided = [source for source in node.all_input_nodes if source in self._layouts or source in self._parts]
-        if not divided:
+        sharded = [source for source in node.all_input_nodes if source in self._layouts or source in self._items]
+        if not sharded:
             if node in self._columns:
                 self._column(node)
             return
-        first = self._layouts.get(divided[0]) or self._parts[divided[0]][0]
         if node.op == "output":
-            raise first.dead_end()
+            raise (self._layouts.get(sharded[0]) or self._items[sharded[0]][0]).dead_end()
         rule = _RULES.get(_name(node))
         if rule is None:
-            raise self._dead_end(divided)
+            raise self._dead_end(sharded)
         found = rule(self, node)
         if isinstance(found, Layout):
             self._layouts[node] = found
         elif found is not None:
-            self._parts[node] = found
+            self._items[node] = found
 
     def _dead_end(self, nodes: Iterable[fx.Node]) -> DeadEnd:
         found: set[fx.Node] = set()
         for node in nodes:
-            layouts = (self._layouts[node],) if node in self._layouts else self._parts.get(node, ())
+            layouts = (self._layouts[node],) if node in self._layouts else self._items.get(node, ())
             found.update(*(layout.columns for layout in layouts))
         return DeadEnd(found)
 
-    # Where a dim is divided, and where it ends
+    # Columns, where a sharded dim begins, and rows, where it ends
 
     def _column(self, node: fx.Node) -> None:
         product = product_of(node)
@@ -142,37 +140,36 @@ class Propagation:
             self._weight(table, rows, node, frozenset({node}))
             self._reduced[node] = math.prod(shape_of(node))
             return
-        rank, width = len(shape_of(node)), width_of(node)
-        layout = Layout(Sharding(rank - 1, self._columns[node] or (width,), self._degree), frozenset({node}))
+        shape = shape_of(node)
+        segments = self._columns[node] or shape[-1:]
+        layout = Layout(Sharding(len(shape) - 1, segments, self._degree), frozenset({node}))
         if not layout.sharding.size(self._degree - 1):
             raise layout.dead_end()
-        self._weight(product.weight, self._on(product.out_dim, layout), product.turned or node, layout.columns)
+        self._weight(product.weight, self._on(product.out_dim, layout), product.transpose or node, layout.columns)
         if product.bias is not None:
             self._weight(product.bias, self._on(0, layout), node, layout.columns)
         self.enter(node, product.value)
         self._layouts[node] = layout
 
     def row(self, node: fx.Node, product: Product, layout: Layout) -> None:
-        """A product that contracts the divided dim."""
+        """Record a product that contracts the sharded dim."""
         if product.weight not in self._positions:
             raise layout.dead_end()
-        self._weight(product.weight, self._on(product.in_dim, layout), product.turned or node, layout.columns)
+        self._weight(product.weight, self._on(product.in_dim, layout), product.transpose or node, layout.columns)
         self._reduced[node] = math.prod(shape_of(node))
 
     def cross_entropy(self, node: fx.Node) -> None:
-        """Of every label are reduced: the largest logit, the sum of exponentials and the label's own logit."""
+        """Record that each label needs its largest logit, its sum of exponentials and its own logit all-reduced."""
         self._reduced[node] = 3 * math.prod(shape_of(node.args[1]))
 
     def _on(self, dim: int, layout: Layout) -> Sharding:
         return Sharding(dim, layout.sharding.segments, self._degree)
 
     def _weight(self, weight: fx.Node, sharding: Sharding, user: fx.Node, columns: frozenset[fx.Node]) -> None:
-        known = self._weights.get(weight)
-        if known is not None and known[0] != sharding:
-            raise DeadEnd(columns | known[2])
-        users = known[1] if known is not None else set()
-        users.add(user)
-        self._weights[weight] = (sharding, users, columns | (known[2] if known is not None else frozenset()))
+        known, users, others = self._weights.get(weight, (sharding, set(), frozenset()))
+        if known != sharding:
+            raise DeadEnd(columns | others)
+        self._weights[weight] = (sharding, users | {user}, columns | others)
 
     def _check_weights(self) -> None:
         for weight, (_, users, columns) in self._weights.items():
@@ -180,37 +177,45 @@ class Propagation:
                 raise DeadEnd(columns)
 
     def _check_random(self) -> None:
-        """Outside of a divided region every device must draw the same: only dropout can be made to."""
-        divided = [node for node in self._layouts if is_random(node)]
+        """Require that what is not sharded draws only dropout, which all devices can be made to draw alike."""
+        sharded = [node for node in self._layouts if is_random(node)]
         whole = [n for n in self._block.code.graph.nodes if is_random(n) and n not in self._layouts]
-        if divided and any(node.target is not DROPOUT for node in whole):
-            raise self._dead_end(divided)
+        if sharded and any(node.target is not DROPOUT for node in whole):
+            raise self._dead_end(sharded)
 
-    # What rules ask and say
+    # The interface of rules
 
     def layout(self, node: Any) -> Layout | None:
+        """Return the layout of an operand, None if it is whole or no node."""
         return self._layouts.get(node) if isinstance(node, fx.Node) else None
 
-    def parts(self, node: Any) -> tuple[Layout, ...]:
-        return self._parts[node]
+    def operand(self, node: fx.Node) -> Layout:
+        """Return the layout of an operation's first operand, which must be sharded."""
+        layout = self.layout(node.args[0])
+        assert layout is not None
+        return layout
+
+    def items(self, node: Any) -> tuple[Layout, ...]:
+        return self._items[node]
 
     def columns_of(self, nodes: Iterable[Any]) -> frozenset[fx.Node]:
+        """Return the columns that the sharded ones of `nodes` come from."""
         return frozenset().union(*(found.columns for node in nodes if (found := self.layout(node)) is not None))
 
     def enter(self, node: fx.Node, source: fx.Node) -> None:
-        """`node` reads a whole value: what comes back is this device's part of its gradient."""
+        """Record that `node` reads a whole value, to which it returns only this device's part of the gradient."""
         if source in self._trained:
             self._entering.setdefault(node, {})[source] = None
 
     def slice(self, node: fx.Node, source: fx.Node, dim: int, layout: Layout) -> None:
-        """`node` reads this device's part of a whole value."""
+        """Record that `node` reads only this device's part of a whole value."""
         self.enter(node, source)
         self._sliced[node, source] = self._on(dim, layout)
 
     def meet(self, node: fx.Node, source: Any, layout: Layout, dim: int) -> None:
-        """An operand of a divided operation must be divided alike at `dim` of its own, or is whole.
+        """Check that `source`, another operand of a sharded operation, is sharded alike on its own `dim`, or is whole.
 
-        Of a whole one the operation reads a part, or all of it where it is broadcast.
+        The operation reads a part of a whole operand, or all of it if it is broadcast along the dim.
         """
         if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
             return
@@ -228,22 +233,27 @@ class Propagation:
             raise layout.dead_end()
 
 
+def _multiplies(node: fx.Node, value: fx.Node) -> bool:
+    product = product_of(node)
+    return product is not None and product.value is value
+
+
 def _trained(block: Block) -> set[fx.Node]:
-    """Nodes that a gradient may flow to: those that descend from parameters and received values."""
-    found: set[fx.Node] = set()
+    """Return the nodes that a gradient may flow to: those that descend from parameters and received values."""
     placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
     first = len(block.parameters) + len(block.buffers)
-    found.update(placeholders[: len(block.parameters)], placeholders[first : first + len(block.receives)])
+    found = {*placeholders[: len(block.parameters)], *placeholders[first : first + len(block.receives)]}
     for node in block.code.graph.nodes:
-        if any(source in found for source in node.all_input_nodes) and not holds_whole_numbers(node):
+        if any(source in found for source in node.all_input_nodes) and not holds_integers(node):
             found.add(node)
-    return {node for node in found if not holds_whole_numbers(node)}
+    return {node for node in found if not holds_integers(node)}
 
 
 def _name(node: fx.Node) -> str:
-    """`aten.add.Tensor` -> `add`."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        namespace, _, name = node.target._schema.name.partition("::")
+    """Return an operation's name without namespace and overload: `aten.add.Tensor` -> `add`."""
+    schema = schema_of(node)
+    if schema is not None:
+        namespace, _, name = schema.name.partition("::")
         return name if namespace == "aten" else f"{namespace}::{name}"
     return str(getattr(node.target, "__name__", node.target))
 
@@ -271,7 +281,7 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
     *("detach", "alias", "zeros_like", "ones_like", "full_like"),
 )
 def _elementwise(p: Propagation, node: fx.Node) -> _Result:
-    """Operands are aligned at their last dims; a whole one is read in part."""
+    """Follow operations on operands that are aligned at their last dims; a whole one is read in part."""
     rank = len(shape_of(node))
     aligned = [
         found.at(found.dim + rank - len(shape_of(source)))
@@ -288,11 +298,9 @@ def _elementwise(p: Propagation, node: fx.Node) -> _Result:
 
 @_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten")
 def _view(p: Propagation, node: fx.Node) -> _Result:
-    """Where the divided dim goes when dims are split and merged; of a split dim, the outermost part is divided."""
-    source: Any = node.args[0]
-    layout = p.layout(source)
-    assert layout is not None
-    before, after, dim, segments = shape_of(source), shape_of(node), layout.dim, layout.sharding.segments
+    """Follow splits and merges of dims; the outermost part of a split dim is sharded."""
+    layout = p.operand(node)
+    before, after, dim, segments = shape_of(node.args[0]), shape_of(node), layout.dim, layout.sharding.segments
     if not all(isinstance(size, int) for size in (*before, *after)):
         raise layout.dead_end()
     outer, through = math.prod(before[:dim]), math.prod(before[: dim + 1])
@@ -304,7 +312,7 @@ def _view(p: Propagation, node: fx.Node) -> _Result:
     if outer % start:
         raise layout.dead_end()
     lead = outer // start
-    if ends[at] % through == 0:  # kept, or merged with what lies around it
+    if ends[at] % through == 0:  # the dim stays as it is, or is merged with its neighbours
         inner = ends[at] // through
         return layout.at(at, [segment * inner for segment in segments] * lead)
     if lead > 1 or through % ends[at]:
@@ -313,14 +321,14 @@ def _view(p: Propagation, node: fx.Node) -> _Result:
 
 
 def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
-    """Dim `at` of the result is the outermost part of the divided dim."""
+    """Return the layout of a view whose dim `at` is the outermost part of the sharded dim."""
     segments, degree, size = layout.sharding.segments, layout.sharding.degree, after[at]
     if len(set(segments)) > 1:
         raise layout.dead_end()
     count = len(segments)
     if size % count == 0 and (size // count) % degree == 0:
         return layout.at(at, [size // count] * count)
-    if size == count:  # the segments become a dim of their own; what follows is divided
+    if size == count:  # the segments become a dim of their own; the dim after it is sharded
         following = next((o for o in range(at + 1, len(after)) if after[o] > 1), None)
         if following is not None and after[following] % degree == 0 and segments[0] % after[following] == 0:
             return layout.at(following, [after[following]])
@@ -331,18 +339,13 @@ def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
 
 @_rule("expand")
 def _expand(p: Propagation, node: fx.Node) -> _Result:
-    source: Any = node.args[0]
-    layout = p.layout(source)
-    assert layout is not None
-    return layout.at(layout.dim + len(shape_of(node)) - len(shape_of(source)))
+    layout = p.operand(node)
+    return layout.at(layout.dim + len(shape_of(node)) - len(shape_of(node.args[0])))
 
 
 @_rule("transpose", "permute", "t", "mT", "swapaxes")
 def _permute(p: Propagation, node: fx.Node) -> _Result:
-    source: Any = node.args[0]
-    layout = p.layout(source)
-    assert layout is not None
-    rank = len(shape_of(source))
+    layout, rank = p.operand(node), len(shape_of(node))
     if _name(node) == "permute":
         dims: Any = node.args[1]
         return layout.at([dim % rank for dim in dims].index(layout.dim))
@@ -353,29 +356,33 @@ def _permute(p: Propagation, node: fx.Node) -> _Result:
 
 @_rule("unsqueeze")
 def _unsqueeze(p: Propagation, node: fx.Node) -> _Result:
-    layout, position = p.layout(node.args[0]), node.args[1]
-    assert layout is not None
-    assert isinstance(position, int)
-    return layout.at(layout.dim + (position % len(shape_of(node)) <= layout.dim))
+    layout = p.operand(node)
+    return layout.at(layout.dim + (_dim(node, 1, rank=len(shape_of(node))) <= layout.dim))
 
 
 @_rule("squeeze")
 def _squeeze(p: Propagation, node: fx.Node) -> _Result:
-    source: Any = node.args[0]
-    layout = p.layout(source)
-    assert layout is not None
+    layout, shape = p.operand(node), shape_of(node.args[0])
     if len(node.args) < 2:
         raise layout.dead_end()
-    given: Any = node.args[1]
-    shape = shape_of(source)
-    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
-    return layout.at(layout.dim - sum(1 for dim in dims if dim < layout.dim and shape[dim] == 1))
+    removed = (dim for dim in _dims(node.args[1], len(shape)) if dim < layout.dim and shape[dim] == 1)
+    return layout.at(layout.dim - sum(1 for _ in removed))
 
 
-def _other_dim(layout: Layout, node: fx.Node, position: int, default: int = 0) -> int:
-    """The dim that an operation works along, which must not be the divided one."""
-    given: Any = node.args[position] if len(node.args) > position else default
-    dim: int = given % len(shape_of(node.args[0]))
+def _dims(given: Any, rank: int) -> set[int]:
+    """Return the dims that an argument, an int or a list of them, names."""
+    return {dim % rank for dim in ([given] if isinstance(given, int) else given)}
+
+
+def _dim(node: fx.Node, position: int, rank: int) -> int:
+    """Return the dim that the argument at `position` names, which is 0 by default."""
+    given: Any = node.args[position] if len(node.args) > position else 0
+    return int(given % rank)
+
+
+def _other_dim(layout: Layout, node: fx.Node, position: int = 1) -> int:
+    """Return the dim that an operation works along; raise `DeadEnd` if it is the sharded one."""
+    dim = _dim(node, position, rank=len(shape_of(node.args[0])))
     if dim == layout.dim:
         raise layout.dead_end()
     return dim
@@ -383,35 +390,30 @@ def _other_dim(layout: Layout, node: fx.Node, position: int, default: int = 0) -
 
 @_rule("slice")
 def _slice(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.layout(node.args[0])
-    assert layout is not None
+    layout = p.operand(node)
     if shape_of(node) != shape_of(node.args[0]):
-        _other_dim(layout, node, 1)
+        _other_dim(layout, node)
     return layout
 
 
 @_rule("select")
 def _select(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.layout(node.args[0])
-    assert layout is not None
-    return layout.at(layout.dim - (_other_dim(layout, node, 1) < layout.dim))
+    layout = p.operand(node)
+    return layout.at(layout.dim - (_other_dim(layout, node) < layout.dim))
 
 
 @_rule("unbind")
 def _unbind(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.layout(node.args[0])
-    assert layout is not None
-    dim = _other_dim(layout, node, 1)
+    layout = p.operand(node)
+    dim = _other_dim(layout, node)
     return (layout.at(layout.dim - (dim < layout.dim)),) * shape_of(node.args[0])[dim]
 
 
 @_rule("split", "split_with_sizes", "chunk")
 def _split(p: Propagation, node: fx.Node) -> _Result:
-    """Along the divided dim, between segments: the parts of a fused product."""
-    layout = p.layout(node.args[0])
-    assert layout is not None
-    given: Any = node.args[2] if len(node.args) > 2 else 0
-    dim: int = given % len(shape_of(node.args[0]))
+    """Split along the sharded dim only between segments: the parts of a fused product."""
+    layout = p.operand(node)
+    dim = _dim(node, 2, rank=len(shape_of(node.args[0])))
     sizes = [int(value.shape[dim]) for value in node.meta["val"]]
     if dim != layout.dim:
         return (layout,) * len(sizes)
@@ -429,7 +431,7 @@ def _split(p: Propagation, node: fx.Node) -> _Result:
 @_rule("getitem")
 def _getitem(p: Propagation, node: fx.Node) -> _Result:
     index: Any = node.args[1]
-    layout: Layout = p.parts(node.args[0])[index]
+    layout: Layout = p.items(node.args[0])[index]
     return layout
 
 
@@ -437,8 +439,7 @@ def _getitem(p: Propagation, node: fx.Node) -> _Result:
 def _cat(p: Propagation, node: fx.Node) -> _Result:
     tensors: Any = node.args[0]
     layout = next(found for tensor in tensors if (found := p.layout(tensor)) is not None)
-    given: Any = node.args[1] if len(node.args) > 1 else 0
-    dim: int = given % len(shape_of(node))
+    dim = _dim(node, 1, rank=len(shape_of(node)))
     stacked = _name(node) == "stack"
     if dim == layout.dim and not stacked:
         raise DeadEnd(p.columns_of(tensors))
@@ -449,47 +450,45 @@ def _cat(p: Propagation, node: fx.Node) -> _Result:
 
 @_rule("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
 def _along_one_dim(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.layout(node.args[0])
-    assert layout is not None
-    _other_dim(layout, node, 1)
+    layout = p.operand(node)
+    _other_dim(layout, node)
     return layout
 
 
 @_rule("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "logsumexp", "all", "any")
 def _reduction(p: Propagation, node: fx.Node) -> _Result:
-    """Over dims other than the divided one."""
-    source: Any = node.args[0]
-    layout = p.layout(source)
-    assert layout is not None
+    """Follow reductions over dims other than the sharded one."""
+    layout, rank = p.operand(node), len(shape_of(node.args[0]))
     position = 2 if _name(node) == "linalg_vector_norm" else 1
     given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
     if given is None or isinstance(given, bool):
         raise layout.dead_end()
-    dims = {dim % len(shape_of(source)) for dim in ([given] if isinstance(given, int) else given)}
+    dims = _dims(given, rank)
     if layout.dim in dims or not dims:
         raise layout.dead_end()
-    gone = 0 if len(shape_of(node)) == len(shape_of(source)) else sum(1 for dim in dims if dim < layout.dim)
-    return layout.at(layout.dim - gone)
+    removed = sum(1 for dim in dims if dim < layout.dim) if len(shape_of(node)) < rank else 0
+    return layout.at(layout.dim - removed)
 
 
 @_rule("layer_norm", "rms_norm")
 def _norm(p: Propagation, node: fx.Node) -> _Result:
-    """Over trailing dims that are whole (a norm of each head)."""
+    """Follow norms over trailing dims that are whole (a norm of each head)."""
     source: Any = node.args[0]
     layout, over = p.layout(source), node.args[1]
     assert isinstance(over, (list, tuple))
     if layout is None or layout.dim >= len(shape_of(source)) - len(over):
         raise DeadEnd(p.columns_of(node.all_input_nodes))
-    for weight in node.all_input_nodes[1:]:
-        if p.layout(weight) is not None:
-            raise DeadEnd(p.columns_of(node.all_input_nodes))
+    weights = node.all_input_nodes[1:]
+    if any(p.layout(weight) is not None for weight in weights):
+        raise DeadEnd(p.columns_of(node.all_input_nodes))
+    for weight in weights:
         p.enter(node, weight)
     return layout
 
 
-@_rule(GROUPED_PRODUCT)
+@_rule(GROUPED_MATMUL)
 def _experts(p: Propagation, node: fx.Node) -> _Result:
-    """Each expert's matrix is divided as a layer's is; rows are whole, since they are sorted by expert."""
+    """Shard each expert's matrix as a layer's; the dim of rows stays whole, since they are sorted by expert."""
     product = product_of(node)
     assert product is not None
     layout = p.layout(product.value)
@@ -516,14 +515,14 @@ def _product(p: Propagation, node: fx.Node, product: Product) -> _Result:
     if layout.dim == len(shape_of(product.value)) - 1:
         p.row(node, product, layout)
         return None
-    p.enter(node, product.weight)  # the same weight for every head: each device has the gradient of its own heads
+    p.enter(node, product.weight)  # all heads share the weight, and each device has the gradient of its own heads
     if product.bias is not None:
         p.enter(node, product.bias)
     return layout
 
 
 def _batched_product(p: Propagation, node: fx.Node) -> _Result:
-    """Of the scores and values of attention that is written out: heads are a dim of the batch."""
+    """Follow the two products of written-out attention, where heads are a batch dim."""
     left: Any
     right: Any
     left, right = node.args
@@ -543,12 +542,12 @@ def _batched_product(p: Propagation, node: fx.Node) -> _Result:
             p.enter(node, other)
             return result
         raise DeadEnd(p.columns_of((left, right)))
-    raise AssertionError("one operand is divided")
+    raise AssertionError("one operand is sharded")
 
 
 @_rule("scaled_dot_product_attention")
 def _attention(p: Propagation, node: fx.Node) -> _Result:
-    """Whole heads; a bias or mask of each head is read in part, and a key shared by all heads (multi-query) whole."""
+    """Follow whole heads; a mask of each head is read in part, a key shared by all heads (multi-query) whole."""
     query, *others = node.args[:3]
     layout = p.layout(query)
     columns = p.columns_of(node.all_input_nodes)
@@ -569,13 +568,13 @@ def _attention(p: Propagation, node: fx.Node) -> _Result:
 
 @_rule("cross_entropy_loss")
 def _cross_entropy(p: Propagation, node: fx.Node) -> _Result:
-    arguments = dict(zip(("logits", "target", "weight", "reduction", "ignore", "smoothing"), node.args, strict=False))
-    layout = p.layout(arguments["logits"])
-    if layout is None or node.kwargs or arguments.get("weight") is not None or arguments.get("smoothing"):
+    given = arguments_of(node)
+    logits, target = given["self"], given["target"]
+    layout = p.layout(logits)
+    if layout is None or node.kwargs or given["weight"] is not None or given["label_smoothing"]:
         raise DeadEnd(p.columns_of(node.all_input_nodes))
-    target: Any = arguments["target"]
-    over_classes = layout.dim == 1 and len(shape_of(arguments["logits"])) == 2 and len(layout.sharding.segments) == 1
-    if not over_classes or not holds_whole_numbers(target):
+    over_classes = layout.dim == 1 and len(shape_of(logits)) == 2 and len(layout.sharding.segments) == 1
+    if not over_classes or not holds_integers(target):
         raise layout.dead_end()
     p.cross_entropy(node)
     return None

@@ -1,0 +1,139 @@
+"""Groups of nodes of an exported graph -> functional `Block`s; equal computations share one `code`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from workbench.capture.block_boundaries import NodeGroup
+from workbench.capture.context_managers import restore_regions
+from workbench.capture.dataflow import Dataflow
+from workbench.capture.export import Exported
+from workbench.capture.graph import Block
+from workbench.capture.losses import MeanLoss, emit_sum_over_count
+from workbench.capture.operations import tensor_at
+
+
+class BlockExtractor:
+    """Makes blocks of groups of nodes; holds the code of each block type, and the constants met on the way."""
+
+    def __init__(
+        self, exported: Exported, flow: Dataflow, names: Mapping[int, str], losses: Sequence[MeanLoss]
+    ) -> None:
+        """Take the graph and its facts; `names` are the canonical names of parameters and buffers by `id`."""
+        self._exported = exported
+        self._flow = flow
+        self._names = names
+        self._losses = {mean.node: index for index, mean in enumerate(losses)}
+        self._codes: dict[str, fx.GraphModule] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        """Tensors that the model's forward creates from Python numbers; they have no name in the model."""
+
+    def extract(self, index: int, group: NodeGroup, group_of: Mapping[fx.Node, int]) -> Block:
+        """Return the block of one group; `group_of` gives the index of the group that computes a node."""
+        flow, loss = self._flow, self._exported.loss
+        inside = set(group.nodes)
+        needed = flow.recomputable_sources(group.nodes) - inside
+        read = {source for node in group.nodes for source in node.all_input_nodes} - inside - flow.recomputable
+        receives = [node for node in flow.order if node in read and node.op == "call_function"]
+        sends = [n for n in group.nodes if any(group_of.get(user, -1) > index for user in n.users) or n is loss]
+        names = {node: self._name(node) for node in flow.order if node in needed and node in flow.tensors}
+        is_parameter = {name: isinstance(flow.tensors[node], nn.Parameter) for node, name in names.items()}
+        parameters = tuple(name for name, yes in is_parameter.items() if yes)
+        buffers = tuple(name for name, yes in is_parameter.items() if not yes)
+        inputs = [n for n in flow.order if n.op == "placeholder" and n in needed]
+        counts = [self._losses[n] for n in group.nodes if n in self._losses]
+
+        graph, root = fx.Graph(), nn.Module()
+        by_name = {name: graph.placeholder(f"p{i}") for i, name in enumerate((*parameters, *buffers))}
+        copies = {node: by_name[name] for node, name in names.items()}
+        copies |= {node: graph.placeholder(f"r{i}") for i, node in enumerate(receives)}
+        copies |= {node: graph.placeholder(f"b_{node.target}") for node in inputs}
+        divisors = {count: graph.placeholder(f"count{count}") for count in counts}
+        for node, placeholder in (*copies.items(), *((loss, divisor) for divisor in divisors.values())):
+            placeholder.meta = {"val": node.meta["val"]}
+        for node in flow.order:
+            if node in copies or not (node in inside or node in needed):
+                continue
+            if node.op == "get_attr":
+                name = str(node.target).replace(".", "_")
+                root.add_module(name, tensor_at(self._exported.module, str(node.target)))
+                copies[node] = graph.get_attr(name)
+                continue
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node in self._losses:
+                copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
+        graph.output(tuple(copies[node] for node in sends))
+        restore_regions(graph)
+        block_type = digest(graph, root)
+        if block_type not in self._codes:
+            graph.lint()
+            self._codes[block_type] = fx.GraphModule(root, graph)
+        return Block(
+            index=index,
+            name=group.name,
+            block_type=block_type,
+            parameters=parameters,
+            buffers=buffers,
+            receives=tuple(node.name for node in receives),
+            inputs=tuple(str(node.target) for node in inputs),
+            counts=tuple(counts),
+            sends=tuple(node.name for node in sends),
+            code=self._codes[block_type],
+        )
+
+    def _name(self, node: fx.Node) -> str:
+        tensor = self._flow.tensors[node]
+        if id(tensor) in self._names:
+            return self._names[id(tensor)]
+        name = f"_constant.{node.target}"
+        self.constants[name] = tensor
+        return name
+
+
+def digest(graph: fx.Graph, root: nn.Module) -> str:
+    """Return a hash of operations, constants, wiring, shapes and types: equal for layers that compute the same."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    lines = [
+        f"{node.op} {_target(node, root)} {_canonical(node.args, position)} {_canonical(node.kwargs, position)} "
+        f"{_shape(node.meta.get('val'))}"
+        for node in graph.nodes
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _target(node: fx.Node, root: nn.Module) -> str:
+    if node.op == "placeholder":
+        return str(node.target).rstrip("0123456789")
+    if node.op == "get_attr":  # the graph of an operation (a branch of `torch.cond`), with the graphs inside that one
+        modules = tensor_at(root, str(node.target)).modules()
+        return "\n".join(str(getattr(module, "code", "")) for module in modules)
+    if isinstance(node.target, FunctionType):
+        return f"{node.target.__module__}.{node.target.__qualname__}"
+    return str(node.target)
+
+
+def _canonical(value: Any, position: Mapping[fx.Node, int]) -> str:
+    """Return arguments as text that does not depend on the names of nodes or on the device."""
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return f"%{position[item]}"
+        return "device" if isinstance(item, torch.device) else item
+
+    if isinstance(value, Mapping):
+        return str({key: _canonical(item, position) for key, item in value.items()})
+    return str(fx.node.map_aggregate(value, leaf))
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return str([_shape(item) for item in value])
+    return type(value).__name__

@@ -1,0 +1,58 @@
+"""Labels counted in each micro-batch of a batch, by the code that `workbench.capture.rowwise_head` found."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from workbench.capture.graph import Graph
+from workbench.capture.rowwise_head import find_rowwise_head
+
+
+def labelled_share(graph: Graph, examples: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest share of labelled rows, of those that a head computes, in any micro-batch of `examples`.
+
+    `examples` is a batch on the host; its first samples come again where they do not fill the last micro-batch. The
+    share is 1 where no block may skip rows without a label.
+    """
+    samples = len(next(iter(examples.values())))
+    filled = torch.arange(math.ceil(samples / graph.micro_batch) * graph.micro_batch) % samples
+    batch = {name: field[filled] for name, field in examples.items()}
+    shares = []
+    for block in graph.blocks:
+        if (part := find_rowwise_head(block)) is not None:
+            count = graph.label_counts[block.counts[part.count]]
+            code = copy.deepcopy(count.code).to("cpu")
+            retarget(code, torch.device("cpu"))
+            labels = count_labels(code, count.inputs, batch, graph.micro_batch)
+            shares.append(int(labels.max()) / part.rows)
+    return max(shares, default=1.0)
+
+
+def count_labels(
+    code: fx.GraphModule, inputs: Sequence[str], batch: Mapping[str, torch.Tensor], micro_batch: int
+) -> torch.Tensor:
+    """Return the number of labels that `LabelCount.code` counts in each micro-batch of `batch`.
+
+    The code runs once per micro-batch, because capture may have fixed the sizes that it accepts.
+    """
+    samples = len(next(iter(batch.values())))
+    parts = [slice(first, first + micro_batch) for first in range(0, samples, micro_batch)]
+    return torch.stack([code(*(batch[name][part] for name in inputs)) for part in parts])
+
+
+def retarget(code: fx.GraphModule, device: torch.device) -> None:
+    """Replace the device of factory calls and casts, which capture fixed to the model's device, by `device`."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in code.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+    code.recompile()

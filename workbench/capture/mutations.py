@@ -1,0 +1,45 @@
+"""In-place writes of forward to the model's own tensors: buffers keep theirs, parameters may have none."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from workbench.capture.operations import mutated_arguments, storage_of, tensor_at
+from workbench.capture.source_lines import line_of_node
+
+
+def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
+    """Move each buffer update, which export puts at the end of the graph, to just after the last read of the old value.
+
+    The update of a buffer by itself is removed: the operation before it wrote in place.
+
+    Raises:
+        CaptureError: forward writes to a parameter, which an optimiser step on another device would not see.
+    """
+    owners = {node: storage_of(node) for node in module.graph.nodes}
+    for node in list(module.graph.nodes):
+        for written in mutated_arguments(node):
+            _refuse_parameter(module, owners[written], node, name)
+        if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "get_attr" or node.users:
+            continue
+        buffer, value = node.args[:2]
+        if owners[value] is buffer:
+            module.graph.erase_node(node)
+            continue
+        readers = {value} | {
+            other for other in owners if other is not node and any(owners[s] is buffer for s in other.all_input_nodes)
+        }
+        next(other for other in reversed(module.graph.nodes) if other in readers).append(node)
+    module.recompile()
+
+
+def _refuse_parameter(module: fx.GraphModule, owner: fx.Node, writer: fx.Node, name: str) -> None:
+    if owner.op == "get_attr" and isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
+        line = line_of_node(writer)
+        raise line.error(
+            name,
+            f"writes to its parameter {owner.target} in forward{line.where}. Make it a buffer, or compute a new tensor "
+            f"from it and leave the parameter to the optimiser.",
+            parameter=str(owner.target),
+        )

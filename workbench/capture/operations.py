@@ -1,0 +1,205 @@
+"""Questions about single operations of an exported graph: arguments, shapes, random numbers, mutations and aliasing.
+
+The modules of this room and those of `workbench.execution` that rewrite blocks share them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from workbench.capture.torch_internals import OpOverload
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+DROPOUT = aten.dropout.default
+EMBEDDING = aten.embedding.default
+GROUPED_MATMUL = "workbench::grouped_mm"
+"""Name of the operation that `workbench.capture.experts` registers."""
+_HOST_READS = (
+    *("ctc_loss", "histc", "multinomial", "lstm", "gru", "rnn_", "grouped_mm"),
+    *("linalg_", "cholesky", "logdet", "slogdet", "inverse", "lstsq", "triangular_solve", "svd"),
+)
+"""Parts of the names of operations that a CUDA graph cannot stand for: their host code may read lengths, check whether
+a factorisation failed, or keep random state of its own (cuDNN's recurrent layers)."""
+_NO_HOST_READS = (
+    "linalg_vector_norm",
+    "linalg_norm",
+    "linalg_matmul",
+    "linalg_vecdot",
+    "linalg_cross",
+    "linalg_diagonal",
+)
+"""Operations that a CUDA graph can stand for although a part of their name is in `_HOST_READS`."""
+_DROPOUT_RATES = ("p", "dropout", "dropout_p")
+"""Argument names under which operations take a dropout rate."""
+_UPDATES_STATISTICS = ("batch_norm", "instance_norm")
+"""Operations that write to their running statistics although their schemas do not declare it."""
+_MAYBE_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::dropout"})
+"""Operations whose result is a view of the first argument or a copy, depending on the arguments."""
+
+
+def schema_of(node: fx.Node) -> Any:
+    """Return the schema of a call of a torch operation, None for every other node."""
+    return node.target._schema if node.op == "call_function" and isinstance(node.target, OpOverload) else None
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a torch operation by name, in the schema's order, with defaults filled in."""
+    defaults = {argument.name: argument.default_value for argument in schema_of(node).arguments}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node's tensor; `()` for everything else."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    """Return the dtype of a node's tensor, None for everything else."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def holds_integers(node: fx.Node) -> bool:
+    """Return True if the node's tensor has an integer or boolean dtype, so that it carries no gradient."""
+    dtype = dtype_of(node)
+    return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+
+
+def tensor_at(module: nn.Module, target: str) -> Any:
+    """Return what a `get_attr` node with this dotted target reads from `module`."""
+    return operator.attrgetter(target)(module)
+
+
+def reachable(start: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return `start` and every node that can be reached from it by following `neighbours`."""
+    seen: set[fx.Node] = set()
+    stack = list(start)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(neighbours(node))
+    return seen
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return `nodes` and everything that they are computed from."""
+    return reachable(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(node: fx.Node) -> set[fx.Node]:
+    """Return everything that is computed from `node`, which is not included."""
+    return reachable(node.users, lambda user: user.users)
+
+
+def copy_nodes(graph: fx.Graph, nodes: Iterable[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    """Copy `nodes`, in order, to the end of `graph`; `copies` maps originals to copies and is extended."""
+    for node in nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+
+
+def replace_call(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Replace a node by a call of `target` that has the same metadata."""
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function(target, args, dict(kwargs or {}))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    node.graph.erase_node(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Return True if the node draws random numbers (attention, recurrent layers and dropouts: at a rate above 0)."""
+    if schema_of(node) is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    given = arguments_of(node)
+    rates = [given[name] for name in _DROPOUT_RATES if name in given]
+    return all(rates) and given.get("train") is not False
+
+
+def draws_again(code: fx.GraphModule, recompute: str) -> bool:
+    """Return True if a backward pass with this activation checkpointing draws random numbers a second time.
+
+    Selective checkpointing stores the results of attention; dropout does not count, since compiled code recomputes its
+    masks from the seed.
+    """
+    exempt = (DROPOUT, ATTENTION) if recompute == "selective" else (DROPOUT,)
+    return recompute != "none" and any(node.target not in exempt for node in code.graph.nodes if is_random(node))
+
+
+def is_replayable(code: fx.GraphModule, recompute: str) -> bool:
+    """Return True if a block launches the same kernels in every step, so that a CUDA graph can stand for it.
+
+    Some operations read values back to the host to decide what to launch: those of torch that are known to are listed
+    in this module, and operations that other libraries registered are assumed to. A CUDA graph only captures random
+    numbers of a seeded generator, so a block that draws numbers again in its recomputation is not replayable either.
+    An operation that is missing from the list ends the run when the graph is captured.
+    """
+    return not draws_again(code, recompute) and not any(_may_read_on_host(node) for node in code.graph.nodes)
+
+
+def _may_read_on_host(node: fx.Node) -> bool:
+    schema = schema_of(node)
+    if schema is None:
+        return False
+    space, name = schema.name.split("::")
+    if space == "aten" and name in ("index", "index_put", "index_put_"):
+        return any(dtype_of(index) in (torch.bool, torch.uint8) for index in pytree.tree_leaves(node.args[1]))
+    tags = node.target.tags  # type: ignore[union-attr]
+    if torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags:
+        return True
+    return space not in ("aten", "prims") or (name not in _NO_HOST_READS and any(word in name for word in _HOST_READS))
+
+
+def mutated_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the arguments that the node writes to in place."""
+    schema = schema_of(node)
+    if schema is None:
+        return ()
+    if any(word in schema.name for word in _UPDATES_STATISTICS) and schema.name != "aten::_batch_norm_no_update":
+        is_training = len(node.args) > 5 and bool(node.args[5])
+        return tuple(arg for arg in node.args[3:5] if isinstance(arg, fx.Node) and is_training)
+    if not schema.is_mutable:
+        return ()
+    given = arguments_of(node)
+    written = [given[formal.name] for formal in schema.arguments if _is_written(formal)]
+    return tuple(leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, fx.Node))
+
+
+def mutates_buffers(code: fx.GraphModule) -> bool:
+    """Return True if a block's code writes to a tensor that it is given: a second run would change it again."""
+    nodes = code.graph.nodes
+    return any(storage_of(written).op == "placeholder" for node in nodes for written in mutated_arguments(node))
+
+
+def _is_written(formal: Any) -> bool:
+    """Return True if an argument or a result of a schema is declared as written in place."""
+    return formal.alias_info is not None and bool(formal.alias_info.is_write)
+
+
+def storage_of(node: fx.Node) -> fx.Node:
+    """Return the node that owns the memory which `node` may be a view of (conservative: follows first arguments)."""
+    while isinstance(source := _viewed(node), fx.Node):
+        node = source
+    return node
+
+
+def _viewed(node: fx.Node) -> Any:
+    """Return the node that an operation's result may be a view of, None if there is none."""
+    if node.target is operator.getitem:
+        return node.args[0]
+    schema = schema_of(node)
+    if schema is None:
+        return None
+    if any(_is_written(result) for result in schema.returns):
+        return next(iter(mutated_arguments(node)), None)
+    is_alias = any(result.alias_info is not None for result in schema.returns)
+    return node.args[0] if node.args and (is_alias or schema.name in _MAYBE_VIEWS) else None

@@ -1,0 +1,223 @@
+"""Everything in this room that reaches into torch: its private names, and the functions that capture replaces.
+
+Written for torch 2.13. `tests/unit/test_capture.py` fails if one of the names is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+
+from workbench.capture.source_lines import line_of_frames
+from workbench.errors import CaptureError
+
+__all__ = ["OpOverload", "enter_autocast", "exit_autocast", "grouped_mm_kernel", "set_grad_enabled"]
+OpOverload = torch._ops.OpOverload
+"""Class of the torch operations that an exported graph calls."""
+set_grad_enabled = torch._C._set_grad_enabled
+grouped_mm_kernel = torch._grouped_mm
+"""Grouped matrix product of bf16 matrices on GPUs."""
+SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
+"""Name of the logger that dumps graphs when an export fails."""
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain")
+"""Parts of the names of the assertions that export adds."""
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Replace `owner.name` by `new` inside a `with` block.
+
+    Raises `AttributeError` if `owner` has no such attribute, even an inherited one.
+    """
+    getattr(owner, name)
+    base: Any = type if isinstance(owner, type) else object  # a model may have a `__setattr__` of its own
+    is_own = name in vars(owner)
+    before = vars(owner).get(name)
+    base.__setattr__(owner, name, new)
+    try:
+        yield
+    finally:
+        if is_own:
+            base.__setattr__(owner, name, before)
+        else:
+            base.__delattr__(owner, name)
+
+
+@contextlib.contextmanager
+def exportable(model: nn.Module, name: str, loss_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Replace functions of torch, and `model.forward`, while a model is exported.
+
+    Three replacements refuse what export would silently drop or cannot follow. The others let it follow more:
+    `forward` returns its loss alone, since export knows few of the types in which models return it; `nn.Transformer`
+    does not read the values of its mask, which it does for a hint only; and see `_float_operations` and
+    `_without_layerdrop`.
+
+    Args:
+        loss_of: returns the loss, given what `forward` returned.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss_of(forward(*args, **kwargs))
+
+    def is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
+        return is_causal is True
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (model, "forward", forward_loss),
+        (torch.autograd.Function, "apply", _refusing_custom_functions(name)),
+        (torch.Tensor, "register_hook", _refusing_hooks(name)),
+        (torch.autograd, "grad", _refusing_derivatives(name)),
+        (torch, "tensor", _float_operations()),
+        (torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
+    ]
+    if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
+        replacements.append((torch, "rand", _without_layerdrop()))
+    with contextlib.ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(patched(*replacement))
+        yield
+
+
+def _refusing_custom_functions(name: str) -> Any:
+    """Return an `autograd.Function.apply` that refuses functions from outside torch.
+
+    Export keeps their forward and drops their backward, so the model would train with wrong gradients.
+    """
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.") and not cls.__module__.startswith("torch.utils.checkpoint"):
+            return original.__get__(None, cls)(*args, **kwargs)
+        line = line_of_frames(traceback.extract_stack())
+        raise line.error(
+            name,
+            f"uses the custom autograd function {cls.__name__}{line.where}, whose backward torch.export would silently "
+            f"drop. Register it with torch.library.custom_op and register_autograd, or write it with differentiable "
+            f"operations.",
+        )
+
+    return classmethod(apply)
+
+
+def _refusing_hooks(name: str) -> Any:
+    """Return a `Tensor.register_hook` that refuses hooks of the user's code, which export would drop."""
+    original = torch.Tensor.register_hook
+
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        line = line_of_frames(traceback.extract_stack())
+        if not line.file:
+            return original(tensor, hook)
+        raise line.error(
+            name,
+            f"registers a hook on a tensor{line.where}, which torch.export would silently drop. To scale a gradient by "
+            f"c, write c * x + ((1 - c) * x).detach().",
+        )
+
+    return register_hook
+
+
+def _refusing_derivatives(name: str) -> Any:
+    """Return a `torch.autograd.grad` that refuses every call: export cannot follow it."""
+
+    def grad(*_args: Any, **_kwargs: Any) -> Any:
+        line = line_of_frames(traceback.extract_stack())
+        raise line.error(
+            name,
+            f"takes a derivative in its forward{line.where}, and torch.export cannot follow torch.autograd.grad. Write "
+            f"the derivative as operations.",
+        )
+
+    return grad
+
+
+def _without_layerdrop() -> Any:
+    """Return a `torch.rand` whose scalar is 1, for models without layerdrop.
+
+    `torch.rand([]) < layerdrop` is False wherever layerdrop is 0. The comparison depends on a value and stops the
+    capture of OPT and BART in transformers before 5.20.
+    """
+    original = torch.rand
+
+    def rand(*size: Any, **kwargs: Any) -> Any:
+        if size in (([],), ((),), (torch.Size([]),)):
+            return torch.ones((), **kwargs) if kwargs else 1.0
+        return original(*size, **kwargs)
+
+    return rand
+
+
+def _float_operations() -> Any:
+    """Return a `torch.tensor` that makes a float by an operation, instead of a constant that loses its value on meta.
+
+    `transformers` before 5.20 builds masks from such constants, and a mask without values cannot be seen to mask
+    nothing. Integers stay constants: DeBERTa slices by one, and export knows the size of a slice by a constant only.
+    """
+    original = torch.tensor
+
+    def tensor(data: Any, **kwargs: Any) -> Any:
+        if isinstance(data, float) and set(kwargs) <= {"dtype", "device"}:
+            return torch.full((), data, **kwargs)
+        return original(data, **kwargs)
+
+    return tensor
+
+
+def remove_checks(module: Any) -> fx.GraphModule:
+    """Remove the guards and assertions that export adds to a module; every mutation of a buffer stays."""
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks_with_kwargs.clear()
+    for node in list(module.graph.nodes):
+        is_guard = node.op == "call_module" and node.target == "_guards_fn"
+        is_check = node.op == "call_function" and any(word in str(node.target) for word in _CHECKS)
+        if is_guard or is_check:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module  # type: ignore[no-any-return]
+
+
+def move_meta_to_cpu(model: nn.Module) -> None:
+    """Replace every meta tensor of a model by one on the CPU without values, so that no memory is touched.
+
+    Tied tensors stay tied.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                if id(value) not in moved:
+                    empty = torch.empty_like(value, device="cpu", requires_grad=False)
+                    is_parameter = isinstance(value, nn.Parameter)
+                    moved[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+                setattr(module, key, moved[id(value)])
+
+
+def refuse_backward_hooks(model: nn.Module, name: str) -> None:
+    """Raise `CaptureError` if a parameter or a module has a hook that its backward would call: blocks have neither."""
+    found = [
+        ("parameter", key)
+        for key, tensor in model.named_parameters()
+        if any(getattr(tensor, hooks, None) for hooks in _PARAMETER_HOOKS)
+    ] + [
+        ("module", key or "itself")
+        for key, module in model.named_modules()
+        if any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
+    ]
+    for what, key in found[:1]:
+        raise CaptureError(
+            f"{name} has a backward hook on the {what} {key}, which would never be called. Write what it does to the "
+            f"gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros and ones masks it.",
+            model=name,
+            **{what: key},
+        )
