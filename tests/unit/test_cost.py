@@ -174,11 +174,6 @@ def test_equal_layers_are_priced_once() -> None:
     assert len({block.block_type for block in found.blocks[1:-1]}) == 1
 
 
-def test_a_profile_survives_json() -> None:
-    found = profile_graph(graph_of(bert()), H200.device, "bf16", compiled=True)
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
-
-
 @pytest.mark.parametrize("samples", [1, 4])
 def test_costs_do_not_depend_on_the_micro_batch_of_the_capture(samples: int) -> None:
     ours = profile_graph(graph_of(bert(), samples=samples), H200.device, "bf16", compiled=True).at(8, H200.device)
@@ -212,7 +207,7 @@ def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
     """What a block adds to its input at the end is no operand of its backward; what it then normalises is."""
     kind = profile_graph(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).block_types[1]
     query_key_value, attention_out, up, down = 3 * 64, 2 * 64, 256, 64
-    assert sum(kernel.flops for kernel in kind.forward if not kernel.again) == left_out * 2 * 32 * down * up
+    assert sum(kernel.flops for kernel in kind.forward if not kernel.recomputed) == left_out * 2 * 32 * down * up
     kept = 2 * 32 * (query_key_value + attention_out + up + (1 - left_out) * down)
     assert kept <= kind.products_bytes < kept + 2 * 32 * down, "and a log-sum-exp"
 
@@ -305,7 +300,6 @@ def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() ->
         layers = [n for n in whole.parameters if ".layer.0." in n and n.endswith("weight") and "Norm" not in n]
         assert all(part.parameters[n] * degree == whole.parameters[n] for n in layers)
         assert part.flops_per_sample == whole.flops_per_sample, "MFU counts the model, not the rank"
-    assert Profile.from_json(json.loads(json.dumps(whole.to_json()))) == whole
 
 
 def profile_of_bert(make: Callable[[], torch.nn.Module]) -> Profile:

@@ -4,7 +4,7 @@
     profile = profile_graph(graph, cluster.device, "bf16", compiled=True)      # workbench.cost.graph_profiler
     profile.at(8, cluster.device).forward_ms
 
-Importing this loads no torch; `workbench.cost.graph_profiler` does, because it runs a captured graph on the meta device.
+Importing this loads no torch; `workbench.cost.graph_profiler` does, because it runs a graph on the meta device.
 """
 
 from workbench.cost.cluster import Cluster

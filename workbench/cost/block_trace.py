@@ -1,4 +1,4 @@
-"""One block run operation by operation on the meta device: the values it makes, and which of them its backward needs."""
+"""The trace of one block, run operation by operation on the meta device: its values, and those its backward needs."""
 
 from __future__ import annotations
 

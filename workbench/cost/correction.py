@@ -1,14 +1,14 @@
-"""A profile corrected by blocks that were run: `execution.block_probe` measures them, `runs.probing` keeps them.
+"""A profile corrected by blocks that were measured; `workbench.measure.block_probes` obtains the measurements.
 
-Times: the ratio of measured to priced is interpolated over the logarithm of the micro-batch and applied to what is
-priced, so that one measurement serves tensor-parallel degrees too. The host's times hardly depend on the micro-batch:
-the least that were seen. Memory: a line through the bytes held at each micro-batch (what grows with it, and what does
-not) takes the place of what was counted on the meta device.
+Times: the ratio of measured to analytic time is interpolated over the logarithm of the micro-batch and applied to the
+analytic time, so that one measurement serves every tensor-parallel degree. The host's time hardly depends on the
+micro-batch, so the least measured one counts. Memory: a line through the bytes held at each micro-batch (its slope per
+sample, its offset per block) replaces the bytes counted on the meta device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,87 +20,90 @@ from workbench.cost.profile import BlockTypeCost, DividedCosts, Profile, TimeRat
 
 @dataclass(frozen=True)
 class BlockMeasurement:
-    """One kind of block, run at one micro-batch."""
+    """The time and memory of one block type, run at one micro-batch."""
 
     first_block: int
-    """The first block of its kind."""
+    """Index of the first block of this type in the model."""
     micro_batch: int
     forward_ms: float
     backward_ms: float
     held_bytes: float
-    """What its forward leaves for its backward."""
+    """Bytes that the forward leaves for the backward."""
     workspace_bytes: float
-    """What it needs besides while it runs, but for its parameters' gradients; forward or backward, the larger."""
+    """Further bytes at the peak of forward or backward, without the gradients of parameters."""
     forward_host_ms: float = 0.0
-    """For how long the host is busy with it, if it does not wait for the device; 0 on a CPU."""
+    """Time that the host is busy with the forward if it does not wait for the device; 0 on a CPU."""
     backward_host_ms: float = 0.0
     clock_mhz: int | None = None
-    """Of the device at the end; under its power limit it is lower. None where it was not asked."""
+    """Clock of the device at the end, lower at its power limit; None if unknown."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def corrected_profile(profile: Profile, device: Device, found: Sequence[BlockMeasurement]) -> Profile:
-    """`profile` as `device` was seen to run it; kinds that were not measured stay as priced."""
-    of_kind: dict[int, list[BlockMeasurement]] = {}
-    for measurement in sorted(found, key=lambda one: one.micro_batch):
-        of_kind.setdefault(profile.blocks[measurement.first_block].block_type, []).append(measurement)
-    time_ratios = {kind: _speeds(profile, kind, points, device) for kind, points in of_kind.items()}
-    kinds = {kind: _with_memory(profile.block_types[kind], points) for kind, points in of_kind.items()}
+def corrected_profile(profile: Profile, device: Device, measurements: Sequence[BlockMeasurement]) -> Profile:
+    """Return `profile` with the times and bytes measured on `device`; other block types stay analytic."""
+    points_of: dict[int, list[BlockMeasurement]] = {}
+    for measurement in sorted(measurements, key=lambda one: one.micro_batch):
+        points_of.setdefault(profile.blocks[measurement.first_block].block_type, []).append(measurement)
+    whole = profile.block_types
+    corrected = {index: _with_memory(whole[index], points) for index, points in points_of.items()}
     divided = {
-        degree: DividedCosts(_divided(degree, profile.block_types, costs.block_types, kinds), costs.parameters)
+        degree: DividedCosts(
+            tuple(
+                _divided_memory(degree, whole[index], part, corrected[index]) if index in corrected else part
+                for index, part in enumerate(costs.block_types)
+            ),
+            costs.parameters,
+        )
         for degree, costs in profile.divided.items()
+    }
+    host_ms = {
+        index: [(point.forward_host_ms, point.backward_host_ms) for point in points if point.forward_host_ms > 0]
+        for index, points in points_of.items()
     }
     return replace(
         profile,
-        block_types=tuple(kinds.get(kind, cost) for kind, cost in enumerate(profile.block_types)),
+        block_types=tuple(corrected.get(index, cost) for index, cost in enumerate(whole)),
         divided=divided,
         measured_on=device.name,
-        time_ratios=time_ratios,
-        hosts={kind: host for kind, points in of_kind.items() if (host := _host_ms(points)) is not None},
+        time_ratios={index: _time_ratios(profile, index, points, device) for index, points in points_of.items()},
+        measured_host_ms={index: min(times, key=sum) for index, times in host_ms.items() if times},
     )
 
 
-def _speeds(profile: Profile, kind: int, points: Sequence[BlockMeasurement], device: Device) -> TimeRatios:
-    priced = [profile.priced_ms(kind, point.micro_batch, device) for point in points]
-    slower = device.efficiency.in_step
+def _time_ratios(profile: Profile, index: int, points: Sequence[BlockMeasurement], device: Device) -> TimeRatios:
+    analytic = [profile.analytic_ms(index, point.micro_batch, device) for point in points]
+    in_step = device.efficiency.in_step
     return TimeRatios(
         tuple(point.micro_batch for point in points),
-        tuple(_ratio(slower * point.forward_ms, ms) for point, (ms, _) in zip(points, priced, strict=True)),
-        tuple(_ratio(slower * point.backward_ms, ms) for point, (_, ms) in zip(points, priced, strict=True)),
+        tuple(_ratio(in_step * point.forward_ms, ms) for point, (ms, _) in zip(points, analytic, strict=True)),
+        tuple(_ratio(in_step * point.backward_ms, ms) for point, (_, ms) in zip(points, analytic, strict=True)),
     )
 
 
-def _host_ms(points: Sequence[BlockMeasurement]) -> tuple[float, float] | None:
-    """Forward and backward, where the host's times were taken."""
-    found = [(point.forward_host_ms, point.backward_host_ms) for point in points if point.forward_host_ms > 0]
-    return min(found, key=sum) if found else None
-
-
-def _ratio(measured: float, priced: float) -> float:
-    return measured / priced if measured > 0 and priced > 0 else 1.0
+def _ratio(measured: float, analytic: float) -> float:
+    return measured / analytic if measured > 0 and analytic > 0 else 1.0
 
 
 def _with_memory(cost: BlockTypeCost, points: Sequence[BlockMeasurement]) -> BlockTypeCost:
-    """Memory as measured, if the allocator was asked (a CPU has none to ask)."""
+    """Return `cost` with measured memory, or as it is where no allocator was asked (on a CPU)."""
     if not any(point.held_bytes or point.workspace_bytes for point in points):
         return cost
     samples = np.array([point.micro_batch for point in points], dtype=np.float64)
-    held = np.array([point.held_bytes for point in points])
-    each, once = _line(samples, held)
+    per_sample, offset = _line(samples, np.array([point.held_bytes for point in points]))
     largest = points[-1]
     return replace(
         cost,
-        saved_bytes=each,
-        weight_copy_bytes=once,
+        saved_bytes=per_sample,
+        weight_copy_bytes=offset,
         workspace_bytes=largest.workspace_bytes / largest.micro_batch,
-        products_bytes=min(cost.products_bytes, each),
+        products_bytes=min(cost.products_bytes, per_sample),
     )
 
 
 def _line(samples: Any, values: Any) -> tuple[float, float]:
-    """Slope and offset, neither negative: the offset from the smallest, the slope through the largest."""
+    """Return slope and offset of the best line by relative errors; a line through zero if either were negative."""
     if len(samples) == 1:
         return float(values[0] / samples[0]), 0.0
     slope, offset = np.polyfit(samples, values, 1, w=1 / samples)
@@ -109,36 +112,29 @@ def _line(samples: Any, values: Any) -> tuple[float, float]:
     return float(slope), float(offset)
 
 
-def _divided(
-    degree: int, whole: Sequence[BlockTypeCost], parts: Sequence[BlockTypeCost], measured: Mapping[int, BlockTypeCost]
-) -> tuple[BlockTypeCost, ...]:
-    """What one tensor-parallel device holds: of activations see `_part_of`, else in the proportion in which it was
-    counted."""
-    found = []
-    for kind, part in enumerate(parts):
-        if kind in measured:
-            counted, seen = whole[kind], measured[kind]
-            part = replace(
-                part,
-                saved_bytes=_part_of(degree, counted.saved_bytes, part.saved_bytes, seen.saved_bytes),
-                **{
-                    name: getattr(part, name) * _ratio(getattr(seen, name), getattr(counted, name))
-                    for name in ("workspace_bytes", "products_bytes")
-                },
-                weight_copy_bytes=seen.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
-            )
-        found.append(part)
-    return tuple(found)
+def _divided_memory(degree: int, counted: BlockTypeCost, part: BlockTypeCost, measured: BlockTypeCost) -> BlockTypeCost:
+    """Return `part`, one of `degree` tensor-parallel ranks, with its memory corrected as the whole block's was.
+
+    Bytes change in proportion, but for saved bytes: see `_saved_by_rank`.
+    """
+    return replace(
+        part,
+        saved_bytes=_saved_by_rank(degree, counted.saved_bytes, part.saved_bytes, measured.saved_bytes),
+        workspace_bytes=part.workspace_bytes * _ratio(measured.workspace_bytes, counted.workspace_bytes),
+        products_bytes=part.products_bytes * _ratio(measured.products_bytes, counted.products_bytes),
+        weight_copy_bytes=measured.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
+    )
 
 
-def _part_of(degree: int, counted: float, part: float, seen: float) -> float:
-    """Bytes that one of `degree` devices saves, where a whole block was `counted` to save more than it was `seen` to.
+def _saved_by_rank(degree: int, counted: float, part: float, measured: float) -> float:
+    """Return the bytes that one of `degree` ranks saves, where a whole block saves `measured` instead of `counted`.
 
-    What the compiler does not save after all lies between two products, mostly an activation function's steps, and so
-    where the block is divided: it is taken off that share first, and what the devices hold alike stays.
+    The values that a compiler does without lie between two products, mostly in an activation function, where tensor
+    parallelism divides the block. They are therefore taken off the divided share first; the share that all ranks hold
+    alike stays.
     """
     divided = (counted - part) * degree / (degree - 1)
-    if divided <= 0 or not 0 < seen < counted:
-        return part * _ratio(seen, counted)
-    left_out = counted - seen
+    if divided <= 0 or not 0 < measured < counted:
+        return part * _ratio(measured, counted)
+    left_out = counted - measured
     return part - min(left_out, divided) / degree - max(0.0, left_out - divided)

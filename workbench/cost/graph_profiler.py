@@ -1,4 +1,4 @@
-"""From a captured `Graph` to its `Profile`: each block type is traced and priced once, on the meta device."""
+"""The step from a captured `Graph` to its `Profile`: each block type is traced and priced once, on the meta device."""
 
 from __future__ import annotations
 

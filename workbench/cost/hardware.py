@@ -1,21 +1,20 @@
-"""The hardware table: what data sheets promise, what a tensor program reaches.
+"""The hardware table: the figures of data sheets, the links of usual nodes, and the memory of their hosts.
 
-Data sheets: V100 (nvidia.com, "Tesla V100 GPU accelerator", 2018: 15.7 fp32, 125 tensor TFLOP/s,
-900 GB/s, NVLink 150 GB/s per direction); A100 (2021: 19.5 fp32, 312 bf16, 1,555 and 2,039 GB/s, NVLink
-300 GB/s); H100 SXM (2023: 67 fp32, 989 bf16 dense, 3,350 GB/s, NVLink 450 GB/s); H200 SXM (2024: as
-H100, 4,800 GB/s, 141 GB). Cards for workstations and servers: whitepapers of GA102 (2020: RTX 3090 35.6 fp32, 71
-bf16, 936 GB/s; RTX A6000 38.7, 154.8, 768), AD102 (2022: RTX 4090 82.6, 165.2, 1,008; RTX 6000 Ada 91.1, 364.2, 960)
-and GB202 (2025: RTX 5090 104.8, 209.5, 1,792); data sheets of A10 (31.2, 125, 600) and L40S (91.6, 362, 864). Tensor
-rates are dense and add up in fp32, which GeForce cards do at half the rate. fp32 is without TF32, which torch leaves
-off by default. Memory is what `torch.cuda.mem_get_info` reports of an idle device, less than the decimal gigabytes of
-the data sheet.
+Data sheets: V100 (nvidia.com, "Tesla V100 GPU accelerator", 2018: 15.7 fp32, 125 tensor TFLOP/s, 900 GB/s, NVLink 150
+GB/s per direction); A100 (2021: 19.5 fp32, 312 bf16, 1,555 and 2,039 GB/s, NVLink 300 GB/s); H100 SXM (2023: 67 fp32,
+989 bf16 dense, 3,350 GB/s, NVLink 450 GB/s); H200 SXM (2024: as H100, 4,800 GB/s, 141 GB). Cards for workstations and
+servers: whitepapers of GA102 (2020: RTX 3090 35.6 fp32, 71 bf16, 936 GB/s; RTX A6000 38.7, 154.8, 768), AD102 (2022:
+RTX 4090 82.6, 165.2, 1,008; RTX 6000 Ada 91.1, 364.2, 960) and GB202 (2025: RTX 5090 104.8, 209.5, 1,792); data sheets
+of A10 (31.2, 125, 600) and L40S (91.6, 362, 864). Tensor rates are dense and accumulate in fp32, which GeForce cards do
+at half the rate. fp32 is without TF32, which torch leaves off by default. Memory is the figure that
+`torch.cuda.mem_get_info` reports of an idle device, which is less than the data sheet's decimal gigabytes.
 
-Links inside a node are the bus bandwidth (NVIDIA/nccl-tests, doc/PERFORMANCE.md) of a large
-all-reduce: about 0.75 of NVLink's figure. Links between nodes are one network card per GPU, as in the
-vendor's own systems (DGX-1 4 × 100 Gb/s for 8 GPUs, DGX A100 8 × 200 Gb/s, DGX H100/H200 8 × 400 Gb/s), at 0.85.
-Cards are assumed to talk over PCIe 4.0 × 16 (31.5 GB/s less overheads), GeForce ones through the host's memory, as NCCL
-does without peer-to-peer access (over PCIe 5.0 eight RTX 5090 were seen to reach 28 GB/s: NVIDIA/nccl, issue 1639), and
-nodes of them over one 100 Gb/s network card for four. We measured H200 alone.
+Links inside a node have the bus bandwidth (NVIDIA/nccl-tests, doc/PERFORMANCE.md) of a large all-reduce: about 0.75 of
+NVLink's figure. Links between nodes are one network card per GPU at 0.85 of its rate, as in the vendor's own systems
+(DGX-1 4 × 100 Gb/s for 8 GPUs, DGX A100 8 × 200 Gb/s, DGX H100/H200 8 × 400 Gb/s). Cards are assumed to communicate
+over PCIe 4.0 × 16 (31.5 GB/s less overheads), GeForce cards through the host's memory, as NCCL does without
+peer-to-peer access (eight RTX 5090 over PCIe 5.0 reach 28 GB/s: NVIDIA/nccl, issue 1639). Four cards are assumed to
+share one 100 Gb/s network card. Only the figures of the H200 were checked by measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from __future__ import annotations
 from workbench.cost.device import FITTED, Device, Efficiency, Link
 from workbench.units import GIB
 
-_LIBRARIES = int(1.6 * GIB)  # CUDA context, cuBLAS and NCCL work areas seen beside the allocator on H200
+_LIBRARIES = int(1.6 * GIB)
+"""Bytes of the CUDA context and of cuBLAS's and NCCL's work areas, measured beside the allocator on H200."""
 
 V100 = Device("V100", "cuda", int(31.7 * GIB), {"fp32": 15.7e12, "fp16": 125e12}, 900e9, _LIBRARIES)
 A100_40 = Device("A100 40GB", "cuda", int(39.4 * GIB), {"fp32": 19.5e12, "bf16": 312e12}, 1555e9, _LIBRARIES)
@@ -36,13 +36,9 @@ H200 = Device(
     {"fp32": 67e12, "bf16": 989e12},
     4800e9,
     _LIBRARIES,
-    Efficiency(
-        gemm=0.62,
-        gemm_half_flops=4e9,
-        bandwidth=0.80,
-    ),
+    Efficiency(gemm=0.62, gemm_half_flops=4e9, bandwidth=0.80),
     host_bandwidth=55e9,
-    shared_host_bandwidth=145e9,  # 36e9 each of four, seen in two plans with optimiser state on the host
+    shared_host_bandwidth=145e9,  # 36e9 for each of four GPUs, measured in two plans with optimiser state on the host
     basis=FITTED,
 )
 
@@ -63,7 +59,7 @@ _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
 _H200_LINKS = (Link(350e9, 7.5e-6, paired=0.8), Link(42e9, 20e-6))
-"""Measured by wb.calibrate(), without NVLink multicast; of two devices by benchmarks/collectives.py."""
+"""Links of H200, measured by wb.calibrate() without NVLink multicast; `paired` by benchmarks/collectives.py."""
 
 NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "v100": (V100, 8, *_V100_LINKS),
@@ -80,7 +76,7 @@ NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "a10": (A10, 8, *_PEER_TO_PEER),
     "l40s": (L40S, 8, *_PEER_TO_PEER),
 }
-"""Name -> device, GPUs in one node, link inside a node, link between nodes (per GPU)."""
+"""Device, GPUs in one node, link inside a node and link between nodes (per GPU), by name."""
 
 HOST_BYTES = {
     "v100": 512 * GIB,
@@ -97,8 +93,11 @@ HOST_BYTES = {
     "a10": 512 * GIB,
     "l40s": 1024 * GIB,
 }
-"""Memory of one whole node's host: in the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100 and H200), of
-cards a usual one."""
+"""Bytes of host memory in one whole node, by name.
+
+Those of V100 to H200 are the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100 and H200); those of cards
+are usual sizes.
+"""
 
 CARDS = {
     "nvidia geforce rtx 3090": "rtx-3090",
@@ -109,4 +108,5 @@ CARDS = {
     "nvidia a10": "a10",
     "nvidia l40s": "l40s",
 }
-"""torch's name -> name here. Where they are at hand, what they reach is measured (`workbench.measure.local_cluster`)."""
+"""Key of `NODES` by torch's device name, for cards whose speed is measured where they are present
+(`workbench.measure.detection`)."""

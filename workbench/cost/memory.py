@@ -1,6 +1,6 @@
-"""What one device of a stage holds at its peak, for every possible stage at once.
+"""The memory of one device of a stage at its peak, for every possible stage at once.
 
-Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. What resides when:
+Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. Resident state by ZeRO stage:
 
 =========  =====================================  ====================  ==================  =================
 ZeRO       parameters, fp32                       compute copies        gradients, fp32     AdamW, fp32 twice
@@ -11,15 +11,14 @@ ZeRO       parameters, fp32                       compute copies        gradient
 3          1/data                                 two blocks at a time  1/data              1/data
 =========  =====================================  ====================  ==================  =================
 
-Compute copies: under bf16, autocast casts each fp32 weight once per micro-batch, and the backward needs the
-copy (seen on H200 for compiled blocks too). Where a stage has no replicas, copies of the weights of its products are
-kept all step long instead. FSDP2 gathers them in bf16 to begin with; with
-`reshard_after_forward=False` (ZeRO 1 and 2) they stay through the step, otherwise (ZeRO 3) a block and the one
-gathered ahead of it. ZeRO 1 keeps whole gradients until the last micro-batch; from ZeRO 2 on they are reduced after
-every micro-batch's backward, so that only one block's are ever whole. In a step of a single micro-batch that holds for
-ZeRO 1 too, and gradients come block by block while activations go: where the last block's backward is the fullest
-moment, there are none yet but its own. (DistributedDataParallel's buckets are there all the time.) Optimiser state
-that is offloaded takes nothing on the device but the part that travels. (ZeRO: arXiv:1910.02054; FSDP2:
+Under bf16, autocast casts each fp32 weight once per micro-batch, and the backward needs this compute copy. A stage
+without replicas keeps copies of the weights of its products all step long instead. FSDP2 all-gathers weights in bf16:
+with `reshard_after_forward=False` (ZeRO 1 and 2) they stay through the step, otherwise (ZeRO 3) a block and the next
+are whole. ZeRO 1 keeps whole gradients until the last micro-batch; from ZeRO 2 on they are reduced after every
+micro-batch's backward, so that only one block's are ever whole. In a step of a single micro-batch this holds for
+ZeRO 1 too, and gradients appear block by block while activations are freed: at the last block's backward, usually the
+peak, the stage has no gradients but that block's. DistributedDataParallel's buckets exist all the time. Offloaded
+optimiser state takes on the device only the part in transit. (ZeRO: arXiv:1910.02054; FSDP2:
 torch.distributed.fsdp.fully_shard.)
 """
 
@@ -37,27 +36,28 @@ from workbench.cost.profile import BlockCosts, Profile
 
 Array = npt.NDArray[np.float64]
 
-FP32, HALF = 4, 2
+FP32, BF16 = 4, 2
+"""Bytes of one element."""
 ADAMW = 8
-"""Two fp32 moments."""
+"""Bytes of AdamW's state per element: two fp32 moments."""
 IN_TRANSIT_BYTES = 256 << 20
-"""Optimiser state on the device at once, where it lives on the host."""
+"""Bytes of optimiser state on the device at once, where it is offloaded to the host."""
 PREFETCHED_BLOCKS = 2
-"""Blocks whole at once under ZeRO 3: the one that runs and the one gathered ahead."""
+"""Blocks that are whole at once under ZeRO 3: the one that runs and the one all-gathered ahead."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How the state of a stage is divided and what its schedule holds."""
+    """The division of a stage's state among devices, and the schedule's demands on it."""
 
     zero: int
     data: int
     num_microbatches: int
     offload_optimizer: bool = False
-    halves: bool = False
-    """bf16 copies of weights are kept for a whole step (`workbench.planning.plan.keeps_halves`)."""
-    by_hand: bool = False
-    """Replicas average their gradients without DistributedDataParallel (`workbench.planning.plan`)."""
+    keeps_weight_copies: bool = False
+    """True if bf16 copies of the weights of products are kept all step long."""
+    all_reduces_gradients: bool = False
+    """True if replicas all-reduce gradients at the end of the step, without DistributedDataParallel."""
 
     @property
     def sharded(self) -> bool:
@@ -65,32 +65,32 @@ class Shares:
 
     @property
     def in_buckets(self) -> bool:
-        """DistributedDataParallel has the gradients."""
+        """True if DistributedDataParallel's buckets hold the gradients."""
         return self.zero == 0 and self.data > 1 and not self.all_reduces_gradients
 
     @property
     def gradient_bytes(self) -> float:
-        """Of each trained element on one device, between two micro-batches or when the last one's backward is over."""
+        """Bytes per trained element on one device, between micro-batches and after the last backward."""
         whole = not self.sharded or (self.zero == 1 and self.num_microbatches > 1)
-        # DistributedDataParallel's buckets hold a second copy while micro-batches before the last accumulate beside.
+        # DistributedDataParallel's buckets are a second copy beside the gradients that earlier ones accumulate.
         copies = 2 if self.in_buckets and self.num_microbatches > 1 else 1
         return FP32 * copies / (1 if whole else self.data)
 
     @property
-    def coming_bytes(self) -> float:
-        """Of these, what is not there yet before a block's backward: all of it, or nothing."""
+    def pending_gradient_bytes(self) -> float:
+        """Part of `gradient_bytes` that does not exist before a block's backward: all of it, or nothing."""
         return 0.0 if self.in_buckets or self.num_microbatches > 1 else self.gradient_bytes
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Bytes for every stage `[i, j]` that stay all step long."""
+    """Bytes of every stage `[i, j]` that stay all step long."""
 
     parameters: Array
     gradients: Array
     optimizer: Array
     workspace: Array
-    """Buffers that do not depend on the schedule."""
+    """Bytes of buffers that do not depend on the schedule."""
 
     @cached_property
     def total(self) -> Array:
@@ -99,22 +99,25 @@ class StageState:
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Bytes of stages, mostly for every kind of activation checkpointing: `[kind, i, j]`. Equal to itself only."""
+    """Bytes of activations of every stage, by mode of activation checkpointing: `[mode, i, j]`.
+
+    An instance equals only itself, so that it can be the key of a cache.
+    """
 
     held: Array
-    """Of one whole micro-batch, between its forward and its backward."""
+    """Bytes of one micro-batch between its forward and its backward."""
     newest: Array
-    """Of the micro-batch that runs, at its own worst moment."""
+    """Bytes of the micro-batch that runs, at its peak."""
     least: Activations | None = None
-    """`[i, j]`: of each block the least of any kind, less than which no mixture of them holds."""
+    """Lower bound `[i, j]` for any mixture of modes: each block with the mode that holds least."""
 
     def of(self, in_flight: int) -> Array:
-        """Of `in_flight` micro-batches, the newest of which runs."""
+        """Return the bytes of `in_flight` micro-batches, the newest of which runs."""
         return (in_flight - 1) * self.held + self.newest
 
 
 class ParameterTable:
-    """Elements of every possible stage, tied parameters once; made once per profile."""
+    """Numbers of parameters (elements) of every possible stage `[i, j]`, with tied parameters counted once."""
 
     def __init__(self, profile: Profile) -> None:
         uses: dict[str, list[int]] = {}
@@ -122,15 +125,15 @@ class ParameterTable:
             for name in block.parameters:
                 uses.setdefault(name, []).append(index)
         self.shared = {name: blocks for name, blocks in uses.items() if len(blocks) > 1}
-        """Parameters that several blocks use, with those blocks."""
+        """Indices of the blocks that use a parameter, for parameters that several blocks use."""
         self.sizes = dict(profile.parameters)
-        """Elements of each parameter on one device, before ZeRO."""
+        """Elements of each parameter on one device, before ZeRO shards it."""
         trained = {name: 0 if name in profile.frozen else size for name, size in profile.parameters.items()}
         self.elements = _spans(uses, profile.parameters, len(profile.blocks))
         learning = [bool(profile.block_types[block.block_type].backward) for block in profile.blocks]
         again = {name: [index for index in blocks if learning[index]] for name, blocks in uses.items()}
         self.elements_again = _spans(again, profile.parameters, len(profile.blocks))
-        """Of every stage, elements that its backward needs: none of blocks that have no backward."""
+        """Elements that a stage's backward needs: none of blocks without a backward."""
         self.trained = _spans(uses, trained, len(profile.blocks))
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
@@ -141,19 +144,19 @@ class ParameterTable:
         )
         own = [[name for name in block.parameters if name not in self.shared] for block in profile.blocks]
         self.own_trained = np.array([sum(trained[name] for name in names) for names in own], dtype=np.float64)
-        """Of every block, elements of trained parameters that no other block uses."""
+        """Elements of each block's trained parameters that no other block uses."""
         sizes = np.array([sum(profile.parameters[name] for name in names) for names in own], dtype=np.float64)
         cast = np.array([profile.block_types[block.block_type].cast_elements for block in profile.blocks])
         self.cast = spans(np.minimum(cast, sizes))
-        """Of every stage, elements of weights that matrix products read in bf16; what several blocks use left out."""
+        """Elements of a stage's weights that products read in bf16, without parameters that several blocks use."""
         self.largest = _span_max(self.block_elements)
-        """Of every stage, elements of its largest block."""
+        """Elements of a stage's largest block."""
         self.largest_trained = _span_max(self.block_trained)
-        """The same of what is trained: the gradients that a block makes."""
+        """Most trained elements of any block of a stage."""
 
 
 def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int) -> Array:
-    """`[i, j]`: elements that blocks `i … j - 1` need, a parameter used by several of them once."""
+    """Return the elements that each stage `[i, j]` needs, a parameter that several of its blocks use once."""
     each = np.zeros(blocks + 1)
     again = np.zeros((blocks + 1, blocks + 1))
     for name, indices in uses.items():
@@ -166,10 +169,10 @@ def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int)
 
 
 def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, shares: Shares) -> StageState:
-    """State of every stage for one choice of micro-batch and sharding."""
+    """Return the state of every stage for one micro-batch size and division."""
     sharded = shares.sharded
     divisor = shares.data if sharded else 1
-    compute_bytes = 2 if profile.precision == "bf16" else FP32
+    compute_bytes = BF16 if profile.precision == "bf16" else FP32
     largest = table.largest
     parameters = FP32 * table.elements / divisor
     if sharded and shares.zero <= 2:
@@ -177,8 +180,8 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
     elif sharded:
         parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
     elif shares.keeps_weight_copies:
-        parameters = parameters + HALF * table.cast
-    # One block's gradients whole, and the fp32 buffer that is reduced.
+        parameters = parameters + BF16 * table.cast
+    # One block's whole gradients, and the fp32 buffer that the reduce-scatter or all-reduce uses.
     reduction = ((compute_bytes + FP32) if shares.data > 1 else FP32) * table.largest_trained
     moments = ADAMW * table.trained / divisor
     return StageState(
@@ -189,36 +192,38 @@ def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, share
     )
 
 
-def activations(costs: BlockCosts, table: ParameterTable, shares: Shares, kinds: tuple[str, ...]) -> Activations:
-    """Of every stage whose blocks are all recomputed alike, by each of `kinds`.
+def activations(costs: BlockCosts, table: ParameterTable, shares: Shares, modes: tuple[str, ...]) -> Activations:
+    """Return the activations of every stage whose blocks all use the same of `modes` (keys of `RECOMPUTE`).
 
-    A stage recomputed in two ways is two such stages, one after the other. Where gradients come block by block, a
-    block that is still to run backward holds so much less than the stage's state, which counts all of them.
+    A stage with two modes is two such stages, one after the other. Where gradients appear block by block, a block
+    whose backward is still to come holds that much less than the stage's state, which counts all gradients.
     """
     copied = not shares.sharded and not shares.keeps_weight_copies
-    return _activations(costs, table, kinds, copied=copied, coming_bytes=shares.coming_bytes)
+    return _activations(costs, table, modes, copied=copied, pending_bytes=shares.pending_gradient_bytes)
 
 
 @lru_cache(maxsize=64)
 def _activations(
-    costs: BlockCosts, table: ParameterTable, kinds: tuple[str, ...], *, copied: bool, coming_bytes: float
+    costs: BlockCosts, table: ParameterTable, modes: tuple[str, ...], *, copied: bool, pending_bytes: float
 ) -> Activations:
-    """`copied`: with the weights' copies."""
-    coming = coming_bytes * table.own_trained
-    kept, own = zip(*(_of_blocks(costs, kind, copied=copied) for kind in kinds), strict=True)
-    held, newest = zip(*(_held(k - coming, o) for k, o in zip(kept, own, strict=True)), strict=True)
-    least = _held(np.minimum.reduce(kept) - coming, np.minimum.reduce(own))
+    """Return `activations`; `copied` counts autocast's weight copies, `pending_bytes` is per trained element."""
+    pending = pending_bytes * table.own_trained
+    kept, own = zip(*(_of_blocks(costs, mode, copied=copied) for mode in modes), strict=True)
+    held, newest = zip(*(_held(k - pending, o) for k, o in zip(kept, own, strict=True)), strict=True)
+    least = _held(np.minimum.reduce(kept) - pending, np.minimum.reduce(own))
     return Activations(np.stack(held), np.stack(newest), Activations(*least))
 
 
 def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Array, Array]:
-    """What each block keeps for its backward, and what it takes in all at its own worst moment."""
+    """Return the bytes that each block keeps for its backward, and all that it has at its own peak."""
     copies = costs.weight_copy_bytes if copied else np.zeros_like(costs.weight_copy_bytes)
     if recompute == "full":
         kept = costs.input_bytes
         peak = costs.saved_bytes + copies + costs.workspace_bytes
     elif recompute == "selective":
-        reduced = np.array([sum(sizes) for sizes in costs.forward_reduced])  # kept besides the partial products
+        reduced = np.array(
+            [sum(sizes) for sizes in costs.forward_reduced]
+        )  # kept besides the partial results of products
         kept = np.minimum(costs.input_bytes + costs.products_bytes + reduced, costs.saved_bytes + copies)
         peak = costs.saved_bytes + copies + costs.workspace_bytes - (kept - costs.input_bytes)
     else:
@@ -228,9 +233,9 @@ def _of_blocks(costs: BlockCosts, recompute: str, *, copied: bool) -> tuple[Arra
 
 
 def _held(kept: Array, own: Array) -> tuple[Array, Array]:
-    """`[i, j]`: held by one micro-batch in flight, and by the one that runs at its worst moment.
+    """Return the bytes `[i, j]` of one micro-batch in flight, and of the running micro-batch at its peak.
 
-    Backward frees from the last block on, so at block k everything before it is still held.
+    The backward frees activations from the last block on, so at block k all blocks before it still hold theirs.
     """
     total = np.concatenate([[0.0], kept.cumsum()])
     blocks = len(kept)
@@ -243,19 +248,19 @@ def _held(kept: Array, own: Array) -> tuple[Array, Array]:
 
 
 def _boundary(profile: Profile, micro_batch: int, num_microbatches: int) -> Array:
-    """Receive buffers: torch's stages allocate one per micro-batch of the step, for inputs and for gradients."""
+    """Return the bytes of receive buffers: torch's stages allocate one per micro-batch, for inputs and gradients."""
     crossing = np.array(profile.crossing_bytes) * micro_batch
     return np.asarray((crossing[:, None] + crossing[None, :]) * (num_microbatches + 1))
 
 
 def spans(values: Array) -> Array:
-    """`[i, j]`: the sum of `values[i:j]`."""
+    """Return the sums of `values[i:j]` at `[i, j]`."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return np.asarray(total[None, :] - total[:, None])
 
 
 def _span_max(values: Array) -> Array:
-    """`[i, j]`: the largest of `values[i:j]`."""
+    """Return the largest of `values[i:j]` at `[i, j]`."""
     blocks = len(values)
     table = np.tile(values, (blocks, 1))
     table[np.tril_indices(blocks, -1)] = 0.0

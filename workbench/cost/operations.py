@@ -1,8 +1,8 @@
-"""What one operation does under autocast, and what autograd keeps of it: asked of autograd itself.
+"""The cost of one operation: its FLOPs, the tensors that autograd saves, and the casts that autocast inserts.
 
-Each node of a block runs once on the meta device (shapes without storage), forward and backward, under torch's
-own FLOP counter and saved-tensor hooks. Three things the meta device cannot tell are written down here: which
-precision autocast takes, what the fused attention kernels keep, and how the device's dropout keeps its mask.
+Each operation runs once on the meta device (shapes without storage), forward and backward, under torch's own FLOP
+counter and saved-tensor hooks. Three things that the meta device cannot tell are written down here: the precision that
+autocast chooses, the tensors that fused attention kernels save, and how the device's dropout saves its mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 META = torch.device("meta")
 
-# torch's autocast lists (docs.pytorch.org/docs/stable/amp.html#autocast-op-reference); operations in neither take
+# torch's autocast lists (docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Operations in neither list take
 # the promoted type of their inputs.
 # fmt: off
 LOW_PRECISION = {
@@ -33,37 +33,65 @@ FULL_PRECISION = {
     "acos", "asin", "cosh", "sinh", "tan", "erfinv", "logsumexp", "renorm",
 }
 # fmt: on
-CPU_KEEPS = {"layer_norm", "softmax", "log_softmax", "rms_norm", "group_norm", "sum", "pow", "exp", "log", "norm"}
-"""Of `FULL_PRECISION`, what a CPU runs in the type that it is given."""
+CPU_KEEPS_DTYPE = {"layer_norm", "softmax", "log_softmax", "rms_norm", "group_norm", "sum", "pow", "exp", "log", "norm"}
+"""Operations of `FULL_PRECISION` that a CPU runs in the dtype of their inputs."""
 
 FUSED_ATTENTION = "scaled_dot_product_attention"
 
 
-@dataclass
-class Ran:
-    """One operation, run: its outputs and what they cost, for the shapes that it was given."""
+@dataclass(frozen=True)
+class Settings:
+    """The precision, device type and compilation that a graph is priced for."""
 
+    precision: str
+    device_type: str
+    compiled: bool
+
+
+@dataclass
+class Operation:
+    """One operation that ran on the meta device, with its cost for the shapes of its inputs."""
+
+    name: str
+    """Name of the operator, such as `linear`."""
+    node: str
+    """Name of the node in the block's code."""
     outputs: Any
     inputs: list[torch.Tensor]
-    """After autocast's casts."""
+    """Input tensors after autocast's casts."""
     casts: list[tuple[torch.Tensor, torch.Tensor]]
-    """(source, cast copy) that autocast made for this operation."""
+    """(source, copy) of each cast that autocast inserted for this operation."""
     family: str
-    node: str = ""
-    """Its name in the block's code."""
+    """`gemm`, `attention`, `stream` (memory-bound) or `view` (no work)."""
     share: float = 1.0
-    """Of its work, what one device of a tensor-parallel axis does, or what labelled rows take."""
+    """Share of the work that one tensor-parallel rank does, or that the labelled rows take."""
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     saved: list[torch.Tensor] = field(default_factory=list)
     own_results: list[torch.Tensor] = field(default_factory=list)
     """Results besides `outputs`, which only the backward reads."""
     differentiable: list[bool] = field(default_factory=list)
-    """Of `inputs`: does a gradient flow to it?"""
+    """True for each of `inputs` that a gradient flows to."""
+
+    @property
+    def output_tensors(self) -> list[torch.Tensor]:
+        return tensors_in(self.outputs)
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """Tensors that the operation and its casts read."""
+        return [*self.inputs, *(source for source, _ in self.casts)]
+
+    @property
+    def needed_backward_flops(self) -> float:
+        """FLOPs of the backward without the attention scores that fused kernels recompute."""
+        if self.family == "attention":
+            return 2 * self.forward_flops if self.backward_flops else 0
+        return self.backward_flops if self.family == "gemm" else 0
 
 
-class Casts:
-    """Autocast's copies: weights once per forward; activations anew for each use, or once when compiled."""
+class AutocastCopies:
+    """Autocast's copies: of a weight once per forward; of an activation for each use, or once if compiled."""
 
     def __init__(self, reuse: bool) -> None:
         self._reuse = reuse
@@ -71,7 +99,7 @@ class Casts:
         self.weights: dict[int, torch.Tensor] = {}
 
     def get(self, tensor: torch.Tensor, dtype: torch.dtype, is_weight: bool) -> tuple[torch.Tensor, bool]:
-        """The copy, and whether it had to be made."""
+        """Return the copy of `tensor` in `dtype`, and True if it had to be made."""
         key = (identity(tensor), dtype, tuple(tensor.shape), tensor.stride())
         if key in self._made:
             return self._made[key], False
@@ -84,7 +112,7 @@ class Casts:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """Return a number that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -92,38 +120,44 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def run(
-    node: fx.Node, args: Any, kwargs: Any, *, gradients: set[int], weights: set[int], casts: Casts, settings: Settings
-) -> Ran:
-    """Run one node on meta tensors; `gradients` and `weights` hold identities of storages."""
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def run_operation(
+    node: fx.Node,
+    args: Any,
+    kwargs: Any,
+    *,
+    gradients: set[int],
+    weights: set[int],
+    casts: AutocastCopies,
+    settings: Settings,
+) -> Operation:
+    """Run one node on meta tensors and return its cost.
+
+    `gradients` and `weights` hold the `identity` of tensors that have a gradient and of weights; `gradients` gains the
+    outputs that have one.
+    """
     name = op_name(node)
     args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
     args, kwargs, made = _autocast(name, args, kwargs, weights, casts, settings)
     for source, copy in made:
         if identity(source) in gradients:
             gradients.add(identity(copy))
-    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-    ran = Ran(None, tensors, made, "stream", node.name)
+    tensors = tensors_in((args, kwargs))
+    ran = Operation(name, node.name, None, tensors, made, "stream")
     ran.differentiable = [identity(t) in gradients and t.is_floating_point() for t in tensors]
     if name == FUSED_ATTENTION:
         _run_attention(ran, args, kwargs, settings)
         if any(ran.differentiable):
             gradients.add(identity(ran.outputs))
     else:
-        _run_any(ran, node, args, kwargs, gradients)
+        _run_on_meta(ran, node, args, kwargs, gradients)
     if name in ("dropout", "native_dropout") and settings.device_type == "cuda" and ran.saved:
         mask = torch.empty(tensors[0].shape, dtype=torch.bool, device=META)
-        ran.saved = [] if settings.compiled else [mask]  # compiled, the mask is computed again
+        ran.saved = [] if settings.compiled else [mask]  # compiled code draws the mask again
     return ran
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the same graph is priced for."""
-
-    precision: str
-    device_type: str
-    compiled: bool
 
 
 def op_name(node: fx.Node) -> str:
@@ -135,8 +169,8 @@ def _on_meta(value: Any) -> Any:
     return META if isinstance(value, torch.device) else value
 
 
-def _autocast(name: str, args: Any, kwargs: Any, weights: set[int], casts: Casts, settings: Settings) -> Any:
-    """The arguments as autocast passes them on, and the copies that it makes."""
+def _autocast(name: str, args: Any, kwargs: Any, weights: set[int], casts: AutocastCopies, settings: Settings) -> Any:
+    """Return the arguments as autocast passes them on, and the copies that it makes."""
     wanted = _autocast_dtype(name, settings)
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
     if wanted is None:
@@ -161,13 +195,13 @@ def _autocast_dtype(name: str, settings: Settings) -> torch.dtype | None:
         return None
     if name in LOW_PRECISION:
         return torch.bfloat16
-    if name in FULL_PRECISION and not (settings.device_type == "cpu" and name in CPU_KEEPS):
+    if name in FULL_PRECISION and not (settings.device_type == "cpu" and name in CPU_KEEPS_DTYPE):
         return torch.float32
     return None
 
 
-def _run_any(ran: Ran, node: fx.Node, args: Any, kwargs: Any, gradients: set[int]) -> None:
-    """Forward and backward on the meta device, counted and watched."""
+def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradients: set[int]) -> None:
+    """Run forward and backward on the meta device, count FLOPs, and note the tensors that autograd saves."""
     leaves: list[torch.Tensor] = []
     original: dict[int, torch.Tensor] = {}
 
@@ -195,7 +229,7 @@ def _run_any(ran: Ran, node: fx.Node, args: Any, kwargs: Any, gradients: set[int
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = _called(node.target, *inputs)
         ran.forward_flops = counter.get_total_flops()
-        ends = [o for o in tree_flatten(outputs)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
+        ends = [o for o in tensors_in(outputs) if o.requires_grad]
         if ends:
             torch.autograd.grad(ends, leaves, [torch.empty_like(o) for o in ends], allow_unused=True)
         ran.backward_flops = counter.get_total_flops() - ran.forward_flops
@@ -203,15 +237,14 @@ def _run_any(ran: Ran, node: fx.Node, args: Any, kwargs: Any, gradients: set[int
     ran.outputs = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, outputs)
     gradients.update(identity(o) for o in ends)
     shared = {identity(t) for t in ran.inputs}
-    results = [o for o in tree_flatten(ran.outputs)[0] if isinstance(o, torch.Tensor)]
     if ran.forward_flops:
         ran.family = "gemm"
-    elif results and all(identity(o) in shared for o in results) and not mutates:
+    elif ran.output_tensors and all(identity(o) in shared for o in ran.output_tensors) and not mutates:
         ran.family = "view"
 
 
 def _called(target: Any, args: Any, kwargs: Any) -> Any:
-    """What the target returns; of `torch.cond` the longer branch is taken, since nobody knows how often which is."""
+    """Call the target; `torch.cond` takes its longer branch, because nobody knows how often each is taken."""
     if target is torch.ops.higher_order.cond:
         _, *branches, operands = args
         return _OnMeta(max(branches, key=lambda code: len(code.graph.nodes))).run(*operands)
@@ -219,7 +252,7 @@ def _called(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _OnMeta(fx.Interpreter):
-    """Runs code on meta tensors, whatever devices it names."""
+    """An interpreter that runs code on meta tensors, whatever devices the code names."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(target, *tree_map(_on_meta, (args, kwargs)))
@@ -229,13 +262,13 @@ class _OnMeta(fx.Interpreter):
         return value.to(META) if isinstance(value, torch.Tensor) else value
 
 
-def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None:
-    """Scaled dot-product attention as the device runs it.
+def _run_attention(ran: Operation, args: Any, kwargs: Any, settings: Settings) -> None:
+    """Note the cost of scaled dot-product attention as the device runs it.
 
-    CUDA: flash or memory-efficient kernels keep query, key, value, output and one fp32 log-sum-exp per row
-    (FlashAttention-2, arXiv:2307.08691); a boolean mask becomes a bias in the computation's type, which leaves
-    flash for the memory-efficient kernel. CPU: flash without dropout; with it, the explicit softmax, whose scores,
-    probabilities and dropout mask are all kept. Backward recomputes the scores: 2.5 times the forward's FLOPs.
+    CUDA: flash or memory-efficient kernels save query, key, value, output and one fp32 log-sum-exp per row
+    (FlashAttention-2, arXiv:2307.08691). A boolean mask becomes a bias in the dtype of the computation and selects the
+    memory-efficient kernel. CPU: flash without dropout; with dropout the explicit softmax, whose scores, probabilities
+    and dropout mask are all saved. The backward recomputes the scores and takes 2.5 times the forward's FLOPs.
     """
     query, key, value = args[:3]
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
@@ -253,7 +286,7 @@ def _run_attention(ran: Ran, args: Any, kwargs: Any, settings: Settings) -> None
         scores = (batch, heads, rows, columns)
         ran.backward_flops = 2 * ran.forward_flops
         ran.outputs = torch.empty((batch, heads, rows, width), dtype=query.dtype, device=META)
-        # Computed in fp32. Query and key are kept scaled; of the scores: softmax, noise, and their product.
+        # The CPU computes in fp32. It saves query and key scaled, and of the scores softmax, noise and their product.
         values = [torch.empty_like(t, dtype=torch.float32) for t in (query, key)]
         values.append(value if value.dtype == torch.float32 else torch.empty_like(value, dtype=torch.float32))
         ran.saved = [*values, *(torch.empty(scores, dtype=torch.float32, device=META) for _ in range(3))]
