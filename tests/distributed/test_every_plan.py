@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,6 @@ from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.build import build_stage
 from workbench.execution.optimizer import OffloadedAdamW, PartwiseAdamW
 from workbench.execution.parallel.sharding import local
@@ -269,16 +268,14 @@ def test_so_many_blocks_run_twice_as_the_plan_says_and_they_are_the_first() -> N
 
 
 def test_several_stages_a_rank_equal_plain_pytorch() -> None:
-    interleaved = Case(pipeline=2, chunks=2, schedule="interleaved")
-    zero_bubble = Case(pipeline=2, schedule="zero_bubble")
-    chunked_zero_bubble = Case(pipeline=2, chunks=2, schedule="zero_bubble", recompute="full")
-    assert_equal_to_plain_pytorch("bert", interleaved, zero_bubble, chunked_zero_bubble)
+    cases = [Case(pipeline=2, chunks=2, schedule="interleaved", recompute=mode) for mode in ("none", "full")]
+    assert_equal_to_plain_pytorch("bert", *cases)
 
 
 def test_frozen_lower_layers_take_no_gradient_under_any_plan() -> None:
     """They are all of the first of two stages; of four, part of the second too."""
     cases = [Case(pipeline=2), Case(pipeline=2, recompute="full"), Case(data=2, zero=3), Case(tensor=2)]
-    cases += [Case(pipeline=2, chunks=2, schedule=schedule) for schedule in ("interleaved", "zero_bubble")]
+    cases += [Case(pipeline=2, chunks=2, schedule="interleaved")]
     assert_equal_to_plain_pytorch("bert-half-frozen", *cases)
     if EVERYTHING:
         wide = [Case(pipeline=4), Case(pipeline=2, data=2), Case(pipeline=2, tensor=2)]
@@ -288,23 +285,8 @@ def test_frozen_lower_layers_take_no_gradient_under_any_plan() -> None:
 
 def test_t5_in_several_stages_a_rank_equals_plain_pytorch() -> None:
     """Its embedding is used in stages of the same rank, and its decoder descends from more than what it receives."""
-    cases = [Case(pipeline=2, chunks=chunks, schedule="zero_bubble") for chunks in (1, 2, 3)]
-    assert_equal_to_plain_pytorch("t5", *cases, Case(pipeline=2, chunks=3, schedule="interleaved"))
-
-
-def test_zero_bubble_backwards_leave_weight_gradients_for_later() -> None:
-    weight, bias = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3))
-    code = fx.symbolic_trace(lambda w, b, x: torch.ops.aten.linear.default(x, w, b).relu())
-    deferral, x = Deferral(), torch.randn(5, 4, requires_grad=True)
-    defer_weight_gradients(code, 2, deferral)(weight, bias, x).sum().backward()
-    assert x.grad is not None
-    assert weight.grad is bias.grad is None
-    deferral.take()()
-    found = weight.grad.clone(), bias.grad.clone()
-    weight.grad = bias.grad = None
-    code(weight, bias, x).sum().backward()
-    assert torch.allclose(found[0], weight.grad, rtol=1e-6)
-    assert torch.allclose(found[1], bias.grad, rtol=1e-6)
+    cases = [Case(pipeline=2, chunks=chunks, schedule="interleaved") for chunks in (2, 3)]
+    assert_equal_to_plain_pytorch("t5", Case(pipeline=2), *cases)
 
 
 def test_tensor_parallel_bert_equals_plain_pytorch() -> None:
@@ -357,9 +339,8 @@ def test_updates_under_combined_divisions_are_plain_adamws() -> None:
     assert_trains_as_plain_adamw(
         Case(pipeline=2, tensor=2, offload_optimizer=True),
         Case(pipeline=2, tensor=2, chunks=2, schedule="interleaved"),
-        Case(pipeline=2, tensor=2, schedule="zero_bubble"),
         *(Case(data=2, tensor=2, zero=zero, num_microbatches=2) for zero in (0, 1, 2, 3)),
-        Case(pipeline=2, data=2, chunks=2, schedule="zero_bubble", num_microbatches=2),
+        Case(pipeline=2, data=2, chunks=2, schedule="interleaved", num_microbatches=2),
     )
 
 
@@ -481,7 +462,7 @@ def test_what_the_planner_offers_runs() -> None:
     ]
     if EVERYTHING:
         asked += [{"tensor": tensor, "zero": zero} for tensor in (1, 2) for zero in (0, 1, 2, 3)]
-        asked += [{"schedule": name, "pipeline": 2} for name in ("gpipe", "1f1b", "zero_bubble")]
+        asked += [{"schedule": name, "pipeline": 2} for name in ("gpipe", "1f1b")]
         asked += [{}]
     assert_equal_to_plain_pytorch("bert", *(planned("bert", 4, **fixed) for fixed in asked))
 
@@ -498,12 +479,11 @@ def test_every_model_under_tensor_parallelism_equals_plain_pytorch(name: str) ->
 def test_every_schedule_times_every_zero_stage_equals_plain_pytorch(name: str) -> None:
     cases = [
         Case(pipeline=2, data=2, chunks=chunks, schedule=schedule, zero=zero, recompute=recompute)
-        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2))
-        for zero in ((0, 1, 2, 3) if schedule != "zero_bubble" else (0,))
+        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+        for zero in (0, 1, 2, 3)
         for recompute in ("none", "selective")
     ]
     assert_equal_to_plain_pytorch(name, *cases)
-    assert_equal_to_plain_pytorch(name, Case(pipeline=4, schedule="zero_bubble", num_microbatches=8))
 
 
 def _memory(model: nn.Module) -> dict[str, StorageWeakRef]:

@@ -14,7 +14,6 @@ import torch
 
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.labelled_head import LabelCounts
-from workbench.execution.blocks.split_backward import Deferral
 
 _MASK = (1 << 64) - 1
 
@@ -54,15 +53,13 @@ class StepContext:
     """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
     label_counts: LabelCounts = field(default_factory=dict)
     """Number of labels in each micro-batch, for the mean losses whose blocks select rows by labels."""
-    deferral: Deferral = field(default_factory=Deferral)
-    """Weight gradients that the backwards of a zero-bubble schedule have postponed."""
     actions: ActionRecorder | None = None
     """Recorder of this step's actions, or None in steps that are not recorded."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA graphs of this rank's blocks, or None if its blocks are launched kernel by kernel."""
 
     def action(self, action_type: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Return a context manager for one forward (`F`) or backward (`B`; `I` and `W` where it is split)."""
+        """Return a context manager for one forward (`F`) or backward (`B`) of a stage."""
         if self.actions is None:
             return nullcontext()
         return self.actions.action(action_type, stage, micro_batch)

@@ -1,9 +1,9 @@
 """Run a block's head and loss only on rows that have a label; the loss and all gradients stay the same.
 
-`workbench.capture.rowwise_head` finds the part of a block for which this is possible. The number of labels differs between
-micro-batches, whereas compiled code has fixed sizes. Therefore the rows are permuted, labelled ones first, and the
-smallest number of sixteenths that covers all labels is computed; rows without a label fill the last one. The host must
-know the number of labels before the device does: `LabelCounter` counts them.
+`workbench.capture.rowwise_head` finds the part of a block for which this is possible. The number of labels differs
+between micro-batches, whereas compiled code has fixed sizes. Therefore the rows are permuted, labelled ones first, and
+the smallest number of sixteenths that covers all labels is computed; rows without a label fill the last one. The host
+must know the number of labels before the device does: `LabelCounter` counts them.
 
 Suffixes of tensor names: N rows, K computed rows, H features.
 """

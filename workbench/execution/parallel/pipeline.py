@@ -6,47 +6,26 @@
 - under FSDP2, gradients are reduced during the backward that completes them, overlapped with it; the stock class turns
   the reduction off and runs it alone after the last backward;
 - schedules with several stages per rank do not see that a stage is sharded: FSDP2's own hooks all-gather each block
-  when it is needed, whereas torch's schedules would all-gather whole stages ahead;
-- a zero-bubble schedule splits the backward as `workbench.execution.blocks.split_backward` does.
+  when it is needed, whereas torch's schedules would all-gather whole stages ahead.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.split_backward import Deferral
 from workbench.execution.parallel.stage import StageModule
 from workbench.tensors import TensorSpec
-
-SCHEDULES: Mapping[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""Schedules with one stage per rank."""
-MULTI_STAGE_SCHEDULES: Mapping[str, type[PipelineScheduleMulti]] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
-"""Schedules with one or more stages per rank: stage `i` runs on pipeline rank `i % pipeline`."""
-SPLIT_BACKWARD = frozenset({"zero_bubble"})
-"""Schedules that split the backward into input gradients and weight gradients.
-
-They require ZeRO 0: a sharded weight's gradient is reduced in the backward, before its weight gradients are computed.
-"""
 
 
 class _HiddenFsdpModule(nn.Module):
@@ -73,12 +52,8 @@ class PipeStage(PipelineStage):
         group: dist.ProcessGroup,
         context: StepContext,
         zero: int,
-        deferral: Deferral | None = None,
     ) -> None:
-        """`module` is what runs: `stage` or its data-parallel wrapper, with ZeRO stage `zero`.
-
-        `deferral` collects weight gradients under a zero-bubble schedule.
-        """
+        """`module` is what runs: `stage` or its data-parallel wrapper, with ZeRO stage `zero`."""
         outputs = stage.sent if not stage.is_last else (TensorSpec("loss", (), "float32"),)
         super().__init__(
             _HiddenFsdpModule(module) if isinstance(module, FSDPModule) else module,
@@ -88,7 +63,6 @@ class PipeStage(PipelineStage):
             input_args=tuple(map(_meta, stage.received)),
             output_args=tuple(map(_meta, outputs)),
             group=group,
-            dw_builder=deferral.take if deferral is not None else None,
         )
         self._module = module
         self._received = stage.received
@@ -103,22 +77,17 @@ class PipeStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> Any:
-        with self._context.action("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+        with self._context.action("B", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:
-            self.bwd_cache[bwd_chunk_id] = tuple(self._with_zeros(self.bwd_cache[bwd_chunk_id]))
-
-    def _with_zeros(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor | None]:
-        """Yield zeros for received values without a gradient: torch 2.11 would have nothing to send for them."""
-        for gradient, spec in itertools.zip_longest(gradients, self._received):
-            if gradient is None and spec is not None:
-                yield torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._context.device)
-            else:
-                yield gradient
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._context.action("W", self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            # Received values without a gradient get zeros, because torch 2.11 would have nothing to send for them.
+            pairs = itertools.zip_longest(self.bwd_cache[bwd_chunk_id], self._received)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._context.device)
+                if gradient is None and spec is not None
+                else gradient
+                for gradient, spec in pairs
+            )
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -145,13 +114,13 @@ def _meta(spec: TensorSpec) -> torch.Tensor:
 def build_schedule(
     name: str, stages: Sequence[PipeStage], num_microbatches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Return the schedule over this rank's stages; the last stage's output is the loss."""
+    """Return the schedule over this rank's stages, several if interleaved; the last stage's output is the loss."""
 
     def output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
         return output
 
-    if name in SCHEDULES:
-        [stage] = stages
-        return SCHEDULES[name](stage, num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
-    schedule = MULTI_STAGE_SCHEDULES[name]
-    return schedule(list(stages), num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(list(stages), num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
+    [stage] = stages
+    schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
+    return schedule(stage, num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
