@@ -1,19 +1,21 @@
-"""The verbs of the workbench in a shell: `workbench calibrate|plan|run|resume|clone|runs|show|compare|stop|…`,
-`workbench new|execute|share|reproduce` for notebooks.
+"""The command line: `workbench plan|run|show|stop|...` for trainings, `new|execute|share|reproduce` for notebooks.
 
-Each verb calls the function of the same name in `workbench.api`, imported when it is needed.
+Each command calls the function or method of the same name in Python, which is imported when the command runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import workbench as wb
 from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
 
 if TYPE_CHECKING:
@@ -30,49 +32,48 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-File = Annotated[Path | None, typer.Argument(help="An experiment as JSON (a run's experiment.json); or use flags.")]
-ModelName = Annotated[str | None, typer.Option("--model", help="bert, bert-large, gpt2, gpt3-1.3b, opt …")]
-Hidden = Annotated[int | None, typer.Option("--hidden-size", help="Width of the model.")]
-Layers = Annotated[int | None, typer.Option("--layers", help="Transformer layers.")]
-Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
-Layout = Annotated[str | None, typer.Option("--layout", help="post_ln (as published) or pre_ln; BERT only.")]
-Data = Annotated[str | None, typer.Option("--data", help='"demo", a text file, or a folder of text files.')]
-Steps = Annotated[int | None, typer.Option("--steps")]
-Batch = Annotated[int | None, typer.Option("--global-batch", help="Samples a step, over all devices.")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens a sample.")]
-Rate = Annotated[float | None, typer.Option("--learning-rate")]
-Precision = Annotated[str | None, typer.Option("--precision", help="auto, fp32 or bf16.")]
-Seed = Annotated[int | None, typer.Option("--seed")]
-Name = Annotated[str | None, typer.Option("--name", help="Of the run; the model's by default.")]
-Every = Annotated[int | None, typer.Option("--checkpoint-every", help="Steps between checkpoints.")]
-Limit = Annotated[float | None, typer.Option("--memory-limit-gib", help="At most this much on one device.")]
-Pipeline = Annotated[int | None, typer.Option("--pipeline", help="Fix the pipeline-parallel degree.")]
-DataParallel = Annotated[int | None, typer.Option("--data-parallel", help="Fix the data-parallel degree.")]
-Tensor = Annotated[int | None, typer.Option("--tensor", help="Fix the tensor-parallel degree.")]
-Zero = Annotated[int | None, typer.Option("--zero", help="Fix the ZeRO stage: 0, 1, 2 or 3.")]
-MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Fix the micro-batch size.")]
-Recompute = Annotated[
-    str | None, typer.Option("--recompute", help="Fix activation checkpointing: none, selective or full.")
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="EXPERIMENT",
+        help="A model, such as bert-large or bert:hidden_size=1920,num_layers=54,num_heads=30; or the JSON file of an "
+        "experiment, such as experiment.json in a run directory.",
+    ),
 ]
-Schedule = Annotated[str | None, typer.Option("--schedule", help="Fix it: gpipe, 1f1b, interleaved or zero_bubble.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", help="Fix how many stages a pipeline rank has.")]
-Offload = Annotated[
-    bool | None,
-    typer.Option("--offload-optimizer/--no-offload-optimizer", help="Fix whether the host holds optimiser states."),
-]
-CudaGraphs = Annotated[
-    bool | None,
-    typer.Option("--cuda-graphs/--no-cuda-graphs", help="Fix whether blocks are recorded once and replayed."),
-]
-Fields = Annotated[
+Settings = Annotated[
     list[str] | None,
-    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Any other field of the experiment; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set a field of the experiment, such as steps=400, learning_rate=1e-4 or data=corpus.txt; repeatable.",
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Fix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fix",
+        metavar="NAME=VALUE",
+        help="Fix a choice of the plan, such as pipeline=2, zero=1 or recompute=full; repeatable.",
+    ),
+]
+MemoryLimit = Annotated[float | None, typer.Option("--memory-limit-gib", help="Memory that a device may use, in GiB.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="Use a plan that `workbench plan --save` wrote.")]
+Directory = Annotated[Path | None, typer.Option("--dir", help="Run directory; runs/<name>-<time> by default.")]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Set a parameter of the notebook; repeatable."),
+]
+Kernel = Annotated[str | None, typer.Option("--kernel", help="Name of the kernel; the notebook's own by default.")]
+OneRun = Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a run.")]
+SeveralRuns = Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or directories of runs.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print progress until the end.")]
+Every = Annotated[float, typer.Option("--every", help="Seconds between two lines of --follow.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when the training has ended; Ctrl-C leaves it running.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one red sentence and exit code 2."""
+    """Run the command line; a `WorkbenchError` is printed in red without a traceback, with exit code 2."""
     try:
         app()
     except WorkbenchError as error:
@@ -80,182 +81,161 @@ def main() -> None:
         sys.exit(2)
 
 
+class PlanView(StrEnum):
+    """A view of a search for plans, as `workbench plan --show` prints it."""
+
+    PLAN = "plan"
+    TABLE = "table"
+    EXPLANATION = "explanation"
+
+
 @app.command()
 def plan(
-    file: File = None,
-    model: ModelName = None,
-    hidden_size: Hidden = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    layout: Layout = None,
-    data: Data = None,
-    steps: Steps = None,
-    global_batch: Batch = None,
-    seq_len: SeqLen = None,
-    learning_rate: Rate = None,
-    precision: Precision = None,
-    parameter: Fields = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", help="Devices to plan for; this machine's by default.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="a100, h200, rtx-4090, l40s … somewhere else.")] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", help="That those of --device are in; 8 each if none, 4 of RTX cards.")
+    source: Source,
+    settings: Settings = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="DEVICE:gpus=N",
+            help="Plan for other hardware, such as h200:gpus=256 or a100:gpus=16,nodes=4; gpus=2 alone plans for two "
+            "devices of this machine, which is the default.",
+        ),
     ] = None,
-    memory_limit_gib: Limit = None,
-    pipeline: Pipeline = None,
-    data_parallel: DataParallel = None,
-    tensor: Tensor = None,
-    zero: Zero = None,
-    micro_batch: MicroBatch = None,
-    recompute: Recompute = None,
-    schedule: Schedule = None,
-    chunks: Chunks = None,
-    offload_optimizer: Offload = None,
-    cuda_graphs: CudaGraphs = None,
-    weighed: Annotated[bool, typer.Option("--all", help="Print the table of all plans that were weighed.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say where the step goes, and what binds.")] = False,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the plan's JSON here, for `run --plan`.")] = None,
+    memory_limit_gib: MemoryLimit = None,
+    fix: Fix = None,
+    show: Annotated[
+        list[PlanView] | None,
+        typer.Option(
+            "--show",
+            help="Print the best plan (the default), the table of all plans that were considered, or the explanation "
+            "of where the step time goes and what limits it; repeatable.",
+        ),
+    ] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Write the plan as JSON, for `run --plan`.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a step would be divided, how long it would take and what it would hold in memory."""
-    from workbench import api
+    """Find the fastest way to divide a training step over devices, and predict its time and memory."""
+    from workbench.strategy import choices_from
 
-    sizes = {"hidden_size": hidden_size, "num_layers": layers, "num_heads": heads, "layout": layout}
-    training: dict[str, Any] = {"steps": steps, "global_batch": global_batch, "seq_len": seq_len}
-    training |= {"learning_rate": learning_rate, "precision": precision, **parameters_from(parameter or ())}
-    experiment = experiment_from(file, model, sizes, data, training)
-    plans = api.search(
-        experiment,
-        _cluster(device, gpus, nodes),
-        memory_limit_gib=memory_limit_gib,
-        pipeline=pipeline,
-        data=data_parallel,
-        tensor=tensor,
-        zero=zero,
-        micro_batch=micro_batch,
-        recompute=recompute,
-        schedule=schedule,
-        chunks=chunks,
-        offload_optimizer=offload_optimizer,
-        cuda_graphs=cuda_graphs,
-    )
-    chosen = plans.best
+    experiment, choices = experiment_from(source, settings or ()), choices_from(fix or ())
+    plans = wb.search(experiment, cluster_from(cluster), memory_limit_gib=memory_limit_gib, **choices)
+    best = plans.best
     if save is not None:
-        chosen.save(save)
+        best.save(save)
     if as_json:
-        typer.echo(json.dumps(chosen.to_json(), indent=2))
+        typer.echo(json.dumps(best.to_json(), indent=2))
         return
-    typer.echo(repr(plans) if weighed else describe_plan(chosen))
-    if explain:
-        typer.echo(f"\n{chosen.explain()}")
+    for view in show or [PlanView.PLAN]:
+        if view == PlanView.TABLE:
+            typer.echo(repr(plans))
+        else:
+            typer.echo(describe_plan(best) if view == PlanView.PLAN else str(wb.explain(best)))
 
 
 @app.command()
 def run(
-    file: File = None,
-    model: ModelName = None,
-    hidden_size: Hidden = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    layout: Layout = None,
-    data: Data = None,
-    steps: Steps = None,
-    global_batch: Batch = None,
-    seq_len: SeqLen = None,
-    learning_rate: Rate = None,
-    precision: Precision = None,
-    seed: Seed = None,
-    name: Name = None,
-    checkpoint_every: Every = None,
-    parameter: Fields = None,
-    memory_limit_gib: Limit = None,
-    pipeline: Pipeline = None,
-    data_parallel: DataParallel = None,
-    tensor: Tensor = None,
-    zero: Zero = None,
-    micro_batch: MicroBatch = None,
-    recompute: Recompute = None,
-    schedule: Schedule = None,
-    chunks: Chunks = None,
-    offload_optimizer: Offload = None,
-    cuda_graphs: CudaGraphs = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan saved by `workbench plan --save`.")] = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="Of the run; runs/<name>-<time> by default.")] = None,
-    prepare: Annotated[bool, typer.Option("--prepare", help="Write the run directory, and start nothing.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
+    source: Source,
+    settings: Settings = None,
+    fix: Fix = None,
+    memory_limit_gib: MemoryLimit = None,
+    plan_file: PlanFile = None,
+    directory: Directory = None,
+    wait: Wait = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start a training and return; it goes on without this shell."""
-    from workbench import api
+    """Start a training and return; it goes on when this shell is closed."""
+    experiment = experiment_from(source, settings or ())
+    chosen = _choose_plan(experiment, plan_file, memory_limit_gib, fix or ())
+    _print_started(wb.launch(experiment, chosen, directory=directory), wait, as_json)
 
-    sizes = {"hidden_size": hidden_size, "num_layers": layers, "num_heads": heads, "layout": layout}
-    training: dict[str, Any] = {
-        "steps": steps,
-        "global_batch": global_batch,
-        "seq_len": seq_len,
-        "seed": seed,
-        "name": name,
-    }
-    training |= {"learning_rate": learning_rate, "precision": precision, "checkpoint_every": checkpoint_every}
-    experiment = experiment_from(file, model, sizes, data, training | parameters_from(parameter or ()))
-    if plan_file is not None:
-        chosen = api.load_plan(plan_file)
-    else:
-        chosen = api.plan(
-            experiment,
-            memory_limit_gib=memory_limit_gib,
-            pipeline=pipeline,
-            data=data_parallel,
-            tensor=tensor,
-            zero=zero,
-            micro_batch=micro_batch,
-            recompute=recompute,
-            schedule=schedule,
-            chunks=chunks,
-            offload_optimizer=offload_optimizer,
-            cuda_graphs=cuda_graphs,
+
+@app.command()
+def prepare(
+    source: Source,
+    settings: Settings = None,
+    fix: Fix = None,
+    memory_limit_gib: MemoryLimit = None,
+    plan_file: PlanFile = None,
+    directory: Directory = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run directory and start nothing; `workbench slurm` makes a job file for it."""
+    experiment = experiment_from(source, settings or ())
+    chosen = _choose_plan(experiment, plan_file, memory_limit_gib, fix or ())
+    _print_started(wb.prepare(experiment, chosen, directory=directory), False, as_json)
+
+
+def _choose_plan(
+    experiment: Experiment, plan_file: Path | None, memory_limit_gib: float | None, fix: Sequence[str]
+) -> Plan:
+    from workbench.planning.plan import Plan
+    from workbench.strategy import choices_from
+
+    if plan_file is None:
+        return wb.plan(experiment, memory_limit_gib=memory_limit_gib, **choices_from(fix))
+    if fix or memory_limit_gib is not None:
+        raise WorkbenchError(
+            f"The plan in {plan_file} is complete. Remove --fix and --memory-limit-gib, or give them to "
+            "`workbench plan --save`."
         )
-    begin = api.prepare if prepare else api.launch
-    _announce(begin(experiment, chosen, directory=directory), wait and not prepare, as_json)
+    return Plan.load(plan_file)
 
 
 @app.command()
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
-    steps: Annotated[int | None, typer.Option("--steps", help="Train to this step instead.")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Go on under this plan; any may follow any.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
+    run: OneRun,
+    steps: Annotated[int | None, typer.Option("--steps", help="New number of steps to train to.")] = None,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Continue under another plan, which `workbench plan --save` wrote.")
+    ] = None,
+    wait: Wait = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a run from its last checkpoint, in its own directory."""
-    from workbench import api
+    from workbench.planning.plan import Plan
+    from workbench.runs import load_run
 
-    chosen = None if plan_file is None else api.load_plan(plan_file)
-    _announce(api.resume(run, chosen, steps=steps), wait, as_json)
+    chosen = None if plan_file is None else Plan.load(plan_file)
+    _print_started(load_run(run).resume(chosen, steps=steps), wait, as_json)
+
+
+@app.command()
+def clone(run: OneRun, settings: Settings = None, wait: Wait = False, as_json: AsJson = False) -> None:
+    """Start a run's experiment again, with changes: `workbench clone bert-1 --set learning_rate=1e-4`."""
+    from workbench.runs import load_run
+
+    _print_started(load_run(run).clone(**fields_from(settings or ())), wait, as_json)
+
+
+def _print_started(started: Run, wait: bool, as_json: bool) -> None:
+    if wait:
+        started.wait()
+    typer.echo(json.dumps(started.summary(), indent=2) if as_json else f"{started!r}\n{started.path}")
 
 
 @app.command()
 def slurm(
-    run: Annotated[str, typer.Argument(help="The name or directory of a run: `workbench run … --prepare` made it.")],
-    time: Annotated[str, typer.Option("--time", help="Limit of the job; a checkpoint is written before.")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option("--partition")] = None,
-    account: Annotated[str | None, typer.Option("--account")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option("--cpus-per-node")] = None,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Name or directory of a run that `workbench prepare` wrote.")
+    ],
+    time: Annotated[
+        str, typer.Option("--time", help="Time limit of the job; a checkpoint is written before it.")
+    ] = "24:00:00",
+    partition: Annotated[str | None, typer.Option("--partition", help="Partition of the job.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Account of the job.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option("--cpus-per-node", help="CPU cores on each node.")] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", help="A further #SBATCH option, such as --constraint=h200; repeatable."),
+        typer.Option("--option", help="Add an #SBATCH option, such as --constraint=h200; repeatable."),
     ] = None,
-    to: Annotated[Path | None, typer.Option("--to", help="The file to write; printed otherwise.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="File to write; printed by default.")] = None,
 ) -> None:
     """Write a job file for `sbatch` that trains a run on the nodes of its plan."""
-    from workbench import api
+    from workbench.runs import load_run
 
-    text = api.slurm(
-        run,
-        time=time,
-        partition=partition,
-        account=account,
-        cpus_per_node=cpus_per_node,
-        options=option or (),
+    text = load_run(run).slurm(
+        time=time, partition=partition, account=account, cpus_per_node=cpus_per_node, options=option or ()
     )
     if to is None:
         typer.echo(text, nl=False)
@@ -267,30 +247,28 @@ def slurm(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
-    to: Annotated[Path, typer.Argument(help="The folder to write.")],
-    step: Annotated[int | None, typer.Option("--step", help="Of which checkpoint; the last by default.")] = None,
+    run: OneRun,
+    to: Annotated[Path, typer.Argument(help="Folder to write.")],
+    step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint; the last by default.")] = None,
 ) -> None:
-    """Write a run's model as safetensors that `from_pretrained` loads; prints the files."""
-    from workbench import api
+    """Write a run's model as safetensors that `from_pretrained` loads, and print the files."""
+    from workbench.runs import load_run
 
-    for file in api.export(run, to, step=step):
+    for file in load_run(run).export(to, step=step):
         typer.echo(file)
 
 
 @app.command()
 def runs(
-    root: Annotated[
-        Path | None, typer.Argument(help="Where the runs are; $WORKBENCH_RUNS or ./runs by default.")
-    ] = None,
+    root: Annotated[Path | None, typer.Argument(help="Folder of runs; $WORKBENCH_RUNS or ./runs by default.")] = None,
     as_json: AsJson = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print the progress of those that live.")] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between lines of --follow.")] = 5.0,
+    follow: Follow = False,
+    every: Every = 5.0,
 ) -> None:
-    """List runs, newest first."""
-    from workbench import api
+    """List the runs in a folder, newest first."""
+    from workbench.runs import list_runs
 
-    table = api.runs(root)
+    table = list_runs(root)
     if follow:
         _follow([run for run in table if not run.status.final], every)
         return
@@ -299,149 +277,144 @@ def runs(
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(help="A run's name or directory, or wandb:entity/project/id.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name or directory of a run, or wandb:entity/project/id.")],
     as_json: AsJson = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print its progress until it ends.")] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between lines of --follow.")] = 5.0,
-    to: Annotated[Path | None, typer.Option("--to", help="Write its plan's pictures into this HTML file.")] = None,
+    follow: Follow = False,
+    every: Every = 5.0,
+    to: Annotated[Path | None, typer.Option("--to", help="Write figures of the run's plan to this HTML file.")] = None,
 ) -> None:
-    """Say where a run stands, how it was planned, and what it died of if it failed."""
-    from workbench import api
+    """Print the state and the plan of a run, and the error of a failed one."""
+    from workbench.runs import load_run
 
-    found = api.load_run(run)
+    shown = load_run(run)
     if to is not None:
-        typer.echo(plan_page(found, to))
+        typer.echo(plan_page(shown, to))
         return
     if as_json:
-        typer.echo(json.dumps(found.summary(), indent=2))
+        typer.echo(json.dumps(shown.summary(), indent=2))
         return
     if follow:
-        _follow([found], every)
+        _follow([shown], every)
     else:
-        planned = describe_plan(found.plan) if found.directory.plan.exists() else ""
-        typer.echo(f"{found!r}\n{found.path}\n{planned}".rstrip())
-    error = found.error()
+        planned = describe_plan(shown.plan) if shown.directory.plan.exists() else ""
+        typer.echo(f"{shown!r}\n{shown.path}\n{planned}".rstrip())
+    error = shown.error()
     if error is not None:
         typer.secho(str(error), fg=typer.colors.RED)
         if follow:
             raise typer.Exit(1)
 
 
-@app.command()
-def clone(
-    run: Annotated[str, typer.Argument(help="A run's name or directory.")],
-    change: Annotated[
-        list[str] | None,
-        typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Changes a field of the experiment; repeatable."),
-    ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay until it has ended; Ctrl-C leaves it running.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Start a run's experiment again, with changes: `workbench clone bert-1 -p learning_rate=1e-4`."""
-    from workbench import api
+def _follow(runs: Sequence[Run], every_s: float) -> None:
+    from workbench.runs.records.follow import follow
 
-    _announce(api.clone(run, **parameters_from(change or ())), wait, as_json)
+    try:
+        for line in follow(runs, every_s):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        typer.echo("The training goes on; `workbench stop` ends it.")
+
+
+@app.command()
+def stop(
+    runs: SeveralRuns,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when the runs have ended.")] = True,
+    now: Annotated[bool, typer.Option("--now", help="End the runs at once, without a checkpoint.")] = False,
+) -> None:
+    """Ask runs to write a checkpoint and end."""
+    from workbench.runs import load_run
+
+    handles = [load_run(run) for run in runs]
+    ending = [run for run in handles if not run.status.final]
+    for run in handles:
+        _ = run.kill(wait=False) if now else run.stop()
+    if now or wait:
+        for run in ending:
+            run.wait()
+    for run in handles:
+        typer.echo(repr(run))
 
 
 @app.command()
 def sync(
-    runs: Annotated[list[str] | None, typer.Argument(help="Names or directories; by default all that need it.")] = None,
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN...]", help="Runs; by default all that have something to upload.")
+    ] = None,
 ) -> None:
-    """Upload to Weights & Biases what it does not have of runs that were recorded offline; exit code 1 on failure."""
-    from workbench import api
+    """Upload to Weights & Biases what it lacks of runs; exit code 1 if an upload fails."""
+    from workbench.runs import list_runs, load_run
 
-    deliveries = api.sync(list(runs) if runs else None)
-    for told in deliveries:
-        typer.echo(str(told))
+    deliveries = [load_run(run).sync() for run in runs] if runs else list_runs().sync()
+    for delivery in deliveries:
+        typer.echo(str(delivery))
     if not deliveries:
         typer.echo("Nothing to upload.")
-    if any(told.state != "synced" for told in deliveries):
+    if any(delivery.state != "synced" for delivery in deliveries):
         raise typer.Exit(1)
 
 
 @app.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="Names or directories of runs.")],
+    runs: SeveralRuns,
     x: Annotated[str, typer.Option("--x", help="step, tokens, samples, time, flops or gpu_hours.")] = "tokens",
-    to: Annotated[Path, typer.Option("--to", help="The HTML file to write.")] = Path("comparison.html"),
+    to: Annotated[Path, typer.Option("--to", help="HTML file to write.")] = Path("comparison.html"),
 ) -> None:
-    """Write the loss curves of several runs into one interactive HTML file, and print its path."""
-    from workbench import api
+    """Write the loss curves of several runs to one interactive HTML file, and print its path."""
     from workbench.figures.pages import save_html
 
-    written = save_html(api.compare(list(runs), x=x), to, title="Runs compared")
-    typer.echo(Path(written).absolute())
-
-
-@app.command()
-def stop(
-    runs: Annotated[list[str], typer.Argument(help="Names or directories of runs.")],
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until they have left.")] = True,
-    now: Annotated[bool, typer.Option("--now", help="Kill them: no checkpoint is written.")] = False,
-) -> None:
-    """Ask runs to write a checkpoint and leave."""
-    from workbench import api
-
-    for stopped in api.kill(list(runs)) if now else api.stop(list(runs), wait=wait):
-        typer.echo(repr(stopped))
+    typer.echo(Path(save_html(wb.compare(list(runs), x=x), to, title="Runs compared")).absolute())
 
 
 @app.command()
 def calibrate(
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what was measured before.")] = False,
-    save: Annotated[Path | None, typer.Option("--save", help="Write it as JSON, to plan for this machine.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what was measured before.")] = False,
+    save: Annotated[Path | None, typer.Option("--save", help="Write the result as JSON for another machine.")] = None,
 ) -> None:
-    """Measure this machine once: matrix products, attention, memory, the links between devices; kept for planning."""
-    from workbench import api
-
-    found = api.calibrate(again=again)
+    """Measure the speed of this machine once (matrix products, attention, memory, links); plans then use it."""
+    measured = wb.calibrate(again=again)
     if save is not None:
-        found.save(save)
-    typer.echo(repr(found))
+        measured.save(save)
+    typer.echo(repr(measured))
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine has for training and what is missing; exit code 1 if something is."""
-    from workbench import api
+    """Check what this machine has for training and what is missing; exit code 1 if something is missing."""
     from workbench.runs.doctor import as_json as report_json
 
-    report = api.doctor()
+    report = wb.doctor()
     typer.echo(json.dumps(report_json(report), indent=2) if as_json else repr(report))
     if not report.ok:
         raise typer.Exit(1)
 
 
 @app.command()
-def execute(
-    template: Annotated[str, typer.Argument(help="A notebook, or the name of an installed template.")],
-    to: Annotated[Path, typer.Option("--to", help="Folder for the executed notebook and its HTML page.")],
-    parameter: Annotated[
-        list[str] | None,
-        typer.Option("--parameter", "-p", metavar="NAME=VALUE", help="Sets a parameter of the notebook; repeatable."),
-    ] = None,
-    kernel: Annotated[str | None, typer.Option("--kernel", help="Kernel to run it with; the notebook's own.")] = None,
-) -> None:
-    """Execute a notebook with parameters, and export it as one self-contained HTML page; prints both paths.
-
-    Where its runs stand is printed meanwhile, to standard error.
-    """
-    from workbench import notebooks
-
-    parameters = parameters_from(parameter or ())
-    done = notebooks.execute(notebooks.template_path(template), to, parameters, kernel=kernel, report=_report)
-    typer.echo(f"{done.notebook}\n{done.page}")
-
-
-@app.command()
 def new(
-    template: Annotated[str, typer.Argument(help="The name of a template.")],
-    path: Annotated[Path | None, typer.Argument(help="File or folder to copy it to; the current folder.")] = None,
+    template: Annotated[str, typer.Argument(help="Name of a template.")],
+    path: Annotated[Path | None, typer.Argument(help="File or folder to write; the current folder by default.")] = None,
 ) -> None:
-    """Start from a template: copy a notebook, and print where it is."""
+    """Copy a template notebook, and print the path of the copy."""
     from workbench import notebooks
 
     typer.echo(notebooks.new(template, path))
+
+
+@app.command()
+def execute(
+    template: Annotated[str, typer.Argument(metavar="NOTEBOOK", help="A notebook, or the name of a template.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder for the executed notebook and its HTML page.")],
+    parameter: Parameters = None,
+    kernel: Kernel = None,
+) -> None:
+    """Execute a notebook with parameters and export it as one HTML page; prints both paths.
+
+    Progress of the notebook's runs goes to standard error.
+    """
+    from workbench import notebooks
+
+    values = values_from(parameter or (), "-p")
+    done = notebooks.execute(notebooks.template_path(template), to, values, kernel=kernel, report=_report)
+    typer.echo(f"{done.notebook}\n{done.page}")
 
 
 @app.command()
@@ -449,30 +422,29 @@ def share(
     notebook: Annotated[Path, typer.Argument(help="An executed notebook.")],
     to: Annotated[Path, typer.Option("--to", help="Folder for the two files.")] = Path("shared"),
     run: Annotated[
-        list[str] | None, typer.Option("--run", help="A run that the notebook shows, if it does not say so itself.")
+        list[str] | None,
+        typer.Option("--run", help="A run of a notebook that has no record; repeatable."),
     ] = None,
 ) -> None:
-    """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows pictures without a kernel."""
-    from workbench import api
-
-    typer.echo(str(api.share(notebook, to, runs=list(run) if run else None)))
+    """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows without a kernel."""
+    typer.echo(str(wb.share(notebook, to, runs=list(run) if run else None)))
 
 
 @app.command()
 def reproduce(
     notebook: Annotated[Path, typer.Argument(help="A notebook made by `workbench execute` or `workbench share`.")],
     to: Annotated[Path, typer.Option("--to", help="Folder for the notebook as executed again.")] = Path("reproduced"),
-    kernel: Annotated[str | None, typer.Option("--kernel", help="Kernel to run it with; the notebook's own.")] = None,
+    kernel: Kernel = None,
     at_commit: Annotated[
-        bool, typer.Option("--at-commit", help="Run the code of the recorded git commit, checked out aside.")
+        bool, typer.Option("--at-commit", help="Run the code of the recorded git commit, checked out temporarily.")
     ] = False,
 ) -> None:
-    """Execute a notebook again and say, curve against curve, whether it came out the same; else exit code 1."""
+    """Execute a notebook again and compare its curves with the recorded ones; exit code 1 if a run is different."""
     from workbench import notebooks
 
-    found = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report)
-    typer.echo(repr(found))
-    if not found.same:
+    result = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report)
+    typer.echo(repr(result))
+    if not result.same:
         raise typer.Exit(1)
 
 
@@ -480,83 +452,102 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def experiment_from(
-    file: Path | None,
-    model: str | None,
-    sizes: Mapping[str, Any],
-    data: str | None,
-    training: Mapping[str, Any],
-) -> Experiment:
-    """The experiment in `file`, or of the flags; flags that are given win over the file."""
-    from workbench import data as corpora
+def experiment_from(source: str, settings: Sequence[str] = ()) -> Experiment:
+    """Return the experiment of a JSON file or of a model's description, with the fields that `settings` set."""
+    from workbench import data
     from workbench.experiment import Experiment
 
-    changes = _given(**training)
-    if model is not None:
-        changes["model"] = named_model(model, _given(**sizes))
-    elif _given(**sizes):
-        raise InvalidExperiment("--hidden-size, --layers, --heads and --layout describe a --model; name it too.")
-    if data is not None:
-        changes["data"] = corpora.corpus(data)
-    if file is not None:
-        return _read_experiment(file).replace(**changes)
-    if model is None:
-        raise InvalidExperiment("Name a model (--model bert-large) or give an experiment's JSON file.")
-    changes.setdefault("data", corpora.corpus())
-    return Experiment(**changes)
-
-
-def _read_experiment(file: Path) -> Experiment:
-    from workbench.experiment import Experiment
-
+    fields = fields_from(settings)
+    file = Path(source)
+    if file.suffix != ".json" and not file.is_file():
+        fields = {"model": model_from(source), **fields}
+        fields.setdefault("data", data.corpus())
+        return Experiment(**fields)
     try:
         value = json.loads(file.read_text())
     except OSError as error:
         raise InvalidExperiment(f"{file} cannot be read: {error.strerror}.", file=str(file)) from None
     except ValueError as error:
         raise InvalidExperiment(f"{file} is not JSON: {error}.", file=str(file)) from None
-    return Experiment.from_json(value)
+    return Experiment.from_json(value).replace(**fields)
 
 
-def named_model(name: str, sizes: Mapping[str, Any]) -> Any:
-    """`bert-large`, `gpt2`, `gpt3-1.3b`: the function of `wb.models`, called with the sizes that were given."""
+def fields_from(settings: Sequence[str]) -> dict[str, Any]:
+    """Return fields of an experiment from pairs such as `steps=40`; `model` and `data` become what they describe."""
+    from workbench import data
+
+    fields = values_from(settings, "--set")
+    if "model" in fields:
+        fields["model"] = model_from(str(fields["model"]))
+    if "data" in fields:
+        fields["data"] = data.corpus(str(fields["data"]))
+    return fields
+
+
+def model_from(text: str) -> Any:
+    """Return the named model that a text such as `bert-large` or `bert:hidden_size=64,num_layers=4` describes."""
     from workbench import models
 
+    name, options = _name_and_options(text)
     builders: dict[str, Callable[..., Any]] = {
         "bert": models.bert,
         "bert-large": models.bert_large,
         "gpt2": models.gpt2,
         "opt": models.opt,
     }
-    gpt3 = {f"gpt3-{size.lower()}": size for size in models.GPT3_SIZES}
+    gpt3_sizes = {f"gpt3-{size.lower()}": size for size in models.GPT3_SIZES}
     key = name.lower().replace("_", "-")
-    if key in gpt3:
-        builder: Callable[..., Any] = models.gpt3
-        sizes = {"size": gpt3[key], **sizes}
-    elif key in builders:
-        builder = builders[key]
-    else:
-        raise InvalidExperiment(f"There is no model {name!r}. {suggestion(key, [*builders, *gpt3])}", model=name)
-    return builder(**sizes)
+    if key in gpt3_sizes:
+        return models.gpt3(gpt3_sizes[key], **options)
+    if key not in builders:
+        known = suggestion(key, [*builders, *gpt3_sizes])
+        raise InvalidExperiment(f"There is no model {name!r}, and no file of this name. {known}", model=name)
+    return builders[key](**options)
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _cluster(device: str | None, gpus: int | None, nodes: int | None) -> Cluster | None:
+def cluster_from(text: str | None) -> Cluster | None:
+    """Return the cluster that a text such as `h200:gpus=256` describes, or devices of this machine for `gpus=2`."""
     from workbench.cost.cluster import Cluster
     from workbench.measure.local_cluster import local_cluster
 
-    if device is not None:
-        return Cluster.of(device, **_given(gpus=gpus, nodes=nodes))
-    if nodes is not None:
-        raise InvalidExperiment("--nodes says how those of another machine are connected; name it by --device too.")
-    return None if gpus is None else local_cluster(gpus)
+    if text is None:
+        return None
+    device, options = _name_and_options(text)
+    if device:
+        return Cluster.of(device, **options)
+    if options.keys() != {"gpus"}:
+        raise InvalidExperiment(
+            f"--cluster {text} names no device, and only gpus can be chosen of this machine. Write --cluster "
+            f"DEVICE:{text}, for example h200:{text}."
+        )
+    return local_cluster(options["gpus"])
+
+
+def _name_and_options(text: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the parts of `name:option=value,option=value`; either part may be missing."""
+    name, _, pairs = text.partition(":") if ":" in text or "=" not in text else ("", "", text)
+    return name, values_from([pair for pair in pairs.split(",") if pair], name)
+
+
+def values_from(pairs: Sequence[str], option: str) -> dict[str, Any]:
+    """Return `{"steps": 40, "name": "trial"}` for `["steps=40", "name=trial"]`: JSON where it parses, else text.
+
+    Raises `UnknownParameter` with the name of the command-line `option` for a pair without a value.
+    """
+    words = {"True": True, "False": False, "None": None}
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise UnknownParameter(f"{option} {pair} gives no value. Write {pair}=VALUE.", parameter=pair)
+        values[name] = words.get(text, text)
+        with contextlib.suppress(ValueError):
+            values[name] = json.loads(text)
+    return values
 
 
 def describe_plan(plan: Plan) -> str:
-    """A plan for a terminal: its sentence, and a line for each stage."""
+    """Return a plan as text: its description, and a line for each stage."""
     from workbench.units import count, gib
 
     lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}"]
@@ -571,45 +562,11 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _follow(runs: Sequence[Run], every_s: float) -> None:
-    from workbench.runs.records.follow import follow
-
-    try:
-        for line in follow(runs, every_s):
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        typer.echo("The training goes on; `workbench stop` ends it.")
-
-
 def plan_page(run: Run, to: Path) -> Path:
-    """Write the pictures of a run's plan as one page that opens offline."""
+    """Write the figures of a run's plan as one HTML page, and return its path."""
     from workbench.figures import save_html, show_plan
 
     return save_html(show_plan(run.plan), to, title=f"{run.name}: its plan", text=describe_plan(run.plan)).absolute()
-
-
-def _announce(started: Run, wait: bool, as_json: bool) -> None:
-    if wait:
-        started.wait()
-    if as_json:
-        typer.echo(json.dumps(started.summary(), indent=2))
-    else:
-        typer.echo(f"{started!r}\n{started.path}")
-
-
-def parameters_from(pairs: Sequence[str]) -> dict[str, Any]:
-    """`["steps=40", "name=trial"]` as `{"steps": 40, "name": "trial"}`: JSON where it parses, else text."""
-    words = {"True": True, "False": False, "None": None}
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise UnknownParameter(f"-p {pair} gives no value. Write -p {pair}=VALUE.", parameter=pair)
-        try:
-            parameters[name] = json.loads(text)
-        except ValueError:
-            parameters[name] = words.get(text, text)
-    return parameters
 
 
 if __name__ == "__main__":

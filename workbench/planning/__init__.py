@@ -1,19 +1,19 @@
-"""How a step is divided: schedules as data, stages by dynamic programming, and the search over degrees.
+"""Planning of a step: pipeline schedules as data, stages by dynamic programming, and the search over strategies.
 
     plan = search(profile, global_batch=256, seq_len=512, precision="bf16", cluster=Cluster.of("h200", gpus=4))
 
 Pure Python and NumPy: a laptop without torch or a GPU plans for 1,024 of them.
 """
 
+from workbench.planning.explanation import explain
 from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
-from workbench.planning.plans import Plans
-from workbench.planning.requests import RUNNABLE, Request, Runnable
+from workbench.planning.predicted_timeline import timeline
+from workbench.planning.request import Request
 from workbench.planning.schedules import Action, TimedAction, Timeline, bubble_fraction, simulate
-from workbench.planning.searching import search, weigh, what_if
-from workbench.planning.timelines import timeline
+from workbench.planning.search import search, what_if
+from workbench.planning.table import Plans, weigh
 
 __all__ = [
-    "RUNNABLE",
     "Action",
     "Candidate",
     "Memory",
@@ -21,11 +21,11 @@ __all__ = [
     "Plans",
     "Prediction",
     "Request",
-    "Runnable",
     "Stage",
     "TimedAction",
     "Timeline",
     "bubble_fraction",
+    "explain",
     "search",
     "simulate",
     "timeline",

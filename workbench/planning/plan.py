@@ -1,46 +1,30 @@
-"""A `Plan`: how one step of one model is divided over one cluster, and what that is predicted to cost.
+"""A `Plan`: how one step of one model is divided over one cluster, and its predicted time and memory.
 
-Pure values; a plan is JSON, and is stored with every run.
+Plans are pure values. They are stored as JSON with every run.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.memory import FP32
-from workbench.cost.profiles import RECOMPUTE, Profile
+from workbench.cost.profile import Profile
 from workbench.errors import PlanMismatch
-from workbench.rundir import write_json
+from workbench.planning.request import Request
+from workbench.rundir import read_json, write_json
+from workbench.strategy import RECOMPUTE, SCHEDULES, Strategy
 from workbench.units import duration, gib
 
-if TYPE_CHECKING:
-    from workbench.planning.explaining import Explanation
-
-FORMAT = 3
-"""1 had `recompute` as a truth value, 2 the same for all blocks of a stage; such plans are still read."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-INTERLEAVED = ("interleaved", "zero_bubble")
-"""Schedules under which a pipeline rank may hold several stages."""
+FORMAT = 4
+"""Version of a stored plan's fields; plans of other versions are refused."""
 BUILD_SHARE = 0.6
-"""Models up to this share of a GPU's memory are initialised on it; larger ones on the host. Beside a model stands no
-more than one weight's part of it, but initialisers may need room too."""
-
-
-def keeps_halves(precision: str, data: int, schedule: str, cuda_graphs: bool) -> bool:
-    """Do ranks keep bf16 copies of their weights for a whole step? Where neither FSDP2 nor DistributedDataParallel has
-    the weights in hand, and gradients come with the backward."""
-    return precision == "bf16" and (data == 1 or cuda_graphs) and schedule != "zero_bubble"
-
-
-def averages_by_hand(schedule: str, cuda_graphs: bool) -> bool:
-    """Do replicas average their gradients without DistributedDataParallel (and FSDP2)? It would have to see every
-    gradient come, as it does not where a backward is in halves or was recorded."""
-    return schedule == "zero_bubble" or cuda_graphs
+"""Fraction of a GPU's memory up to which a rank initialises the whole model on the GPU; larger models are initialised
+on the host. Beside the model there is never more than one rank's part of one weight, but initialisers need room too."""
 
 
 @dataclass(frozen=True)
@@ -70,184 +54,144 @@ class Stage:
     first_block: int
     end_block: int
     parameters: int
-    """Elements of its blocks before any sharding, each tied parameter counted in every stage that holds it."""
+    """Elements of its blocks before any sharding; a tied parameter counts in every stage that holds it."""
     forward_ms: float
-    """One micro-batch."""
+    """Forward of one micro-batch, in ms."""
     backward_ms: float
-    """One micro-batch, recomputation included."""
+    """Backward of one micro-batch, recomputation included, in ms."""
     send_bytes: int
-    """To the next stage, one micro-batch, forward; the backward returns as much."""
+    """Activations sent to the next stage in one micro-batch's forward; the backward returns as many bytes."""
     recompute: str
-    """One of `RECOMPUTE`: of its first `recompute_first` blocks."""
+    """Activation checkpointing of its first `recompute_first` blocks: one of `RECOMPUTE`."""
     memory: Memory
-    weight_ms: float = 0.0
-    """Of `backward_ms`, the gradients of weights, which a zero-bubble schedule leaves for later."""
     recompute_first: int | None = None
-    """None: all of its blocks."""
+    """Number of first blocks that `recompute` holds for; None means all blocks."""
     recompute_rest: str = "none"
-    """One of `RECOMPUTE`: of the blocks after those."""
+    """Activation checkpointing of the other blocks: one of `RECOMPUTE`."""
 
     def recompute_of(self, block: int) -> str:
-        """One of `RECOMPUTE`, of one of its blocks (by its index in the model)."""
+        """Return the activation checkpointing of one of its blocks, given by its index in the model."""
         first = self.recompute_first
         return self.recompute if first is None or block < self.first_block + first else self.recompute_rest
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Where a predicted step goes; the parts sum to `step_ms`, as seen by the busiest pipeline rank."""
+    """Predicted time of one step. The parts sum to `step_ms`, as the busiest pipeline rank sees them."""
 
     step_ms: float
     compute_ms: float
     bubble_ms: float
     communication_ms: float
-    """Exposed: what overlap does not hide; under ZeRO 1 to 3 with the copies, casts and sums of FSDP2."""
+    """Exposed communication, which compute does not hide; under ZeRO 1 to 3 with FSDP2's copies, casts and gradient
+    accumulation."""
     optimizer_ms: float
     bubble_fraction: float
-    """Idle share of the pipeline's schedule, by simulation."""
+    """Idle share of the simulated pipeline schedule."""
     tokens_per_s: float
     mfu: float | None
-    """Model FLOPs (PaLM's definition: no recomputation) over peak FLOPs of all devices; None on CPUs."""
+    """Model FLOPs utilisation: model FLOPs (PaLM's definition: no recomputation) over the peak FLOPs of all devices;
+    None on CPUs."""
     host_ms: float = 0.0
-    """Waiting for the host, whose launches take longer than what they launch."""
+    """Time that the device waits for the host, which needs longer to launch kernels than the device to run them."""
     basis: str = ""
-    """What the times come from, as a sentence; empty in plans of earlier versions."""
+    """Sentence that says what the times are based on."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One row of the search: what was weighed, and why it was not chosen."""
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Strategy):
+    """One row of the search: a strategy, and the reason why it was not chosen."""
 
-    pipeline: int
-    data: int
-    tensor: int
-    zero: int
-    recompute: str
-    """One of `RECOMPUTE` if all blocks agree, else `mixed`; `any` where no cut was chosen."""
-    schedule: str
-    chunks: int
-    """Stages of one pipeline rank."""
-    offload_optimizer: bool
-    micro_batch: int
     step_ms: float | None
+    """Simulated step time, or a lower bound of it where `bubble_fraction` is None; None where it does not fit."""
     peak_bytes: int | None
     verdict: str
     """`chosen`, or a sentence."""
     bubble_fraction: float | None = None
-    """Where the step was simulated."""
+    """Idle share of the simulated pipeline schedule; None where the step was not simulated."""
     selective_blocks: int = 0
-    """Blocks recomputed selectively, where a cut was chosen."""
+    """Number of blocks with selective activation checkpointing."""
     full_blocks: int = 0
-    """Blocks recomputed as a whole."""
-    cuda_graphs: bool = False
+    """Number of blocks with full activation checkpointing."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Degrees, stages and schedule. `pipeline * data * tensor` devices are used.
-
-    Ranks on the device mesh: pipeline outermost, then data, then tensor; rank = (p * data + d) * tensor + t.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Plan(Strategy):
+    """A strategy with its stages, its predicted time and memory, and the candidates that it was chosen from."""
 
     model: str
     signature: str
-    """`Graph.signature` of the model that it was made for."""
+    """`Graph.signature` of the model that the plan was made for."""
     cluster: Cluster
     global_batch: int
     seq_len: int
     precision: str
-    """`fp32` or `bf16`, resolved."""
-    pipeline: int
-    data: int
-    tensor: int
-    zero: int
-    """ZeRO stage of the data-parallel axis: 0 replicates, 1 shards the optimiser's state, 2 also gradients, 3 also
-    parameters."""
-    schedule: str
-    """One of `SCHEDULES`. The interleaved ones have `pipeline * chunks` stages; the others one a pipeline rank."""
-    micro_batch: int
-    """Samples of one micro-batch on one data-parallel replica."""
-    num_microbatches: int
-    """Micro-batches of one step on one replica: `global_batch / (data * micro_batch)`."""
+    """Precision of the computation: `fp32` or `bf16`."""
     block_names: tuple[str, ...]
     stages: tuple[Stage, ...]
+    """All stages in the model's order; pipeline rank r holds stages r, r + pipeline, …"""
     memory_limit_bytes: int | None
-    """What the user allowed per device, where that is less than the device has."""
+    """Limit that the user set for each device, None without one."""
     flops_per_step: int
     """Model FLOPs of one step over the whole global batch, forward and backward, without recomputation."""
     prediction: Prediction
     candidates: tuple[Candidate, ...] = ()
-    offload_optimizer: bool = False
-    """Optimiser state lives in the host's memory."""
-    cuda_graphs: bool = False
-    """What a block launches is recorded once and replayed (`workbench.execution.blocks.cuda_graphs`)."""
+    chunks: int = field(init=False)
+    recompute: str = field(init=False)
+    origin: tuple[Profile, Request] | None = field(default=None, init=False, repr=False, compare=False)
+    """Profile and request of the search that made this plan in this process; not stored."""
 
-    @property
-    def chunks(self) -> int:
-        """Stages of one pipeline rank."""
-        return len(self.stages) // self.pipeline
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", len(self.stages) // self.pipeline)
+        object.__setattr__(self, "recompute", common_recompute(self.recomputed_blocks))
 
     def stages_of(self, pipeline_rank: int) -> tuple[Stage, ...]:
-        """The stages that a pipeline rank runs."""
+        """Return the stages that a pipeline rank runs."""
         return self.stages[pipeline_rank :: self.pipeline]
 
     @property
-    def recompute(self) -> str:
-        """One of `RECOMPUTE` if all blocks agree, else `mixed`."""
-        return recompute_of_all(self.recomputed_blocks, len(self.block_names))
-
-    @property
     def recomputed_blocks(self) -> dict[str, int]:
-        """How many blocks are recomputed by each of `RECOMPUTE`."""
+        """Return the number of blocks with each kind of activation checkpointing."""
         each = [s.recompute_of(block) for s in self.stages for block in range(s.first_block, s.end_block)]
-        return {kind: each.count(kind) for kind in RECOMPUTE}
+        return {recompute: each.count(recompute) for recompute in RECOMPUTE}
 
     def device_bytes(self, pipeline_rank: int) -> int:
-        """Predicted peak of one device of a pipeline rank."""
+        """Return the predicted peak of one device of a pipeline rank."""
         return sum(stage.memory.total for stage in self.stages_of(pipeline_rank))
 
     @property
-    def world(self) -> int:
-        return self.pipeline * self.data * self.tensor
+    def peak_bytes(self) -> int:
+        """Return the predicted peak of the fullest device."""
+        return max(self.device_bytes(rank) for rank in range(self.pipeline))
 
     @property
     def model_bytes(self) -> int:
-        """Of the whole model as it is built: fp32, undivided."""
+        """Return the size of the whole model as ranks build it: fp32, undivided."""
         return FP32 * sum(stage.parameters for stage in self.stages)
 
     @property
     def built_on_device_bytes(self) -> float:
-        """The largest model that a rank initialises on its GPU, where nothing else is on it."""
+        """Return the size of the largest model that a rank initialises on its otherwise empty GPU."""
         return BUILD_SHARE * self.cluster.device.memory_bytes
 
-    @property
-    def shards(self) -> bool:
-        """Does FSDP2 divide each stage's state over its replicas?"""
-        return self.zero > 0 and self.data > 1
-
-    @property
-    def keeps_halves(self) -> bool:
-        """See the function."""
-        return keeps_halves(self.precision, self.data, self.schedule, self.cuda_graphs)
-
-    @property
-    def averages_by_hand(self) -> bool:
-        """See the function."""
-        return averages_by_hand(self.schedule, self.cuda_graphs)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the fullest device."""
-        return max(self.device_bytes(rank) for rank in range(self.pipeline))
-
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self), "cluster": self.cluster.to_json()}
+        derived = ("chunks", "recompute", "origin")
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in derived}
+        rows = {name: [asdict(row) for row in fields[name]] for name in ("stages", "candidates")}
+        values = {"cluster": self.cluster.to_json(), "prediction": asdict(self.prediction)}
+        return {"format": FORMAT, **fields, **rows, **values}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Plan:
-        """Raises `PlanMismatch` for what is not a plan, or is one of a later format."""
+        """Return the plan of its JSON; raises `PlanMismatch` for anything else and for plans of another format."""
         try:
-            fields = _upgraded(value)
+            fields = dict(value)
+            if (stored := fields.pop("format")) != FORMAT:
+                raise PlanMismatch(
+                    f"The plan has format {stored} and this version of workbench reads format {FORMAT}. Plan again: "
+                    f"wb.plan(experiment).",
+                    format=stored,
+                )
             fields["cluster"] = Cluster.from_json(fields["cluster"])
             fields["block_names"] = tuple(fields["block_names"])
             fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
@@ -261,91 +205,60 @@ class Plan:
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """As JSON that `wb.load_plan` reads."""
+        """Write the plan as JSON that `Plan.load` reads, and return the file."""
         file = Path(path).expanduser()
         write_json(file, self.to_json())
         return file
 
-    @property
-    def origin(self) -> tuple[object, object] | None:
-        """Profile and request of the search that made this plan, in this process; not stored, not compared."""
-        found: tuple[object, object] | None = self.__dict__.get("_origin")
-        return found
-
-    def explain(self, profile: Profile | None = None) -> Explanation:
-        """Where the step goes, which constraint binds, and what would change the choice: by planning again with one
-        constraint loosened at a time.
-
-        A plan that was read from a file needs the model's `profile` for the latter. Raises `PlanMismatch` for a
-        profile of another model.
-        """
-        from workbench.planning.explaining import explain
-
-        return explain(self, profile)
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Return the plan in a file that `save` wrote, or in a run directory; raises `PlanMismatch` for others."""
+        file = Path(path).expanduser()
+        file = file / "plan.json" if file.is_dir() else file
+        try:
+            value = read_json(file)
+        except (OSError, ValueError) as error:
+            raise PlanMismatch(f"{file} holds no plan ({error}). Write one there: plan.save(path).") from None
+        return Plan.from_json(value)
 
     def describe(self) -> str:
-        """One sentence: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples, 213 ms a step, 61.2 GiB a device"`."""
+        """Return one sentence: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples, 213 ms a step, 61.2 GiB a device"`."""
         return f"{self.division()}, {duration(self.prediction.step_ms / 1e3)} a step, {gib(self.peak_bytes)} a device"
 
     def division(self) -> str:
-        """How a step is divided, without what it costs: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples"`."""
+        """Return how a step is divided: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples"`."""
         tensor = f" × TP {self.tensor}" if self.tensor > 1 else ""
         sharding = f" (ZeRO {self.zero})" if self.zero else ""
         chunks = f" × {self.chunks}" if self.chunks > 1 else ""
-        extras = [recompute_words(self)] if self.recompute != "none" else []
+        extras = [self.recompute_words()] if self.recompute != "none" else []
         extras += ["optimiser state on the host"] if self.offload_optimizer else []
         extras += ["CUDA graphs"] if self.cuda_graphs else []
         return ", ".join(
             (
                 f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",
-                f"{SCHEDULE_WORDS[self.schedule]}{chunks}",
+                f"{SCHEDULES[self.schedule]}{chunks}",
                 f"{self.num_microbatches} × {self.micro_batch} samples",
                 *extras,
             )
         )
 
+    def recompute_words(self) -> str:
+        """Return, for instance, `"selective activation checkpointing in 20 of 56 blocks"`."""
+        if self.recompute != "mixed":
+            return RECOMPUTE[self.recompute]
+        blocks, total = self.recomputed_blocks, len(self.block_names)
+        if blocks["full"] and blocks["selective"]:
+            return f"{RECOMPUTE['full']} in {blocks['full']} and selective in {blocks['selective']} of {total} blocks"
+        recompute = "full" if blocks["full"] else "selective"
+        return f"{RECOMPUTE[recompute]} in {blocks[recompute]} of {total} blocks"
+
     def __repr__(self) -> str:
         return f"Plan({self.model} on {self.cluster.describe()}: {self.describe()})"
 
 
-SCHEDULE_WORDS = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zero_bubble": "zero-bubble"}
-RECOMPUTE_WORDS = {
-    "none": "no activation checkpointing",
-    "selective": "selective activation checkpointing",
-    "full": "activation checkpointing",
-}
+def common_recompute(blocks: Mapping[str, int]) -> str:
+    """Return the kind of activation checkpointing that all blocks have, `mixed` if they differ.
 
-
-def recompute_of_all(blocks: Mapping[str, int], total: int) -> str:
-    """The kind by which all blocks are recomputed, `mixed` if there is none; `blocks` says how many are by each."""
-    return next((kind for kind, count in blocks.items() if count == total), "mixed")
-
-
-def recompute_words(plan: Plan) -> str:
-    """`"selective activation checkpointing in 20 of 56 blocks"`."""
-    if plan.recompute != "mixed":
-        return RECOMPUTE_WORDS[plan.recompute]
-    full, selective, total = plan.recomputed_blocks["full"], plan.recomputed_blocks["selective"], len(plan.block_names)
-    if full and selective:
-        return f"{RECOMPUTE_WORDS['full']} in {full} and selective in {selective} of {total} blocks"
-    kind, count = ("full", full) if full else ("selective", selective)
-    return f"{RECOMPUTE_WORDS[kind]} in {count} of {total} blocks"
-
-
-def _upgraded(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a stored plan, whatever format it was stored in."""
-    fields = {key: item for key, item in value.items() if key != "format"}
-    if value.get("format", 1) > FORMAT:
-        raise PlanMismatch(
-            f"The plan has format {value['format']} and this version of workbench reads up to {FORMAT}. Update "
-            f"workbench, or plan again with wb.plan(experiment).",
-            format=value["format"],
-        )
-    if value.get("format", 1) == 1:
-        words = {False: "none", True: "full"}
-        fields["stages"] = [{**stage, "recompute": words[stage["recompute"]]} for stage in fields["stages"]]
-        added = {"tensor": 1, "schedule": fields["schedule"], "chunks": 1, "offload_optimizer": False}
-        fields["candidates"] = [
-            {**row, **added, "recompute": words[row["recompute"]]} for row in fields.get("candidates", ())
-        ]
-    return fields
+    `blocks` maps each kind to the number of blocks that have it.
+    """
+    return next((recompute for recompute, count in blocks.items() if count == sum(blocks.values())), "mixed")

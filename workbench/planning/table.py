@@ -1,4 +1,4 @@
-"""`Plans`: a whole search as one table that somebody who never saw one can read."""
+"""A whole search as one table, for a reader who has never seen such a search."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from workbench.cost.profiles import RECOMPUTE, Profile
+from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
-from workbench.planning.plan import SCHEDULE_WORDS, Candidate, Plan
-from workbench.planning.planner import Search
-from workbench.planning.requests import Request
+from workbench.planning.plan import Candidate, Plan
+from workbench.planning.request import Request
+from workbench.planning.search import Search, checked_search, uncollected
+from workbench.strategy import RECOMPUTE, SCHEDULES
 from workbench.units import gib
 
 FASTEST_SHOWN = 14
-"""Rows shown of those that fit, fastest first."""
+"""Number of rows shown of options that fit, fastest first."""
 REJECTED_SHOWN = 6
-"""Rows shown of those that do not fit, those that come nearest first."""
+"""Number of rows shown of options that do not fit, nearest to fitting first."""
 
 COLUMNS = {
     "": "number: plans[number] is that plan",
-    "PP": "pipeline-parallel degree: the model is cut into this many parts, one after the other",
+    "PP": "pipeline-parallel degree: the model's stages are spread over this many ranks",
     "DP": "data-parallel degree: this many replicas share the global batch",
     "TP": "tensor-parallel degree: this many devices share each matrix product",
     "ZeRO": "what the replicas shard: 0 nothing, 1 the optimiser, 2 also gradients, 3 also parameters",
-    "recompute": "activation checkpointing: what the backward computes again instead of keeping, in so many blocks",
+    "recompute": "activation checkpointing: number of blocks whose activations the backward computes again",
     "schedule": "the order of forwards and backwards; × n: every pipeline rank has n stages",
     "micro-batches": "forwards of one step on one replica, and samples in each",
-    "step": "predicted time of one step; ≥: at least that, which was enough to rule it out",
-    "memory": "predicted peak of the fullest device, of what it offers to tensors",
-    "bubble": "share of the pipeline's time that devices wait",
+    "step": "predicted time of one step; ≥: a lower bound, which was enough to rule the option out",
+    "memory": "predicted peak of the fullest device",
+    "bubble": "share of the pipeline's time during which devices are idle",
     "verdict": "why it was chosen or not",
 }
 
@@ -39,26 +40,34 @@ LEGEND = ("PP", "DP", "TP", "ZeRO", "step", "memory", "bubble")
 """Columns that are explained below the table where no mouse can hover over it."""
 
 
+def weigh(profile: Profile, precision: str, request: Request) -> Plans:
+    """Search as `workbench.planning.search` does, and return every option that was considered."""
+    search = checked_search(profile, precision, request)
+    with uncollected():
+        best = search.plan(known=FASTEST_SHOWN)
+    return Plans(best, search.searched, profile, request)
+
+
 @dataclass(frozen=True)
 class Plans:
-    """Everything that one search weighed: `plans.best`, and `plans[n]` for row n of the table."""
+    """Every option of one search: `plans.best`, and `plans[n]` for row n of the table."""
 
     best: Plan
     searched: int
-    """Options weighed; `rows` holds those nearest to the best."""
+    """Number of options; `rows` holds those nearest to the best."""
     profile: Profile = field(repr=False, compare=False)
     request: Request = field(repr=False, compare=False)
 
     @property
     def rows(self) -> tuple[Candidate, ...]:
-        """The chosen one first, then the others by their step."""
+        """Candidates: the chosen one first, then the others by their step."""
         return self.best.candidates
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: int) -> Plan:
-        """Row `number` as a plan of its own, to launch or to draw; raises `PlanInfeasible` if it does not fit."""
+        """Return row `number` as a plan of its own; raises `PlanInfeasible` if it does not fit."""
         number = operator.index(number)
         if not -len(self) <= number < len(self):
             raise IndexError(f"There is no row {number}: the table has rows 0 to {len(self) - 1}.")
@@ -68,14 +77,14 @@ class Plans:
         return Search(self.profile, self.request.fixed_to(row)).plan()
 
     def __iter__(self) -> Iterator[Plan]:
-        """The plans of the rows that fit, the chosen one first. (Rows that were ruled out early are weighed now.)"""
+        """Yield the plans of the rows that fit, the chosen one first; rows ruled out by a bound are weighed now."""
         for number, row in enumerate(self.rows):
             if row.step_ms is not None:
                 with suppress(PlanInfeasible):
                     yield self[number]
 
     def shown(self) -> list[tuple[int, Candidate]]:
-        """The rows that the table shows, with their numbers."""
+        """Return the rows that the table shows, with their numbers."""
         numbered = list(enumerate(self.rows))
         fitting = [(n, row) for n, row in numbered if row.step_ms is not None]
         rejected = [(n, row) for n, row in numbered if row.step_ms is None]
@@ -89,7 +98,7 @@ class Plans:
         request = self.request
         return (
             f"{self.best.model} on {request.cluster.describe()}, {request.global_batch} samples of "
-            f"{request.seq_len} tokens a step: {self.searched} plans weighed, {len(self.shown())} shown; "
+            f"{request.seq_len} tokens a step: {self.searched} options weighed, {len(self.shown())} shown; "
             f"{request.offer()}"
         )
 
@@ -123,7 +132,6 @@ class Plans:
 
 
 def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
-    share = best.global_batch // (row.data * row.micro_batch)
     chunks = f" × {row.chunks}" if row.chunks > 1 else ""
     known = "" if row.bubble_fraction is not None else "≥ "
     return (
@@ -133,8 +141,8 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         str(row.tensor),
         str(row.zero) + (", optimiser on host" if row.offload_optimizer else ""),
         _recompute(row, len(best.block_names)),
-        SCHEDULE_WORDS[row.schedule] + chunks if row.pipeline > 1 else "–",
-        f"{share} × {row.micro_batch}" + (", CUDA graphs" if row.cuda_graphs else ""),
+        SCHEDULES[row.schedule] + chunks if row.pipeline > 1 else "–",
+        f"{row.num_microbatches} × {row.micro_batch}" + (", CUDA graphs" if row.cuda_graphs else ""),
         "–" if row.step_ms is None else known + _milliseconds(row.step_ms),
         "–" if row.peak_bytes is None else gib(row.peak_bytes),
         "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",
@@ -143,12 +151,12 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
 
 
 def _recompute(row: Candidate, blocks: int) -> str:
-    """`"full in 2, selective in 20 of 56"`: blocks."""
+    """Return, for instance, `"full in 2, selective in 20 of 56"`."""
     if row.recompute != "mixed":
         return row.recompute if row.recompute in RECOMPUTE else "–"
     each = [
-        f"{kind} in {count}"
-        for kind, count in (("full", row.full_blocks), ("selective", row.selective_blocks))
+        f"{recompute} in {count}"
+        for recompute, count in (("full", row.full_blocks), ("selective", row.selective_blocks))
         if count
     ]
     return f"{', '.join(each)} of {blocks}" if each else row.recompute

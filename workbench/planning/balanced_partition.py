@@ -1,4 +1,4 @@
-"""Cutting a row of blocks into stages: optimal, by a dynamic program over NumPy arrays.
+"""A row of blocks cut into stages whose largest cost is as small as can be, by dynamic programming over NumPy arrays.
 
 `cost[s][i, j]` and `memory[s][i, j]` describe stage `s` made of blocks `i … j - 1`; entries with `j <= i` are ignored,
 so that no stage is empty.
@@ -19,10 +19,10 @@ SLACK = 1e-9
 
 
 def partition(cost: Sequence[Array], memory: Sequence[Array], limit: float) -> tuple[int, ...] | None:
-    """Cut points `(0, …, n)` that minimise the largest stage cost, then the largest stage memory.
+    """Return cut points `(0, …, n)` that minimise the largest stage cost, then the largest stage memory.
 
-    Every stage must stay within `limit`. Both arguments have one (n + 1, n + 1) matrix a stage. None when no cut fits.
-    O(stages · n²), twice.
+    Every stage must stay within `limit`. Both arguments have one (n + 1, n + 1) matrix per stage. The result is None
+    when no cut fits. Time: O(stages · n²), twice.
     """
     not_empty = _not_empty(len(cost[0]))
     within = _each(lambda c, m: np.where(not_empty & (m <= limit), c, np.inf), cost, memory)
@@ -34,13 +34,13 @@ def partition(cost: Sequence[Array], memory: Sequence[Array], limit: float) -> t
 
 
 def smallest(memory: Sequence[Array]) -> float:
-    """The largest stage memory of the cut that minimises it; infinity where every cut has a stage of infinity."""
+    """Return the largest stage memory of the cut that minimises it; infinity where every cut has an infinite stage."""
     not_empty = _not_empty(len(memory[0]))
     return min_max(_each(lambda m, _: np.where(not_empty, m, np.inf), memory, memory))[0]
 
 
 def least_sum(cost: Sequence[Array]) -> float:
-    """Of all cuts, the least sum of stage costs."""
+    """Return the least sum of stage costs of any cut."""
     not_empty = _not_empty(len(cost[0]))
     reached = np.full(len(cost[0]), np.inf)
     reached[0] = 0.0
@@ -50,13 +50,10 @@ def least_sum(cost: Sequence[Array]) -> float:
 
 
 def _each(work: Callable[[Array, Array], Array], first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
-    """`work` for every stage; once for stages that share their matrices."""
-    pairs = list(zip(first, second, strict=True))
-    done: dict[tuple[int, int], Array] = {}
-    for one, other in pairs:
-        if (id(one), id(other)) not in done:
-            done[id(one), id(other)] = work(one, other)
-    return [done[id(one), id(other)] for one, other in pairs]
+    """Return `work` for every stage, computed once for stages that share their matrices."""
+    pairs = {(id(one), id(other)): (one, other) for one, other in zip(first, second, strict=True)}
+    done = {key: work(one, other) for key, (one, other) in pairs.items()}
+    return [done[id(one), id(other)] for one, other in zip(first, second, strict=True)]
 
 
 @lru_cache(maxsize=16)
@@ -65,7 +62,7 @@ def _not_empty(ends: int) -> npt.NDArray[np.bool_]:
 
 
 def min_max(cost: Sequence[Array]) -> tuple[float, tuple[int, ...] | None]:
-    """Cut points that minimise the largest `cost[s][i, j]`, with that cost; `inf` forbids a stage."""
+    """Return the least possible largest `cost[s][i, j]`, and the cut points that reach it; `inf` forbids a stage."""
     reached = [np.full(len(cost[0]), np.inf)]
     reached[0][0] = -np.inf
     for stage in cost:

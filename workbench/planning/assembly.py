@@ -1,0 +1,133 @@
+"""A finished search as a `Plan`: its stages, and the rows of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from workbench.cost.memory import StageState
+from workbench.planning.options import Option
+from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
+from workbench.planning.prediction import predict
+from workbench.planning.refusals import apart, host_need
+from workbench.planning.request import Request
+from workbench.planning.stage_costs import StrategyCosts
+from workbench.planning.stage_cuts import Cut, Cutter
+
+MAX_ROWS = 400
+"""Number of options that a plan lists, nearest to the chosen one first."""
+MAX_REJECTED = 60
+"""Number of these that do not fit, nearest to fitting first."""
+
+
+def assemble(best: Option, options: Sequence[Option], request: Request) -> Plan:
+    """Return the plan of the best option, with all options as its candidates."""
+    costs, cut, profile = best.costs, best.cut, best.costs.profile
+    assert cut is not None
+    choices = dict(vars(best.strategy))
+    del choices["chunks"], choices["recompute"]
+    plan = Plan(
+        model=profile.model,
+        signature=profile.signature,
+        cluster=request.cluster,
+        global_batch=request.global_batch,
+        seq_len=request.seq_len,
+        precision=profile.precision,
+        block_names=tuple(block.name for block in profile.blocks),
+        stages=_stages(costs, cut),
+        memory_limit_bytes=request.memory_limit_bytes,
+        flops_per_step=round(profile.flops_per_sample * request.global_batch),
+        prediction=predict(costs, cut, costs.times(cut.stages), request),
+        candidates=_rows(best, options, request),
+        **choices,
+    )
+    object.__setattr__(plan, "origin", (profile, request))
+    return plan
+
+
+def _stages(costs: StrategyCosts, cut: Cut) -> tuple[Stage, ...]:
+    times, cutter, mixed, modes = costs.times(cut.stages), Cutter(costs), cut.stages, costs.model.modes
+    pipeline = costs.strategy.pipeline
+    at_peak = [cutter.stage_bytes(rank, cut) for rank in range(pipeline)]
+    crossing = costs.profile.crossing_bytes
+    stages = []
+    for s, (i, j) in enumerate(pairwise(cut.cuts)):
+        recomputed = int(mixed.middle[s]) - i
+        is_mixed = 0 < recomputed < j - i
+        stages.append(
+            Stage(
+                index=s,
+                first_block=i,
+                end_block=j,
+                parameters=int(costs.model.elements[i, j]),
+                forward_ms=float(times.forward[s] + times.forward_wait[s]),
+                backward_ms=float(times.backward[s] + times.backward_wait[s]),
+                send_bytes=int(crossing[j] * costs.strategy.micro_batch) if j < len(crossing) - 1 else 0,
+                recompute=modes[mixed.heavier[s]],
+                memory=_memory(
+                    cutter.state, (i, j), at_peak[s % pipeline][s // pipeline], cutter.gradients_to_come(cut, s)
+                ),
+                recompute_first=recomputed if is_mixed else None,
+                recompute_rest=modes[mixed.lighter[s]] if is_mixed else "none",
+            )
+        )
+    return tuple(stages)
+
+
+def _memory(state: StageState, span: tuple[int, int], total: float, gradients_to_come: float) -> Memory:
+    """Return what makes up `total` bytes of the stage `[i, j]`."""
+    return Memory(
+        parameters=int(state.parameters[span]),
+        gradients=int(state.gradients[span] - gradients_to_come),
+        optimizer=int(state.optimizer[span]),
+        activations=int(total - state.total[span] + gradients_to_come),
+        workspace=int(state.workspace[span]),
+    )
+
+
+def _rows(best: Option, options: Sequence[Option], request: Request) -> tuple[Candidate, ...]:
+    rows = [_row(option, best, request) for option in options]
+    fitting = [row for row in rows if row.step_ms is not None]
+    rejected = [row for row in rows if row.step_ms is None]
+    fitting.sort(key=lambda row: (row.verdict != "chosen", row.step_ms))
+    rejected.sort(key=lambda row: (row.peak_bytes is None, row.peak_bytes))
+    rejected = rejected[:MAX_REJECTED]
+    return (*fitting[: MAX_ROWS - len(rejected)], *rejected)
+
+
+def _row(option: Option, best: Option, request: Request) -> Candidate:
+    recomputed: dict[str, int] = {}
+    choices = dict(vars(option.strategy))
+    if option.cut is not None:
+        mixed, modes = option.cut.stages, option.costs.model.modes
+        blocks = np.zeros(len(modes), dtype=int)
+        np.add.at(blocks, mixed.heavier, mixed.middle - mixed.first)
+        np.add.at(blocks, mixed.lighter, mixed.end - mixed.middle)
+        recomputed = dict(zip(modes, blocks.tolist(), strict=True))
+        choices["recompute"] = common_recompute(recomputed)
+    return Candidate(
+        step_ms=option.least_ms if option.may_fit else None,
+        peak_bytes=int(option.least_bytes) if option.weighed and np.isfinite(option.least_bytes) else None,
+        verdict=_verdict(option, best, request),
+        bubble_fraction=option.bubble_fraction,
+        selective_blocks=recomputed.get("selective", 0),
+        full_blocks=recomputed.get("full", 0),
+        **choices,
+    )
+
+
+def _verdict(option: Option, best: Option, request: Request) -> str:
+    if option is best:
+        return "chosen"
+    if not option.may_fit and not np.isfinite(option.least_bytes):
+        return f"{host_need(Cutter(option.costs).least_host, request)} fall to one"
+    if not option.may_fit:
+        needed, offered = apart(option.least_bytes, request.offered_bytes)
+        return f"needs at least {needed} of {offered}"
+    assert best.step_ms is not None
+    if option.step_ms is not None and option.step_ms < best.step_ms:
+        return f"{1 - option.step_ms / best.step_ms:.1%} faster, if its host keeps up"
+    step, least = (option.step_ms, "") if option.step_ms is not None else (option.bound_ms, "at least ")
+    return f"{least}{step / best.step_ms - 1:.1%} slower"

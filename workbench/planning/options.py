@@ -1,0 +1,160 @@
+"""The options of a search: every strategy that the runtime runs and the request allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from workbench.cost.profile import Profile
+from workbench.planning.device_costs import device_costs
+from workbench.planning.request import Request, divisors
+from workbench.planning.stage_costs import ClusterCosts, StrategyCosts
+from workbench.planning.stage_cuts import Cut
+from workbench.strategy import RECOMPUTE, ZERO, Strategy, can_schedule
+
+CHUNKS = (2, 3, 4)
+"""Numbers of stages per pipeline rank that are tried under the interleaved schedule. Unless the user asked for that
+schedule, stages have two blocks or more on average."""
+
+
+@dataclass
+class Option:
+    """One strategy in a search: its best cut, or why it has none."""
+
+    costs: StrategyCosts
+    bound_ms: float
+    """Lower bound of the option's step."""
+    least_bytes: float
+    """Lower bound of the fullest device, whatever the cut."""
+    cut: Cut | None = None
+    step_ms: float | None = None
+    bubble_fraction: float | None = None
+    weighed: bool = False
+    """True once the best cut was looked for."""
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.costs.strategy
+
+    @property
+    def may_fit(self) -> bool:
+        return self.cut is not None or not self.weighed
+
+    @property
+    def least_ms(self) -> float:
+        """The option's step, or a lower bound of it."""
+        return self.bound_ms if self.step_ms is None else self.step_ms
+
+    @staticmethod
+    def of(costs: StrategyCosts) -> Option:
+        """Return an option with the bounds that are known before it is cut."""
+        whole, strategy = costs.whole, costs.strategy
+        ranks, count, busy = strategy.pipeline, strategy.num_microbatches, float(whole.busy)
+        length = count * busy / ranks
+        if not strategy.interleaves:
+            # Stage s cannot start before the first micro-batch has passed the stages above, nor end before its last
+            # one goes back up: busy_0 + … + busy_{s-1} + m · busy_s. The least that this can be for every s at once:
+            length = busy / (1 - (1 - 1 / count) ** ranks)
+        return Option(costs, length + float(whole.ending) / ranks, costs.state_bytes / ranks)
+
+
+def has_options(profile: Profile, request: Request) -> bool:
+    """Return True if any strategy satisfies the request, whether or not it fits in memory."""
+    return next(options(profile, request), None) is not None
+
+
+def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
+    """Yield the costs of every strategy.
+
+    CUDA graphs take memory: unless the user asked for them, they are tried only where the host may hold up its device.
+    """
+    modes = tuple(RECOMPUTE) if request.fixed.recompute is None else (request.fixed.recompute,)
+    costs = ClusterCosts(device_costs(profile, request.cluster.device), request.cluster, modes)
+    asked = request.fixed.cuda_graphs
+    for strategy in _strategies(profile, request):
+        without = costs.of(replace(strategy, recompute=modes[0] if len(modes) == 1 else "any"))
+        if asked is not False and without.can_capture and (asked or without.is_host_bound):
+            yield costs.of(replace(without.strategy, cuda_graphs=True))
+        if not asked:
+            yield without
+
+
+def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
+    """Yield every strategy without CUDA graphs."""
+    fixed, batch = request.fixed, request.global_batch
+    for pipeline, data, tensor in _meshes(profile, request):
+        for micro_batch in [fixed.micro_batch] if fixed.micro_batch else divisors(batch // data):
+            num_microbatches, rest = divmod(batch // data, micro_batch)
+            if rest:
+                continue
+            for schedule, chunks in _schedules(profile, request, pipeline, num_microbatches):
+                for zero in _zero_stages(request, data, num_microbatches):
+                    for offload in _offloads(request):
+                        yield Strategy(
+                            pipeline=pipeline,
+                            data=data,
+                            tensor=tensor,
+                            zero=zero,
+                            schedule=schedule,
+                            chunks=chunks,
+                            micro_batch=micro_batch,
+                            num_microbatches=num_microbatches,
+                            recompute="any",
+                            offload_optimizer=offload,
+                        )
+
+
+def _meshes(profile: Profile, request: Request) -> Iterator[tuple[int, int, int]]:
+    """Yield degrees that use all devices and leave each replica an equal share of the batch.
+
+    Tensor parallelism stays within a node, unless the user fixed its degree.
+    """
+    fixed, gpus = request.fixed, request.cluster.gpus
+    near = divisors(min(gpus, request.cluster.gpus_per_node))
+    tensors = [d for d in near if gpus % d == 0 and profile.divides(d)] if fixed.tensor is None else [fixed.tensor]
+    for tensor in tensors:
+        for pipeline in divisors(gpus // tensor):
+            data = gpus // tensor // pipeline
+            wanted = fixed.pipeline in (None, pipeline) and fixed.data in (None, data)
+            if wanted and pipeline <= len(profile.blocks) and request.global_batch % data == 0:
+                yield pipeline, data, tensor
+
+
+def _schedules(profile: Profile, request: Request, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+    """Yield the schedules that torch runs with so many micro-batches, and the stages per pipeline rank.
+
+    GPipe is tried only where the user asks for it, or where 1F1B cannot run.
+    """
+    fixed = request.fixed
+    plain = "1f1b" if can_schedule("1f1b", pipeline, num_microbatches) else "gpipe"
+    for name in (plain, "interleaved") if fixed.schedule is None else (fixed.schedule,):
+        if not can_schedule(name, pipeline, num_microbatches):
+            continue
+        if name != "interleaved":
+            if fixed.chunks in (None, 1):
+                yield name, 1
+            continue
+        asked = fixed.chunks or fixed.schedule
+        most = len(profile.blocks) // (1 if asked else 2)
+        for chunks in CHUNKS if fixed.chunks is None else (fixed.chunks,):
+            if pipeline > 1 and chunks * pipeline <= most:
+                yield name, chunks
+
+
+def _zero_stages(request: Request, data: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the ZeRO stages to try: none but 0 on one replica, where nothing can be sharded.
+
+    In a step of one micro-batch ZeRO 1 and 2 are the same, and 2 is left out.
+    """
+    wanted = tuple(ZERO) if request.fixed.zero is None else (request.fixed.zero,)
+    if data == 1:
+        return tuple(stage for stage in wanted if stage == 0)
+    if num_microbatches == 1 and 1 in wanted:
+        return tuple(stage for stage in wanted if stage != 2)
+    return wanted
+
+
+def _offloads(request: Request) -> tuple[bool, ...]:
+    if request.fixed.offload_optimizer is not None:
+        return (request.fixed.offload_optimizer,)
+    return (False,) if request.cluster.device.type == "cpu" else (False, True)

@@ -1,0 +1,78 @@
+"""The predicted step of one cut of one option."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workbench.planning.device_costs import Array
+from workbench.planning.plan import Prediction
+from workbench.planning.request import Request
+from workbench.planning.schedules import MicroBatchTimes, step_ms
+from workbench.planning.stage_costs import StageTimes, StrategyCosts
+from workbench.planning.stage_cuts import Cut
+from workbench.planning.times_basis import basis_of_times
+from workbench.strategy import Strategy
+
+
+def bound_ms(costs: StrategyCosts, cut: Cut, times: StageTimes) -> float:
+    """Return a lower bound of the step, without simulating it.
+
+    The bound is the longest of these: all of a rank's own work, before it what a first micro-batch takes down to its
+    first stage, and after it what a last one takes back up; then the end of the step.
+    """
+    strategy = costs.strategy
+    above = slice(strategy.pipeline - 1)
+    sends = _sends(costs, cut)
+    own = strategy.num_microbatches * _by_rank(times.busy, strategy)
+    longest = own + np.concatenate([[0.0], np.cumsum(times.busy[above] + 2 * sends[above])])
+    return float(longest.max() + _by_rank(times.ending, strategy).max())
+
+
+def predict(costs: StrategyCosts, cut: Cut, times: StageTimes, request: Request) -> Prediction:
+    """Simulate the schedule with the stages' times, and add what follows the last backward."""
+    strategy, count = costs.strategy, costs.strategy.num_microbatches
+    forward, backward = times.forward, times.backward
+    waits = times.forward_wait + times.backward_wait
+    each = MicroBatchTimes(
+        (forward + times.forward_wait).tolist(),
+        (backward + times.backward_wait).tolist(),
+        _sends(costs, cut).tolist(),
+    )
+    length, bubble = step_ms(strategy.schedule, strategy.pipeline, count, each)
+    ends = _by_rank(times.ending, strategy)
+    tied = costs.tied_ms(cut.cuts)
+    total = length + float(ends.max()) + tied
+    last, busiest = int(ends.argmax()), int(_by_rank(forward + backward + waits, strategy).argmax())
+    host = count * float(_by_rank(times.host_wait, strategy)[busiest])
+    compute = count * float(_by_rank(forward + backward, strategy)[busiest]) - host
+    waiting = count * float(_by_rank(waits, strategy)[busiest])
+    return Prediction(
+        step_ms=total,
+        compute_ms=compute,
+        bubble_ms=length - compute - host - waiting,
+        communication_ms=waiting + float(_by_rank(times.step_wait, strategy)[last]) + tied,
+        optimizer_ms=float(_by_rank(times.optimizer, strategy)[last]),
+        bubble_fraction=bubble,
+        tokens_per_s=request.global_batch * request.seq_len / (total / 1e3),
+        mfu=_mfu(costs, request, total),
+        host_ms=host,
+        basis=basis_of_times(costs.profile, costs.cluster.device),
+    )
+
+
+def _mfu(costs: StrategyCosts, request: Request, step: float) -> float | None:
+    cluster, profile = costs.cluster, costs.profile
+    if cluster.device.type == "cpu":
+        return None
+    peak = cluster.gpus * cluster.device.peak(profile.precision)
+    return profile.flops_per_sample * request.global_batch / (step / 1e3) / peak
+
+
+def _sends(costs: StrategyCosts, cut: Cut) -> Array:
+    """Return the time to send one micro-batch from each stage to the next; 0 after the last."""
+    return np.array([row[j] for row, j in zip(costs.send_ms, cut.cuts[1:], strict=True)])
+
+
+def _by_rank(values: Array, strategy: Strategy) -> Array:
+    """Return the sum over the stages of each pipeline rank."""
+    return np.asarray(values.reshape(strategy.chunks, strategy.pipeline).sum(axis=0))

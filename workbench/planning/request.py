@@ -1,0 +1,271 @@
+"""One search as the user asked for it, and the checks that refuse what no search can satisfy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
+
+from workbench.cost.cluster import Cluster
+from workbench.cost.device import FRAGMENTATION
+from workbench.cost.profile import Profile
+from workbench.errors import PlanInfeasible, suggestion
+from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy
+from workbench.units import GIB, gib, is_count, plain
+
+DEGREES = ("pipeline", "data", "tensor")
+MEANINGS = {
+    "global_batch": "the samples of one step",
+    "seq_len": "the tokens of one sample",
+    "pipeline": "the number of ranks that the model's stages are spread over",
+    "data": "the number of replicas that share the global batch",
+    "tensor": "the number of devices that share each matrix product",
+    "chunks": "the number of stages of one pipeline rank",
+    "micro_batch": "the samples of one forward on one replica",
+    "memory_limit_bytes": "the memory that one device may use",
+}
+"""Every count that a request holds, and what it counts."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One search: the batch, the cluster, and the choices that the user fixed."""
+
+    global_batch: int
+    seq_len: int
+    cluster: Cluster
+    memory_limit_bytes: int | None = None
+    fixed: Fixed = field(default_factory=Fixed)
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "seq_len", "memory_limit_bytes"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+
+    def fixing(self, **choices: Unpack[Choices]) -> Request:
+        """Return this request with some choices fixed to other values, or left to the search where they are None."""
+        return replace(self, fixed=Fixed(**{**self.fixed, **choices}))
+
+    def fixed_to(self, strategy: Strategy) -> Request:
+        """Return this request with every choice fixed as in `strategy`, apart from a mixture of checkpointing."""
+        choices: dict[str, Any] = {name: getattr(strategy, name) for name in Choices.__annotations__}
+        if strategy.recompute not in RECOMPUTE:
+            choices["recompute"] = self.fixed.recompute
+        return self.fixing(**choices)
+
+    @property
+    def offered_bytes(self) -> int:
+        """Return the bytes that the tensors of one device may fill at their peak."""
+        usable = self.cluster.device.usable_bytes
+        if self.memory_limit_bytes is None:
+            return usable
+        return min(usable, int(self.memory_limit_bytes * (1 - FRAGMENTATION)))
+
+    def offer(self, size: str | None = None) -> str:
+        """Return, for instance, `"each H200 offers 132.7 GiB to tensors"`; `size` replaces the size in words."""
+        size = size or gib(self.offered_bytes)
+        if self.memory_limit_bytes is None or self.offered_bytes == self.cluster.device.usable_bytes:
+            return f"each {self.cluster.device.name} offers {size} to tensors"
+        return f"your limit of {gib(self.memory_limit_bytes)} leaves {size} to tensors"
+
+
+def memory_limit_bytes(gibibytes: float | None) -> int | None:
+    """Return a limit in bytes; raises `PlanInfeasible` for a value that is not a size."""
+    if gibibytes is None:
+        return None
+    gibibytes = plain(gibibytes)
+    if isinstance(gibibytes, bool) or not isinstance(gibibytes, (int, float)) or not 0 < gibibytes < float("inf"):
+        raise PlanInfeasible(
+            f"memory_limit_gib={gibibytes!r} must be a number greater than 0. Give GiB for one device, such as 32.",
+            memory_limit_gib=gibibytes,
+        )
+    return max(1, int(gibibytes * GIB))
+
+
+def check_cluster(cluster: object) -> None:
+    """Raise `PlanInfeasible` for anything but a cluster."""
+    if not isinstance(cluster, Cluster):
+        raise PlanInfeasible(
+            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or wb.local_cluster() for this '
+            f"machine.",
+            cluster=cluster,
+        )
+
+
+def check(request: Request, profile: Profile) -> None:
+    """Raise `PlanInfeasible` for a request that no search can satisfy, with the way out."""
+    _check_numbers(request)
+    _check_words(request, profile)
+    _check_schedule(request)
+    _check_degrees(request, profile)
+    _check_sharding(request)
+    pipeline, blocks = request.fixed.pipeline, len(profile.blocks)
+    if pipeline and pipeline > blocks:
+        raise PlanInfeasible(
+            f"pipeline={pipeline} asks for more stages than the {blocks} block{'s' * (blocks > 1)} of "
+            f"{profile.model}. Choose at most {blocks}.",
+            pipeline=pipeline,
+            blocks=blocks,
+        )
+    _check_batch(request)
+
+
+def _check_numbers(request: Request) -> None:
+    fixed = request.fixed
+    for name, meaning in MEANINGS.items():
+        searched = name in Choices.__annotations__
+        value = fixed.get(name) if searched else getattr(request, name)
+        if not is_count(value) and not (value is None and (searched or name == "memory_limit_bytes")):
+            advice = " Leave it out to have it searched." if searched else ""
+            raise PlanInfeasible(
+                f"{name}={value!r} must be a whole number of at least 1: {meaning}.{advice}", **{name: value}
+            )
+    meanings = {
+        "offload_optimizer": "True keeps the optimiser's state in the host's memory",
+        "cuda_graphs": "True captures what blocks launch as CUDA graphs and replays it",
+    }
+    for name, meaning in meanings.items():
+        if not isinstance(fixed.get(name, False), bool):
+            raise PlanInfeasible(
+                f"{name}={fixed[name]!r} must be True or False: {meaning}. Leave it out to have it searched.",
+                **{name: fixed[name]},
+            )
+
+
+def _check_words(request: Request, profile: Profile) -> None:
+    """Raise for a choice outside of its list, or one that the model or the device rules out."""
+    fixed, device = request.fixed, request.cluster.device
+    if fixed.recompute not in (None, *RECOMPUTE):
+        raise PlanInfeasible(
+            f"recompute={fixed.recompute!r} is not a kind of activation checkpointing. Choose one of "
+            f"{', '.join(map(repr, RECOMPUTE))}.",
+            recompute=fixed.recompute,
+        )
+    if fixed.zero is not None and (type(fixed.zero) is not int or fixed.zero not in ZERO):
+        raise PlanInfeasible(
+            f"zero={fixed.zero!r} is not a ZeRO stage. Choose one of {', '.join(ZERO.values())}.", zero=fixed.zero
+        )
+    if fixed.tensor is not None and not profile.divides(fixed.tensor):
+        degrees = [1, *profile.divided]
+        raise PlanInfeasible(
+            f"tensor={fixed.tensor} does not divide most of {profile.model}: attention heads and widths must be "
+            f"multiples of it. Choose {'1' if degrees == [1] else 'one of ' + listed(degrees)}.",
+            tensor=fixed.tensor,
+        )
+    if fixed.offload_optimizer and device.type == "cpu":
+        raise PlanInfeasible(
+            f"offload_optimizer=True moves the optimiser's state to the host's memory, where a {device.name} has it "
+            f"already. Leave it out.",
+            offload_optimizer=True,
+        )
+    obstacles = {
+        f"a {device.name} has no CUDA": device.type != "cuda",
+        "the code that the compiler made is captured, and compile is False": not profile.compiled,
+        f"under zero={fixed.zero} FSDP2 moves weights from step to step": bool(fixed.zero),
+    }
+    for obstacle, applies in obstacles.items():
+        if fixed.cuda_graphs and applies:
+            raise PlanInfeasible(
+                f"cuda_graphs=True does not run here: {obstacle}. Remove cuda_graphs=True to search plans without.",
+                cuda_graphs=True,
+            )
+
+
+def _check_schedule(request: Request) -> None:
+    schedule, chunks, gpus = request.fixed.schedule, request.fixed.chunks or 1, request.cluster.gpus
+    if schedule is not None and schedule not in SCHEDULES:
+        near = suggestion(str(schedule).lower(), SCHEDULES)
+        raise PlanInfeasible(f"There is no schedule {schedule!r}. {near}", schedule=schedule)
+    if chunks > 1 and schedule not in (None, "interleaved"):
+        raise PlanInfeasible(
+            f"chunks={chunks} needs the interleaved schedule, and {schedule} has one stage on each pipeline rank. "
+            f"Leave chunks out, or choose schedule='interleaved'.",
+            chunks=chunks,
+        )
+    fixed = request.fixed
+    all_data = fixed.data is not None and fixed.pipeline is None and fixed.data * (fixed.tensor or 1) == gpus
+    if (schedule == "interleaved" or chunks > 1) and (gpus == 1 or fixed.pipeline == 1 or all_data):
+        what = f"schedule={schedule!r}" if schedule else f"chunks={chunks}"
+        why = "this cluster has one device" if gpus == 1 else "these degrees make one"
+        raise PlanInfeasible(
+            f"{what} interleaves the stages of several pipeline ranks, and {why}. Leave {what.split('=')[0]} out, or "
+            f"give the plan a pipeline of at least 2.",
+            schedule=schedule,
+            chunks=fixed.chunks,
+        )
+
+
+def _check_sharding(request: Request) -> None:
+    """Raise for ZeRO on a single replica, which has nothing to shard over."""
+    fixed, gpus = request.fixed, request.cluster.gpus
+    if not fixed.zero or (fixed.data != 1 and (fixed.pipeline or 1) * (fixed.tensor or 1) != gpus):
+        return
+    names = " × ".join(f"{name}={fixed[name]}" for name in ("pipeline", "tensor") if fixed.get(name))
+    left = f"{names} on {gpus} devices leaves one" if gpus > 1 else "one device holds one"
+    why = "data=1 makes one" if fixed.data == 1 else left
+    raise PlanInfeasible(
+        f"zero={fixed.zero} shards over data-parallel replicas, and {why}. Leave zero out, or make room for data=2.",
+        zero=fixed.zero,
+        devices=gpus,
+    )
+
+
+def _check_degrees(request: Request, profile: Profile) -> None:
+    gpus = request.cluster.gpus
+    fixed = {name: request.fixed[name] for name in DEGREES if name in request.fixed}
+    for name, degree in fixed.items():
+        if gpus % degree:
+            raise PlanInfeasible(
+                f"{name}={degree} does not divide {gpus} devices. Choose one of {listed(divisors(gpus))}.",
+                **{name: degree, "devices": gpus},
+            )
+    product = math.prod(fixed.values())
+    complete = len(fixed) == 3 or ({"pipeline", "data"} <= set(fixed) and not profile.divides(gpus // product))
+    if gpus % product or (complete and product != gpus):
+        given = " × ".join(f"{name}={degree}" for name, degree in fixed.items())
+        last = "data" if "data" in fixed else next(iter(fixed))
+        others = product // fixed[last]
+        rest = f"{last}={gpus // others}" if gpus % others == 0 else "degrees whose product divides it"
+        raise PlanInfeasible(
+            f"{given} uses {product} of {gpus} devices. Give {rest}, or plan for a cluster of {product}.",
+            **fixed,
+            devices=gpus,
+        )
+
+
+def _check_batch(request: Request) -> None:
+    batch, micro, data = request.global_batch, request.fixed.micro_batch, request.fixed.data
+    if data is not None and batch % data:
+        raise PlanInfeasible(
+            f"A global batch of {batch} samples cannot be divided over data={data} replicas. Choose a global batch "
+            f"that is a multiple of {data}, such as {_multiple(batch, data)}.",
+            global_batch=batch,
+            data=data,
+        )
+    least = micro * (data or 1) if micro is not None else 1
+    if batch % least:
+        replicas = f" on each of {data} replicas" if data and data > 1 else ""
+        choices = listed(divisors(batch // data if data else batch))
+        raise PlanInfeasible(
+            f"A global batch of {batch} samples cannot be divided into micro-batches of {micro}{replicas}. Choose one "
+            f"of {choices}, or a global batch of {_multiple(batch, least)}.",
+            global_batch=batch,
+            micro_batch=micro,
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _multiple(number: int, of: int) -> int:
+    return max(1, round(number / of)) * of
+
+
+def listed(values: Sequence[Any], last: str = ", ") -> str:
+    """Return `"1, 2, 4"`; of more than twelve values the first ten and the last."""
+    shown = [str(value) for value in values]
+    shown = shown if len(shown) <= 12 else [*shown[:10], "…", shown[-1]]
+    return last.join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else "".join(shown)

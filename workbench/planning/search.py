@@ -1,0 +1,235 @@
+"""The search: the best cut of every option, and the fastest option that fits.
+
+Nothing is sampled. An option is cut and simulated unless a lower bound of its step already exceeds the best step.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Unpack
+
+import numpy as np
+
+from workbench.cost.cluster import Cluster
+from workbench.cost.profile import Profile
+from workbench.errors import PlanInfeasible, PlanMismatch, checked_keywords
+from workbench.planning.assembly import assemble
+from workbench.planning.options import Option, has_options, options
+from workbench.planning.plan import Plan
+from workbench.planning.prediction import bound_ms, predict
+from workbench.planning.refusals import host_too_small, no_options, too_large
+from workbench.planning.request import Request, check, check_cluster, memory_limit_bytes
+from workbench.planning.stage_cuts import Cutter
+from workbench.strategy import Choices, Fixed, Strategy
+
+MAX_SETTLED = 80
+"""Number of options that are weighed after the best is known, so that a table of the fastest has steps, not bounds."""
+CUDA_GRAPHS_SLACK = 0.02
+"""Fraction of the step time that the planner may sacrifice to use CUDA graphs, which protect a host-bound plan against
+a host that is slower than when it was measured."""
+
+
+@checked_keywords
+def search(
+    profile: Profile,
+    *,
+    global_batch: int,
+    seq_len: int,
+    precision: str,
+    cluster: Cluster,
+    memory_limit_bytes: int | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
+    """Return the fastest plan that fits, with the alternatives in `Plan.candidates`.
+
+    The search covers pipeline × data × tensor degrees that use all devices, ZeRO stages, schedules and stages per
+    rank, activation checkpointing of each stage, optimiser state on the host, CUDA graphs, and micro-batches that
+    divide each replica's share. Each of `choices` fixes its own. Stages are cut so that the slowest is as fast as
+    memory allows.
+
+    Raises `PlanInfeasible` when nothing fits or the degrees contradict the cluster or the batch, `PlanMismatch` when
+    the profile was made for another precision or device type.
+    """
+    request = Request(global_batch, seq_len, cluster, memory_limit_bytes, Fixed(**choices))
+    return checked_search(profile, precision, request).plan()
+
+
+@checked_keywords
+def what_if(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    seq_len: int,
+    gpus: int | None = None,
+    memory_limit_gib: float | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
+    """Return the best plan for one position of some sliders; a position seen before is answered from a cache.
+
+    Make the profile once and call this function for every move:
+
+        profile = wb.profile(experiment, cluster)             # captures the model: seconds
+        plan = what_if(profile, cluster, global_batch=256, seq_len=512, gpus=8, memory_limit_gib=32)
+        show_plan(plan)
+
+    `gpus` plans for as many of the cluster's devices (in nodes of their usual size), None for the cluster as it is.
+    Costs of blocks are shared between calls. Raises `PlanInfeasible` where nothing fits: show its sentence in place of
+    the picture.
+    """
+    cluster = cluster if gpus is None else cluster.resized(gpus)
+    request = Request(global_batch, seq_len, cluster, memory_limit_bytes(memory_limit_gib), Fixed(**choices))
+    with uncollected():
+        return _what_if(profile, request)
+
+
+@lru_cache(maxsize=512)
+def _what_if(profile: Profile, request: Request) -> Plan:
+    return checked_search(profile, profile.precision, request).plan()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Suspend garbage collection: where a model has been captured, a full collection takes longer than a plan."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def checked_search(profile: Profile, precision: str, request: Request) -> Search:
+    """Return a search of a checked request; raises what `search` raises before anything is searched."""
+    check_cluster(request.cluster)
+    check_profile(profile, precision, request.cluster)
+    check(request, profile)
+    return Search(profile, request)
+
+
+def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
+    """Raise `PlanMismatch` for a profile that was made for another precision or device type."""
+    device = cluster.device
+    if (profile.precision, profile.device_type) != (precision, device.type):
+        raise PlanMismatch(
+            f"The profile of {profile.model} is for {profile.precision} on {profile.device_type}, and the plan is for "
+            f"{precision} on {device.type}. Make the profile again for {device.name} with wb.profile(experiment, "
+            f"cluster), or plan in {profile.precision} on a {profile.device_type} cluster.",
+            profiled=profile.precision,
+            planned=precision,
+        )
+
+
+class Search:
+    """One search for the fastest plan."""
+
+    def __init__(self, profile: Profile, request: Request) -> None:
+        self.profile = profile
+        self.request = request
+        self.searched = 0
+        """Number of options, once `plan` has run."""
+        self._weighed: dict[Strategy, Option] = {}
+
+    def plan(self, known: int = 1) -> Plan:
+        """Return the fastest plan that fits.
+
+        `Plan.candidates` has the simulated step of `known` of the fastest options, and bounds of others.
+        """
+        found = sorted(map(Option.of, options(self.profile, self.request)), key=lambda option: option.bound_ms)
+        self.searched = len(found)
+        if not found:
+            raise no_options(self.profile, self.request, lambda other: has_options(self.profile, other))
+        best: Option | None = None
+        best_ms = np.inf
+        for option in found:
+            if option.bound_ms >= best_ms:
+                break
+            if not self._is_dominated(option):
+                self._weigh(option, best_ms)
+            if option.step_ms is not None and option.step_ms < best_ms:
+                best, best_ms = option, option.step_ms
+        if best is None:
+            raise self._refusal(found)
+        best = self._with_cuda_graphs(best, found)
+        self._settle(found, known)
+        return assemble(best, found, self.request)
+
+    def _weigh(self, option: Option, best_ms: float) -> None:
+        """Cut an option, and simulate it unless its stages show that it cannot win."""
+        option.weighed = True
+        self._weighed[option.strategy] = option
+        if option.least_bytes > self.request.offered_bytes:
+            return
+        option.cut, option.least_bytes = Cutter(option.costs).best(self.request.offered_bytes)
+        if option.cut is not None:
+            times = option.costs.times(option.cut.stages)
+            option.bound_ms = max(option.bound_ms, bound_ms(option.costs, option.cut, times))
+            if option.bound_ms < best_ms:
+                prediction = predict(option.costs, option.cut, times, self.request)
+                option.step_ms, option.bubble_fraction = prediction.step_ms, prediction.bubble_fraction
+
+    def _is_dominated(self, option: Option) -> bool:
+        """Return True for optimiser state on the host where everything fits the device, with nothing recomputed."""
+        if not option.strategy.offload_optimizer:
+            return False
+        twin = self._weighed.get(replace(option.strategy, offload_optimizer=False))
+        if twin is None or twin.cut is None or any(twin.cut.levels):
+            return False
+        option.bound_ms = max(option.bound_ms, twin.least_ms)
+        return True
+
+    def _with_cuda_graphs(self, best: Option, found: list[Option]) -> Option:
+        """Return the best option with CUDA graphs if it costs little, otherwise the best option.
+
+        A host-bound plan is as fast as predicted only where the host is as fast as when it was measured.
+        """
+        assert best.step_ms is not None
+        captured = replace(best.strategy, cuda_graphs=True)
+        for option in found:
+            if option.strategy == captured and option is not best:
+                self._weigh(option, np.inf)
+                if option.step_ms is not None and option.step_ms <= (1 + CUDA_GRAPHS_SLACK) * best.step_ms:
+                    return option
+        return best
+
+    def _settle(self, found: list[Option], known: int) -> None:
+        """Weigh options whose bound may be among the fastest until `known` steps, or `MAX_SETTLED`, are simulated."""
+        queue = [(option.least_ms, number) for number, option in enumerate(found) if option.may_fit]
+        heapq.heapify(queue)
+        most = len(self._weighed) + MAX_SETTLED
+        while queue and known > 0 and len(self._weighed) < most:
+            _, number = heapq.heappop(queue)
+            option = found[number]
+            if option.step_ms is not None:
+                known -= 1
+                continue
+            self._weigh(option, np.inf)
+            if option.may_fit:
+                heapq.heappush(queue, (option.least_ms, number))
+
+    def _refusal(self, found: list[Option]) -> PlanInfeasible:
+        """Return the reason why no option fits, with the option that needs least memory."""
+        leanest, least = found[0], np.inf
+        for option in sorted(found, key=lambda option: option.least_bytes):
+            if option.least_bytes >= least:
+                break
+            needed = Cutter(option.costs).leanest()
+            if needed < least:
+                leanest, least = option, needed
+        if not np.isfinite(least):
+            host = min(Cutter(option.costs).least_host for option in found)
+            return host_too_small(self.profile, self.request, host)
+        strategy = replace(leanest.strategy, recompute=leanest.costs.model.modes[-1])
+        return too_large(self.profile, self.request, len(found), (strategy, float(least)), self._fits)
+
+    def _fits(self, other: Request) -> bool:
+        try:
+            return bool(Search(self.profile, other).plan())
+        except PlanInfeasible:
+            return False

@@ -1,0 +1,397 @@
+"""Time and memory of every possible stage under one strategy, per micro-batch and per step.
+
+Matrices are indexed `[i, j]`: the stage made of blocks `i … j - 1`. On the device mesh tensor-parallel ranks are
+neighbours, and stages are `data * tensor` devices apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from workbench.cost.cluster import Cluster
+from workbench.cost.communication import all_reduce_s, point_to_point_s
+from workbench.cost.device import Link
+from workbench.cost.memory import (
+    ADAMW,
+    BF16,
+    FP32,
+    Activations,
+    ParameterTable,
+    Shares,
+    StageState,
+    activations,
+    spans,
+    stage_state,
+)
+from workbench.cost.profile import BlockCosts
+from workbench.planning.checkpointing import MixedStages, Stages, UniformStages
+from workbench.planning.device_costs import Array, Compute, DeviceCosts
+from workbench.planning.memo import memoised
+from workbench.strategy import Strategy
+
+OVERLAP = 0.8
+"""Fraction of a block's compute time that collectives can hide behind; at its edges they wait for each other."""
+INTERFERENCE = 0.3
+"""Slow-down of compute by a collective that runs beside it, as a fraction of the collective's time."""
+INTERLEAVED_SLOWDOWN = 0.08
+"""Fraction by which GPUs compute more slowly under torch's runtime for several stages per rank. Measured on 2 and 4
+H200 with 4 stages per rank: 7.8 % (scaled BERT), 10.2 % (BERT-Large), 6.6 % (GPT-3 1.3B). The runtime posts receives
+early, and NCCL's kernels wait beside the matrix products."""
+SHARDING_BANDWIDTH = 0.4
+"""Fraction of the memory bandwidth that FSDP2 reaches in copies into and out of its buffers, gradient accumulation and
+casts, with one kernel per parameter. Measured on 2 H200 with scaled BERT: 0.41 under ZeRO 1 with two micro-batches,
+0.40 under ZeRO 3."""
+ALL_REDUCE_COPY_BYTES = 4 * FP32
+"""Bytes read and written for each gradient that replicas all-reduce after the last backward: into a buffer and back."""
+HOST_BOUND = 0.5
+"""Fraction of the device's time for a micro-batch from which on the host's launches are a risk, so that CUDA graphs are
+tried: the same launches differ by a factor of two between machines and minutes."""
+MOST_GRAPHS = 4096
+"""Largest number of CUDA graphs of one rank. Capturing takes 1 to 2 ms for each."""
+GRAPH_BYTES = 256 << 10
+"""Device memory outside of the allocator for each CUDA graph: 0.2 MB measured with BERT-1920 on an H200."""
+GRAPH_ALL_REDUCE_BYTES = 176 << 10
+"""Device memory outside of the allocator for each all-reduce in a CUDA graph: graphs with two took 0.6 MB in all."""
+OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
+"""Bytes read and written for each trained element: AdamW reads parameter, gradient and two moments and writes three;
+the norm reads a gradient, and clipping reads and writes it."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Milliseconds of some stages, one entry each."""
+
+    forward: Array
+    """Compute of one micro-batch's forward, host-bound wait included."""
+    backward: Array
+    """Compute of one micro-batch's backward, recomputation and host-bound wait included."""
+    host_wait: Array
+    """Part of `forward` + `backward` during which the device waits for the host."""
+    host: Array
+    """Host's time for one micro-batch."""
+    forward_wait: Array
+    """Exposed communication of one micro-batch's forward, FSDP2's copies included."""
+    backward_wait: Array
+    """Exposed communication of one micro-batch's backward, FSDP2's copies included."""
+    step_wait: Array
+    """Exposed communication once a step, after the last backward."""
+    optimizer: Array
+    """Optimiser's update, once a step."""
+
+    @cached_property
+    def busy(self) -> Array:
+        """Total of one micro-batch."""
+        return np.asarray(self.forward + self.backward + self.forward_wait + self.backward_wait)
+
+    @cached_property
+    def ending(self) -> Array:
+        """Total of what follows the last backward."""
+        return np.asarray(self.step_wait + self.optimizer)
+
+
+class ClusterCosts:
+    """Costs of one model on one cluster, from which those of each strategy are made."""
+
+    def __init__(self, device: DeviceCosts, cluster: Cluster, modes: Sequence[str]) -> None:
+        """`modes` of activation checkpointing that stages may have, fastest first."""
+        assert device.device == cluster.device
+        self.profile = device.profile
+        self.device = device
+        self.cluster = cluster
+        self.modes = tuple(modes)
+
+    def of(self, strategy: Strategy) -> StrategyCosts:
+        """Return the costs of a strategy."""
+        return StrategyCosts(self, strategy)
+
+    @memoised
+    def whole(self, strategy: Strategy) -> StageTimes:
+        """Return the times of all blocks as one stage in the first mode, as scalars."""
+        return self.of(strategy).times(MixedStages.whole_model(len(self.profile.blocks)))
+
+    @memoised
+    def busy(self, strategy: Strategy) -> Array:
+        """Return `[i, j]`: the total time of one micro-batch, with every block in the first mode."""
+        return self.of(strategy).times(UniformStages()).busy
+
+    @property
+    def elements(self) -> Array:
+        """Parameters of every stage, before any sharding."""
+        return self.device.table(1).elements
+
+    @memoised
+    def send_ms(self, pipeline: int, chunks: int, replicas: int, micro_batch: int) -> list[Array]:
+        """Return `[s][j]`: the time to send one micro-batch one way, from stage `s` to one that begins at block `j`."""
+        crossing = np.array(self.profile.crossing_bytes) * micro_batch
+        nothing = np.zeros_like(crossing)
+        over: dict[Link, Array] = {}
+        rows = []
+        for stage in range(pipeline * chunks - 1):
+            here, there = stage % pipeline, (stage + 1) % pipeline
+            link = boundary_link(self.cluster, replicas, here, there)
+            if link not in over:
+                over[link] = np.where(crossing > 0, 1e3 * point_to_point_s(crossing, link), 0.0)
+            rows.append(nothing if here == there else over[link])
+        return [*rows, nothing]
+
+
+class StrategyCosts:
+    """Time and memory of every stage under one strategy."""
+
+    def __init__(self, model: ClusterCosts, strategy: Strategy) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.profile, self.cluster = model.profile, model.cluster
+
+    @cached_property
+    def blocks(self) -> BlockCosts:
+        return self.model.device.blocks(self.strategy.micro_batch, self.strategy.tensor)
+
+    @cached_property
+    def table(self) -> ParameterTable:
+        return self.model.device.table(self.strategy.tensor)
+
+    @cached_property
+    def shares(self) -> Shares:
+        strategy = self.strategy
+        return Shares(
+            strategy.zero,
+            strategy.data,
+            strategy.num_microbatches,
+            strategy.offload_optimizer,
+            keeps_weight_copies=strategy.keeps_weight_copies(self.profile.precision),
+            all_reduces_gradients=strategy.all_reduces_gradients,
+        )
+
+    @cached_property
+    def _alike(self) -> Strategy:
+        """Strategy that stands for all whose micro-batches take the same time: the number of stages per rank and the
+        place of the optimiser's state make no difference to a micro-batch."""
+        return replace(self.strategy, chunks=1, offload_optimizer=False)
+
+    @cached_property
+    def whole(self) -> StageTimes:
+        """Times of all blocks as one stage in the first mode, as scalars: a lower bound starts from them."""
+        whole = self.model.whole(self._alike)
+        if not self.strategy.offload_optimizer:
+            return whole
+        return replace(whole, optimizer=self._optimizer(MixedStages.whole_model(len(self.profile.blocks))))
+
+    @property
+    def busy(self) -> Array:
+        """`[i, j]`: total time of one micro-batch, with every block in the first mode."""
+        return self.model.busy(self._alike)
+
+    @property
+    def send_ms(self) -> list[Array]:
+        """`[s][j]`: time to send one micro-batch, one way, from stage `s` to the next, which begins at block `j`."""
+        strategy = self.strategy
+        replicas = strategy.data * strategy.tensor
+        return self.model.send_ms(strategy.pipeline, strategy.chunks, replicas, strategy.micro_batch)
+
+    # Memory
+
+    def state(self) -> StageState:
+        """Return the bytes of every stage that stay allocated for the whole step."""
+        state = stage_state(self.profile, self.table, self.strategy.micro_batch, self.shares)
+        if not self.strategy.cuda_graphs:
+            return state
+        reductions = zip(self.blocks.forward_reduced, self.blocks.backward_reduced, strict=True)
+        each = 2 * GRAPH_BYTES + GRAPH_ALL_REDUCE_BYTES * np.array([len(f) + len(b) for f, b in reductions])
+        graphs = self.strategy.num_microbatches * spans(np.where(self.blocks.capturable["none"], each, 0.0))
+        return replace(state, workspace=state.workspace + graphs)
+
+    def activations(self) -> Activations:
+        """Return the bytes of activations of every stage, for each mode."""
+        return activations(self.blocks, self.table, self.shares, self.model.modes)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of all blocks' parameters, gradients and optimiser state, which the ranks of a pipeline share."""
+        moments = 0.0 if self.strategy.offload_optimizer else ADAMW / self.strategy.shard_count
+        elements, trained = float(self.table.elements[0, -1]), float(self.table.trained[0, -1])
+        return FP32 * elements / self.strategy.shard_count + (self.shares.gradient_bytes + moments) * trained
+
+    # CUDA graphs
+
+    @property
+    def can_capture(self) -> bool:
+        """Return True if the runtime can capture blocks as CUDA graphs: compiled blocks on a GPU, not too many."""
+        blocks = len(self.profile.blocks) / self.strategy.pipeline
+        return (
+            self.profile.compiled
+            and any(block.capturable for block in self.profile.block_types)
+            and self.cluster.device.type == "cuda"
+            and self.strategy.can_capture_cuda_graphs
+            and 2 * self.strategy.num_microbatches * blocks <= MOST_GRAPHS
+        )
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Return True if a host that launches kernel by kernel may hold up its device."""
+        return bool(self.whole.host > HOST_BOUND * (self.whole.busy - self.whole.host_wait))
+
+    # Time
+
+    def times(self, stages: Stages) -> StageTimes:
+        """Return the times of each of `stages`."""
+        compute, slowdown = self._compute, self._slowdown
+        forward, backward = slowdown * stages.whole(compute.forward), slowdown * stages.sum(compute.backward)
+        in_forward, in_backward, at_end = self._collectives(stages)
+        copies = self._copies(stages)
+        forward_wait = _exposed(in_forward, forward) + stages.whole(compute.forward_reduced) + copies[0]
+        backward_wait = _exposed(in_backward, backward) + stages.sum(compute.backward_reduced) + copies[1]
+        # What replicas all-reduce after the last backward has the whole link for itself.
+        alone = self._reduced_after_backward(stages) * at_end
+        undisturbed = self.cluster.device.efficiency.overlapped_link
+        step_wait = undisturbed * alone + _exposed(at_end - alone, backward) + copies[2]
+        # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
+        # the GPU waits for it in both directions.
+        busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
+        host = stages.sum(compute.host) + self._actions_ms
+        host_wait = np.maximum(0.0, host - busy)
+        return StageTimes(
+            forward=forward + host_wait / 2,
+            backward=backward + host_wait / 2,
+            host_wait=host_wait,
+            host=host,
+            forward_wait=forward_wait,
+            backward_wait=backward_wait,
+            step_wait=step_wait,
+            optimizer=self._optimizer(stages),
+        )
+
+    @cached_property
+    def _compute(self) -> Compute:
+        strategy = self.strategy
+        hooks = self.cluster.device.efficiency.sharded_block_s if strategy.shards else 0.0
+        gathered_again = hooks / 2 if strategy.shards_parameters else 0.0
+        is_bf16 = self.profile.precision == "bf16"
+        return self.model.device.compute(
+            strategy.micro_batch,
+            strategy.tensor,
+            self.model.modes,
+            (1e3 * hooks, 1e3 * (hooks + gathered_again)),
+            self.cluster.group_link(strategy.tensor),
+            low_precision=is_bf16 and (strategy.shards or self.shares.keeps_weight_copies),
+            sharded=strategy.shards,
+            cuda_graphs=strategy.cuda_graphs,
+        )
+
+    @property
+    def _slowdown(self) -> float:
+        """Factor by which sends and receives of the schedule slow compute beside them."""
+        slows = self.strategy.interleaves and self.strategy.pipeline > 1 and self.cluster.device.type == "cuda"
+        return 1 + INTERLEAVED_SLOWDOWN if slows else 1.0
+
+    @property
+    def _actions_ms(self) -> float:
+        """Host's time for a forward and a backward of a stage, besides that of its blocks."""
+        if self.strategy.pipeline == 1 or self.cluster.device.type == "cpu":
+            return 0.0
+        tuned = self.cluster.device.efficiency
+        return 2e3 * (tuned.captured_action_s if self.strategy.cuda_graphs else tuned.action_s)
+
+    def _optimizer(self, stages: Stages) -> Array:
+        """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
+        device = self.cluster.device
+        elements = stages.whole(self.table.trained) / self.strategy.shard_count
+        traffic = OPTIMIZER_BYTES * elements
+        if self.shares.keeps_weight_copies:
+            traffic = traffic + (FP32 + BF16) * stages.whole(self.table.cast)
+        seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
+        if self.strategy.offload_optimizer:
+            # Both moments travel to the device and back, while all devices of the node do the same.
+            busy = min(self.cluster.gpus_per_node, self.strategy.world)
+            together = device.shared_host_bandwidth
+            bandwidth = device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
+            seconds = seconds + 2 * elements * ADAMW / bandwidth
+        return np.asarray(1e3 * seconds)
+
+    def _reduced_after_backward(self, stages: Stages) -> Array:
+        """Return the fraction of the gradients reduced once a step whose all-reduce waits for the last backward."""
+        trained = stages.whole(self.table.trained)
+        if not self.strategy.cuda_graphs:
+            return np.zeros_like(trained)
+        own = stages.whole(spans(self.table.own_trained * self.blocks.capturable["none"]))
+        return np.asarray(1 - own / np.maximum(trained, 1))
+
+    def _copies(self, stages: Stages) -> tuple[Array, Array, Array]:
+        """Return the milliseconds of copies and casts around collectives: in a forward, a backward, at the step's end.
+
+        Before an all-gather FSDP2 casts shards to bf16, and after it copies parameters out of its buffer; it casts and
+        copies gradients into a buffer, and adds what is reduced to what earlier micro-batches left. Under ZeRO 1
+        whole fp32 gradients are accumulated instead, and copied once.
+        """
+        strategy, table, device = self.strategy, self.table, self.cluster.device
+        nothing = np.zeros_like(stages.whole(self.model.elements))
+        if strategy.all_reduces_gradients and strategy.data > 1:
+            moved = ALL_REDUCE_COPY_BYTES * stages.whole(table.trained) * self._reduced_after_backward(stages)
+            return nothing, nothing, 1e3 * moved / (device.memory_bandwidth * device.efficiency.bandwidth)
+        if not strategy.shards:
+            return nothing, nothing, nothing
+        byte_ms = 1e3 / (device.memory_bandwidth * SHARDING_BANDWIDTH)
+        half = BF16 if self.profile.precision == "bf16" else FP32
+        cast = (FP32 + half) / strategy.data if half != FP32 else 0.0
+        gather, again = (
+            stages.whole(elements) * byte_ms * (cast + 2 * half) for elements in (table.elements, table.elements_again)
+        )
+        trained = stages.whole(table.trained) * byte_ms
+        copied, added = trained * (half + FP32), trained * 3 * FP32 / strategy.data
+        micro_batches = strategy.num_microbatches
+        later = (micro_batches - 1) / micro_batches
+        if strategy.zero == 1 and micro_batches > 1:
+            first = half + FP32 if half != FP32 else 0
+            accumulated = trained * (first / micro_batches + (half + 2 * FP32) * later)
+            return gather / micro_batches, accumulated, trained * 2 * FP32
+        if strategy.zero == 1:
+            return gather, nothing, copied
+        if strategy.zero == 2:
+            return gather / micro_batches, copied + added * later, nothing
+        return gather, again + copied + added * later, nothing
+
+    def _collectives(self, stages: Stages) -> tuple[Array, Array, Array]:
+        """Return the milliseconds of the data axis's collectives: in a forward, in a backward, at the step's end."""
+        strategy = self.strategy
+        nothing = np.zeros_like(stages.whole(self.model.elements))
+        if strategy.data == 1:
+            return nothing, nothing, nothing
+        link = self.cluster.group_link(strategy.data, strategy.tensor)
+        link = replace(link, bandwidth=link.bandwidth * self.cluster.device.efficiency.overlapped_link)
+        collectives = self.model.device.collectives(strategy.data, strategy.tensor, link)
+        reduce, gather, again, scatter = map(stages.whole, collectives)
+        once = gather / strategy.num_microbatches
+        return {
+            0: (nothing, nothing, reduce),
+            1: (once, nothing, scatter),
+            2: (once, scatter, nothing),
+            3: (gather, again + scatter, nothing),
+        }[strategy.zero]
+
+    def tied_ms(self, cuts: tuple[int, ...]) -> float:
+        """Return the time to all-reduce, one by one, gradients whose parameter lives on several pipeline ranks."""
+        strategy, total = self.strategy, 0.0
+        replicas = strategy.data * strategy.tensor
+        for name, blocks in self.table.shared.items():
+            stages = np.searchsorted(cuts, blocks, side="right") - 1
+            holders = np.unique(stages % strategy.pipeline).tolist()
+            if len(holders) > 1 and name not in self.profile.frozen:
+                link = self.cluster.peers_link(tuple(rank * replicas for rank in holders), replicas)
+                total += all_reduce_s(FP32 * self.table.sizes[name] / strategy.shard_count, len(holders), link)
+        return 1e3 * total
+
+
+def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Link:
+    """Return the link that joins two pipeline ranks of `replicas` devices each."""
+    first, second = sorted((here, there))
+    return cluster.hop_link(first * replicas, second * replicas, replicas)
+
+
+def _exposed(communication: Array, compute: Array) -> Array:
+    """Return what overlap leaves of communication: what compute cannot hide, and what hiding costs compute."""
+    hidden = np.minimum(communication, OVERLAP * compute)
+    return np.asarray(communication - hidden + INTERFERENCE * hidden)

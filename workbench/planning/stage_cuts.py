@@ -1,0 +1,310 @@
+"""The best cut of one option: stages as fast as memory allows, each with as little recomputation as it needs to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from workbench.cost.memory import ADAMW, Activations, StageState
+from workbench.planning.balanced_partition import SLACK, least_sum, partition, smallest
+from workbench.planning.checkpointing import Indices, MixedStages, StageRange, levelled_activations, levelled_stages
+from workbench.planning.device_costs import Array
+from workbench.planning.memo import memoised
+from workbench.planning.schedules import peak_holdings
+from workbench.planning.stage_costs import StrategyCosts
+
+CAP_STEPS = 3
+"""Number of times that the cap on each of a rank's several stages is halved, where they exceed its memory together."""
+LONGER_THAN_EQUAL = 1.5
+"""Length of stages, relative to equal ones, up to which all levels are priced first; longer ones if they can be
+faster."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of one option."""
+
+    cuts: tuple[int, ...]
+    levels: tuple[int, ...]
+    """Level of activation checkpointing of each stage: see `workbench.planning.checkpointing`."""
+    peaks: tuple[float, ...] = ()
+    """Bytes of one device of each pipeline rank."""
+
+    @cached_property
+    def stages(self) -> MixedStages:
+        return MixedStages.at(np.array(self.cuts[:-1]), np.array(self.cuts[1:]), np.array(self.levels))
+
+
+class Cutter:
+    """Cuts one option. Matrices are made when they are needed, and once for stages that share them."""
+
+    def __init__(self, costs: StrategyCosts) -> None:
+        self.costs = costs
+        self.strategy = strategy = costs.strategy
+        self._blocks = len(costs.profile.blocks)
+        self._holdings = peak_holdings(strategy.schedule, strategy.pipeline, strategy.num_microbatches, strategy.chunks)
+        self._held = [
+            max(entry[stage // strategy.pipeline] for entry in self._holdings[stage % strategy.pipeline])
+            for stage in range(strategy.num_stages)
+        ]
+        """Micro-batches that each stage holds at its own fullest moment."""
+        self._host_offered = costs.cluster.host_offered_bytes
+        self._sends = costs.send_ms
+        self._host = (
+            np.asarray(ADAMW * costs.table.trained / strategy.shard_count) if strategy.offload_optimizer else None
+        )
+        """`[i, j]`: optimiser state of one device in the host's memory; None where it is on the device."""
+
+    @property
+    def least_host(self) -> float:
+        """Bytes of the host's memory that a device of some rank needs, whatever the cut."""
+        if self._host is None:
+            return 0.0
+        stages = self.strategy.num_stages
+        return max(smallest([self._host] * stages), float(self._host[0, -1]) / self.strategy.pipeline)
+
+    @cached_property
+    def state(self) -> StageState:
+        return self.costs.state()
+
+    @cached_property
+    def _fitting_state(self) -> Array:
+        """`state.total`; infinite where the optimiser's state does not fit the host."""
+        state = self.state.total
+        return state if self._host is None else np.where(self._host <= self._host_offered, state, np.inf)
+
+    @cached_property
+    def _activations(self) -> Activations:
+        return self.costs.activations()
+
+    def best(self, offered: float) -> tuple[Cut | None, float]:
+        """Return the best cut within `offered` bytes per device, and the bytes of its fullest device.
+
+        Without one, return None and the least bytes that any cut needs: infinity, where no cut fits the host's memory.
+        """
+        newest = self._activations.newest[0, 0, -1]
+        together = float(self.state.total[0, -1] + newest)  # no pipeline's devices hold less in all
+        if together <= offered * self.strategy.pipeline:
+            cut = self._fastest_cut()
+            if cut is not None and max(cut.peaks) <= offered:  # where it fits as it is, no other cut is better
+                return cut, max(cut.peaks)
+        if self.least * (1 - SLACK) > offered:
+            return None, self.least
+        cut = self._cut_within(offered)
+        if cut is None:
+            return None, self._least_fullest_stage()
+        return (cut, max(cut.peaks)) if max(cut.peaks) <= offered else self._tighter(offered, cut)
+
+    def leanest(self) -> float:
+        """Return the bytes of the fullest device of a cut that needs little.
+
+        No cut needs less where ranks have one stage each.
+        """
+        cut = self._cut_within(self._least_fullest_stage())
+        return np.inf if cut is None else max(cut.peaks)
+
+    def stage_bytes(self, rank: int, cut: Cut) -> list[float]:
+        """Return the bytes of each of a rank's stages at the rank's fullest moment, in the schedule's own order."""
+        return self._fullest_moment(rank, cut)[0]
+
+    def _fullest_moment(self, rank: int, cut: Cut) -> tuple[list[float], tuple[int, ...]]:
+        """Return `stage_bytes`, and the entry of `peak_holdings` that the fullest moment is."""
+        mine = slice(rank, None, self.strategy.pipeline)
+        state = cut.stages.whole(self.state.total)[mine].tolist()
+        activations = cut.stages.activations(self._activations)
+        held, newest = activations.held[mine].tolist(), activations.newest[mine].tolist()
+        best, moment = list[float](), self._holdings[rank][0]
+        for entry in self._holdings[rank]:
+            *counts, running = entry
+            stages = []
+            for chunk, count in enumerate(counts):
+                with_newest = (count - 1) * held[chunk] + newest[chunk]
+                stages.append(state[chunk] + (with_newest if chunk == running else count * held[chunk]))
+            if sum(stages) > sum(best, 0.0):
+                best, moment = stages, entry
+        return best, moment
+
+    def gradients_to_come(self, cut: Cut, stage: int) -> float:
+        """Return the bytes of a stage's gradients that do not exist yet at its rank's fullest moment.
+
+        They are those of the blocks yet to run backward, if the moment is in the stage's own backward, and all of them
+        where another stage of the rank runs before it.
+        """
+        shares, mixed = self.costs.shares, cut.stages
+        blocks = np.arange(cut.cuts[stage], cut.cuts[stage + 1])
+        own_trained = self.costs.table.own_trained[blocks]
+        chunk, rank = divmod(stage, self.strategy.pipeline)
+        *counts, running = self._fullest_moment(rank, cut)[1]
+        if chunk != running:
+            return shares.pending_gradient_bytes * float(own_trained.sum()) if counts[chunk] else 0.0
+        modes = np.where(blocks < mixed.middle[stage], mixed.heavier[stage], mixed.lighter[stage])
+        each = MixedStages(blocks, blocks + 1, blocks + 1, modes, modes).activations(self._activations)
+        fullest = int((each.held.cumsum() - each.held + each.newest).argmax())
+        return shares.pending_gradient_bytes * float(own_trained[:fullest].sum())
+
+    # Lower bounds of every cut
+
+    @property
+    def least(self) -> float:
+        """Lower bound of the fullest device of any cut: every block in the mode that holds least of it."""
+        return max(self._least_alone, self._least_together)
+
+    @cached_property
+    def _least_activations(self) -> Activations:
+        least = self._activations.least
+        assert least is not None
+        return least
+
+    @cached_property
+    def _least_alone(self) -> float:
+        """Lower bound of the fullest stage of any cut."""
+        each = {count: self._fitting_state + self._least_activations.of(count) for count in set(self._held)}
+        return smallest([each[count] for count in self._held])
+
+    @cached_property
+    def _least_together(self) -> float:
+        """Lower bound of the fullest device where each has several stages: a weighted mean over devices is no more
+        than their maximum, and its least is found stage by stage."""
+        if self.strategy.chunks == 1:
+            return 0.0
+        least = self._least_activations
+        fullest = [max(entries, key=lambda entry: sum(entry[:-1])) for entries in self._holdings]
+        weights = [sum(entry[:-1]) ** -0.5 for entry in fullest]
+        stages = []
+        for stage in range(self.strategy.num_stages):
+            rank, chunk = stage % self.strategy.pipeline, stage // self.strategy.pipeline
+            count, running = fullest[rank][chunk], fullest[rank][-1] == chunk
+            held = least.of(count) if running else count * least.held
+            stages.append(weights[rank] * (self._fitting_state + held))
+        return float(least_sum(stages) / sum(weights))
+
+    # Cuts
+
+    def _fastest_cut(self) -> Cut | None:
+        """Return the cut whose slowest stage is fastest with every block in the first mode, whatever its memory."""
+        first = Activations(self._activations.held[0], self._activations.newest[0])
+        peaks = {count: self._fitting_state + first.of(count) for count in set(self._held)}
+        cuts = self._partition(dict.fromkeys(peaks, self.costs.busy), peaks, np.inf)
+        return None if cuts is None else self._cut(cuts, (0,) * self.strategy.num_stages)
+
+    def _cut_within(self, cap: float) -> Cut | None:
+        """Return the cut whose slowest stage is fastest, each stage within `cap` at the lowest level that fits."""
+        if cap < self._least_alone * (1 - SLACK):
+            return None
+        for longest in self._lengths():
+            cut, slowest = self._cut_of(self._priced_up_to(longest), cap)
+            if cut is None:
+                continue
+            least_longer = self.costs.busy[_longer(self._blocks, longest)].min(initial=np.inf)
+            if float(least_longer) > slowest * (1 + 2 * SLACK):  # no longer stage is faster, whatever it recomputes
+                break
+        return cut
+
+    def _lengths(self) -> Iterator[int]:
+        """Yield limits on a stage's blocks: a few more than equal stages have, then twice as many, …, then all."""
+        most = self._blocks - self.strategy.num_stages + 1
+        longest = int(LONGER_THAN_EQUAL * self._blocks / self.strategy.num_stages) + 1
+        while self.strategy.num_stages > 2 and longest < most:
+            yield longest
+            longest *= 2
+        yield most
+
+    def _cut_of(self, priced: _Priced, cap: float) -> tuple[Cut | None, float]:
+        """Return the best cut into the stages that were priced, and the milliseconds of its slowest stage."""
+        busy, levels, peaks = {}, {}, {}
+        for count, stages in priced.ranges.items():
+            position, levels[count], peaks[count] = stages.lowest(priced.peak(count), cap)
+            busy[count] = stages.matrix(priced.busy[stages.flat][position])
+        cuts = self._partition(busy, peaks, cap)
+        if cuts is None:
+            return None, np.inf
+        spans = list(zip(self._held, self._sends, pairwise(cuts), strict=True))
+        slowest = max(float(busy[count][span] + send[span[1]]) for count, send, span in spans)
+        return self._cut(cuts, tuple(int(levels[count][span]) for count, _, span in spans)), slowest
+
+    @memoised
+    def _priced_up_to(self, longest: int) -> _Priced:
+        levels = levelled_stages(self._blocks, len(self.costs.model.modes), self.strategy.num_stages, longest)
+        last = len(self._held) - 1
+        return _Priced(
+            levels.whole(self._fitting_state),
+            levelled_activations(self._activations, levels),
+            self.costs.times(levels).busy,
+            {
+                count: levels.between(self._held.index(count), last - self._held[::-1].index(count))
+                for count in set(self._held)
+            },
+        )
+
+    def _least_fullest_stage(self) -> float:
+        """Return the bytes of the fullest stage of the cut that minimises them."""
+        priced = self._priced_up_to(self._blocks - self.strategy.num_stages + 1)
+        least = {count: stages.least(priced.peak(count)) for count, stages in priced.ranges.items()}
+        return smallest([least[count] for count in self._held])
+
+    def _partition(self, busy: Mapping[int, Array], peaks: Mapping[int, Array], cap: float) -> tuple[int, ...] | None:
+        """Return the cut points; `busy` and `peaks` are given by the micro-batches that a stage holds."""
+        costs: dict[tuple[int, int], Array] = {}
+        for count, send in zip(self._held, self._sends, strict=True):
+            if (count, id(send)) not in costs:
+                costs[count, id(send)] = busy[count] + send
+        return partition(
+            [costs[count, id(send)] for count, send in zip(self._held, self._sends, strict=True)],
+            [peaks[count] for count in self._held],
+            cap,
+        )
+
+    def _cut(self, cuts: tuple[int, ...], levels: tuple[int, ...]) -> Cut:
+        cut = Cut(cuts, levels)
+        return replace(cut, peaks=tuple(self._device_bytes(rank, cut) for rank in range(self.strategy.pipeline)))
+
+    def _device_bytes(self, rank: int, cut: Cut) -> float:
+        """Return the bytes of a device of a rank; infinity where its optimiser state does not fit the host."""
+        if self._host is not None:
+            spans = list(pairwise(cut.cuts))[rank :: self.strategy.pipeline]
+            if sum(float(self._host[span]) for span in spans) > self._host_offered:
+                return np.inf
+        return sum(self.stage_bytes(rank, cut))
+
+    def _tighter(self, offered: float, first: Cut) -> tuple[Cut | None, float]:
+        """Return the cut under the largest cap on each stage with which the stages of every rank fit together."""
+        low, high = offered / self.strategy.chunks, offered
+        best, least = None, max(first.peaks)
+        for step in range(CAP_STEPS + 1):
+            cap = low if step == 0 else (low + high) / 2
+            cut = self._cut_within(cap)
+            fits = cut is not None and max(cut.peaks) <= offered
+            least = least if cut is None else min(least, max(cut.peaks))
+            best = cut if fits else best
+            if fits or cut is None:
+                low = cap
+            else:
+                high = cap
+        return best, max(best.peaks) if best else least
+
+
+@lru_cache(maxsize=64)
+def _longer(blocks: int, longest: int) -> tuple[Indices, ...]:
+    """Return the positions, in a matrix `[i, j]`, of stages of more than `longest` blocks."""
+    return np.triu_indices(blocks + 1, longest + 1)
+
+
+class _Priced:
+    """Stages at every level, as flat arrays, for one option."""
+
+    def __init__(self, state: Array, activations: Activations, busy: Array, ranges: Mapping[int, StageRange]) -> None:
+        self.busy = busy
+        self.ranges = ranges
+        """For each number of micro-batches held, the stages that can hold it."""
+        self._state = state
+        self._activations = activations
+
+    @memoised
+    def peak(self, count: int) -> Array:
+        """Return the bytes, while they run, of the stages that can hold `count` micro-batches."""
+        flat, held = self.ranges[count].flat, self._activations
+        return self._state[flat] + ((count - 1) * held.held[flat] + held.newest[flat])

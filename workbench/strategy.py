@@ -1,0 +1,215 @@
+"""The choices of a plan, stated once: what a user may fix, what may be combined, and what each choice implies.
+
+`Choices` holds what a user fixes; `Strategy` is one complete set of choices, which plans, candidates and the planner's
+cost model share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack, get_args, get_type_hints
+
+from workbench.errors import PlanInfeasible, UnknownParameter, checked_keywords, suggestion
+from workbench.units import plain
+
+SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
+"""Pipeline schedules and how a sentence calls them."""
+RECOMPUTE = {
+    "none": "no activation checkpointing",
+    "selective": "selective activation checkpointing",
+    "full": "activation checkpointing",
+}
+"""Kinds of activation checkpointing and how a sentence calls them. The backward of a block recomputes nothing; what is
+cheap in FLOPs and large in bytes (results of matrix products and attention are kept); or everything from its inputs."""
+ZERO = {
+    0: "0 (replicate)",
+    1: "1 (shard the optimiser)",
+    2: "2 (shard gradients and optimiser)",
+    3: "3 (shard parameters too)",
+}
+"""ZeRO stages of the data-parallel axis (arXiv:1910.02054) and how a sentence calls them."""
+
+
+class Choices(TypedDict, total=False):
+    """What a user may fix of a plan. The planner searches what is left out or None."""
+
+    pipeline: int | None
+    """Pipeline-parallel degree: the number of ranks that the model's stages are spread over."""
+    data: int | None
+    """Data-parallel degree: the number of replicas that share the global batch."""
+    tensor: int | None
+    """Tensor-parallel degree: the number of devices that share each matrix product."""
+    zero: int | None
+    """ZeRO stage, 0 to 3."""
+    schedule: str | None
+    """One of `SCHEDULES`."""
+    chunks: int | None
+    """Number of stages that each pipeline rank holds; more than one needs the interleaved schedule."""
+    micro_batch: int | None
+    """Samples of one forward on one replica."""
+    recompute: str | None
+    """One of `RECOMPUTE`, for every block."""
+    offload_optimizer: bool | None
+    """True keeps the optimiser's state in the host's memory."""
+    cuda_graphs: bool | None
+    """True captures what blocks launch as CUDA graphs and replays it."""
+
+
+class Fixed(dict[str, Any]):
+    """The choices that a user fixed, as a hashable value: `Fixed(pipeline=2).pipeline` is 2, `.data` is None."""
+
+    @checked_keywords
+    def __init__(self, **choices: Unpack[Choices]) -> None:
+        super().__init__({name: plain(value) for name, value in choices.items() if value is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Choices.__annotations__:
+            return self.get(name)
+        raise AttributeError(name)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One way to divide a step over `pipeline * data * tensor` devices.
+
+    The device mesh has pipeline outermost, then data, then tensor: rank = (p * data + d) * tensor + t. The fields mean
+    what they mean in `Choices`.
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    zero: int
+    schedule: str
+    chunks: int
+    micro_batch: int
+    num_microbatches: int
+    """Micro-batches of one step on one replica: `global_batch / (data * micro_batch)`."""
+    recompute: str
+    """One of `RECOMPUTE`; `mixed` where blocks differ; `any` where the model was not cut into stages."""
+    offload_optimizer: bool = False
+    cuda_graphs: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.chunks
+
+    @property
+    def interleaves(self) -> bool:
+        """Return True if pipeline ranks may hold several stages each."""
+        return self.schedule == "interleaved"
+
+    @property
+    def shards(self) -> bool:
+        """Return True if FSDP2 shards each stage's optimiser state over its replicas."""
+        return self.zero >= 1 and self.data > 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Return True if FSDP2 frees and gathers parameters around each block's forward and backward."""
+        return self.zero == 3 and self.data > 1
+
+    @property
+    def shard_count(self) -> int:
+        """Number of devices that the optimiser's state of one stage is divided over."""
+        return self.data if self.shards else 1
+
+    @property
+    def all_reduces_gradients(self) -> bool:
+        """Return True if replicas all-reduce their gradients themselves.
+
+        DistributedDataParallel would have to see every gradient as it is made, and the replay of a captured backward
+        does not show them.
+        """
+        return self.cuda_graphs
+
+    @property
+    def can_capture_cuda_graphs(self) -> bool:
+        """Return True if weights stay where they are, as a captured CUDA graph needs: FSDP2 moves them."""
+        return not self.shards
+
+    def keeps_weight_copies(self, precision: str) -> bool:
+        """Return True if ranks keep bf16 copies of their weights for a whole step.
+
+        They do where neither FSDP2 nor DistributedDataParallel manages the weights.
+        """
+        return precision == "bf16" and (self.data == 1 or self.cuda_graphs)
+
+
+def rounds(pipeline: int, num_microbatches: int) -> int:
+    """Return the number of rounds of an interleaved schedule.
+
+    Micro-batches pass a rank's stages in groups of `num_microbatches / rounds`, which must be whole.
+    """
+    return max(1, num_microbatches // pipeline)
+
+
+def can_schedule(name: str, pipeline: int, num_microbatches: int) -> bool:
+    """Return True if torch runs the schedule on so many ranks with so many micro-batches."""
+    if name == "1f1b":
+        return num_microbatches >= pipeline
+    return name != "interleaved" or num_microbatches % rounds(pipeline, num_microbatches) == 0
+
+
+def check_schedule(name: str, pipeline: int, num_microbatches: int, chunks: int = 1) -> None:
+    """Raise `PlanInfeasible` for a schedule that torch refuses, with the way out."""
+    if name not in SCHEDULES:
+        raise PlanInfeasible(f"There is no schedule {name!r}. {suggestion(name, SCHEDULES)}", schedule=name)
+    if chunks > 1 and name != "interleaved":
+        raise PlanInfeasible(
+            f"The schedule {name} has one stage on each pipeline rank, and chunks={chunks} asks for {chunks}. Choose "
+            f"schedule='interleaved', or leave chunks out.",
+            schedule=name,
+            chunks=chunks,
+        )
+    if can_schedule(name, pipeline, num_microbatches):
+        return
+    if name == "1f1b":
+        raise PlanInfeasible(
+            f"1F1B needs at least as many micro-batches as pipeline ranks, and {num_microbatches} are fewer than "
+            f"{pipeline}. Choose smaller micro-batches, or schedule='gpipe'.",
+            num_microbatches=num_microbatches,
+            pipeline=pipeline,
+        )
+    raise PlanInfeasible(
+        f"The {name} schedule passes micro-batches in {rounds(pipeline, num_microbatches)} equal rounds, and "
+        f"{num_microbatches} cannot be divided so. Choose a micro-batch size that gives a multiple of {pipeline} "
+        f"micro-batches.",
+        num_microbatches=num_microbatches,
+        pipeline=pipeline,
+    )
+
+
+def choices_from(pairs: Sequence[str]) -> Choices:
+    """Return the choices in pairs such as `["pipeline=2", "cuda_graphs=false"]`.
+
+    Raises `UnknownParameter` for a choice that there is not, and `PlanInfeasible` for a value of another type.
+    """
+    types = {name: get_args(hint)[0] for name, hint in get_type_hints(Choices).items()}
+    words = {"true": True, "false": False}
+    choices: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = (part.strip() for part in pair.partition("="))
+        if not equals:
+            raise UnknownParameter(f"--fix {pair} gives no value. Write --fix {pair}=VALUE.", parameter=pair)
+        if name not in types:
+            known = suggestion(name, types)
+            raise UnknownParameter(f"--fix {pair}: there is no choice {name!r}. {known}", parameter=name)
+        if types[name] is str:
+            choices[name] = text
+        elif types[name] is bool and text.lower() in words:
+            choices[name] = words[text.lower()]
+        elif types[name] is int and text.isdecimal():
+            choices[name] = int(text)
+        else:
+            expected = "true or false" if types[name] is bool else "a whole number"
+            raise PlanInfeasible(f"--fix {pair}: {name} must be {expected}, not {text!r}.", **{name: text})
+    return Choices(**choices)  # type: ignore[typeddict-item]
