@@ -26,7 +26,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- made by benchmarks/model_table.py -->", "<!-- end -->"
 CASES = (*ON_TWO, *ON_FOUR)
 HEADER = (
-    "| model | captured | blocks of kinds | " + " | ".join(map(str, CASES)) + " |",
+    "| model | captured | blocks of types | " + " | ".join(map(str, CASES)) + " |",
     "|---|---|--:|" + "--:|" * len(CASES),
 )
 

@@ -176,22 +176,6 @@ def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow, loss: fx.No
     """Join neighbours whose boundary would part a value from a later write to it, or the uses of a changing buffer."""
     with_loss = next((index for index, group in enumerate(groups) if loss in group), len(groups))
     barred = set(range(with_loss + 1, len(groups)))
-    for first, last in _spans_of_writes(groups, flow):
-        barred.update(range(first + 1, last + 1))
-    joined: list[list[fx.Node]] = []
-    for index, group in enumerate(groups):
-        if joined and index in barred:
-            joined[-1].extend(group)
-        else:
-            joined.append(list(group))
-    return joined
-
-
-def _spans_of_writes(groups: list[list[fx.Node]], flow: Dataflow) -> Iterator[tuple[int, int]]:
-    """Yield, for each written storage, (first group that makes or uses it, last group that writes to it).
-
-    Of a buffer, the second is the last group that uses it.
-    """
     at = {node: index for index, group in enumerate(groups) for node in group}
     uses: dict[int, set[int]] = defaultdict(set)
     for node, index in at.items():
@@ -200,8 +184,16 @@ def _spans_of_writes(groups: list[list[fx.Node]], flow: Dataflow) -> Iterator[tu
     for owner, writers in flow.writers.items():
         touched = uses[flow.identity(owner)]
         if touched:
+            # From the first group that makes or uses it to the last that writes to it, or for a buffer uses it.
             last = max(touched) if owner in flow.tensors else max((at[w] for w in writers if w in at), default=0)
-            yield min(touched), last
+            barred.update(range(min(touched) + 1, last + 1))
+    joined: list[list[fx.Node]] = []
+    for index, group in enumerate(groups):
+        if joined and index in barred:
+            joined[-1].extend(group)
+        else:
+            joined.append(list(group))
+    return joined
 
 
 def _common_path(nodes: Iterable[fx.Node], flow: Dataflow) -> str:

@@ -1,4 +1,4 @@
-"""In-place writes of forward to the model's own tensors: buffers keep theirs, parameters may have none."""
+"""The in-place writes of forward to the model's own tensors: buffers keep theirs, parameters may have none."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from workbench.capture.operations import (
     arguments_of,
     holds_integers,
     is_random,
+    reachable,
     schema_of,
     shape_of,
 )
@@ -84,8 +85,14 @@ class Propagation:
         """Return the sharding of the block; raises `DeadEnd` with the columns to give up."""
         for node in self._block.code.graph.nodes:
             self._visit(node)
-        self._check_weights()
-        self._check_random()
+        for weight, (_, users, columns) in self._weights.items():
+            if set(weight.users) != users:
+                raise DeadEnd(columns)
+        # What is not sharded must be drawn alike by all devices, and only dropout can be made to.
+        random = [node for node in self._block.code.graph.nodes if is_random(node)]
+        sharded = [node for node in random if node in self._layouts]
+        if sharded and any(node not in self._layouts and node.target is not DROPOUT for node in random):
+            raise DeadEnd(self.columns_of(sharded))
         readers: dict[fx.Node, list[fx.Node]] = {}
         for node, sources in self._entering.items():
             for source in sources:
@@ -101,7 +108,7 @@ class Propagation:
             reduced=frozenset(node.name for node in self._reduced),
             forward_elements=tuple(self._reduced.values()),
             backward_elements=tuple(math.prod(shape_of(source)) for source in readers),
-            random=any(is_random(node) for node in self._layouts),
+            random=bool(sharded),
         )
 
     def _visit(self, node: fx.Node) -> None:
@@ -114,19 +121,12 @@ class Propagation:
             raise (self._layouts.get(sharded[0]) or self._items[sharded[0]][0]).dead_end()
         rule = _RULES.get(_name(node))
         if rule is None:
-            raise self._dead_end(sharded)
+            raise DeadEnd(self.columns_of(sharded))
         found = rule(self, node)
         if isinstance(found, Layout):
             self._layouts[node] = found
         elif found is not None:
             self._items[node] = found
-
-    def _dead_end(self, nodes: Iterable[fx.Node]) -> DeadEnd:
-        found: set[fx.Node] = set()
-        for node in nodes:
-            layouts = (self._layouts[node],) if node in self._layouts else self._items.get(node, ())
-            found.update(*(layout.columns for layout in layouts))
-        return DeadEnd(found)
 
     # Columns, where a sharded dim begins, and rows, where it ends
 
@@ -171,18 +171,6 @@ class Propagation:
             raise DeadEnd(columns | others)
         self._weights[weight] = (sharding, users | {user}, columns | others)
 
-    def _check_weights(self) -> None:
-        for weight, (_, users, columns) in self._weights.items():
-            if set(weight.users) != users:
-                raise DeadEnd(columns)
-
-    def _check_random(self) -> None:
-        """Require that what is not sharded draws only dropout, which all devices can be made to draw alike."""
-        sharded = [node for node in self._layouts if is_random(node)]
-        whole = [n for n in self._block.code.graph.nodes if is_random(n) and n not in self._layouts]
-        if sharded and any(node.target is not DROPOUT for node in whole):
-            raise self._dead_end(sharded)
-
     # The interface of rules
 
     def layout(self, node: Any) -> Layout | None:
@@ -200,17 +188,15 @@ class Propagation:
 
     def columns_of(self, nodes: Iterable[Any]) -> frozenset[fx.Node]:
         """Return the columns that the sharded ones of `nodes` come from."""
-        return frozenset().union(*(found.columns for node in nodes if (found := self.layout(node)) is not None))
+        known = [node for node in nodes if isinstance(node, fx.Node)]
+        layouts = [self._layouts[node] for node in known if node in self._layouts]
+        items = [layout for node in known for layout in self._items.get(node, ())]
+        return frozenset().union(*(layout.columns for layout in (*layouts, *items)))
 
     def enter(self, node: fx.Node, source: fx.Node) -> None:
         """Record that `node` reads a whole value, to which it returns only this device's part of the gradient."""
         if source in self._trained:
             self._entering.setdefault(node, {})[source] = None
-
-    def slice(self, node: fx.Node, source: fx.Node, dim: int, layout: Layout) -> None:
-        """Record that `node` reads only this device's part of a whole value."""
-        self.enter(node, source)
-        self._sliced[node, source] = self._on(dim, layout)
 
     def meet(self, node: fx.Node, source: Any, layout: Layout, dim: int) -> None:
         """Check that `source`, another operand of a sharded operation, is sharded alike on its own `dim`, or is whole.
@@ -228,7 +214,8 @@ class Propagation:
         elif dim < 0 or shape_of(source)[dim] == 1:
             self.enter(node, source)
         elif shape_of(source)[dim] == sum(layout.sharding.segments):
-            self.slice(node, source, dim, layout)
+            self.enter(node, source)
+            self._sliced[node, source] = self._on(dim, layout)
         else:
             raise layout.dead_end()
 
@@ -242,10 +229,8 @@ def _trained(block: Block) -> set[fx.Node]:
     """Return the nodes that a gradient may flow to: those that descend from parameters and received values."""
     placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
     first = len(block.parameters) + len(block.buffers)
-    found = {*placeholders[: len(block.parameters)], *placeholders[first : first + len(block.receives)]}
-    for node in block.code.graph.nodes:
-        if any(source in found for source in node.all_input_nodes) and not holds_integers(node):
-            found.add(node)
+    start = (*placeholders[: len(block.parameters)], *placeholders[first : first + len(block.receives)])
+    found = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
     return {node for node in found if not holds_integers(node)}
 
 

@@ -1,6 +1,6 @@
 """Everything in this room that reaches into torch: its private names, and the functions that capture replaces.
 
-Written for torch 2.13. `tests/unit/test_capture.py` fails if one of the names is gone.
+Written for torch 2.13. `tests/unit/test_capture_refusals.py` fails if one of the names is gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 """Name of the logger that dumps graphs when an export fails."""
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain")
 """Parts of the names of the assertions that export adds."""
-_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 @contextlib.contextmanager
@@ -208,11 +208,11 @@ def refuse_backward_hooks(model: nn.Module, name: str) -> None:
     found = [
         ("parameter", key)
         for key, tensor in model.named_parameters()
-        if any(getattr(tensor, hooks, None) for hooks in _PARAMETER_HOOKS)
+        if any(getattr(tensor, hooks, None) for hooks in PARAMETER_HOOKS)
     ] + [
         ("module", key or "itself")
         for key, module in model.named_modules()
-        if any(getattr(module, hooks) for hooks in _MODULE_HOOKS)
+        if any(getattr(module, hooks) for hooks in MODULE_HOOKS)
     ]
     for what, key in found[:1]:
         raise CaptureError(

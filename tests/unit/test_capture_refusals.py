@@ -1,0 +1,266 @@
+"""Models that cannot be captured are refused with the line that stops them and a way out."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.unit import capture_models
+from tests.unit.capture_models import (
+    Batch,
+    LayerDrop,
+    Net,
+    batch_for,
+    captured,
+)
+from workbench.capture import capture, torch_internals
+from workbench.errors import CaptureError
+
+
+def refused(model: nn.Module, name: str = "Mine", batch: Batch | None = None) -> CaptureError:
+    with pytest.raises(CaptureError) as caught:
+        captured(model, batch or batch_for(name), name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith(".")
+    return caught.value
+
+
+def line_of(model_class: type, text: str) -> int:
+    source = Path(str(sys.modules[model_class.__module__].__file__)).read_text().splitlines()
+    first = next(i for i, line in enumerate(source) if line.strip().startswith(f"class {model_class.__name__}"))
+    return next(i for i, line in enumerate(source[first:], first + 1) if text in line)
+
+
+def test_a_branch_on_a_tensors_value_is_refused_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    class Branches(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                x = -x
+            return super().body(x)
+
+    error = refused(Branches())
+    assert error.facts["file"] == __file__
+    assert error.facts["line"] == line_of(Branches, "if x.sum() > 0")
+    assert f"{__file__}:{error.facts['line']} (`if x.sum() > 0:`) depends on the values of a tensor" in str(error)
+    assert "torch.where" in str(error)
+    assert capfd.readouterr() == ("", ""), "nothing is printed beside the error"
+
+
+def test_a_selection_by_values_is_refused_with_its_line() -> None:
+    class Selects(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            kept = x[x[:, 0] > 0]
+            return super().body(kept).repeat(2, 1)[:4]
+
+    error = refused(Selects())
+    selection, loss = line_of(Selects, "kept = x["), line_of(Net, "return functional.cross_entropy")
+    assert (error.facts["file"], error.facts["line"]) in ((__file__, selection), (capture_models.__file__, loss))
+    assert "by a mask" in str(error)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return 2 * gradient
+
+
+def test_a_custom_autograd_function_is_refused_because_its_backward_would_be_lost() -> None:
+    class Straight(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return Doubled.apply(super().body(x))
+
+    error = refused(Straight())
+    assert error.facts["line"] == line_of(Straight, "Doubled.apply")
+    assert "Doubled" in str(error)
+    assert "register_autograd" in str(error)
+    assert torch.equal(Doubled.apply(torch.ones(2)), torch.ones(2)), "the function itself is not changed"
+
+
+def test_a_hook_on_a_tensor_is_refused_with_its_line_because_it_would_be_lost() -> None:
+    class Scales(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            x.register_hook(lambda gradient: gradient / 2)
+            return super().body(x)
+
+    error = refused(Scales())
+    assert error.facts["line"] == line_of(Scales, "x.register_hook")
+    assert "detach()" in str(error)
+
+
+def test_a_derivative_in_forward_is_refused_with_its_line() -> None:
+    class Penalty(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x.requires_grad_(), labels)
+            return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().mean()
+
+    assert refused(Penalty()).facts["line"] == line_of(Penalty, "torch.autograd.grad")
+
+
+@pytest.mark.parametrize("what", ["parameter", "module"])
+def test_backward_hooks_are_refused_because_nothing_would_call_them(what: str) -> None:
+    model = Net()
+    if what == "parameter":
+        model.head.weight.register_hook(lambda gradient: 0 * gradient)
+    else:
+        model.head.register_full_backward_hook(lambda _module, inputs, _outputs: inputs)
+    assert f"backward hook on the {what} head" in str(refused(model))
+
+
+@pytest.mark.parametrize("source", ["random", "numpy"])
+def test_random_numbers_that_are_not_torchs_are_refused_because_they_would_be_drawn_once(source: str) -> None:
+    class Draws(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x) * (random.random() if source == "random" else np.random.rand())
+
+    assert "Draw from torch's" in str(refused(Draws()))
+
+
+def test_a_model_without_its_labels_is_refused_with_the_missing_loss() -> None:
+    class NoLabels(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, object]:  # type: ignore[override]
+            return {"loss": None if labels is None else super().forward(x, labels)}
+
+    assert "returned no loss for a batch of x" in str(refused(NoLabels(), batch={"x": torch.zeros(4, 8)}))
+
+
+def functions() -> list[object]:
+    """Return the functions that capture replaces while it exports a model."""
+    owners = (torch, "rand"), (torch, "tensor"), (torch.autograd, "grad"), (torch.Tensor, "register_hook")
+    more = (torch.autograd.Function, "apply"), (torch.nn.modules.transformer, "_detect_is_causal_mask")
+    return [vars(owner)[name] for owner, name in (*owners, *more)]
+
+
+def test_functions_of_torch_are_restored_after_a_failed_capture() -> None:
+    model, before = Numbers(), functions()
+    refused(model)
+    assert functions() == before
+    assert "forward" not in vars(model)
+
+
+def test_layerdrop_that_could_drop_is_refused_with_its_line() -> None:
+    error = refused(LayerDrop(0.1))
+    assert error.facts["line"] == line_of(LayerDrop, "torch.rand([])")
+
+
+def test_a_forward_that_lacks_a_field_of_the_batch_is_refused_with_the_fields() -> None:
+    class NoLabels(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.head(self.body(self.stem(x))).sum()
+
+    assert "x [4, 8], labels [4]: let forward take exactly these" in str(refused(NoLabels()))
+
+
+def test_a_forward_that_needs_more_than_the_batch_is_refused_with_the_fields() -> None:
+    class More(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x * mask, labels)
+
+    message = str(refused(More()))
+    assert "'mask'" in message
+    assert "let forward take exactly these" in message
+
+
+@pytest.mark.parametrize("result", ["logits", "dict", "nothing", "labels"])
+def test_a_model_that_returns_no_scalar_loss_is_refused(result: str) -> None:
+    class NoLoss(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:  # type: ignore[override]
+            logits = self.head(self.body(self.stem(x)))
+            return {"logits": logits, "dict": {"logits": logits}, "nothing": None, "labels": labels.sum()}[result]
+
+    assert "Let forward return a scalar loss" in str(refused(NoLoss()))
+
+
+@pytest.mark.parametrize("how", ["batch alone", "no_grad", "detach", "frozen"])
+def test_a_loss_that_no_parameter_can_learn_from_is_refused(how: str) -> None:
+    class Unlearnable(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(how != "no_grad"):
+                loss = x.mean() if how == "batch alone" else super().forward(x, labels)
+            return loss.detach() if how == "detach" else loss
+
+    model = Unlearnable().requires_grad_(how != "frozen")
+    assert "depends on no trainable parameter" in str(refused(model))
+
+
+def test_a_parameter_written_in_forward_is_refused() -> None:
+    class Clamps(Net):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.head.weight.clamp_(-0.1, 0.1)
+            return super().body(x)
+
+    message = str(refused(Clamps()))
+    assert "writes to its parameter head.weight" in message
+    assert capture_models.__file__ in message  # the line of forward that called `body`
+
+
+class Numbers(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.mean().item()
+        return super().body(x) * scale
+
+
+def test_a_number_made_in_one_layer_and_used_in_another_is_refused() -> None:
+    assert "keep a number (.item()) a tensor" in str(refused(Numbers()))
+
+
+def test_a_batch_that_does_not_fit_the_model_is_refused_with_the_shapes() -> None:
+    message = str(refused(Net(), batch={"x": torch.zeros(4, 7), "labels": torch.zeros(4, dtype=torch.long)}))
+    assert "x [4, 7]" in message
+    assert "see that model(**batch) runs" in message
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(CaptureError, match="batch without fields"):
+        capture(Net(), {})
+
+
+def test_every_private_name_of_torch_that_capture_uses_is_there() -> None:
+    """A newer torch that lost one of them fails here, not in the middle of a capture."""
+    names = {
+        torch._ops: ["OpOverload"],
+        torch._C: ["_set_grad_enabled"],
+        torch: ["_grouped_mm"],
+        torch.amp.autocast_mode: ["_enter_autocast", "_exit_autocast"],
+        torch.nn.modules.transformer: ["_detect_is_causal_mask"],
+        nn.Module(): ["_parameters", "_buffers", *torch_internals.MODULE_HOOKS],
+        nn.Module(): ["_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"],
+        torch.zeros(1, requires_grad=True): list(torch_internals.PARAMETER_HOOKS),
+        torch.ops.aten.add.Tensor: ["_schema", "_opname", "tags"],
+        torch.ops.higher_order: ["wrap_with_set_grad_enabled", "wrap_with_autocast"],
+    }
+    missing = [
+        f"{owner}.{name}" for owner, all_names in names.items() for name in all_names if not hasattr(owner, name)
+    ]
+    assert not missing
+    program = torch.export.export(Net(), (torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)), strict=False)
+    assert any("nn_module_stack" in node.meta and node.stack_trace for node in program.graph.nodes)
+
+
+def test_a_patch_is_undone_after_an_error_and_refuses_a_name_that_is_gone() -> None:
+    class Owner:
+        name = "class"
+
+        def fail(self) -> None:
+            raise KeyError(self.name)
+
+    owner = Owner()
+    with pytest.raises(KeyError, match="patched"), torch_internals.patched(owner, "name", "patched"):
+        owner.fail()
+    assert vars(owner) == {}
+    with torch_internals.patched(Owner, "name", "patched"):
+        assert owner.name == "patched"
+    assert owner.name == "class"
+    with pytest.raises(AttributeError, match="gone"), torch_internals.patched(owner, "gone", None):
+        pass
