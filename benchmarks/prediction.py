@@ -41,7 +41,6 @@ import by_hand
 import others
 
 import workbench as wb
-from workbench import api
 from workbench.errors import PlanInfeasible, WorkbenchError
 from workbench.planning import Plan, search
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
@@ -80,8 +79,8 @@ def _tiny() -> Any:
 
 CASES = {
     "large": Case(wb.models.bert_large, 512, 512),
-    "gpt-1.3b": Case(wb.models.gpt3_1p3b, 2048, 64),
-    "gpt-1.3b-32gib": Case(wb.models.gpt3_1p3b, 2048, 64, 32),
+    "gpt-1.3b": Case(wb.models.gpt3, 2048, 64),
+    "gpt-1.3b-32gib": Case(wb.models.gpt3, 2048, 64, 32),
     "scaled": Case(_scaled, 512, 256),
     "scaled-32gib": Case(_scaled, 512, 256, 32),
     "4.8b": Case(_bert_4_8b, 512, 256),
@@ -182,7 +181,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> tuple[list[tuple[str, Plan]], int]:
     cluster = _cluster(arguments)
     experiment = _experiment(case, cluster.gpus)
-    costs = api.profile(experiment, cluster)
+    costs = wb.profile(experiment, cluster)
 
     def planned(**fixed: Any) -> Plan:
         limit = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)

@@ -42,11 +42,10 @@ from torch._inductor import config as inductor
 from training import random_batch, trainer_for
 
 import workbench as wb
-from workbench import api
 from workbench.errors import root_exception
 from workbench.execution.blocks import compiled as compiling
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
-from workbench.execution.deterministic import WORKSPACE
+from workbench.execution.deterministic import CUBLAS_SETTING
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -125,7 +124,7 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if arguments.deterministic:
-        os.environ.setdefault(*WORKSPACE)  # for everybody, since cuBLAS asks but once
+        os.environ.setdefault(*CUBLAS_SETTING)  # for everybody, since cuBLAS asks but once
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -197,7 +196,7 @@ def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: 
     if rank == 0:
         cluster = replace(wb.local_cluster(), gpus=world, gpus_per_node=world)
         wanted = {"ours": ROWS[name].ours} | {f"ours {text}": by_hand.degrees(text) for text in forced}
-        planned = {label: api.plan(_experiment(name, world), cluster, **fixed) for label, fixed in wanted.items()}
+        planned = {label: wb.plan(_experiment(name, world), cluster, **fixed) for label, fixed in wanted.items()}
         content = {label: replace(plan, candidates=()).to_json() for label, plan in planned.items()}
         meeting.set(key, json.dumps(content))
     return {label: wb.Plan.from_json(content) for label, content in json.loads(meeting.get(key)).items()}

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import workbench as wb
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
-from workbench.execution.deterministic import make_repeatable
+from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.random_batch import random_batch as random_tokens
 from workbench.execution.random_batch import repeated
@@ -21,7 +21,7 @@ from workbench.planning.plan import Plan
 def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> Trainer:
     """This rank's trainer; the default process group must exist and be as large as the plan."""
     if experiment.deterministic:
-        make_repeatable()
+        use_deterministic_kernels()
     context = StepContext(experiment.seed, device)
     if device.type == "cuda":
         prepare_compiler()
@@ -63,7 +63,7 @@ def random_batch(
         experiment.data.batch_specs(experiment),
         samples,
         vocab_size=experiment.model.vocab_size,
-        labelled=experiment.data.labelled_share(experiment),
+        labelled_share=experiment.data.labelled_share(experiment),
         device=device,
         seed=replica,
     )

@@ -19,19 +19,10 @@ from workbench.models import ModelSource
 
 PRECISIONS = ("auto", "fp32", "bf16")
 LR_SCHEDULES = ("linear", "cosine", "constant")
-_MINIMA = {
-    "steps": 1,
-    "global_batch": 1,
-    "seq_len": 1,
-    "log_every": 1,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 1,
-    "warmup_steps": 0,
-    "seed": 0,
-    "learning_rate": None,
-    "eps": None,
-    "clip_norm": None,
-    "weight_decay": 0,
+_MINIMA: Mapping[str, int | None] = {
+    **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "keep_checkpoints"), 1),
+    **dict.fromkeys(("warmup_steps", "seed", "weight_decay"), 0),
+    **dict.fromkeys(("learning_rate", "eps", "clip_norm")),
 }
 """Smallest value of each number; None if it must be greater than 0."""
 _REAL = ("learning_rate", "eps", "clip_norm", "weight_decay")
@@ -169,7 +160,8 @@ class Experiment:
 def _require_number(name: str, value: Any, least: int | None) -> None:
     if value is None and name in _OPTIONAL:
         return
-    number, described = (Real, "a number") if name in _REAL else (Integral, "a whole number")
+    number: type = Real if name in _REAL else Integral
+    described = "a number" if name in _REAL else "a whole number"
     if not isinstance(value, number) or isinstance(value, bool):
         raise InvalidExperiment(f"{name}={value!r} is not {described}. Give {described}.", parameter=name, value=value)
     if least is None and not value > 0:  # type: ignore[operator]

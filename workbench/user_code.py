@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ def pickled(name: str, value: Any) -> bytes:
             "when it is called (open files, connections, locks) instead of capturing it.",
             part=name,
         ) from error
+
+
+def required_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments without a default; none for built-ins that have no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(p.name for p in parameters if p.default is p.empty and p.kind not in variadic)
 
 
 def user_path() -> Iterable[str]:

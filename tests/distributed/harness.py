@@ -43,19 +43,19 @@ FREE = Prediction(0, 0, 0, 0, 0, 0, 0, None)
 
 
 def meeting() -> dist.TCPStore:
-    """Where processes find each other, as long as it lives. A port that was only free a moment ago may be taken by the
-    time that they are there: by another test's, where several run side by side."""
+    """A store through which processes find each other. It keeps its port while it lives: a port that was merely free
+    might be taken by another test before the processes use it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def environment(store: dist.TCPStore) -> dict[str, str]:
-    """What tells a process of that meeting."""
+    """Return the environment variables that lead a process to the store."""
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo", **agent}
 
 
 def launch(function: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> Any:
-    """Run on `world` processes; the first failure of any rank is raised here."""
+    """Run a function on `world` processes; raise the first failure of any rank."""
     with tempfile.TemporaryDirectory() as folder:
         result, store = Path(folder) / "result.pt", meeting()
         arguments = (world, environment(store), str(result), device, function, args)
@@ -89,7 +89,7 @@ def _entry(
 
 @functools.cache
 def start_method(device: str) -> str:
-    """The fork server starts processes in milliseconds; they can use GPUs unless an import of its has touched CUDA."""
+    """Return `forkserver`, which starts processes in milliseconds, unless its imports bar them from GPUs."""
     if device == "cpu":
         return "forkserver"
     probe = multiprocessing.get_context("forkserver").Process(target=_touch_gpu)
@@ -126,9 +126,9 @@ def forced_plan(
     offload_optimizer: bool = False,
     cuda_graphs: bool = False,
 ) -> Plan:
-    """A plan of evenly many blocks a stage, with no prediction: for running, not for judging.
+    """Return a plan with equally many blocks per stage and no prediction, which can only be run.
 
-    `recompute` is for the first `recompute_first` blocks of every stage, None for all of them.
+    `recompute` applies to the first `recompute_first` blocks of every stage, or to all of them if that is None.
     """
     count, num_stages, world = len(graph.blocks), pipeline * chunks, pipeline * data * tensor
     cuts = [count * index // num_stages for index in range(num_stages + 1)]

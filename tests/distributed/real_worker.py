@@ -19,10 +19,10 @@ import torch
 
 from tests.distributed.harness import environment, meeting, start_method
 from workbench import models
-from workbench.api import plan as make_plan
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
 from workbench.experiment import Experiment
+from workbench.planning.from_experiment import plan as make_plan
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events, write_json
 from workbench.runs.records.history import read_history
@@ -33,7 +33,7 @@ LINK = Link(1e9, 1e-5)
 
 
 class Words:
-    """Masked words that depend on nothing but their index."""
+    """A dataset of masked words that depend only on their index."""
 
     def __len__(self) -> int:
         return 1000
@@ -54,14 +54,14 @@ def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
 
 
 def plan(asked: Experiment, tensor: int = 1, device: Device = DEVICE, **degrees: Any) -> Plan:
-    """Planned for as many devices as the degrees make; `tensor` divides each of these again."""
+    """Plan for as many devices as the degrees make; `tensor` multiplies their number."""
     world = degrees.get("pipeline", 1) * degrees.get("data", 1)
     chosen = make_plan(asked, Cluster(device, world, world, LINK, LINK), **{"micro_batch": 2, **degrees})
     return dataclasses.replace(chosen, tensor=tensor)
 
 
 def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None) -> RunDir:
-    """A run directory to start from; one that exists is continued."""
+    """Return a run directory to start from; one that exists is continued."""
     run = RunDir(path)
     for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,14 +89,14 @@ class Ranks:
             process.start()
 
     def wait(self, seconds: float = 120.0) -> None:
-        """Until all have left in order."""
+        """Wait until all ranks have ended with exit code 0."""
         for process in self.processes:
             process.join(seconds)
         codes = [process.exitcode for process in self.processes]
         assert codes == [0] * len(codes), (codes, *(path.read_text() for path in self.run.logs.glob("*.log")))
 
     def kill(self, first: int) -> None:
-        """As a machine that goes down: one with -9, then the others."""
+        """Kill one rank with SIGKILL and then the others, as if their machine went down."""
         for process in (self.processes[first], *self.processes):
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
@@ -115,7 +115,7 @@ def _rank(rank: int, world: int, meets: dict[str, str], path: str, device: str) 
 
 
 def trained(path: Path, asked: Experiment, chosen: Plan, resume: Path | None = None, device: str = "cpu") -> RunDir:
-    """From the start, or a checkpoint, to the end."""
+    """Train from the start, or from a checkpoint, to the end."""
     run = directory(path, asked, chosen, resume)
     Ranks(run, chosen.world, device).wait()
     return run
@@ -139,7 +139,7 @@ def last_step(run: RunDir) -> int:
 
 
 def curve(run: RunDir) -> dict[int, tuple[float, float, float]]:
-    """Step -> loss, gradient norm and learning rate, as recorded, to the last bit."""
+    """Map each logged step to its exact loss, gradient norm and learning rate."""
     found = read_history(run.events)
     return {
         int(step): (loss, norm, rate)

@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if it had not been."""
+"""A run that was interrupted and resumed continues as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from workbench.errors import CheckpointError, PlanMismatch
 from workbench.execution.checkpoint import model_export as export
-from workbench.execution.checkpoint.files import COMPLETE, Damaged, complete, damage, prune, read_facts
+from workbench.execution.checkpoint.files import (
+    COMPLETE,
+    DamagedCheckpoint,
+    complete_checkpoints,
+    find_damage,
+    prune,
+    read_facts,
+)
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
@@ -47,7 +53,7 @@ DEFAULT = (
 
 
 def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, seed: int) -> tuple[RunDir, list[int]]:
-    """Train to the end, killed with -9 as often as asked, each time at a random step of what is left."""
+    """Train to the end, killed with SIGKILL as often as asked, each time at a random step of those that are left."""
     draw, killed_at = random.Random(seed), []
     run = directory(path, asked, chosen)
     for number in range(kills):
@@ -57,7 +63,7 @@ def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, 
         ranks.kill(first=draw.randrange(chosen.world))
         killed_at.append(real_worker.last_step(run))
         assert killed_at[-1] < STEPS, "it had ended before it was killed"
-        saved = complete(run.checkpoints)
+        saved = complete_checkpoints(run.checkpoints)
         run = directory(path, asked, chosen, saved[-1] if saved else None)
     Ranks(run, chosen.world).wait()
     return run, killed_at
@@ -83,18 +89,18 @@ def test_a_run_killed_at_random_steps_has_the_loss_curve_of_an_unbroken_one_to_t
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """Twelve steps on one process, with a checkpoint every three."""
+    """Train twelve steps on one process, with a checkpoint every three steps."""
     asked = experiment(steps=12, checkpoint_every=3)
     return trained(tmp_path_factory.mktemp("unbroken"), asked, plan(asked))
 
 
 def test_the_last_checkpoints_stay_and_each_knows_its_files(unbroken: RunDir) -> None:
-    kept = complete(unbroken.checkpoints)
+    kept = complete_checkpoints(unbroken.checkpoints)
     assert [path.name for path in kept] == ["step-00000006", "step-00000009", "step-00000012"]
     for path in kept:
         files = read_facts(path)["files"]
         assert files.keys() == {file.name for file in path.iterdir()} - {COMPLETE}
-        assert damage(path, files) is None
+        assert find_damage(path, files) is None
     written = [event for event in read_events(unbroken.events) if event["type"] == "checkpoint"]
     assert [event["step"] for event in written] == [3, 6, 9, 12]
 
@@ -110,9 +116,9 @@ if not os.environ.get("WORKBENCH_TEST_ALL"):
 
 @pytest.mark.parametrize("legs", LEGS)
 def test_a_run_goes_on_under_one_plan_after_another(legs: str, unbroken: RunDir, tmp_path: Path) -> None:
-    """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped.
+    """Optimiser, learning rate, position in the data and dropout equal those of the run that never stopped.
 
-    Dropout is off where tensors are divided: their parts draw their own masks.
+    Dropout is off under tensor parallelism, where shards draw their own masks.
     """
     dropout = 0.1 if legs == "stages" else 0.0
     asked = experiment(steps=12, checkpoint_every=3, dropout=dropout)
@@ -124,7 +130,7 @@ def test_a_run_goes_on_under_one_plan_after_another(legs: str, unbroken: RunDir,
         ranks = Ranks(run, chosen.world)
         if number < len(LEGS[legs]) - 1:
             saved = run.checkpoint(3 * number + 3)
-            real_worker.eventually(lambda path=saved: path in complete(path.parent))
+            real_worker.eventually(lambda path=saved: path in complete_checkpoints(path.parent))
             ranks.kill(first=0)
         else:
             ranks.wait()
@@ -177,13 +183,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Run
     assert "bytes instead of" in problems[1]["message"]
     [start] = [event for event in events if event["type"] == "start"]
     assert start["resumed_from"] == str(run.checkpoint(6))
-    assert "passed over" in run.log(0).read_text()
+    assert "skipped a checkpoint" in run.log(0).read_text()
     shown = Run(run.path)._repr_html_()
     assert "The checkpoint step-00000012 is damaged" in shown
     assert "Training goes on from step-00000006" in shown
     assert curve(run) == {step: row for step, row in curve(unbroken).items() if step > 6}
-    assert [path.name for path in complete(run.checkpoints)][-1] == "step-00000012"
-    assert damage(run.checkpoint(12), read_facts(run.checkpoint(12))["files"]) is None
+    assert [path.name for path in complete_checkpoints(run.checkpoints)][-1] == "step-00000012"
+    assert find_damage(run.checkpoint(12), read_facts(run.checkpoint(12))["files"]) is None
 
 
 def test_a_run_of_ones_own_dataset_resumes_from_the_code_that_it_kept(
@@ -194,8 +200,8 @@ def test_a_run_of_ones_own_dataset_resumes_from_the_code_that_it_kept(
     for folder in ("ranks", "logs"):
         shutil.rmtree(tmp_path / "run" / folder)
     with pytest.raises(PlanMismatch, match="signature another"):
-        wb.resume(tmp_path / "run", dataclasses.replace(plan(experiment()), signature="another"))
-    run = wb.resume(tmp_path / "run", steps=14).wait(120)
+        Run(tmp_path / "run").resume(dataclasses.replace(plan(experiment()), signature="another"))
+    run = Run(tmp_path / "run").resume(steps=14).wait(120)
     assert run.status.state == "finished"
     assert list(curve(run.directory)) == list(range(1, 15))
 
@@ -310,7 +316,7 @@ def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Pa
 
 
 class Named:
-    """As Python before 3.11.4 pickles a member of an enumeration, and as one might pickle anything else."""
+    """Pickle `getattr(…)`, as Python before 3.11.4 pickles members of enumerations and an attacker anything else."""
 
     def __init__(self, kind: type, name: str) -> None:
         self.kind, self.name = kind, name
@@ -325,7 +331,7 @@ def test_members_of_enumerations_are_read_however_python_writes_them_and_nothing
 
     assert read(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
     for kind, name in ((torch.Size, "__subclasses__"), (_MEM_FORMAT_ENCODING, "__init_subclass__")):
-        with pytest.raises(Damaged, match="does not belong there"):
+        with pytest.raises(DamagedCheckpoint, match="does not belong there"):
             read(kind, name)
 
 

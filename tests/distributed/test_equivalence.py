@@ -1,4 +1,4 @@
-"""Under every plan, the unmodified model's loss and gradients are those of plain PyTorch on the whole batch."""
+"""Under every plan, the loss and gradients of the unmodified model equal those of plain PyTorch on the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 
 def reference(name: str, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Plain PyTorch: one forward and backward over the whole batch."""
+    """Run one forward and backward of plain PyTorch over the whole batch."""
     torch.manual_seed(0)
     model = zoo.MODELS[name]().train()
     output = model(**batch)

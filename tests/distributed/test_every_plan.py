@@ -70,7 +70,7 @@ class Case:
     schedule: str = "1f1b"
     recompute: str = "none"
     recompute_first: int | None = None
-    """Of each stage; None: all of its blocks."""
+    """Number of the first blocks of each stage to which `recompute` applies; None for all of them."""
     recompute_rest: str = "none"
     num_microbatches: int = 4
     offload_optimizer: bool = False
@@ -84,14 +84,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences to plain PyTorch."""
+    """Largest relative differences from plain PyTorch."""
 
     loss: float
     gradient: float
 
 
 def differences(name: str, *cases: Case | Plan) -> list[Difference]:
-    """Measured on real processes, as many for each case."""
+    """Measure differences on real processes, the same number for each case."""
     [world] = {case.world for case in cases}
     found: list[Difference] = launch(_measured, world, name, cases)
     return found
@@ -150,7 +150,7 @@ def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = Fals
 
 @contextmanager
 def compiler(backend: str) -> Iterator[None]:
-    """What `torch.compile` returns meanwhile is compiled by `backend`."""
+    """Make `torch.compile` use `backend` inside this context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
         yield
@@ -179,7 +179,7 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles:
 
 
 def _plainly(name: str, model: nn.Module, batch: zoo.Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients over the whole batch; with BatchNorm a micro-batch at a time, as its statistics are."""
+    """Return loss and gradients over the whole batch; with BatchNorm, one micro-batch at a time."""
     size = len(next(iter(batch.values())))
     step = MICRO_BATCH if name in zoo.NORMALISED_BY_BATCH else size
     total = 0.0
@@ -198,7 +198,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def part_of(trainer: Trainer, batch: zoo.Batch) -> zoo.Batch:
-    """The replica's part of a global batch."""
+    """Return the replica's share of a global batch."""
     first = trainer.coordinate.data_rank * trainer.samples
     return {key: value[first : first + trainer.samples] for key, value in batch.items()}
 
@@ -212,7 +212,7 @@ def test_selective_recomputation_changes_no_gradient() -> None:
 
 
 def test_recomputing_some_blocks_of_a_stage_changes_no_gradient() -> None:
-    """Of three blocks a stage: the first two, the other not or less."""
+    """Recomputation of the first two of three blocks per stage, with less or none for the third."""
     some = Case(pipeline=2, recompute="selective", recompute_first=2)
     less = replace(some, recompute="full", recompute_rest="selective")
     assert_equal_to_plain_pytorch("bert", some, less, Case(data=2, zero=3, recompute="full", recompute_first=4))
@@ -222,7 +222,7 @@ def test_recomputing_some_blocks_of_a_stage_changes_no_gradient() -> None:
     "name", ["bert", *(pytest.param(n, marks=slow) for n in ("albert", "gpt2", "t5", "bert-half-frozen"))]
 )
 def test_blocks_on_their_way_to_cuda_graphs_give_the_gradients_of_plain_pytorch(name: str) -> None:
-    """As on a GPU, but that what they launch is never recorded."""
+    """Prepare blocks for CUDA graphs as on a GPU, without ever capturing one."""
     graphs = Case(compile=True, cuda_graphs=True)
     two = [replace(graphs, pipeline=2), replace(graphs, tensor=2), replace(graphs, data=2, num_microbatches=2)]
     two.append(replace(graphs, pipeline=2, chunks=2, schedule="interleaved", recompute="selective"))
@@ -239,7 +239,7 @@ def test_recomputing_some_blocks_of_a_compiled_stage_changes_no_gradient() -> No
 
 
 def _recomputed_at(_rank: int) -> dict[str, list[int]]:
-    """In one step of one micro-batch, how often each block runs; under three plans."""
+    """Count how often each block runs in one step of one micro-batch, under three plans."""
     (model, graph), batch = captured("bert"), zoo.batch("bert", MICRO_BATCH)
     found = {}
     for first in (0, 3, None):
@@ -273,7 +273,7 @@ def test_several_stages_a_rank_equal_plain_pytorch() -> None:
 
 
 def test_frozen_lower_layers_take_no_gradient_under_any_plan() -> None:
-    """They are all of the first of two stages; of four, part of the second too."""
+    """The frozen blocks are all of the first of two stages; of four stages, also part of the second."""
     cases = [Case(pipeline=2), Case(pipeline=2, recompute="full"), Case(data=2, zero=3), Case(tensor=2)]
     cases += [Case(pipeline=2, chunks=2, schedule="interleaved")]
     assert_equal_to_plain_pytorch("bert-half-frozen", *cases)
@@ -284,7 +284,7 @@ def test_frozen_lower_layers_take_no_gradient_under_any_plan() -> None:
 
 
 def test_t5_in_several_stages_a_rank_equals_plain_pytorch() -> None:
-    """Its embedding is used in stages of the same rank, and its decoder descends from more than what it receives."""
+    """The embedding is used in several stages of one rank, and the decoder depends on more than the received values."""
     cases = [Case(pipeline=2, chunks=chunks, schedule="interleaved") for chunks in (2, 3)]
     assert_equal_to_plain_pytorch("t5", Case(pipeline=2), *cases)
 
@@ -300,7 +300,7 @@ def test_tensor_times_pipeline_and_data_equal_plain_pytorch() -> None:
 
 
 def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
-    """Three steps of BERT under each case."""
+    """Train three steps of BERT under each case."""
     found = {}
     for case in cases:
         model, graph = captured("bert")
@@ -325,7 +325,7 @@ def assert_trains_as_plain_adamw(*cases: Case) -> None:
 
 
 def test_updates_under_every_kind_of_division_are_plain_adamws() -> None:
-    """Losses, clipped norms (each parameter once) and weights."""
+    """Return losses, clipped norms (each parameter once) and weights."""
     assert_trains_as_plain_adamw(
         Case(tensor=2),
         Case(pipeline=2, chunks=2, schedule="interleaved"),
@@ -345,7 +345,7 @@ def test_updates_under_combined_divisions_are_plain_adamws() -> None:
 
 
 def _dropped_out(_rank: int) -> dict[str, Any]:
-    """One backward of BERT with dropout, without and with recomputation, on two tensor-parallel devices."""
+    """Run one backward of BERT with dropout, with and without recomputation, on two tensor-parallel devices."""
     torch.manual_seed(0)
     model = zoo.bert_pretraining(0.1).train()
     batch = zoo.batch("bert", 2 * MICRO_BATCH)
@@ -395,7 +395,7 @@ class _AllReduces(TorchDispatchMode):
 
 
 def _all_reduces(_rank: int) -> dict[str, int]:
-    """Of one step of two tensor-parallel devices, by how activations are recomputed."""
+    """Count the all-reduces of one step on two tensor-parallel devices, for each way of recomputing activations."""
     (model, graph), batch = captured("bert"), zoo.batch("bert", MICRO_BATCH)
     found = {}
     for recompute in ("none", "selective", "full"):
@@ -416,7 +416,7 @@ def test_reductions_are_those_of_the_analysis_and_selective_recomputation_repeat
 
 
 def _in_bf16(_rank: int) -> dict[str, Any]:
-    """How far gradients under autocast are from those without: of one device, and of two tensor-parallel ones."""
+    """Return the error of gradients under autocast, on one device and on two tensor-parallel devices."""
     (model, graph), batch = captured("bert"), zoo.batch("bert", MICRO_BATCH)
     _, exact = _plainly("bert", copy.deepcopy(model), batch)
     with HALF():
@@ -442,7 +442,7 @@ def test_under_autocast_gradients_of_activations_are_summed_in_its_type_and_abou
 
 
 def planned(name: str, world: int, **asked: Any) -> Plan:
-    """The planner's answer: its own cut, and everything that is not asked for."""
+    """Return the planner's plan: its own cut, and its choice of everything that is not requested."""
     _, graph = captured(name)
     return search(
         profile_graph(graph, CPU, "fp32", compiled=False),
@@ -491,8 +491,10 @@ def _memory(model: nn.Module) -> dict[str, StorageWeakRef]:
 
 
 def _left_over(_rank: int, cases: tuple[Case, ...]) -> list[set[str]]:
-    """Of the model that a rank was built from, the weights that are still in memory and that its stages do not hold;
-    no garbage is collected meanwhile."""
+    """Return the weights of the built model that are still in memory although no stage of the rank holds them.
+
+    Python collects no garbage meanwhile.
+    """
     found = []
     gc.disable()
     for case in cases:
@@ -513,7 +515,7 @@ def test_a_rank_holds_nothing_of_the_model_but_its_own_weights() -> None:
 
 
 def _whole_at_each_sharding(_rank: int) -> list[int]:
-    """Weights of the model that are in memory when FSDP2 is given a block, or at last the stage."""
+    """Return the weights of the model that are in memory when FSDP2 shards a block or, last, the stage."""
     found = []
     gc.disable()
     model, graph = captured("bert")

@@ -123,8 +123,8 @@ def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]]
     assert graphs.on_last_backward is not None
     assert late.context.cuda_graphs is not None
     late.context.cuda_graphs.on_last_backward = None
-    [stage] = overlapped.stage.stages
-    name_of = {parameter: name for name, parameter in overlapped.stage.model_parameters().items()}
+    [stage] = overlapped.stages.stages
+    name_of = {parameter: name for name, parameter in overlapped.stages.model_parameters().items()}
     backwards: list[list[tuple[list[str], int]]] = []
     held: list[weakref.ref[torch.Tensor]] = []
 
@@ -144,9 +144,9 @@ def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]]
         backwards.append([])
         for trainer in (overlapped, late):
             trainer.gradients(step, part_of(trainer, batch))
-        for name, parameter in overlapped.stage.model_parameters().items():
+        for name, parameter in overlapped.stages.model_parameters().items():
             assert parameter.grad is not None
-            worst = max(worst, float((parameter.grad - _gradient(late.stage.model_parameters()[name])).abs().max()))
+            worst = max(worst, float((parameter.grad - _gradient(late.stages.model_parameters()[name])).abs().max()))
     assert any(buffer() is not None for buffer in held)
     overlapped.optimizer.zero_grad(set_to_none=True)
     graphs.begin_step()

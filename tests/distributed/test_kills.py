@@ -18,8 +18,7 @@ import pytest
 from tests.distributed.test_launch import HERE, ROOT, eventually, start
 from workbench.rundir import process_alive, process_record, read_events
 from workbench.runs import Run, load_run
-from workbench.runs.launching import device_queue as turns
-from workbench.runs.launching import processes
+from workbench.runs.launching import device_queue, processes
 
 EVERYTHING = os.environ.get("WORKBENCH_TEST_ALL") == "1"
 KILLS = 50 if EVERYTHING else 3
@@ -143,10 +142,11 @@ def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch
         attempt.settle()
         killed += attempt.killed
         assert not of_this_test(node), f"seed {seed}: left after {attempt.killed}"
-        assert not turns._live_tickets(next((node / "home" / "turns").iterdir())), f"seed {seed}: the queue is blocked"
+        queue = next((node / "home" / "turns").iterdir())
+        assert not device_queue._live_tickets(queue), f"seed {seed}: the queue is blocked"
     monkeypatch.setenv("STANDIN_STEP_S", "0")
     last = run.checkpoints[-1].step + 25
-    final = start(steps=last, resume=run)
+    final = start(steps=last, resume=run.path)
     assert final.wait(timeout=60).status.state == "finished", final.logs("launcher")
     history = final.history()
     assert history.step.tolist() == list(range(1, last + 1)), f"seed {seed}"

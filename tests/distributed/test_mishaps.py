@@ -9,48 +9,58 @@ import threading
 
 import pytest
 
-from tests.distributed.test_launch import HERE, ROOT, eventually, experiment, first_step, node, plan_for, start
+from tests.distributed.test_launch import (
+    HERE,
+    ROOT,
+    eventually,
+    experiment,
+    first_step,
+    launch,
+    node,
+    plan_for,
+    start,
+)
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
-from workbench.runs import launch, load_run, runs
-from workbench.runs.launching import launcher, processes
+from workbench.runs import Run, list_runs, load_run
+from workbench.runs.launching import launcher, processes, run_directory
 
 __all__ = ["node"]  # a fixture of every test here, too
 
 
 def test_two_buttons_pressed_at_once_continue_a_run_once(monkeypatch):
     run = start(steps=2, world=1).wait(60)
-    asked_twice, described = threading.Barrier(2), launcher.environment
+    asked_twice, described = threading.Barrier(2), run_directory.environment
 
     def slowly():
         asked_twice.wait(30)
         return described()
 
-    monkeypatch.setattr(launcher, "environment", slowly)
+    monkeypatch.setattr(run_directory, "environment", slowly)
     first = threading.Thread(target=start, args=(4, 1), kwargs={"resume": run.path})
     first.start()
     eventually(lambda: (run.path / "attempts").exists() and not run.directory.launcher.exists())
     with pytest.raises(RunExists, match="being started by somebody else"):
         start(steps=4, world=1, resume=run.path)
-    assert len(runs()) == 1
+    assert len(list_runs()) == 1
     asked_twice.wait(30)
     first.join()
     assert load_run(run.path).wait(60).history().step.tolist() == [1, 2, 3, 4]
     states = [event["state"] for event in run.events() if event["type"] == "status"]
     assert states.count("finished") == 2
     with pytest.raises(CheckpointError, match="is of step 4, after the 3 steps"):
-        start(steps=3, world=1, resume=run)
+        start(steps=3, world=1, resume=run.path)
 
 
 def test_a_run_is_listed_while_another_kernel_is_describing_it(monkeypatch):
-    listed, described = threading.Event(), launcher.environment
-    monkeypatch.setattr(launcher, "environment", lambda: (listed.wait(30), described())[1])
+    listed, described = threading.Event(), run_directory.environment
+    monkeypatch.setattr(run_directory, "environment", lambda: (listed.wait(30), described())[1])
     launching = threading.Thread(target=start, args=(1, 1))
     launching.start()
-    (row,) = eventually(lambda: runs().rows())
+    (row,) = eventually(lambda: list_runs().rows())
     listed.set()
     launching.join()
     assert (row["state"], row["message"]) == ("queued", "")
-    assert runs()[0].wait(60).status.state == "finished"
+    assert list_runs()[0].wait(60).status.state == "finished"
 
 
 def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_folder(node):
@@ -68,10 +78,10 @@ def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_
     command = [sys.executable, str(node / "project" / "train.py")]
     run = load_run(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     asked = experiment(2)
-    again = launch(asked, plan_for(asked, 1), resume=run, code={}, worker="standin_worker").wait(60)
+    again = launch(asked, plan_for(asked, 1), resume=run.path, code={}, worker="standin_worker").wait(60)
     assert again.logs().count("built my net") == 2
-    clone = launcher.clone(run, worker="standin_worker").kill()
-    assert str(node / "project") in launcher.worker_path(clone.directory)
+    clone = Run(launcher.clone(run.directory, run.plan, {}, worker="standin_worker")).kill()
+    assert str(node / "project") in run_directory.worker_path(clone.directory)
 
 
 def test_a_home_that_cannot_be_written_is_told_before_anything_is_made(node, monkeypatch):

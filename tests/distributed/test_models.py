@@ -35,14 +35,14 @@ TRIED = REPRESENTATIVE if not os.environ.get("WORKBENCH_TEST_ALL") else tuple(zo
 
 @dataclass(frozen=True)
 class Degrees:
-    """What is asked of the planner; the cut is its own."""
+    """The request to the planner, which cuts the model itself."""
 
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
     zero: int = 0
     chunks: int = 1
-    """Stages of one rank, under an interleaved schedule."""
+    """Number of stages per rank, under an interleaved schedule."""
 
     @property
     def world(self) -> int:
@@ -58,7 +58,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences to plain PyTorch: of the loss, of any parameter's gradient, of any buffer."""
+    """Largest relative differences from plain PyTorch: of the loss, of any gradient, of any buffer."""
 
     loss: float
     gradient: float
@@ -75,7 +75,7 @@ def captured(name: str, model: nn.Module) -> Graph:
 
 
 def planned(name: str, degrees: Degrees) -> Plan:
-    """What `wb.plan` does: the model on the meta device, priced and cut."""
+    """Plan as `wb.plan` does: capture the model on the meta device, predict its cost and cut it."""
     graph = captured(name, build_meta(zoo.MODELS[name]))
     interleaved = {"schedule": "interleaved", "chunks": degrees.chunks} if degrees.chunks > 1 else {"schedule": "1f1b"}
     return search(
@@ -94,7 +94,7 @@ def planned(name: str, degrees: Degrees) -> Plan:
 
 
 def differences(name: str, cases: tuple[Degrees, ...]) -> dict[Degrees, Difference]:
-    """Measured on real processes; all cases use equally many."""
+    """Measure differences on real processes; all cases use the same number."""
     [world] = {degrees.world for degrees in cases}
     plans = {degrees: planned(name, degrees) if offers(name, degrees) else _forced(name, degrees) for degrees in cases}
     found: dict[Degrees, Difference] = launch(_measured, world, name, plans)
@@ -102,7 +102,7 @@ def differences(name: str, cases: tuple[Degrees, ...]) -> dict[Degrees, Differen
 
 
 def offers(name: str, degrees: Degrees) -> bool:
-    """All but tensor parallelism of a model that mostly cannot be divided."""
+    """Return all cases but tensor parallelism of a model whose blocks mostly cannot be divided."""
     try:
         planned(name, degrees)
     except PlanInfeasible:
@@ -113,7 +113,7 @@ def offers(name: str, degrees: Degrees) -> bool:
 
 
 def _forced(name: str, degrees: Degrees) -> Plan:
-    """Tensor parallelism that the planner refuses: what can be divided is."""
+    """Plan a tensor parallelism that the planner refuses; the blocks that can be divided are."""
     graph = captured(name, build_meta(zoo.MODELS[name]))
     sizes = {"micro_batch": MICRO_BATCH, "num_microbatches": MICRO_BATCHES}
     return forced_plan(graph, pipeline=degrees.pipeline, data=degrees.data, tensor=degrees.tensor, **sizes)
@@ -164,9 +164,9 @@ def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan) -> Differ
 
 
 def _trained_plainly(model: nn.Module, batch: zoo.Batch, micro_batch: int) -> float:
-    """Forward and backward of plain PyTorch over a batch, in one piece; returns the loss.
+    """Run forward and backward of plain PyTorch over a whole batch, and return the loss.
 
-    In several pieces with BatchNorm, whose statistics are those of a micro-batch: gradients accumulate.
+    A model with BatchNorm runs in micro-batches and accumulates gradients, since its statistics are a micro-batch's.
     """
     samples = len(batch["labels"])
     pieces = [range(first, min(first + micro_batch, samples)) for first in range(0, samples, micro_batch)]

@@ -54,7 +54,7 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
     assert shared.notebook.stat().st_size < 100_000
     again = notebooks.reproduce(shared.notebook, node / "again")
     assert again.same
-    assert [c.verdict.kind for c in again.comparisons] == ["bitwise"]
+    assert [c.verdict.outcome for c in again.comparisons] == ["bitwise"]
     assert {d.subject for d in again.differences} <= {"git commit", "uncommitted changes"}, "of this very checkout"
 
     monkeypatch.setenv("STANDIN_LIFT", "0.5")
@@ -68,7 +68,7 @@ def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkey
     asked = experiment(3)
     recorded = Plan.from_json({**plan_for(asked, 1).to_json(), "micro_batch": 2})
     entries = [{"experiment": asked.to_json(), "plan": recorded.to_json()}]
-    entries.append({"experiment": asked.to_json(), "plan": plan_for(asked, 4, kind="cuda").to_json()})
+    entries.append({"experiment": asked.to_json(), "plan": plan_for(asked, 4, device_type="cuda").to_json()})
     write_json(node / "replay.json", entries)
     (node / "launches").touch()
     assert replayed_plan(asked) is None

@@ -1,4 +1,4 @@
-"""Training under any plan is training without one: dropout, norms, updates, checkpoints."""
+"""Training under any plan equals training without one: dropout, norms, updates, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from workbench.capture import capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.execution.checkpoint import save_load as checkpoint
+from workbench.execution.checkpoint.files import COMPLETE
+from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
 from workbench.execution.optimizer import build_optimizer, learning_rate_factor
 from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
@@ -28,7 +29,7 @@ from workbench.rundir import RunDir
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 8, 6
 EPS = 1e-3
-"""Adam's: at its default, a gradient that is zero but for rounding (a key's bias) makes a full step of noise."""
+"""Adam's epsilon. At its default, a gradient that is zero up to rounding (a key's bias) makes a full step of noise."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -49,7 +50,7 @@ class Division:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What rank 0 reports: the model's own names -> whole tensors, gathered from all stages and shards."""
+    """The report of rank 0: whole tensors by the model's own names, gathered from all stages and shards."""
 
     losses: list[float]
     norms: list[float]
@@ -60,7 +61,7 @@ class Outcome:
 
 
 class Normalised(nn.Module):
-    """BatchNorm, a lower half that is frozen, a loss of one element: what a stage must not trip over."""
+    """A model with BatchNorm, a frozen lower half and a loss of one element, which stages must handle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,28 +130,31 @@ def part_of(trainer: Trainer, batch: Tensors) -> Tensors:
 def train(
     _rank: int, name: str, division: Division, steps: range, load_from: Path | None = None, save_to: Path | None = None
 ) -> Outcome:
-    """Some steps of a run; the batch of a step depends on nothing but its number."""
+    """Train some steps of a run; the batch of a step depends only on its number."""
     trainer = trainer_of(name, division)
     if load_from is not None:
-        assert checkpoint.load(trainer, load_from) == checkpoint.Progress(steps.start, float(steps.start))
+        loaded = Checkpoints(trainer, RunDir(load_from.parent.parent)).load(load_from)
+        assert loaded == TrainingProgress(steps.start, float(steps.start))
     losses, norms = [], []
     for step in steps:
         loss, squared_norm, _ = trainer.step(step, part_of(trainer, batch_of(name, step))).scalars.tolist()
         losses.append(loss)
         norms.append(squared_norm**0.5)
     if save_to is not None:
-        checkpoint.save(trainer, RunDir(save_to), checkpoint.Progress(steps.stop, float(steps.stop)))
+        checkpoints = Checkpoints(trainer, RunDir(save_to))
+        checkpoints.save(TrainingProgress(steps.stop, float(steps.stop)))
+        checkpoints.finish()
     return gathered(trainer, losses, norms)
 
 
 def gathered(trainer: Trainer, losses: list[float], norms: list[float]) -> Outcome:
-    """Clipped gradients, parameters and moments of every stage, on every rank."""
-    named = trainer.stage.model_parameters()
+    """Return clipped gradients, parameters and moments of every stage, on every rank."""
+    named = trainer.stages.model_parameters()
     names = {id(parameter): name for name, parameter in named.items()}
     mine = (
         {name: full(parameter.detach()) for name, parameter in named.items()},
         {name: full(parameter.grad) for name, parameter in named.items() if parameter.grad is not None},
-        trainer.stage.model_buffers(),
+        trainer.stages.model_buffers(),
         {
             f"{names[id(parameter)]}.{slot}": full(value)
             for parameter, state in trainer.optimizer.state.items()
@@ -173,7 +177,7 @@ def run(name: str, division: Division, steps: int = 1) -> Outcome:
 
 
 def plain(name: str, steps: int, clip_norm: float = 1.0, device: str = "cpu") -> Outcome:
-    """The same training with nothing of ours but the schedule of learning rates."""
+    """Train the same without any code of Workbench but the learning-rate schedule."""
     torch.manual_seed(0)
     with torch.device(device):
         model = MODELS[name]().train()
@@ -197,7 +201,7 @@ def plain(name: str, steps: int, clip_norm: float = 1.0, device: str = "cpu") ->
 
 
 def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """Largest difference of a tensor relative to its norm (or to a thousandth of the largest)."""
+    """Return the largest difference of a tensor relative to its norm (or to a thousandth of the largest norm)."""
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(value.float().norm().item() for value in expected.values())
     return max(
@@ -308,7 +312,7 @@ def test_weight_decay_spares_biases_norms_and_frozen_parameters() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint_of_two_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of the dropout model on two stages."""
+    """Train three steps of the dropout model on two stages."""
     folder = tmp_path_factory.mktemp("run")
     launch(train, 2, "dropout", Division(pipeline=2), range(3), None, folder)
     return RunDir(folder).checkpoint(3)
@@ -329,11 +333,11 @@ def refusal(_rank: int, path: Path, signature: str | None) -> str:
     trainer = trainer_of("dropout", Division())
     if signature is not None:
         trainer.plan = dataclasses.replace(trainer.plan, signature=signature)
-    before = {name: parameter.clone() for name, parameter in trainer.stage.model_parameters().items()}
+    before = {name: parameter.clone() for name, parameter in trainer.stages.model_parameters().items()}
     try:
-        checkpoint.load(trainer, path)
+        Checkpoints(trainer, RunDir(path.parent.parent)).load(path)
     except CheckpointError as error:
-        assert all(torch.equal(before[name], p) for name, p in trainer.stage.model_parameters().items())
+        assert all(torch.equal(before[name], p) for name, p in trainer.stages.model_parameters().items())
         return str(error)
     return "it was loaded"
 
@@ -341,7 +345,7 @@ def refusal(_rank: int, path: Path, signature: str | None) -> str:
 def test_a_checkpoint_whose_writing_was_interrupted_is_refused(checkpoint_of_two_stages: Path, tmp_path: Path) -> None:
     torn = tmp_path / "step-3"
     shutil.copytree(checkpoint_of_two_stages, torn)
-    (torn / checkpoint.COMPLETE).unlink()
+    (torn / COMPLETE).unlink()
     assert "is not a complete checkpoint" in launch(refusal, 1, torn, None)
     assert "is not a complete checkpoint" in launch(refusal, 1, tmp_path / "step-4", None)
 

@@ -117,14 +117,14 @@ class Branches(Residual):
 
 @dataclass
 class Output:
-    """No type that `torch.export` knows."""
+    """An output type that `torch.export` does not know."""
 
     logits: torch.Tensor
     loss: torch.Tensor
 
 
 class Gpt(nn.Module):
-    """As in the lectures: sizes are spelt out in views, the mask is made on no device, a cell keeps what it saw."""
+    """A model as in lectures: literal sizes in views, a mask without a device, a cell that stores what it saw."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Gpt(nn.Module):
 
 
 def llama_with_a_cache() -> nn.Module:
-    """As its configuration comes: it returns a cache of keys and values."""
+    """GPT-2 with its default configuration, which returns a cache of keys and values."""
     sizes = {"vocab_size": zoo.VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **heads, max_position_embeddings=zoo.SEQ))
@@ -226,7 +226,7 @@ def test_models_written_in_unusual_ways_equal_plain_pytorch() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_written_in_unusual_ways_are_planned_from_the_meta_device(name: str) -> None:
-    """With the blocks that they have where there are numbers."""
+    """Capture on the meta device finds the same blocks as with real numbers."""
     graph = captured(name, build_meta(MODELS[name]))
     assert [block.name for block in graph.blocks] == [block.name for block in captured(name, MODELS[name]()).blocks]
     plan = search(

@@ -19,7 +19,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def _sizes(**changes: Any) -> dict[str, Any]:
-    """What most configurations of `transformers` call their sizes."""
+    """Sizes under the names that most configurations of `transformers` give them."""
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -40,7 +40,7 @@ def bert_pretraining(dropout: float = 0.0) -> nn.Module:
 
 
 def bert_half_frozen() -> nn.Module:
-    """As one trains the upper layers of a model that is given; the head's decoder is the embedding's."""
+    """A BERT whose lower layers and embedding are frozen; the decoder of the head is the embedding."""
     model = bert_pretraining()
     model.bert.embeddings.requires_grad_(False)
     for layer in model.bert.encoder.layer[:2]:
@@ -329,13 +329,13 @@ PADDED = (
     "t5",
     "bart",
 )
-"""Their batch has an attention mask, with 0 to 8 positions of padding."""
+"""Names of models whose batch has an attention mask, with 0 to 8 positions of padding."""
 NORMALISED_BY_BATCH = ("resnet",)
-"""BatchNorm takes its statistics from the micro-batch: the equal of plain PyTorch is one that accumulates gradients."""
+"""Names of models with BatchNorm, whose statistics are those of a micro-batch: the reference accumulates gradients."""
 
 
 def batch(name: str, size: int, seed: int = 0) -> Batch:
-    """A global batch; the share of labels grows with the sample, so that micro-batch means differ from the whole."""
+    """Return a global batch whose share of labels grows with the sample, so that means over micro-batches differ."""
     generator = torch.Generator().manual_seed(seed)
     if name in IMAGES:
         pixels = torch.randn(size, 3, 16, 16, generator=generator)

@@ -25,7 +25,7 @@ from workbench.execution.blocks import gradient_accumulation
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.build import build_model, build_stage
-from workbench.execution.deterministic import make_repeatable
+from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.parallel import gradient_all_reduce
 from workbench.execution.random_batch import random_batch
 from workbench.execution.trainer import Trainer
@@ -127,15 +127,15 @@ def _outcomes(_rank: int, world: int) -> dict[Case, tuple[Outcome, Outcome]]:
     os.environ.setdefault(*NCCL_SETTING)  # workers do the same
     gradient_all_reduce.OVERLAPPED_BUCKET_BYTES = 0  # reduce each block alone
     gradient_accumulation.MIN_COMPILED_ELEMENTS = 0
-    make_repeatable()
+    use_deterministic_kernels()
     cases = ALONE if world == 1 else TWO
     return {case: (_outcome(_trainer(case, False)), _outcome(_trainer(case, True))) for case in cases}
 
 
 def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
-    make_repeatable()
+    use_deterministic_kernels()
     launched, captured = (_trainer(Case(), graphs, CHANGES[change]) for graphs in (False, True))
-    [stage] = captured.stage.stages
+    [stage] = captured.stages.stages
     launched_blocks = [block.block.name for block in stage.block_modules() if not block.is_capturable]
     assert len(launched_blocks) == (2 if change == "clipped" else 1), (
         "the head, and a layer that may copy numbers to the host"
@@ -146,13 +146,13 @@ def _changed(_rank: int, change: str) -> tuple[Outcome, Outcome]:
 def _outcome(trainer: Trainer) -> Outcome:
     scalars = [trainer.step(step, _batch(trainer, step)).scalars for step in range(STEPS)]
     losses, norms, _ = zip(*(values.tolist() for values in scalars), strict=True)
-    weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stage.model_parameters().values())
+    weights = sum(float(value.detach().double().abs().sum()) for value in trainer.stages.model_parameters().values())
     graphs = trainer.context.cuda_graphs
     return Outcome(losses, norms, weights, 0 if graphs is None else graphs.num_forwards)
 
 
 def _repeated(_rank: int) -> dict[str, tuple[float, ...]]:
-    make_repeatable()
+    use_deterministic_kernels()
     found = {}
     for recompute in ("none", "selective", "full"):
         trainer = _trainer(Case(recompute=recompute), False)
@@ -177,7 +177,7 @@ def _trainer(case: Case, captured: bool, change: Callable[[Any], None] | None = 
 
 
 def _batch(trainer: Trainer, seed: int) -> dict[str, torch.Tensor]:
-    shape = {"vocab_size": VOCABULARY, "labelled": DATA.labelled_share(EXPERIMENT)}
+    shape = {"vocab_size": VOCABULARY, "labelled_share": DATA.labelled_share(EXPERIMENT)}
     return part_of(trainer, random_batch(_specs(), GLOBAL_BATCH, **shape, device=here(), seed=seed))
 
 

@@ -40,7 +40,7 @@ def _streams_of_gradients(_rank: int, zero: int) -> set[int]:
     trainer.gradients(0, part_of(trainer, batch))
     segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
     gradients = [
-        local(parameter.grad) for parameter in trainer.stage.model_parameters().values() if parameter.grad is not None
+        local(parameter.grad) for parameter in trainer.stages.model_parameters().values() if parameter.grad is not None
     ]
     return {segment["stream"] for segment in segments for gradient in gradients if _lies_in(gradient, segment)}
 
@@ -75,5 +75,5 @@ def _built(_rank: int, division: Case, on_host: bool) -> tuple[float, float]:
     where = coordinate(plan.pipeline, plan.data, plan.tensor, DEVICE)
     context = StepContext(seed=0, device=here())
     trainer = Trainer(EXPERIMENT, plan, graph, build_stage(plan, where, model, graph, context), context, where)
-    assert {weight.device for weight in trainer.stage.model_parameters().values()} == {here()}
+    assert {weight.device for weight in trainer.stages.model_parameters().values()} == {here()}
     return torch.cuda.max_memory_allocated() / size, torch.cuda.memory_allocated() / size

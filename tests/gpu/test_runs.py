@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from workbench.planning.timelines import timeline
 
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
@@ -23,14 +24,13 @@ from tests.distributed.test_training import batch_of
 from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.cost.device import Device
-from workbench.execution.checkpoint.files import complete
-from workbench.execution.checkpoint.save_load import Checkpoints, Extras, Progress
-from workbench.execution.step_timeline import SETTLED, ActionLog
+from workbench.execution.checkpoint.files import complete_checkpoints
+from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, TrainingProgress
+from workbench.execution.step_timeline import FIRST_RECORDED, ActionLog
 from workbench.execution.trainer import Trainer
-from workbench.execution.worker import cap_memory, message_of
+from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.timelines import timeline
 from workbench.rundir import RunDir, read_events
 from workbench.units import GIB
 
@@ -88,10 +88,10 @@ def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     run = directory(tmp_path, asked, chosen)
     ranks = Ranks(run, chosen.world, DEVICE)
     real_worker.reach(run, EVERY + 7)
-    real_worker.eventually(lambda: complete(run.checkpoints))
+    real_worker.eventually(lambda: complete_checkpoints(run.checkpoints))
     ranks.kill(first=chosen.world - 1)
     assert last_step(run) < STEPS, "it had ended before it was killed"
-    newest = complete(run.checkpoints)[-1]
+    newest = complete_checkpoints(run.checkpoints)[-1]
     run = trained(tmp_path, asked, chosen, newest, device=DEVICE)
     assert [event["resumed_from"] for event in read_events(run.events) if event["type"] == "start"][-1] == str(newest)
     expected = curve(unbroken[kind])
@@ -121,7 +121,7 @@ def _allocated_under_a_limit(_rank: int) -> tuple[bool, str]:
     try:
         torch.empty(10 * GIB, dtype=torch.uint8, device=here())
     except torch.OutOfMemoryError as error:
-        return fits, message_of(error, limited)
+        return fits, error_message(error, limited)
     return fits, ""
 
 
@@ -134,18 +134,19 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 def _steps_beside_a_save(rank: int, path: Path) -> tuple[int, list[float], list[float]]:
     """(steps while a save of 256 MB was written, their losses, losses of the same steps from the checkpoint)."""
-    ballast = Extras(unused={"ballast": torch.ones(64 << 20)} if rank == 0 else {})
+    ballast = CheckpointExtras(unused={"ballast": torch.ones(64 << 20)} if rank == 0 else {})
     first, second = trainer_on_device(case(data=2)), trainer_on_device(case(data=2))
     for step in range(3):
         _loss(first, step)
     checkpoints = Checkpoints(first, RunDir(path), extras=ballast)
-    checkpoints.save(Progress(1, 0.0))
+    checkpoints.save(TrainingProgress(1, 0.0))
     done, losses = 0, []
     for step in range(3):
         losses.append(_loss(first, step))
-        done += not checkpoints.idle
+        done += not checkpoints.is_idle
     checkpoints.finish()
-    assert Checkpoints(second, RunDir(path), extras=ballast).load(RunDir(path).checkpoint(1)) == Progress(1, 0.0)
+    loaded = Checkpoints(second, RunDir(path), extras=ballast).load(RunDir(path).checkpoint(1))
+    assert loaded == TrainingProgress(1, 0.0)
     return done, losses, [_loss(second, step) for step in range(3)]
 
 
@@ -204,7 +205,7 @@ def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Pl
     chosen, run = repartitioned
     events = read_events(run.events)
     recorded = sorted((e for e in events if e["type"] == "actions"), key=lambda event: event["rank"])
-    step = LAST_LEG + SETTLED + 1
+    step = LAST_LEG + FIRST_RECORDED + 1
     assert [(event["rank"], event["step"]) for event in recorded] == [(0, step), (chosen.data, step)]
     [step_ms] = [event["step_ms"] for event in events if event["type"] == "step" and event["step"] == step]
     forwards: list[dict[int, float]] = []

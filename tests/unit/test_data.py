@@ -1,4 +1,4 @@
-"""Samples are pure functions of seed and place; text is tokenised once; what cannot feed a model is refused."""
+"""Samples are pure functions of seed and index, text is tokenised once, and data that suit no model are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLM = models.gpt2(vocab_size=2000)
 
 @dataclass(frozen=True)
 class Training:
-    """What a corpus asks of an `Experiment`."""
+    """The fields of an `Experiment` that a corpus reads."""
 
     model: object = MLM_NSP
     steps: int = 6
@@ -189,7 +189,7 @@ def test_masking_differs_from_one_epoch_to_the_next(text):
 
 @pytest.fixture(scope="module")
 def pairs(text):
-    """Half a thousand unmasked pairs: A, B, label, and where in the stream A begins."""
+    """512 unmasked pairs: A, B, label, and the offset of A in the stream."""
     training = Training(MLM_NSP, steps=64)
     dataset = text.dataset(training)
     store = dataset.samples.store
@@ -330,7 +330,7 @@ def test_processes_that_prepare_at_once_do_the_work_once(tmp_path, speeches):
     assert len({checksum for _, checksum in lines}) == 1
 
 
-def test_what_a_killed_process_left_behind_is_swept_away(tmp_path, speeches, monkeypatch):
+def test_the_remains_of_a_killed_process_are_deleted(tmp_path, speeches, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(speeches[:5]))
@@ -414,7 +414,7 @@ def test_a_dataset_that_cannot_be_loaded_is_one_sentence(tmp_path):
         data.hub(str(tmp_path / "nothing here")).check(Training(models.bert()))
 
 
-# What cannot feed the experiment
+# Data that cannot feed the experiment
 
 
 def check_of(path: Path, content: str | bytes, training: Training | None = None, **options: int) -> None:
@@ -491,7 +491,7 @@ def test_a_sequence_too_short_for_text_is_refused(text):
         text.check(Training(seq_len=4))
 
 
-# The user's own
+# The user's own datasets
 
 
 class Pictures(Dataset):
@@ -506,7 +506,7 @@ class Pictures(Dataset):
 
 
 @pytest.mark.parametrize("value", [Pictures(), Pictures, lambda: Pictures()], ids=["dataset", "class", "lambda"])
-def test_items_of_ones_own_come_once_an_epoch(value):
+def test_items_of_a_custom_dataset_come_once_per_epoch(value):
     custom, training = data.as_data(value), Training(steps=5, global_batch=4)
     specs = custom.batch_specs(training)
     assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
@@ -561,7 +561,7 @@ def test_items_that_are_not_dicts_of_tensors_are_shown():
         ({"a": [1, 2]}, "with_format"),
     ],
 )
-def test_a_field_that_is_no_tensor_comes_with_its_way_out(item, words):
+def test_a_field_that_is_no_tensor_is_refused_with_a_remedy(item, words):
     with pytest.raises(DataError, match=words):
         data.as_data([item]).check(Training())
 
@@ -582,7 +582,7 @@ def test_items_of_different_shapes_name_the_field():
         (lambda path: path, "needs path"),
     ],
 )
-def test_what_is_no_dataset_is_refused(value, words):
+def test_a_value_that_is_no_dataset_is_refused(value, words):
     with pytest.raises(DataError, match=words):
         data.as_data(value)
 

@@ -1,4 +1,4 @@
-"""An experiment is a value; what is wrong with one is said in a sentence, with the way out, before anything starts."""
+"""An experiment is a value; a wrong one is refused with a sentence and a remedy before any process starts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
+from workbench import Run
 from workbench.errors import (
     CaptureError,
     DataError,
@@ -81,7 +82,7 @@ CPU = wb.Cluster.of("h200", gpus=1)
 
 @pytest.fixture(autouse=True)
 def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any process or run directory that a refused request leaves fails the test."""
+    """Fail a test if a refused request starts a process or leaves a run directory."""
 
     def started(*args: Any, **_: Any) -> None:
         raise AssertionError(f"a process was started: {args}")
@@ -93,7 +94,7 @@ def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(kind: type[WorkbenchError], request: Callable[[], Any], *words: str) -> WorkbenchError:
-    """The error of a request, checked for being short, whole and with a way out."""
+    """Return the error of a request; check that it is short and that it ends as a sentence."""
     with pytest.raises(kind) as caught:
         request()
     message = str(caught.value)
@@ -119,7 +120,7 @@ def refused(kind: type[WorkbenchError], request: Callable[[], Any], *words: str)
         (lambda: wb.launch(own(), dir="here"), "directory"),
         (lambda: wb.capture(own(), microbatch=2), "micro_batch"),
         (lambda: wb.compare([], smothing=0.5), "smoothing"),
-        (lambda: wb.resume("no-run", step=5), "steps"),
+        (lambda: Run("no-run").resume(step=5), "steps"),
     ],
 )
 def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(request_: Callable[[], Any], meant: str) -> None:

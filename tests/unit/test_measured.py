@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from workbench.planning.basis import basis
 
 from tests.unit.cost_values import bert, layered_profile
-from workbench import api, data, models
+from workbench import data, models
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
 from workbench.cost.correction import BlockMeasurement, corrected_profile
@@ -33,10 +33,12 @@ from workbench.measure.block_probes import (
     measure_blocks,
     probed_micro_batches,
 )
-from workbench.measure.local_cluster import local_cluster, with_measured_rates
-from workbench.measure.probe_request import KEPT, ProbeRequest
+from workbench.measure.detection import with_measured_rates
+from workbench.measure.local_cluster import local_cluster
+from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
 from workbench.planning import Request as PlanRequest
-from workbench.planning import search, weigh
+from workbench.planning import from_experiment, search, weigh
+from workbench.planning.plan import Plan
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
@@ -93,7 +95,7 @@ def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
     }
     for words, plan in said.items():
         assert words in plan.prediction.basis
-        assert api.load_plan(plan.save(tmp_path / "plan.json")).prediction.basis == plan.prediction.basis
+        assert Plan.load(plan.save(tmp_path / "plan.json")).prediction.basis == plan.prediction.basis
         assert plan.prediction.basis in str(plan.explain())
         assert plan.prediction.basis in describe_plan(plan)
     cards = [with_measured_rates(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), local_cluster(2).device]
@@ -228,7 +230,7 @@ def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
     picked = chosen(graph)
     kinds = [graph.blocks[index].block_type for index in picked]
     assert set(kinds) == set(graph.block_types)
-    assert max(map(kinds.count, kinds)) == KEPT
+    assert max(map(kinds.count, kinds)) == MAX_BLOCKS_PER_TYPE
 
 
 @pytest.mark.parametrize(("host_s", "device_s", "waited_s"), [(0.01, 0.02, 0.0), (0.02, 0.01, 0.014)])
@@ -276,15 +278,15 @@ def test_data_of_ones_own_are_probed_with_their_samples_and_priced_for_their_lab
     """One sample of three more than a micro-batch holds: the last is paired with the first."""
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
-    request = api._probe_request(experiment, local_cluster(1))
+    request = from_experiment.probe_request(experiment, local_cluster(1))
     probe = Probe(request, 4, torch.device("cpu"))
     assert probe._batch["input_ids"][:, 0].tolist() == [0, 100, 200, 0]
-    assert api.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
+    assert from_experiment.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
 
 
 def test_where_no_head_can_pass_over_rows_all_labels_count() -> None:
     experiment = Experiment(model=Everything, data=Answers(), global_batch=8)
-    assert api.profile(experiment, H200).labelled_share == 1
+    assert from_experiment.profile(experiment, H200).labelled_share == 1
 
 
 class Everything(torch.nn.Module):
@@ -299,7 +301,7 @@ class Everything(torch.nn.Module):
 def test_a_model_of_ones_own_is_probed_with_the_words_of_its_corpus() -> None:
     corpus = data.corpus("demo", vocab_size=512, objective="clm")
     experiment = Experiment(model=models.gpt2(64, 2, 4, vocab_size=512).build, data=corpus, seq_len=16, global_batch=8)
-    probe = Probe(api._probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
+    probe = Probe(from_experiment.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
     assert int(probe._batch["input_ids"].max()) > 256
 
 
@@ -390,6 +392,6 @@ def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end(monkey
     monkeypatch.setattr(probing, "has_nvidia_gpus", lambda: True)
     model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
     corpus = data.corpus("demo", vocab_size=64)
-    api.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
+    from_experiment.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
     [probes] = started
     assert [process.poll() is not None for process in probes._processes] == [True]

@@ -1,4 +1,4 @@
-"""Named configurations build the published architectures; custom callables are held to their promise."""
+"""Named configurations build the published architectures, and callables that build no model are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMED = {
     "OPTForCausalLM": models.opt(**TINY),
 }
 FIRST_QUERY = r"(layer|h|layers)\.0\.(attention\.self\.query|attn\.c_attn|self_attn\.q_proj)\.weight$"
-"""The first layer's weight that makes queries, in every family."""
+"""Name of the first layer's query weight, in every family."""
 named = pytest.mark.parametrize("architecture", NAMED)
 
 
@@ -91,7 +91,7 @@ def test_every_named_model_takes_an_initializer_range_and_its_json_holds_it(make
     model = make(initializer_range=0.12)
     assert models.from_json(json.loads(json.dumps(model.to_json()))).initializer_range == 0.12
     before = {name: value for name, value in make().to_json().items() if name != "initializer_range"}
-    assert models.from_json(before) == make()  # what runs wrote before there was one
+    assert models.from_json(before) == make()  # The description without the field.
 
 
 @pytest.mark.parametrize("wrong", [0, -0.02, math.nan, math.inf, "0.02", True, None])
@@ -114,7 +114,7 @@ def test_dropout_zero_makes_the_forward_repeatable():
         (models.bert(hidden_size=1920, num_layers=54, num_heads=30), 2457),
         (models.gpt2(), 124.4),
         (models.opt(), 125.2),
-        (models.gpt3_1p3b(), 1316),
+        (models.gpt3(), 1316),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

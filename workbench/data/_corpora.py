@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.data import _text
 from workbench.data._source import Prepared, SampleRequest
@@ -34,6 +34,7 @@ class TextData(ABC):
 
     vocab_size: int
     objective: str | None
+    is_custom: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         least = SMALLEST_VOCABULARY["wordpiece"]
@@ -55,10 +56,6 @@ class TextData(ABC):
 
     @abstractmethod
     def _source(self) -> _text.TextSource: ...
-
-    @property
-    def is_custom(self) -> bool:
-        return False
 
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the text cannot feed the experiment. Only small texts are tokenised for it."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.data._corpora import Corpus
 from workbench.data._hub import HubText
 from workbench.data._source import Prepared, SampleRequest
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
+from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
     from workbench.data._datasets import Batch, CustomDataset
@@ -31,16 +30,13 @@ class CustomData:
     """The dataset or callable; `None` if the data was only read from the description of a run."""
     name: str = ""
     """Name for tables and messages; defaults to that of the callable or of the dataset's class."""
+    is_custom: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.name and self.dataset_or_factory is not None:
             value = self.dataset_or_factory
             name = getattr(value, "__name__", type(value).__name__)
             object.__setattr__(self, "name", "dataset" if name == "<lambda>" else name)
-
-    @property
-    def is_custom(self) -> bool:
-        return True
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
@@ -127,7 +123,13 @@ def as_data(value: Any) -> Corpus | HubText | CustomData:
     if not callable(value) or _is_map_style(value):
         _require_map_style(value, f"The data, a {type(value).__name__},")
     else:
-        _require_no_arguments(value)
+        required = required_arguments(value)
+        if required:
+            raise DataError(
+                f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
+                "Bind them with functools.partial or a lambda.",
+                required=required,
+            )
     return CustomData(value)
 
 
@@ -143,17 +145,3 @@ def _require_map_style(value: Any, name: str) -> None:
         "samples. Pass such a dataset, a callable that returns one, or wb.data.corpus(path) for text.",
         found=type(value).__name__,
     )
-
-
-def _require_no_arguments(factory: Callable[..., Any]) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # Built-ins without a signature are tried when they are called.
-        return
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if required:
-        raise DataError(
-            f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
-            "Bind them with functools.partial or a lambda.",
-            required=tuple(required),
-        )

@@ -29,7 +29,9 @@ from workbench.data._text import Advance, Paragraph, TextSource
 from workbench.errors import DataError
 from workbench.home import cache_home
 
-FORMAT = 1
+SMALLEST_WITH_WORDS = 256
+"""Vocabulary size from which WordPiece keeps at least half of its entries for pieces of words."""
+FORMAT = 2
 """Version of the folder's format; part of its name."""
 CHUNK_CHARACTERS = 2 << 20
 """Characters tokenised at once; each occupies about a hundred bytes of the library's objects."""
@@ -177,8 +179,11 @@ def _wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tokenize
     """
     special = SPECIAL_TOKENS["wordpiece"]
     tokenizer = _untrained_wordpiece({})
-    # Each character may enter twice (alone and continuing a word); more would overflow the vocabulary.
-    alphabet, continuing = _alphabet(sample, tokenizer, limit=min(6000, (vocab_size - len(special)) // 4))
+    # Each character may enter twice, alone and continuing a word, so that half of the entries hold it at most. A tiny
+    # vocabulary is all characters: with a quarter of 64 entries, every third token of English would be unknown.
+    room = vocab_size - len(special)
+    limit = room // 2 if vocab_size < SMALLEST_WITH_WORDS else min(6000, room // 4)
+    alphabet, continuing = _alphabet(sample, tokenizer, limit)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=2,

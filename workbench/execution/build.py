@@ -18,7 +18,6 @@ from workbench.capture.label_counting import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
-from workbench.errors import PlanInfeasible
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.context import StepContext
@@ -26,11 +25,9 @@ from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
-from workbench.execution.blocks.split_backward import Deferral, defer_weight_gradients
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
 from workbench.execution.blocks.weight_copies import WeightCopies
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.pipeline import SPLIT_BACKWARD
 from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
@@ -98,20 +95,10 @@ def build_stage(
     If the plan shards weights, FSDP2 has done so when this function returns; it moves them to the device block by block
     from where the model was built. Blocks of one type share a runner for each way of recomputing them.
     """
-    deferral = context.deferral if plan.schedule in SPLIT_BACKWARD else None
-    if deferral is not None and plan.shards:  # The planner makes no such plan, but a plan may be written by hand.
-        raise PlanInfeasible(
-            f"The schedule {plan.schedule!r} runs with zero=0 only, and the plan asks for zero={plan.zero}: a sharded "
-            f"gradient is reduced before the second part of the backward computes it. Choose zero=0, or the schedule "
-            f"'interleaved'.",
-            schedule=plan.schedule,
-            zero=plan.zero,
-        )
     weights = _ModelWeights(plan, coordinate, model, graph)
     division = plan_tensor_parallel(graph, plan.tensor)
     codes = _block_codes(graph, division, coordinate)
     context.tensor_rank = coordinate.tensor_rank
-    compile = compile and deferral is None
     if compile and plan.cuda_graphs:
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
 
@@ -124,7 +111,7 @@ def build_stage(
         modes = [stage.recompute_of(block.index) for block in blocks]
         for mode in modes:
             if mode not in runners_by_mode:
-                runners_by_mode[mode] = runners(graph, codes, context.device, compile, mode, deferral, bf16_weights)
+                runners_by_mode[mode] = runners(graph, codes, context.device, compile, mode, bf16_weights)
         tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
         module = StageModule(
             graph,
@@ -217,16 +204,14 @@ def runners(
     device: torch.device,
     compile: bool,
     recompute: str,
-    deferral: Deferral | None = None,
     bf16_weights: bool = False,
 ) -> dict[str, Runner]:
     """Return one callable per block type, compiled once however many blocks share it.
 
     Without compilation, `BlockModule` recomputes activations. With it, recomputation is part of the compiled code: the
     compiler decides what to save, and replays random numbers itself, since a checkpoint around compiled code cannot be
-    traced again in the backward. Compiled dropouts compute their masks (`workbench.execution.blocks.dropout`). With
-    `deferral`, blocks run uncompiled, since the compiler cannot split a backward. `bf16_weights` says that weights
-    arrive in bf16, as FSDP2 all-gathers them.
+    traced again in the backward. Compiled dropouts compute their masks (`workbench.execution.blocks.dropout`).
+    `bf16_weights` says that weights arrive in bf16, as FSDP2 all-gathers them.
 
     A block with a part that only labelled rows need becomes a `LabelledRows`, unless tensor parallelism divides it.
     """
@@ -238,11 +223,8 @@ def runners(
     blocks = {block.block_type: block for block in graph.blocks}
 
     def finish(block_type: str, code: fx.GraphModule) -> Runner:
-        num_weights = len(blocks[block_type].parameters)
         if bf16_weights:
-            code = match_autocast_types(code, num_weights)
-        if deferral is not None:
-            return defer_weight_gradients(code, num_weights, deferral)
+            code = match_autocast_types(code, len(blocks[block_type].parameters))
         if not compile:
             return code
         if has_active_dropout(blocks[block_type].code):

@@ -1,7 +1,7 @@
 """Kernels that give the same bits every time, for `Experiment.deterministic`.
 
-See https://docs.pytorch.org/docs/stable/notes/randomness.html: torch then takes deterministic kernels where it has them
-(attention other than cuDNN's, sums in a fixed order), and raises where it has none.
+torch then uses deterministic kernels where it has them (attention other than cuDNN's, sums in a fixed order), and
+raises where it has none: https://docs.pytorch.org/docs/stable/notes/randomness.html.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import os
 
 import torch
 
-WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""What cuBLAS wants for matrix products on several streams; read when its first handle is made."""
-REFUSAL = "does not have a deterministic implementation"
-"""In the words of torch's error."""
+CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Environment variable that makes matrix products on several streams deterministic. cuBLAS reads it once, with its
+first handle."""
+NO_DETERMINISTIC_KERNEL = "does not have a deterministic implementation"
+"""Phrase by which torch's error is recognised."""
 
 
-def make_repeatable() -> None:
-    """From now on, in this process; before its first matrix product."""
-    os.environ.setdefault(*WORKSPACE)
+def use_deterministic_kernels() -> None:
+    """Use deterministic kernels from now on; call this before the first matrix product of the process."""
+    os.environ.setdefault(*CUBLAS_SETTING)
     torch.use_deterministic_algorithms(True)
-    # Else torch fills every new tensor, in case somebody reads it before it is written.
+    # By default torch would now fill every new tensor, in case it is read before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

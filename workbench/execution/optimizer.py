@@ -1,4 +1,4 @@
-"""AdamW with warm-up and decay, and a gradient norm over all stages and shards."""
+"""AdamW over sharded parameters, its learning-rate schedule, and the gradient norm over all stages and shards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from workbench.experiment import Experiment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OFFLOAD_ELEMENTS = 32 << 20
-"""Parameters whose moments are on the device at once while they are updated."""
+"""Number of parameter elements whose offloaded moments are on the device at once during an update."""
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
-    """Multiplier of the peak learning rate for the update after `step` completed steps.
+    """Return the multiple of the peak learning rate for the update after `step` completed steps.
 
-    Linear warm-up reaches 1 at update `warmup`; then linear or cosine decay to 0 at `steps`, or constant.
+    A linear warm-up reaches 1 at update `warmup`. Then the schedule decays (`linear`, `cosine`) to 0 at `steps`, or
+    stays (`constant`).
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -35,9 +36,9 @@ def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> f
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], experiment: Experiment, offload: bool = False
 ) -> PartwiseAdamW:
-    """AdamW over trainable parameters; weight decay on matrices only (tensors of two dims or more).
+    """Return AdamW over the trainable parameters, with weight decay on tensors of two or more dims only.
 
-    With `offload`, its moments live in the host's memory.
+    With `offload`, its moments stay in the host's memory.
     """
     trainable = [p for p in parameters.values() if p.requires_grad]
     decayed = [p for p in trainable if p.ndim >= 2]
@@ -58,9 +59,10 @@ def build_optimizer(
 
 
 class PartwiseAdamW(torch.optim.AdamW):
-    """AdamW that updates this rank's part of each parameter as a plain tensor: the same numbers in a fifth of the
-    host's time, which over hundreds of `DTensor`s goes into their dispatch. Its moments are `DTensor`s all the same,
-    so that checkpoints know their places.
+    """AdamW that updates this rank's shard of each parameter as a plain tensor.
+
+    The numbers are those of `torch.optim.AdamW`, in a fifth of the host's time, most of which the dispatch of hundreds
+    of `DTensor`s would take. The moments of a `DTensor` are `DTensor`s, so that checkpoints know their placements.
     """
 
     @torch.no_grad()
@@ -72,7 +74,7 @@ class PartwiseAdamW(torch.optim.AdamW):
         return loss
 
     def _batches(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-        """What is updated at once."""
+        """Divide parameters into lists that are updated at once."""
         return [parameters] if parameters else []
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
@@ -85,39 +87,48 @@ class PartwiseAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), device=parameter.device if self.defaults["fused"] else "cpu")
             for slot in MOMENTS:
-                state[slot] = torch.zeros_like(parameter)
+                state[slot] = self._zeros(parameter)
         return state
+
+    def _zeros(self, parameter: nn.Parameter) -> torch.Tensor:
+        return torch.zeros_like(parameter)
 
 
 class OffloadedAdamW(PartwiseAdamW):
-    """AdamW whose moments live in the host's (pinned) memory and visit the device, some at a time, to be updated.
+    """AdamW whose moments stay in the host's (pinned) memory and are copied to the device, some at a time, for updates.
 
-    Weights and gradients stay where they are, and the update is computed where they are: what it computes does not
-    change. A step moves 8 bytes per parameter each way. Copies are queued on the device's stream: wait for the step
-    before reading the moments.
+    Weights and gradients stay on the device, which computes the same update as without offloading. A step moves 8 bytes
+    per parameter each way. Copies are queued on the device's stream: wait for the step before reading the moments.
     """
 
-    def _batches(self, parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-        return _batches(parameters)
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Divide parameters, in order, into lists of about `OFFLOAD_ELEMENTS`."""
+        batch: list[nn.Parameter] = []
+        for parameter in parameters:
+            if batch and sum(local(p).numel() for p in batch) + local(parameter).numel() > OFFLOAD_ELEMENTS:
+                yield batch
+                batch = []
+            batch.append(parameter)
+        if batch:
+            yield batch
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state(parameter) for parameter in parameters]
         device = parameters[0].device
-        hosts = [[local(state[slot]) for state in states] for slot in MOMENTS]
-        moments = [[host.to(device, non_blocking=True) for host in held] for held in hosts]
+        host_moments = [[local(state[slot]) for state in states] for slot in MOMENTS]
+        moments = [[host.to(device, non_blocking=True) for host in hosts] for hosts in host_moments]
         _adamw(parameters, moments, states, group, foreach=device.type == "cuda")
-        for held, moved in zip(hosts, moments, strict=True):
-            for host, moment in zip(held, moved, strict=True):
+        for hosts, moved in zip(host_moments, moments, strict=True):
+            for host, moment in zip(hosts, moved, strict=True):
                 if host is not moment:
                     host.copy_(moment, non_blocking=True)
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            for slot in MOMENTS:
-                state[slot] = _zeros_on_host(parameter)
-        return state
+    def _zeros(self, parameter: nn.Parameter) -> torch.Tensor:
+        shard = local(parameter)
+        zeros = torch.zeros(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.device.type == "cuda")
+        if not isinstance(parameter, DTensor):
+            return zeros
+        return DTensor(zeros, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device.
 
 
 def _adamw(
@@ -129,7 +140,7 @@ def _adamw(
     foreach: bool | None = None,
     fused: bool | None = None,
 ) -> None:
-    """One update of this rank's parts; `moments` are theirs, the first and the second."""
+    """Update this rank's shards once; `moments` are their first and their second moments."""
     adamw(
         [local(parameter) for parameter in parameters],
         [local(parameter.grad) for parameter in parameters if parameter.grad is not None],
@@ -149,52 +160,26 @@ def _adamw(
     )
 
 
-def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In order, each of about `OFFLOAD_ELEMENTS`, of one device."""
-    batch: list[nn.Parameter] = []
-    for parameter in parameters:
-        if batch and sum(local(p).numel() for p in batch) + local(parameter).numel() > OFFLOAD_ELEMENTS:
-            yield batch
-            batch = []
-        batch.append(parameter)
-    if batch:
-        yield batch
-
-
-def _zeros_on_host(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros like this rank's part of a parameter; of a sharded one a `DTensor`, so that checkpoints know its place."""
-    part = local(parameter)
-    zeros = torch.zeros(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda")
-    if not isinstance(parameter, DTensor):
-        return zeros
-    return DTensor(zeros, parameter._spec, requires_grad=False)  # from_local would move it to the mesh's device
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-@torch.no_grad()  # or each part of a DTensor would be made by autograd, at 5 times the host's time
+@torch.no_grad()  # With autograd, reading the shards of DTensors would take 5 times the host's time.
 def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
-    """This rank's share of the squared global norm: summed over all ranks, it is the whole.
+    """Return this rank's share of the squared global norm, which is the sum of the shares of all ranks.
 
-    Each gradient (or this rank's shard of it) comes with the number of ranks that hold the same: it counts for
+    Each gradient (or this rank's shard of it) comes with the number of ranks that hold the same values, and counts for
     1 / that number on each of them.
     """
     by_holders: dict[int, list[torch.Tensor]] = {}
     for gradient, holders in gradients:
         by_holders.setdefault(holders, []).append(local(gradient))
     total = torch.zeros((), device=device)
-    for holders, held in by_holders.items():
-        norms = torch._foreach_norm(held)
+    for holders, shards in by_holders.items():
+        norms = torch._foreach_norm(shards)
         total = total + torch.stack(norms).float().square().sum() / holders
     return total
 
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Scale every gradient by `limit / norm` where the norm exceeds the limit (Pascanu et al., 2013)."""
+    """Scale every gradient by `limit / norm` if the norm exceeds the limit (Pascanu et al., arXiv:1211.5063)."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))

@@ -1,4 +1,4 @@
-"""Batches that measurements of speed run on: without any data, or of a few samples again and again."""
+"""Batches for measurements of speed: random ones that need no data, or a few samples repeated."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 from workbench.tensors import TensorSpec
 
-WORDS = frozenset({"input_ids", "decoder_input_ids", "labels"})
-"""Fields that number words of the vocabulary; any other integer is 0 or 1."""
+TOKEN_FIELDS = frozenset({"input_ids", "decoder_input_ids", "labels"})
+"""Names of the fields that hold token ids; integers of any other field are 0 or 1."""
 IGNORED = -100
-"""The label that cross-entropy passes over."""
+"""Label that cross-entropy ignores."""
 
 
 def random_batch(
@@ -19,27 +19,27 @@ def random_batch(
     count: int,
     *,
     vocab_size: int,
-    labelled: float,
+    labelled_share: float,
     device: torch.device,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """`count` random samples of the given specs; a share `labelled` of the word labels stands, the rest is ignored."""
+    """Return `count` random samples of the given specs; a fraction `labelled_share` of the labels is not ignored."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    found = {}
+    batch = {}
     for name, spec in samples.items():
         shape, dtype = (count, *spec.shape), getattr(torch, spec.dtype)
         if dtype.is_floating_point:
-            found[name] = torch.randn(shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
+            batch[name] = torch.randn(shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
         else:
-            high = vocab_size if name in WORDS else 2
-            found[name] = torch.randint(0, high, shape, device=device, generator=generator).to(dtype)
-    if labelled < 1 and "labels" in found:
-        passed_over = torch.rand(found["labels"].shape, device=device, generator=generator) >= labelled
-        found["labels"] = found["labels"].masked_fill(passed_over, IGNORED)
-    return found
+            high = vocab_size if name in TOKEN_FIELDS else 2
+            batch[name] = torch.randint(0, high, shape, device=device, generator=generator).to(dtype)
+    if labelled_share < 1 and "labels" in batch:
+        ignored = torch.rand(batch["labels"].shape, device=device, generator=generator) >= labelled_share
+        batch["labels"] = batch["labels"].masked_fill(ignored, IGNORED)
+    return batch
 
 
 def repeated(examples: Mapping[str, torch.Tensor], count: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """`count` samples: those of the batch `examples` in turn."""
-    turn = torch.arange(count) % len(next(iter(examples.values())))
-    return {name: field[turn].to(device) for name, field in examples.items()}
+    """Return `count` samples, which are those of the batch `examples` in turn."""
+    index = torch.arange(count) % len(next(iter(examples.values())))
+    return {name: field[index].to(device) for name, field in examples.items()}

@@ -1,7 +1,7 @@
-"""When each action of a step really ran: one step every `EVERY`, written as one event a pipeline rank.
+"""Times on the device's own clock, and the timeline of a step: when each of its actions ran.
 
-A recorded step waits for its device at both ends, so that the clocks of host and device meet; other steps pay
-nothing but a comparison.
+One step in `STEPS_BETWEEN_RECORDS` is recorded, and written as one event per pipeline rank. A recorded step waits for
+its device at both ends, so that the clocks of host and device can be related; other steps pay only a comparison.
 """
 
 from __future__ import annotations
@@ -13,88 +13,97 @@ from dataclasses import dataclass
 
 import torch
 
+from workbench.events import ActionRow
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.rundir import RunDir, append_event
 
-EVERY = 200
-"""Steps from one recorded step to the next."""
-SETTLED = 5
-"""The first to be recorded: compilation and caches are behind it."""
+STEPS_BETWEEN_RECORDS = 200
+FIRST_RECORDED = 5
+"""Steps before the first recorded one, so that compilation is over and caches are warm."""
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One action with its start and end as marks of the device's clock (events on a GPU, seconds on a CPU)."""
+class Timestamp:
+    """A moment on the device's clock, or on the host's for a CPU."""
 
-    kind: str
-    stage: int
-    micro_batch: int
-    start: torch.cuda.Event | float
-    end: torch.cuda.Event | float
+    event: torch.cuda.Event | None
+    host_s: float
+
+    @staticmethod
+    def now(device: torch.device) -> Timestamp:
+        """Mark the moment at which the device has finished everything that was launched so far."""
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return Timestamp(event, time.perf_counter())
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: Timestamp) -> float:
+        """Return the seconds between two moments that have both passed."""
+        if self.event is not None and earlier.event is not None:
+            return float(earlier.event.elapsed_time(self.event)) / 1e3
+        return self.host_s - earlier.host_s
 
 
 class ActionLog:
-    """Collects the actions of one step of this rank."""
+    """Collects the actions of one step on this rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._actions: list[Recorded] = []
+        self._device = device
+        self._actions: list[tuple[str, int, int, Timestamp, Timestamp]] = []
         self._synchronize()
         self.origin_s = time.time()
-        self._origin = self._mark()
+        """Unix time from which the times of the rows count."""
+        self._origin = Timestamp.now(device)
 
     @contextmanager
-    def action(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        start = self._mark()
+    def action(self, action_type: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Record the time that the body takes on the device."""
+        start = Timestamp.now(self._device)
         yield
-        self._actions.append(Recorded(kind, stage, micro_batch, start, self._mark()))
+        self._actions.append((action_type, stage, micro_batch, start, Timestamp.now(self._device)))
 
-    def rows(self) -> list[tuple[str, int, int, float, float]]:
-        """(kind, stage, micro-batch, start, end) of each action, in ms from the log's start; waits for the device."""
+    def rows(self) -> list[ActionRow]:
+        """Return (action type, stage, micro-batch, start, end) of each action, in ms from the origin.
+
+        Waits for the device.
+        """
         self._synchronize()
         return [
-            (action.kind, action.stage, action.micro_batch, self._ms(action.start), self._ms(action.end))
-            for action in self._actions
+            (action_type, stage, micro_batch, self._ms(start), self._ms(end))
+            for action_type, stage, micro_batch, start, end in self._actions
         ]
 
-    def _mark(self) -> torch.cuda.Event | float:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _ms(self, mark: torch.cuda.Event | float) -> float:
-        if isinstance(mark, float):
-            assert isinstance(self._origin, float)
-            return round(1e3 * (mark - self._origin), 4)
-        assert isinstance(self._origin, torch.cuda.Event)
-        return round(float(self._origin.elapsed_time(mark)), 4)
+    def _ms(self, moment: Timestamp) -> float:
+        return round(1e3 * moment.seconds_since(self._origin), 4)
 
     def _synchronize(self) -> None:
-        if self._on_gpu:
+        if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
 @contextmanager
-def recorded(
-    context: StepContext, coordinate: MeshCoordinate, run_dir: RunDir, step: int, first: int
+def record_actions(
+    context: StepContext, coordinate: MeshCoordinate, run_dir: RunDir, step: int, first_step: int
 ) -> Iterator[None]:
-    """Record step `step` (0-based, of a run that began at `first`) if its turn has come, on the first replica."""
-    if (step - first) % EVERY != SETTLED or coordinate.rank != _first_of_stage(coordinate):
+    """Record the actions of step `step` (0-based) if it is one that is recorded, on the first replica of each stage.
+
+    `first_step` is the step with which this process began.
+    """
+    first_replica = coordinate.pipeline_rank * coordinate.data * coordinate.tensor
+    if (step - first_step) % STEPS_BETWEEN_RECORDS != FIRST_RECORDED or coordinate.rank != first_replica:
         yield
         return
-    context.actions = ActionLog(context.device)
+    log = context.actions = ActionLog(context.device)
     try:
         yield
-        log = context.actions
     finally:
         context.actions = None
     append_event(
         run_dir.events, "actions", rank=coordinate.rank, step=step + 1, origin_s=log.origin_s, actions=log.rows()
     )
-
-
-def _first_of_stage(coordinate: MeshCoordinate) -> int:
-    return coordinate.pipeline_rank * coordinate.data * coordinate.tensor

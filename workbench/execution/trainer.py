@@ -1,12 +1,12 @@
-"""One training step of one rank, the same for every plan (one stage is a pipeline of length one).
+"""One training step of one rank, the same code for every plan: a single stage is a pipeline of length one.
 
-Order: label counts → schedule (forwards, backwards, data-parallel reduction) → tied gradients → norm and clip →
-optimiser.
+Order of a step: label counts → schedule (forwards, backwards, data-parallel reduction) → tied gradients → norm and
+clipping → optimiser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ from workbench.capture.label_counting import count_labels, retarget
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.blocks.tensor_parallel import all_gather_shards
-from workbench.execution.optimizer import build_optimizer, clip, learning_rate_factor, set_learning_rate, squared_norm
+from workbench.execution.optimizer import build_optimizer, clip, learning_rate_factor, squared_norm
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.pipeline import SPLIT_BACKWARD, PipeStage, build_schedule
+from workbench.execution.parallel.pipeline import PipeStage, build_schedule
 from workbench.execution.parallel.sharding import distribute, full, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
@@ -32,227 +32,230 @@ from workbench.planning.plan import Plan
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars still on the device, the same on every rank: reading them waits for the step."""
+    """The scalars of one step, equal on all ranks and still on the device: reading them waits for the step."""
 
     scalars: torch.Tensor
-    """Loss over the global batch, squared norm of its gradient, ranks that want to stop."""
+    """Loss over the global batch, squared norm of its gradient, and the number of ranks that want to stop."""
     learning_rate: float
 
 
 class Trainer:
-    """Owns this rank's stages, their optimiser and the groups that it reduces over."""
+    """Trains the stages of one rank; owns their optimiser and the process groups that reduce gradients."""
 
     def __init__(
         self,
         experiment: Experiment,
         plan: Plan,
         graph: Graph,
-        stage: RankStages,
+        stages: RankStages,
         context: StepContext,
         coordinate: MeshCoordinate,
     ) -> None:
         self.experiment, self.plan, self.graph = experiment, plan, graph
-        self.context, self.coordinate = context, coordinate
-        self.stage = stage
-        pipes = [self._pipe_stage(held, index) for index, held in enumerate(stage.stages)]
-        self._parameters = stage.model_parameters()  # what sharding has made of them
+        self.stages, self.context, self.coordinate = stages, context, coordinate
+        pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
+        self._schedule = build_schedule(plan.schedule, pipe_stages, plan.num_microbatches)
+        self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self.optimizer = build_optimizer(self._parameters, experiment, plan.offload_optimizer)
-        self._schedule = build_schedule(plan.schedule, pipes, plan.num_microbatches)
-        self._averaging = GradientAllReduce(coordinate.data_group) if plan.data > 1 else None
-        self._averaged = self._averaged_by_hand()
-        if self._averaging is not None and context.cuda_graphs is not None:
-            context.cuda_graphs.on_last_backward = self._averaging.start
-        self._copies = stage.duplicated_parameters()
+
+        # The wrappers of the data-parallel axis reduce all gradients but these.
+        parameters = [parameter for stage in stages.stages for parameter in stage.parameters()]
+        self._all_reduce = GradientAllReduce(coordinate.data_group) if plan.data > 1 else None
+        self._all_reduced = [
+            p for p in parameters if plan.all_reduces_gradients or (plan.zero > 0 and not isinstance(p, DTensor))
+        ]
+        if self._all_reduce is not None and context.cuda_graphs is not None:
+            context.cuda_graphs.on_last_backward = self._all_reduce.start
+
+        self._duplicates = stages.duplicated_parameters()
         self._ties = _tied_groups(plan, graph, coordinate)
-        self._owned = [(p, self._holders(name, p)) for name, p in self._parameters.items() if self._owns(name)]
-        self._label_counts = [count.code.to(context.device) for count in graph.label_counts if stage.needs_label_counts]
-        for code in self._label_counts:
+        self._in_norm = self._parameters_in_norm()
+
+        self._label_codes = [entry.code.to(context.device) for entry in graph.label_counts if stages.needs_label_counts]
+        for code in self._label_codes:
             retarget(code, context.device)
-        selecting = {index: graph.label_counts[index] for index in stage.selecting_losses}
-        self._counter = LabelCounter(selecting, plan.micro_batch)
+        selecting = {index: graph.label_counts[index] for index in stages.selecting_losses}
+        self._host_counter = LabelCounter(selecting, plan.micro_batch)
 
     def _pipe_stage(self, stage: StageModule, index: int) -> PipeStage:
-        """This rank's `index`-th stage, made ready for the data-parallel axis, at its place in the pipeline."""
+        """Prepare this rank's `index`-th stage for the data-parallel axis and place it in the pipeline."""
         plan, coordinate = self.plan, self.coordinate
-        splits = plan.schedule in SPLIT_BACKWARD
-        is_ready = plan.averages_by_hand or plan.shards  # FSDP2 has what is sharded since it was built
+        is_prepared = plan.all_reduces_gradients or plan.shards  # FSDP2 sharded the stage when it was built.
         return PipeStage(
-            stage if is_ready else distribute(stage, coordinate.data_mesh, plan.zero, plan.precision),
+            stage if is_prepared else distribute(stage, coordinate.data_mesh, plan.zero, plan.precision),
             stage,
             coordinate.pipeline_rank + index * plan.pipeline,
             len(plan.stages),
             group=coordinate.pipeline_group,
             context=self.context,
             zero=plan.zero,
-            deferral=self.context.deferral if splits else None,
         )
+
+    def _parameters_in_norm(self) -> list[tuple[nn.Parameter, int]]:
+        """Return the parameters that this rank adds to the norm, each with the number of ranks that hold the same.
+
+        A tied parameter counts once: on the first pipeline rank that holds it.
+        """
+        counted = []
+        for name, parameter in self._parameters.items():
+            first_holder = _pipeline_ranks_with(name, self.plan, self.graph)[0]
+            if name not in self._ties or first_holder == self.coordinate.pipeline_rank:
+                replicas = 1 if is_sharded(parameter) else self.plan.data
+                counted.append((parameter, replicas * (1 if self.stages.sharding(name) else self.plan.tensor)))
+        return counted
 
     @property
     def samples(self) -> int:
         """Samples of one step on this replica."""
         return self.plan.micro_batch * self.plan.num_microbatches
 
-    def labels_of(self, batch: Mapping[str, torch.Tensor]) -> LabelCounts:
-        """Labels of each micro-batch, where this rank selects rows by them; `batch` had better be on the host still."""
-        return self._counter.count(batch)
-
-    def gradients(
-        self, step: int, batch: Mapping[str, torch.Tensor], labelled: LabelCounts | None = None
-    ) -> torch.Tensor:
-        """Forward and backward of step `step` (0-based) over this replica's part of the global batch.
-
-        Leaves every gradient of the mean loss over the global batch in place (tied ones summed over the stages that
-        hold them); returns this rank's part of that loss: summed over all ranks, it is the loss. `labelled` are
-        `labels_of(batch)`, taken before the batch went to the device; without, a new batch is waited for.
-        """
-        self.context.label_counts = self.labels_of(batch) if labelled is None else labelled
-        self.context.step = step
-        self.context.first_microbatch = self.coordinate.data_rank * self.plan.num_microbatches
-        self._count_labels(batch)
-        self._refresh_copies()
-        self.stage.refresh_weight_copies()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.context.cuda_graphs is not None:
-            self.context.cuda_graphs.begin_step()
-        losses: list[torch.Tensor] = []
-        target = torch.empty(self.samples, device="meta") if self.stage.computes_loss else None
-        inputs: dict[str, Any] = dict(batch)
-        self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
-        if self._averaging is not None:
-            self._averaging.finish(self._averaged)
-        self._reduce_ties()
-        if not losses:
-            return torch.zeros((), device=self.context.device)
-        return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
-
-    def full_gradient(self, name: str) -> torch.Tensor | None:
-        """The whole gradient of a parameter that this rank holds, gathered from its shards (a collective)."""
-        gradient = self._parameters[name].grad
-        return None if gradient is None else self.full(name, gradient)
-
-    def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a parameter, or of what belongs to it, gathered from its shards (a collective)."""
-        gathered, sharding = full(tensor.detach()), self.stage.sharding(name)
-        if sharding is None or tensor.ndim == 0:
-            return gathered
-        return all_gather_shards(gathered, sharding, self.coordinate.tensor_group)
+    def count_labels_on_host(self, batch: Mapping[str, torch.Tensor]) -> LabelCounts:
+        """Count the labels of each micro-batch if this rank selects rows by them; waits if `batch` is on a device."""
+        return self._host_counter.count(batch)
 
     def step(
         self,
         step: int,
         batch: Mapping[str, torch.Tensor],
         stop: bool = False,
-        labelled: LabelCounts | None = None,
+        label_counts: LabelCounts | None = None,
     ) -> StepResult:
-        """One update; `step` counts from 0. `stop` is summed over the ranks along with the loss.
+        """Make one update; `step` counts from 0.
 
-        `labelled` as for `gradients`.
+        The flag `stop` is summed over the ranks along with the loss; `batch` and `label_counts` are those of
+        `gradients`.
         """
-        part = self.gradients(step, batch, labelled)
-        norm_part = squared_norm(self._owned_gradients(), self.context.device)
-        scalars = torch.stack([part.float(), norm_part, torch.full_like(norm_part, float(stop))])
+        loss = self.gradients(step, batch, label_counts)
+        gradients = ((p.grad, holders) for p, holders in self._in_norm if p.grad is not None)
+        norm = squared_norm(gradients, self.context.device)
+        scalars = torch.stack([loss.float(), norm, torch.full_like(norm, float(stop))])
         dist.all_reduce(scalars)
         experiment = self.experiment
         if experiment.clip_norm is not None:
             clip(self._parameters.values(), scalars[1].sqrt(), experiment.clip_norm)
-        rate = experiment.learning_rate * learning_rate_factor(
+        learning_rate = experiment.learning_rate * learning_rate_factor(
             step, experiment.warmup, experiment.steps, experiment.lr_schedule
         )
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.optimizer.step()
-        return StepResult(scalars, rate)
+        return StepResult(scalars, learning_rate)
 
-    def _count_labels(self, batch: Mapping[str, torch.Tensor]) -> None:
-        if not self._label_counts:
+    def gradients(
+        self, step: int, batch: Mapping[str, torch.Tensor], label_counts: LabelCounts | None = None
+    ) -> torch.Tensor:
+        """Run the forwards and backwards of step `step` (0-based) over `batch`, this replica's share of the batch.
+
+        Leaves every gradient of the mean loss over the global batch in place; those of tied parameters are summed over
+        the stages that hold them. Returns this rank's share of that loss: the sum over all ranks is the loss.
+        `label_counts` is the result of `count_labels_on_host`, taken before the batch was sent to the device; without
+        it, the host waits for a batch on a device.
+        """
+        context = self.context
+        context.label_counts = self.count_labels_on_host(batch) if label_counts is None else label_counts
+        context.step = step
+        context.first_microbatch = self.coordinate.data_rank * self.plan.num_microbatches
+        self._compute_loss_denominators(batch)
+        self._refresh_duplicates()
+        self.stages.refresh_weight_copies()
+        self.optimizer.zero_grad(set_to_none=True)
+        if context.cuda_graphs is not None:
+            context.cuda_graphs.begin_step()
+        losses: list[torch.Tensor] = []
+        target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
+        inputs: dict[str, Any] = dict(batch)
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
+        if self._all_reduce is not None:
+            self._all_reduce.finish(self._all_reduced)
+        self._reduce_tied_gradients()
+        if not losses:
+            return torch.zeros((), device=context.device)
+        return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
+
+    def full_gradient(self, name: str) -> torch.Tensor | None:
+        """Return the whole gradient of a parameter of this rank, gathered from its shards (a collective)."""
+        gradient = self._parameters[name].grad
+        return None if gradient is None else self.full(name, gradient)
+
+    def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
+        gathered, sharding = full(tensor.detach()), self.stages.sharding(name)
+        if sharding is None or tensor.ndim == 0:
+            return gathered
+        return all_gather_shards(gathered, sharding, self.coordinate.tensor_group)
+
+    def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.
+
+        A micro-batch's loss is its sum over this number; the mean over all micro-batches is that of the global batch.
+        """
+        if not self._label_codes:
             return
-        found = [
-            count_labels(code, count.inputs, batch, self.plan.micro_batch).sum()
-            for count, code in zip(self.graph.label_counts, self._label_counts, strict=True)
-        ]
-        counts = torch.stack(found).float()
+        counts = torch.stack(
+            [
+                count_labels(code, entry.inputs, batch, self.plan.micro_batch).sum()
+                for entry, code in zip(self.graph.label_counts, self._label_codes, strict=True)
+            ]
+        ).float()
         if self.plan.data > 1:
             dist.all_reduce(counts, group=self.coordinate.data_group)
-        shares = self.plan.num_microbatches * self.plan.data
-        self.context.loss_denominators = list((counts / shares).unbind())
+        microbatches = self.plan.num_microbatches * self.plan.data
+        self.context.loss_denominators = list((counts / microbatches).unbind())
 
-    def _averaged_by_hand(self) -> list[nn.Parameter]:
-        """What nothing else averages over the replicas: all, or what sharded stages hold whole."""
-        parameters = [parameter for stage in self.stage.stages for parameter in stage.parameters()]
-        if self.plan.averages_by_hand:
-            return parameters
-        return [parameter for parameter in parameters if self.plan.zero > 0 and not isinstance(parameter, DTensor)]
-
-    def _refresh_copies(self) -> None:
-        """Bring this rank's copies of a parameter to its value after the last update or a loaded checkpoint."""
-        for first, *others in self._copies.values():
+    def _refresh_duplicates(self) -> None:
+        """Give this rank's duplicates of a parameter its value after the last update or a loaded checkpoint."""
+        for first, *others in self._duplicates.values():
             for other in others:
                 other.grad = None
                 local(other.detach()).copy_(local(first.detach()))
 
-    def _reduce_ties(self) -> None:
-        """Sum the gradients of a tied parameter: over this rank's copies, then over the ranks that hold it."""
-        for first, *others in self._copies.values():
+    def _reduce_tied_gradients(self) -> None:
+        """Sum the gradients of a tied parameter over this rank's duplicates, then over the ranks that hold it."""
+        for first, *others in self._duplicates.values():
             for other in others:
                 if other.grad is not None:
                     local(_gradient(first)).add_(local(other.grad))
         for name, group in self._ties.items():
             dist.all_reduce(local(_gradient(self._parameters[name])), group=group)
 
-    def _owned_gradients(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """This rank's gradients, each with the number of ranks that hold the same."""
-        for parameter, holders in self._owned:
-            if parameter.grad is not None:
-                yield parameter.grad, holders
-
-    def _holders(self, name: str, parameter: nn.Parameter) -> int:
-        """The ranks of a stage that hold the same of a parameter, and of its gradient."""
-        replicas = 1 if is_sharded(parameter) else self.plan.data
-        return replicas * (1 if self.stage.sharding(name) else self.plan.tensor)
-
-    def _owns(self, name: str) -> bool:
-        """A tied parameter counts once in the norm: on the first pipeline rank that holds it."""
-        return name not in self._ties or holders(self.plan, self.graph, name)[0] == self.coordinate.pipeline_rank
-
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Its gradient; zeros where the backward left none."""
+    """Return the gradient of a parameter, which is set to zeros if the backward left none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
-def holders(plan: Plan, graph: Graph, name: str) -> tuple[int, ...]:
-    """The pipeline ranks that need a parameter, in ascending order."""
-    stages = (
-        stage.index
-        for stage in plan.stages
-        if any(name in block.parameters for block in graph.blocks[stage.first_block : stage.end_block])
+def _pipeline_ranks_with(name: str, plan: Plan, graph: Graph) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold a parameter, in ascending order."""
+    return tuple(
+        rank
+        for rank in range(plan.pipeline)
+        if any(
+            name in block.parameters
+            for stage in plan.stages_of(rank)
+            for block in graph.blocks[stage.first_block : stage.end_block]
+        )
     )
-    return tuple(sorted({index % plan.pipeline for index in stages}))
 
 
 def _tied_groups(plan: Plan, graph: Graph, coordinate: MeshCoordinate) -> dict[str, dist.ProcessGroup]:
-    """This rank's tied parameters -> the ranks of the same replica and tensor-parallel rank that hold them too.
+    """Map each tied parameter of this rank to the group of ranks that share its gradient.
 
-    Every rank creates every group, as `torch.distributed` demands, in the same order.
+    The group holds one rank per stage that uses the parameter, of the same replica and tensor-parallel rank. Every rank
+    creates every group in the same order, as `torch.distributed` demands.
     """
-    ranks = _rank_table(coordinate)
+    ranks_per_stage = coordinate.data * coordinate.tensor
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    mine: dict[str, dist.ProcessGroup] = {}
+    own: dict[str, dist.ProcessGroup] = {}
     for name in graph.parameters:
-        found = holders(plan, graph, name)
-        if len(found) < 2 or name in graph.frozen:
+        pipeline_ranks = _pipeline_ranks_with(name, plan, graph)
+        if len(pipeline_ranks) < 2 or name in graph.frozen:
             continue
-        for replica in range(coordinate.data * coordinate.tensor):
-            members = tuple(ranks[pipeline_rank][replica] for pipeline_rank in found)
+        for inner in range(ranks_per_stage):
+            members = tuple(rank * ranks_per_stage + inner for rank in pipeline_ranks)
             if members not in groups:
                 groups[members] = dist.new_group(list(members))
             if coordinate.rank in members:
-                mine[name] = groups[members]
-    return mine
-
-
-def _rank_table(coordinate: MeshCoordinate) -> list[list[int]]:
-    """Ranks by pipeline rank; within each in the order of the mesh."""
-    size = coordinate.data * coordinate.tensor
-    return [[pipeline_rank * size + inner for inner in range(size)] for pipeline_rank in range(coordinate.pipeline)]
+                own[name] = groups[members]
+    return own

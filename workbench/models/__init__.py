@@ -23,7 +23,6 @@ __all__ = [
     "from_json",
     "gpt2",
     "gpt3",
-    "gpt3_1p3b",
     "opt",
 ]
 
@@ -122,7 +121,10 @@ model, which its 40 heads of 128 do not make. The usual replacements are 16 head
 
 @checked_keywords
 def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) -> Model:
-    """Describe GPT-3 (arXiv:2005.14165) in one of its published sizes, as a `GPT2LMHeadModel` with dense attention."""
+    """Describe GPT-3 (arXiv:2005.14165) in one of its published sizes, as a `GPT2LMHeadModel` with dense attention.
+
+    The default, GPT-3 XL, has 24 layers, hidden size 2048 and 16 heads of 128; 1.3 B parameters.
+    """
     if size not in GPT3_SIZES:
         raise InvalidExperiment(
             f"GPT-3 has no size {size!r}. {suggestion(str(size), GPT3_SIZES)}", size=size, known=tuple(GPT3_SIZES)
@@ -130,12 +132,6 @@ def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) ->
     num_layers, hidden_size, num_heads = GPT3_SIZES[size]
     name = f"gpt3-{size.lower()}"
     return gpt2(hidden_size, num_layers, num_heads, max_positions=max_positions, dropout=dropout, name=name)
-
-
-@checked_keywords
-def gpt3_1p3b(dropout: float = 0.1, max_positions: int = 2048) -> Model:
-    """Describe GPT-3 XL: 24 layers, hidden size 2048, 16 heads of 128; 1.3 B parameters."""
-    return gpt3("1.3B", dropout=dropout, max_positions=max_positions)
 
 
 def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | CustomModel:

@@ -8,10 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model
+from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +28,11 @@ class CustomModel:
     """Name for tables and messages; defaults to the name of the callable."""
     source: str | None = field(default=None, repr=False, compare=False)
     """Source code of the callable, if Python can find it."""
+    objective: ClassVar[None] = None
+    """Training objective, unknown here: give the corpus an `objective`, or bring your own dataset."""
+    vocab_size: ClassVar[None] = None
+    max_positions: ClassVar[None] = None
+    is_custom: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.factory is None:
@@ -35,23 +41,6 @@ class CustomModel:
             object.__setattr__(self, "name", _name_of(self.factory))
         if self.source is None:
             object.__setattr__(self, "source", _source_of(self.factory))
-
-    @property
-    def objective(self) -> None:
-        """Unknown, so give the corpus an `objective`, or bring your own dataset."""
-        return None
-
-    @property
-    def vocab_size(self) -> None:
-        return None
-
-    @property
-    def max_positions(self) -> None:
-        return None
-
-    @property
-    def is_custom(self) -> bool:
-        return True
 
     def build(self) -> nn.Module:
         """Call the factory and return its module in train mode, on the ambient device.
@@ -107,24 +96,16 @@ def as_model(value: Any) -> Model | CustomModel:
             "and returns an nn.Module, so that every rank can.",
             model=repr(value)[:200],
         )
-    _require_no_arguments(value)
-    return CustomModel(value)
-
-
-def _require_no_arguments(factory: Callable[..., Any]) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # Built-ins without a signature are tried by `build`.
-        return
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = required_arguments(value)
     if required:
-        name = _name_of(factory)
+        name = _name_of(value)
         raise InvalidExperiment(
             f"{name} needs {', '.join(required)}, but a model is built without arguments. "
             f"Bind them: functools.partial({name}, {required[0]}=…).",
             model=name,
-            required=tuple(required),
+            required=required,
         )
+    return CustomModel(value)
 
 
 def _innermost(factory: Callable[..., Any]) -> Any:

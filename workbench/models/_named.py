@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from workbench.errors import InvalidExperiment, suggestion
 from workbench.units import is_count
@@ -42,6 +42,7 @@ class Model:
     """True for a BERT that is also trained to tell true continuations from random ones."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    is_custom: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in SIZES:
@@ -84,10 +85,6 @@ class Model:
         if self.family != "bert":
             return "clm"
         return "mlm_nsp" if self.next_sentence else "mlm"
-
-    @property
-    def is_custom(self) -> bool:
-        return False
 
     def build(self) -> nn.Module:
         """Return the module in train mode, with fresh weights, on the ambient device.

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: whether they are what was written, and which to keep. Reads no tensor.
+"""The files of a checkpoint: which are complete, whether they are undamaged, and which to delete. Reads no tensor.
 
-`complete.json` is written last, with the size and digest of every other file: a folder without it is not a checkpoint,
-and one whose files differ from it is not the checkpoint that was written.
+`complete.json` is written last, with the size and digest of every other file. A folder without it is not a checkpoint,
+and a file that differs from it is damaged.
 """
 
 from __future__ import annotations
@@ -17,50 +17,52 @@ from workbench.rundir import read_json
 
 COMPLETE = "complete.json"
 MODEL = "model.json"
-"""What an export needs to know of the model: names, ties, class and configuration."""
+"""Description of the model for an export: names, ties, class and configuration."""
 
 
-class Damaged(CheckpointError):
-    """Files that are not what was written, or not all of them."""
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose files are missing or differ from those that were written."""
 
 
 def step_of(path: Path) -> int:
-    """The number of completed steps that a checkpoint's folder is named after."""
+    """Return the number of completed steps, after which the folder of a checkpoint is named."""
     return int(path.name.removeprefix("step-"))
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints in a folder whose writing was finished, oldest step first."""
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder that were written completely, oldest step first."""
     return sorted(path.parent for path in folder.glob(f"step-*/{COMPLETE}"))
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What `complete.json` says; raises `Damaged` where there is none that can be read."""
+    """Return the content of `complete.json`; raise `DamagedCheckpoint` if it is missing or unreadable."""
     try:
         facts: dict[str, Any] = read_json(path / COMPLETE)
     except FileNotFoundError:
-        raise Damaged(
+        raise DamagedCheckpoint(
             f"{path} is not a complete checkpoint: {COMPLETE} is missing, so its writing was interrupted. "
-            f"Resume from an earlier one.",
+            f"Resume from an earlier checkpoint.",
             path=str(path),
         ) from None
     except ValueError:
-        raise Damaged(f"{path / COMPLETE} is not JSON. Resume from an earlier checkpoint.", path=str(path)) from None
+        raise DamagedCheckpoint(
+            f"{path / COMPLETE} is not JSON. Resume from an earlier checkpoint.", path=str(path)
+        ) from None
     return facts
 
 
 def digests(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """File name -> `bytes` and `blake2b` of its contents."""
-    found = {}
+    """Map the name of each file to its size (`bytes`) and digest (`blake2b`)."""
+    by_name = {}
     for path in paths:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-        found[path.name] = {"bytes": path.stat().st_size, "blake2b": digest}
-    return found
+        by_name[path.name] = {"bytes": path.stat().st_size, "blake2b": digest}
+    return by_name
 
 
-def damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The first difference between the files in a folder and what was written there, as a sentence; None if none."""
+def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return a sentence on the first file in a folder that differs from what was written, or None if none does."""
     for name, written in files.items():
         file = path / name
         if not file.is_file():
@@ -74,8 +76,8 @@ def damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def prune(folder: Path, keep: int, step: int) -> None:
-    """Delete all but the last `keep` checkpoints up to `step`, and what interrupted saves before it have left."""
+    """Delete all but the last `keep` checkpoints up to `step`, and the remains of interrupted saves before it."""
     known = [path for path in folder.glob("step-*") if path.name[5:].isdigit() and step_of(path) <= step]
-    finished = [path for path in complete(folder) if path in known]
+    finished = [path for path in complete_checkpoints(folder) if path in known]
     for path in set(known) - set(finished[-keep:]):
         shutil.rmtree(path, ignore_errors=True)

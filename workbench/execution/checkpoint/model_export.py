@@ -1,7 +1,7 @@
-"""From a checkpoint to `safetensors` under the model's own names: what `from_pretrained` loads.
+"""Export a checkpoint as `safetensors` under the model's own names, as `from_pretrained` loads it.
 
-A checkpoint knows enough of its model (`model.json`) to be exported without building it: nothing of the user's is
-imported or unpickled.
+A checkpoint describes its model (`model.json`), so that it is exported without building the model. Nothing of the
+user's code is imported or unpickled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -23,24 +23,31 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from workbench.errors import CheckpointError
-from workbench.execution.checkpoint.files import MODEL, Damaged, complete, damage, read_facts, step_of
+from workbench.execution.checkpoint.files import (
+    MODEL,
+    DamagedCheckpoint,
+    complete_checkpoints,
+    find_damage,
+    read_facts,
+    step_of,
+)
 from workbench.rundir import read_json
 
 FILE_BYTES = 5 * 10**9
-"""Of one file; a larger model is written as several with an index, which `from_pretrained` reads as well."""
+"""Largest size of one file; a larger model becomes several files with an index, as `from_pretrained` reads them."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What an export needs to know of a model."""
+    """The facts about a model that an export needs."""
 
     class_name: str
     persistent: tuple[str, ...]
-    """Parameters and buffers that belong into a saved model, each tied one once, by its first name."""
+    """Names of the parameters and buffers of a saved model; tied ones stand once, under their first name."""
     ties: Mapping[str, tuple[str, ...]]
-    """First name -> the others."""
+    """Other names of tied tensors, by their first name."""
     config: Mapping[str, Any] | None
-    """`config.json` of a `transformers` model."""
+    """Content of `config.json`, if the model is one of `transformers`."""
     tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -49,12 +56,12 @@ class ModelFacts:
 
 
 def describe_model(model: nn.Module) -> ModelFacts:
-    """The facts of a built model."""
+    """Return the facts of a built model."""
     tensors: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
     ties: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):  # a module's own extra state
+        if not isinstance(tensor, torch.Tensor):  # Modules may store other values as extra state.
             continue
         canonical = first.setdefault(id(tensor), name)
         if canonical == name:
@@ -74,87 +81,86 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
-    found: dict[str, Any] = json.loads(config.to_json_string())
-    return {**found, "architectures": [type(model).__name__], "dtype": "float32"}
+    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__], "dtype": "float32"}
 
 
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:
-    """Export the last checkpoint in a run's folder of checkpoints, or that of `step`. See `export_checkpoint`."""
-    known = {step_of(path): path for path in complete(folder)}
+    """Export the last checkpoint in a run's folder of checkpoints, or that of `step`; see `export_checkpoint`."""
+    known = {step_of(path): path for path in complete_checkpoints(folder)}
     if step is None and known:
         step = max(known)
     if step not in known:
-        asked = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = f"There are {', '.join(map(str, known))}." if known else "Train with checkpoint_every, or stop the run."
-        raise CheckpointError(f"{folder} has {asked}. {there}", step=step, known=tuple(known))
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        hint = f"There are {', '.join(map(str, known))}." if known else "Train with checkpoint_every, or stop the run."
+        raise CheckpointError(f"{folder} has {missing}. {hint}", step=step, known=tuple(known))
     return export_checkpoint(known[step], to)
 
 
 def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
-    """Write a checkpoint's model to `to` as `safetensors`, with `config.json` where it is a `transformers` model.
+    """Write a checkpoint's model to the folder `to` as `safetensors`, with `config.json` if `transformers` made it.
 
-    Tied weights are written once. Returns the files. Raises `CheckpointError` for a checkpoint that is damaged or
-    knows nothing of its model, and for a folder that holds a model already.
+    Tied weights are written once. Returns the files. Raises `CheckpointError` if the checkpoint is damaged or does not
+    describe its model, and if the folder holds a model already.
     """
     facts = read_facts(checkpoint)
-    problem = damage(checkpoint, facts.get("files", {}))
+    problem = find_damage(checkpoint, facts.get("files", {}))
     if problem is not None:
-        raise Damaged(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
+        raise DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
     if not (checkpoint / MODEL).exists():
-        raise CheckpointError(f"{checkpoint} has no {MODEL}, so the model's names are unknown. Save it anew.")
+        raise CheckpointError(
+            f"{checkpoint} has no {MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch wrote."
+        )
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.", path=str(to))
     model = read_json(checkpoint / MODEL)
     to.mkdir(parents=True, exist_ok=True)
-    _write(_tensors(checkpoint, model["persistent"]), to)
+    _write(_read_tensors(checkpoint, model["persistent"]), to)
     if model["config"] is not None:
         (to / "config.json").write_text(json.dumps(model["config"], indent=2) + "\n")
     return tuple(sorted(path for path in to.iterdir() if path.suffix in (".safetensors", ".json")))
 
 
 def _write(tensors: Mapping[str, torch.Tensor], to: Path) -> None:
-    parts = list(_parts(tensors))
-    if len(parts) == 1:
-        save_file(parts[0], to / "model.safetensors", metadata={"format": "pt"})
+    """Write tensors into files of at most `FILE_BYTES` each (or one larger tensor), in order."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes > FILE_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        save_file(shards[0], to / "model.safetensors", metadata={"format": "pt"})
         return
-    places: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        name = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        save_file(part, to / name, metadata={"format": "pt"})
-        places |= dict.fromkeys(part, name)
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, to / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (to / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """In order, each of at most `FILE_BYTES` (or one larger tensor)."""
-    part: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if part and sum(held.nbytes for held in part.values()) + tensor.nbytes > FILE_BYTES:
-            yield part
-            part = {}
-        part[name] = tensor
-    yield part
-
-
-def _tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    """The whole tensors of those names, on the CPU."""
+def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    """Read the whole tensors of those names into the host's memory."""
     reader = _Reader(checkpoint)
     index = reader.read_metadata().state_dict_metadata
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in names:
         entry = index.get(f"model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{checkpoint} lacks {name} of its model.", path=str(checkpoint), missing=name)
-        found[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with warnings.catch_warnings(action="ignore"):  # that it reads alone
-        dcp_load(found, storage_reader=reader, no_dist=True)
-    return {name: found[f"model.{name}"] for name in names}
+            raise CheckpointError(
+                f"{checkpoint} lacks the tensor {name} of its model. Export another checkpoint.",
+                path=str(checkpoint),
+                missing=name,
+            )
+        tensors[f"model.{name}"] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    with warnings.catch_warnings(action="ignore"):  # torch warns that no process group exists.
+        dcp_load(tensors, storage_reader=reader, no_dist=True)
+    return {name: tensors[f"model.{name}"] for name in names}
 
 
 class _Reader(FileSystemReader):
-    """Reads the index of a checkpoint, which is a pickle, without executing anything that it might name."""
+    """Reads the index of a checkpoint, which is a pickle, without executing anything that the pickle names."""
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -163,7 +169,7 @@ class _Reader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the values that `torch.distributed.checkpoint` writes into its index, and no others."""
+    """Unpickles the types of values that `torch.distributed.checkpoint` writes into its index, and no others."""
 
     KNOWN = (
         *(("torch", name) for name in ("Size", "device")),
@@ -177,15 +183,19 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         value = getattr(torch, name, None) if module == "torch" else None
-        plain = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
-        if plain or module in self.MODULES or (module, name) in self.KNOWN:
+        is_plain = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
+        if is_plain or module in self.MODULES or (module, name) in self.KNOWN:
             return super().find_class(module, name)
-        raise Damaged(f"The checkpoint's index names {module}.{name}, which does not belong there.")
+        raise DamagedCheckpoint(f"The checkpoint's index names {module}.{name}, which does not belong there.")
 
 
-def _member(kind: Any, name: str) -> Enum:
-    """What Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) write for a member of an enumeration: `getattr(kind, name)`;
-    of anything else it would reach whatever there is."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise Damaged(f"The checkpoint's index asks for {name} of {kind!r}, which does not belong there.")
-    return kind[name]
+def _member(enumeration: Any, name: str) -> Enum:
+    """Return a member of an enumeration, in place of `getattr`, which would reach any attribute of any object.
+
+    Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle a member as `getattr(enumeration, name)`.
+    """
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
+        raise DamagedCheckpoint(
+            f"The checkpoint's index asks for {name} of {enumeration!r}, which does not belong there."
+        )
+    return enumeration[name]

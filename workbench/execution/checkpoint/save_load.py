@@ -1,8 +1,8 @@
-"""Checkpoints under the model's own parameter names, whatever the plan (`torch.distributed.checkpoint`).
+"""Save and load checkpoints under the model's own parameter names, whatever the plan (`torch.distributed.checkpoint`).
 
-Keys: `model.<parameter or buffer>` and `optim.<parameter>.<state>`. A tied parameter is stored once; one that tensor
-parallelism divides is stored whole. A save copies the state to the host's memory and goes on in a thread, with a gloo
-group of its own, so that training continues. `checkpoint_files` says what is on the disk.
+Keys are `model.<parameter or buffer>` and `optim.<parameter>.<state>`. A tied parameter is stored once, and one that
+tensor parallelism divides is stored whole. A save copies the state to the host's memory and continues in a thread with
+its own gloo group, so that training goes on. `workbench.execution.checkpoint.files` describes the files.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from workbench.execution.blocks.tensor_parallel import take_shard
 from workbench.execution.checkpoint.files import (
     COMPLETE,
     MODEL,
-    Damaged,
-    complete,
-    damage,
+    DamagedCheckpoint,
+    complete_checkpoints,
     digests,
+    find_damage,
     prune,
     read_facts,
     step_of,
@@ -40,45 +40,45 @@ from workbench.rundir import RunDir, write_json
 
 T = TypeVar("T")
 KEEP = 3
-"""Checkpoints that stay unless the experiment says otherwise."""
+"""Number of checkpoints to keep by default."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a checkpoint stands: completed steps and training time."""
+class TrainingProgress:
+    """Completed steps and the training time in seconds."""
 
     step: int
     seconds: float
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What a checkpoint holds besides the stages' own state."""
+class CheckpointExtras:
+    """Content of a checkpoint that is not the state of any stage."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
-    """`model.json`: names, ties, class and configuration, for an export."""
+    """Content of `model.json`: names, ties, class and configuration, for an export."""
     unused: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Persistent tensors of the model that no block uses, on the CPU: they stay as they were initialised."""
+    """Persistent tensors of the model that no block uses, on the CPU; training leaves them as initialised."""
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A save that has ended: `pause_s` is what the training waited for it; `error` says why it failed, if it did."""
+class SaveResult:
+    """The outcome of one save."""
 
     step: int
     path: Path
     pause_s: float
-    seconds: float
+    """Seconds that training waited for the save."""
+    write_s: float
+    """Seconds that the thread needed to write the files."""
     error: str | None = None
-
-
-def _ignore(_: Saved) -> None: ...
+    """Reason why the save failed; None if it succeeded."""
 
 
 class Checkpoints:
     """Saves and restores one trainer. Every rank must call the same methods in the same order.
 
-    `report` is called on rank 0, from the thread that writes, as each save ends.
+    `report` is called on rank 0 at the end of each save, from the thread that writes.
     """
 
     def __init__(
@@ -86,30 +86,30 @@ class Checkpoints:
         trainer: Trainer,
         run: RunDir,
         keep: int = KEEP,
-        extras: Extras | None = None,
-        report: Callable[[Saved], None] = _ignore,
+        extras: CheckpointExtras | None = None,
+        report: Callable[[SaveResult], None] = lambda _: None,
     ) -> None:
         self._trainer, self._run, self._keep = trainer, run, keep
-        self._extras = extras or Extras()
+        self._extras = extras or CheckpointExtras()
         self._report = report
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
-        self._last: Saved | None = None
+        self._last: SaveResult | None = None
 
-    def save(self, progress: Progress) -> None:
-        """Begin to write a checkpoint; waits for the one before it, and for the copy to the host's memory."""
+    def save(self, progress: TrainingProgress) -> None:
+        """Start to write a checkpoint; waits for the previous save and for the copy to the host's memory."""
         began = time.perf_counter()
         self._join()
         staged = self._staged()
         pause_s = time.perf_counter() - began
-        # A daemon: a rank that dies of something else must not wait here for ranks that no longer answer.
+        # The thread is a daemon: a rank that dies must not wait for a save with ranks that no longer answer.
         self._thread = threading.Thread(
             target=self._write, args=(staged, progress, pause_s), name=f"checkpoint {progress.step}", daemon=True
         )
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the last save; raises `CheckpointError` on every rank if it failed."""
+        """Wait for the last save; raise `CheckpointError` on every rank if it failed."""
         self._join()
         if self._last is not None and self._last.error is not None:
             raise CheckpointError(
@@ -120,8 +120,8 @@ class Checkpoints:
             )
 
     @property
-    def idle(self) -> bool:
-        """Whether no save is being written on this rank."""
+    def is_idle(self) -> bool:
+        """Return True if this rank is not writing a checkpoint."""
         return self._thread is None or not self._thread.is_alive()
 
     def _join(self) -> None:
@@ -129,31 +129,31 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _write(self, staged: Mapping[str, torch.Tensor], progress: Progress, pause_s: float) -> None:
+    def _write(self, staged: Mapping[str, torch.Tensor], progress: TrainingProgress, pause_s: float) -> None:
         began = time.perf_counter()
         path = self._run.checkpoint(progress.step)
         error = None
         try:
-            self._together(lambda: _clear(path) if self._is_main else None)
+            self._together(lambda: _empty_folder(path) if self._is_main else None)
             dcp_save(dict(staged), checkpoint_id=path, process_group=self._group)
-            files = {name: facts for found in self._together(lambda: self._digests(path)) for name, facts in found}
-            self._together(lambda: self._complete(path, progress, files) if self._is_main else None)
+            files = {name: facts for each in self._together(lambda: self._digests(path)) for name, facts in each}
+            self._together(lambda: self._mark_complete(path, progress, files) if self._is_main else None)
         except Exception as failure:
             error = _sentence(failure)
             print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
-        self._last = Saved(progress.step, path, pause_s, time.perf_counter() - began, error)
+        self._last = SaveResult(progress.step, path, pause_s, time.perf_counter() - began, error)
         if self._is_main:
             self._report(self._last)
 
     def _digests(self, path: Path) -> list[tuple[str, dict[str, Any]]]:
-        """Of the files that this rank wrote."""
+        """Return the digests of the files that this rank wrote."""
         mine = list(path.glob(f"__{dist.get_rank()}_*"))
         if self._is_main:
             write_json(path / MODEL, dict(self._extras.model))
             mine += [path / ".metadata", path / MODEL]
         return list(digests(mine).items())
 
-    def _complete(self, path: Path, progress: Progress, files: Mapping[str, Any]) -> None:
+    def _mark_complete(self, path: Path, progress: TrainingProgress, files: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
         facts = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
         write_json(path / COMPLETE, facts)
@@ -164,7 +164,7 @@ class Checkpoints:
         return dist.get_rank() == 0
 
     def _together(self, action: Callable[[], T]) -> list[T]:
-        """What `action` returns on each rank; where it fails on any, a `CheckpointError` on all."""
+        """Run `action` on every rank and return all results; if it fails on one, raise `CheckpointError` on all."""
         mine: tuple[T | None, str | None]
         try:
             mine = (action(), None)
@@ -178,34 +178,30 @@ class Checkpoints:
         return [value for value, _ in everyone]
 
     def _staged(self) -> dict[str, torch.Tensor]:
-        """This rank's share of the state, copied to the host's memory.
-
-        What several ranks hold alike is staged by one of them.
-        """
+        """Copy this rank's share of the state to the host's memory. One rank stages what several hold alike."""
         trainer, coordinate = self._trainer, self._trainer.coordinate
         if trainer.context.device.type == "cuda":
-            torch.cuda.synchronize()  # moments that live in the host's memory may still be on their way there
-        replicas, replica = (
-            coordinate.data * coordinate.tensor,
-            coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank,
-        )
+            torch.cuda.synchronize()  # Offloaded moments may still be on their way to the host.
+        replicas = coordinate.data * coordinate.tensor
+        own_replica = coordinate.data_rank * coordinate.tensor + coordinate.tensor_rank
         staged: dict[str, torch.Tensor] = {}
         for index, (key, name, value) in enumerate(_entries(trainer)):
-            if self._divided(name, value):
+            if self._is_divided(name, value):
                 value = trainer.full(name, value.to(trainer.context.device))
             if isinstance(value, DTensor):
                 if coordinate.tensor_rank == index % coordinate.tensor:
                     staged[key] = DTensor(local(value).to("cpu", copy=True), value._spec, requires_grad=False)
-            elif index % replicas == replica:
+            elif index % replicas == own_replica:
                 staged[key] = value.to("cpu", copy=True)
         if self._is_main:
             staged |= {f"model.{name}": tensor.clone() for name, tensor in self._extras.unused.items()}
         return staged
 
-    def load(self, path: Path) -> Progress:
-        """Restore the trainer from a checkpoint of this or another plan of the same model.
+    def load(self, path: Path) -> TrainingProgress:
+        """Restore the trainer from a checkpoint that this or another plan of the same model wrote.
 
-        Raises `CheckpointError` where it is incomplete, damaged or of another model; then nothing was changed.
+        Raises `CheckpointError`, before anything is changed, if the checkpoint is incomplete, damaged or of another
+        model.
         """
         facts = read_facts(path)
         if facts["signature"] != self._trainer.plan.signature:
@@ -215,9 +211,9 @@ class Checkpoints:
                 path=str(path),
             )
         self._verify(path, facts["files"])
-        _materialise(self._trainer.optimizer)
+        _create_moments(self._trainer.optimizer)
         live = list(_entries(self._trainer))
-        divided = {key for key, name, value in live if self._divided(name, value)}
+        divided = {key for key, name, value in live if self._is_divided(name, value)}
         targets = {
             key: torch.empty(self._trainer.graph.parameters[name].shape, dtype=value.dtype) if key in divided else value
             for key, name, value in live
@@ -227,20 +223,21 @@ class Checkpoints:
         dcp_load(targets, checkpoint_id=path, process_group=self._group)
         for key, name, value in live:
             if key in divided:
-                self._keep_part(name, targets[key], value)
-        return Progress(int(facts["step"]), float(facts["seconds"]))
+                self._copy_shard(name, targets[key], value)
+        return TrainingProgress(int(facts["step"]), float(facts["seconds"]))
 
-    def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[Progress, Path]:
-        """Restore from `path` or, where that is damaged, from the newest good checkpoint before it.
+    def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
+        """Restore from `path` or, if that is damaged, from the newest undamaged checkpoint before it.
 
-        `rejected` is called on rank 0 with each that is passed over, and why.
+        `rejected` is called on rank 0 with each skipped checkpoint and the reason. Also returns the
+        checkpoint that was used.
         """
-        before = [other for other in complete(path.parent) if step_of(other) < step_of(path)]
+        before = [other for other in complete_checkpoints(path.parent) if step_of(other) < step_of(path)]
         reasons = []
         for candidate in (path, *reversed(before)):
             try:
                 return self.load(candidate), candidate
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 reasons.append(str(error))
                 if self._is_main:
                     rejected(candidate, str(error))
@@ -251,20 +248,20 @@ class Checkpoints:
         )
 
     def _verify(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Each rank reads some of the files."""
+        """Raise `DamagedCheckpoint` if a file is damaged. Each rank reads some of the files."""
         rank, world = dist.get_rank(), dist.get_world_size()
         mine = {name: files[name] for name in sorted(files)[rank::world]}
-        for found in self._together(lambda: damage(path, mine)):
-            if found is not None:
-                raise Damaged(f"The checkpoint {path.name} is damaged: {found}", path=str(path))
+        for problem in self._together(lambda: find_damage(path, mine)):
+            if problem is not None:
+                raise DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
 
-    def _divided(self, name: str, value: torch.Tensor) -> bool:
-        """Whether this rank holds a tensor-parallel part of a value."""
-        return self._trainer.stage.sharding(name) is not None and value.ndim > 0
+    def _is_divided(self, name: str, value: torch.Tensor) -> bool:
+        """Return True if this rank holds a tensor-parallel shard of a value."""
+        return self._trainer.stages.sharding(name) is not None and value.ndim > 0
 
-    def _keep_part(self, name: str, whole: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy what this rank holds of a parameter that tensor parallelism divides."""
-        sharding = self._trainer.stage.sharding(name)
+    def _copy_shard(self, name: str, whole: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy this rank's shard of a parameter that tensor parallelism divides."""
+        sharding = self._trainer.stages.sharding(name)
         assert sharding is not None
         mine = take_shard(whole, sharding, self._trainer.coordinate.tensor_rank)
         if isinstance(into, DTensor):
@@ -274,26 +271,13 @@ class Checkpoints:
             local(into).copy_(mine)
 
 
-def save(trainer: Trainer, run: RunDir, progress: Progress) -> Path:
-    """Write one checkpoint and wait for it; every rank must call it. Returns its folder."""
-    checkpoints = Checkpoints(trainer, run)
-    checkpoints.save(progress)
-    checkpoints.finish()
-    return run.checkpoint(progress.step)
-
-
-def load(trainer: Trainer, path: Path) -> Progress:
-    """Restore from one checkpoint; every rank must call it. See `Checkpoints.load`."""
-    return Checkpoints(trainer, RunDir(path.parent.parent)).load(path)
-
-
 def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(key, the model's name, live tensor) of this rank's stages, in the same order on all that hold them."""
+    """Yield (key, the model's name, live tensor) of this rank's stages, in the same order on all their replicas."""
     names: dict[torch.Tensor, str] = {}
-    for name, parameter in trainer.stage.model_parameters().items():
+    for name, parameter in trainer.stages.model_parameters().items():
         names[parameter] = name
         yield f"model.{name}", name, parameter.detach()
-    for name, buffer in trainer.stage.model_buffers().items():
+    for name, buffer in trainer.stages.model_buffers().items():
         if not name.startswith("_constant."):
             yield f"model.{name}", name, buffer
     for tensor, slots in trainer.optimizer.state.items():
@@ -301,8 +285,8 @@ def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
             yield f"optim.{names[tensor]}.{slot}", names[tensor], value
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its moments, without moving any weight, so that there is something to load into."""
+def _create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimiser create the moments of every parameter, to load into, without changing a weight."""
     saved = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"], group["weight_decay"] = 0.0, 0.0
@@ -314,16 +298,16 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
         group["lr"], group["weight_decay"] = rate, decay
 
 
-def _clear(path: Path) -> None:
+def _empty_folder(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True)
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of the deepest cause, with its kind."""
+    """Return the first line of the first cause of an error, with its type."""
     failures = getattr(error, "failures", None)
-    if failures:  # of torch.distributed.checkpoint: rank -> (exception, traceback)
+    if failures:  # torch.distributed.checkpoint maps ranks to (exception, traceback).
         rank, (error, *_) = next(iter(failures.items()))
         return f"rank {rank}: {_sentence(error)}"
     text = str(error).splitlines()[0] if str(error) else ""

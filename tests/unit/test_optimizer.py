@@ -1,4 +1,4 @@
-"""The optimiser is PyTorch's, to the last bit."""
+"""The optimiser computes the same bits as PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 from workbench.execution.optimizer import OffloadedAdamW, PartwiseAdamW
 
 
-@pytest.mark.parametrize(("kind", "fused"), [(PartwiseAdamW, None), (PartwiseAdamW, True), (OffloadedAdamW, None)])
-def test_updates_and_state_are_those_of_torch(kind: Any, fused: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("optimizer_type", "fused"), [(PartwiseAdamW, None), (PartwiseAdamW, True), (OffloadedAdamW, None)]
+)
+def test_updates_and_state_equal_those_of_torch(optimizer_type: Any, fused: bool | None) -> None:
     def trained(make: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
         generator = torch.Generator().manual_seed(0)
         weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3), (5,), (2, 2))]
@@ -26,7 +28,7 @@ def test_updates_and_state_are_those_of_torch(kind: Any, fused: bool | None) -> 
             optimizer.zero_grad(set_to_none=True)
         return [weight.detach() for weight in weights], optimizer.state_dict()
 
-    found, expected = trained(kind), trained(torch.optim.AdamW)
+    found, expected = trained(optimizer_type), trained(torch.optim.AdamW)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
     assert found[1].keys() == expected[1].keys()
     torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0)

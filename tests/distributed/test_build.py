@@ -1,4 +1,4 @@
-"""Where models are built on the host: as many ranks at once as it has memory for, in turns."""
+"""Ranks that build models in the host's memory take turns: as many build at once as it has memory for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ TURN_S = 1.0
 
 
 def _seen(rank: int, fitting: float, on_host: bool) -> tuple[int, float]:
-    """The most ranks whose turns overlapped, and the seconds from the first turn's begin to the last one's end. Rank 0
-    sees room for three models, the others for `fitting`."""
+    """Return the largest number of overlapping turns, and the seconds that all turns took together.
+
+    Rank 0 sees memory for three models, the others for `fitting`.
+    """
     free = (3.2 if rank == 0 else fitting) * MODEL_BYTES / FREE_SHARE
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_is_built_on_host", lambda *_: on_host)

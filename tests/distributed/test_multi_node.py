@@ -18,14 +18,13 @@ import pytest
 
 from tests.distributed import real_worker
 from tests.distributed.real_worker import DEVICE, LINK, curve, experiment, plan, trained
-from workbench.api import plan as make_plan
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanInfeasible
+from workbench.planning.from_experiment import plan as make_plan
 from workbench.planning.plan import Plan
 from workbench.rundir import append_event, read_events, read_json, this_process, write_json
 from workbench.runs import Run
-from workbench.runs.launching.launcher import prepare
-from workbench.runs.launching.multi_node import slurm
+from workbench.runs.launching import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.31.1", "10.77.31.2")
@@ -64,6 +63,11 @@ def _remove(names: tuple[str, ...]) -> None:
             ip("netns", "del", name)
 
 
+def prepare(*args, **kwargs) -> Run:
+    """Return the handle of a run directory that nobody has started."""
+    return Run(launcher.prepare(*args, **kwargs))
+
+
 def two_nodes(steps: int) -> Plan:
     """A stage on each node."""
     cluster = Cluster(DEVICE, 2, 1, LINK, LINK)
@@ -71,8 +75,8 @@ def two_nodes(steps: int) -> Plan:
 
 
 def environment(number: int) -> dict[str, str]:
-    kept = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORKBENCH_FAILURE_GRACE_S": "2"}
-    return kept | {"GLOO_SOCKET_IFNAME": f"wb{os.getpid() % 10**6}e{number}", "ACCELERATE_USE_CPU": "true"}
+    inherited = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORKBENCH_FAILURE_GRACE_S": "2"}
+    return inherited | {"GLOO_SOCKET_IFNAME": f"wb{os.getpid() % 10**6}e{number}", "ACCELERATE_USE_CPU": "true"}
 
 
 def on_each(namespaces: tuple[str, str], command: list[str]) -> list[subprocess.Popen[str]]:
@@ -112,7 +116,7 @@ def started(how: str, namespaces: tuple[str, str], run: Run, tmp_path: Path) -> 
 def job(namespaces: tuple[str, str], run: Run, tmp_path: Path) -> subprocess.Popen[str]:
     """Run the job file under a `srun` that knows two nodes: these namespaces."""
     script = tmp_path / "job.sh"
-    script.write_text(slurm(run))
+    script.write_text(run.slurm())
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
     tasks = "\n".join(
@@ -209,7 +213,7 @@ def test_the_job_file_is_bash_and_asks_for_the_plans_nodes(tmp_path: Path) -> No
     wide = Cluster.of("h200", gpus=16, nodes=2)
     chosen = replace(two_nodes(6), cluster=wide, data=8)
     run = prepare(asked, replace(chosen, global_batch=asked.global_batch), directory=tmp_path / "a run")
-    text = slurm(run, time="12:00:00", partition="gpu", options=["--constraint=nvlink"])
+    text = run.slurm(time="12:00:00", partition="gpu", options=["--constraint=nvlink"])
     options = shlex.split(text.replace("#SBATCH", ""), comments=True)
     wanted = ["--nodes=2", "--gpus-per-node=8", "--ntasks-per-node=1", "--time=12:00:00", "--partition=gpu"]
     assert [option for option in wanted if option not in options] == []
@@ -219,7 +223,7 @@ def test_the_job_file_is_bash_and_asks_for_the_plans_nodes(tmp_path: Path) -> No
     odd = replace(chosen, cluster=replace(wide, gpus=15))
     write_json(run.directory.plan, replace(odd, pipeline=1, data=15).to_json())
     with pytest.raises(PlanInfeasible, match="15 ranks cannot be divided equally over 2 nodes"):
-        slurm(Run(run.path))
+        Run(run.path).slurm()
 
 
 def test_a_run_on_other_hosts_is_believed_and_can_be_stopped_from_here(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The recorded step: every action of the schedule once, in the schedule's own order, none before what it needs."""
+"""A recorded step has every action of the schedule once, in the schedule's order, none before its inputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from workbench.planning.timelines import timeline
 
 from tests.distributed.real_worker import experiment, plan, trained
-from workbench.execution.step_timeline import SETTLED
+from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.figures import measured_timeline, timelines
-from workbench.planning.timelines import timeline
 from workbench.rundir import read_events
 
 
@@ -19,15 +19,15 @@ def ends(lanes: Any) -> dict[tuple[str, int, int], Any]:
     return {(action.kind, action.stage, action.micro_batch): action for lane in lanes for action in lane}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_recorded_step_ran_the_schedule_that_the_plan_draws(tmp_path: Path, schedule: str) -> None:
-    asked = experiment(steps=SETTLED + 2)
+    asked = experiment(steps=FIRST_RECORDED + 2)
     chosen = plan(asked, pipeline=2, schedule=schedule)
     events = read_events(trained(tmp_path / "run", asked, chosen).events)
     recorded = [event for event in events if event["type"] == "actions"]
     assert [(event["rank"], event["step"]) for event in sorted(recorded, key=lambda e: e["rank"])] == [
-        (0, SETTLED + 1),
-        (1, SETTLED + 1),
+        (0, FIRST_RECORDED + 1),
+        (1, FIRST_RECORDED + 1),
     ]
     measured = measured_timeline(events)
     assert measured is not None
@@ -40,5 +40,5 @@ def test_a_recorded_step_ran_the_schedule_that_the_plan_draws(tmp_path: Path, sc
         assert found["F", stage - 1, micro_batch].end_ms <= found["F", stage, micro_batch].start_ms + 1.0
     drawn = timelines(chosen, measured).data
     predicted, recorded_too = ({trace.name for trace in drawn if trace.yaxis == axis} for axis in ("y", "y2"))
-    assert predicted == recorded_too  # what is predicted is measured, and the other way round
+    assert predicted == recorded_too
     assert "forward" in predicted

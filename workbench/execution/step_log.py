@@ -1,0 +1,94 @@
+"""`StepLog`: reads the scalars of finished steps from the device, and writes them as events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workbench.execution.step_timeline import Timestamp
+from workbench.execution.trainer import StepResult
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.rundir import append_event
+
+
+def peak_flops(plan: Plan) -> float | None:
+    """Return the peak FLOP/s of all devices of a plan, or None on CPUs."""
+    device = plan.cluster.device
+    return device.peak(plan.precision) * plan.world if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A launched step whose scalars are being copied to the host."""
+
+    step: int
+    learning_rate: float
+    scalars: torch.Tensor
+    ended: Timestamp
+
+
+class StepLog:
+    """Logs each step after the next one was launched, so that reading its scalars does not idle the device.
+
+    `events` is the file to log to, or None on ranks that only follow the stop flag. `seconds` is the training time
+    so far.
+    """
+
+    def __init__(
+        self, experiment: Experiment, plan: Plan, device: torch.device, events: Path | None, seconds: float
+    ) -> None:
+        self._experiment, self._plan, self._device, self._events = experiment, plan, device, events
+        self.seconds = seconds
+        self._pending: _PendingStep | None = None
+        self._previous_end = Timestamp.now(device)
+
+    def add(self, step: int, result: StepResult) -> bool:
+        """Start to copy the scalars of a step that was launched, and log the step before it.
+
+        Returns True if, in that earlier step, a rank asked to stop.
+        """
+        stop = self.flush()
+        scalars = result.scalars
+        if self._device.type == "cuda":
+            scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
+            scalars.copy_(result.scalars, non_blocking=True)
+        self._pending = _PendingStep(step, result.learning_rate, scalars, Timestamp.now(self._device))
+        return stop
+
+    def flush(self) -> bool:
+        """Wait for the pending step, if there is one, and log it. Returns True if a rank asked in it to stop."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return False
+        pending.ended.wait()
+        loss, squared_norm, stops = pending.scalars.tolist()
+        step_s = pending.ended.seconds_since(self._previous_end)
+        self._previous_end = pending.ended
+        self.seconds += step_s
+        done, experiment, plan = pending.step + 1, self._experiment, self._plan
+        is_logged = done % experiment.log_every == 0 or done == experiment.steps or stops > 0
+        if self._events is not None and is_logged:
+            peak = peak_flops(plan)
+            append_event(
+                self._events,
+                "step",
+                step=done,
+                loss=loss,
+                learning_rate=pending.learning_rate,
+                grad_norm=squared_norm**0.5,
+                step_ms=step_s * 1e3,
+                tokens=done * experiment.tokens_per_step,
+                samples=done * experiment.global_batch,
+                flops=done * plan.flops_per_step,
+                seconds=self.seconds,
+                tokens_per_s=experiment.tokens_per_step / step_s,
+                mfu=plan.flops_per_step / step_s / peak if peak else None,
+            )
+        return bool(stops > 0)
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last step, such as the pause for a checkpoint, out of the next step's time."""
+        self._previous_end = Timestamp.now(self._device)
