@@ -23,7 +23,8 @@ from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
 from workbench.cost.profile import BlockTypeCost
 from workbench.errors import CaptureError, PlanInfeasible, UnknownParameter
-from workbench.measure.local_cluster import GEMM_SHARE, known_gpu, local_cluster, with_measured_rates
+from workbench.measure.detection import GEMM_SHARE, known_gpu, with_measured_rates
+from workbench.measure.local_cluster import local_cluster
 
 H200 = Cluster.of("h200", gpus=4)
 CPU = local_cluster(processes=2)
@@ -90,7 +91,7 @@ def test_a_cluster_needs_a_device(gpus: int) -> None:
 
 
 def test_a_containers_memory_is_its_limit(tmp_path: Any, monkeypatch: Any) -> None:
-    from workbench.measure import local_cluster as detect
+    from workbench.measure import detection as detect
 
     limit, none = tmp_path / "memory.max", tmp_path / "none"
     monkeypatch.setattr(detect, "CONTAINER_LIMITS", (limit, none))

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 from cost_values import layered_profile
+from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
+from workbench.planning.requests import memory_limit_bytes
 
 import workbench as wb
 from workbench.cost import Cluster
-from workbench.cost.cluster import Link
 from workbench.cost.communication import all_reduce_s
+from workbench.cost.device import Link
 from workbench.cost.hardware import H200, V100
 from workbench.cost.memory import ParameterTable
-from workbench.cost.profiles import Profile
+from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.measure.local_cluster import with_memory
+from workbench.measure.detection import with_memory
 from workbench.planning import Plan, Request, search, weigh, what_if
 from workbench.planning.plan import RECOMPUTE
-from workbench.planning.pricing import Degrees, DeviceCosts, Pricer
-from workbench.planning.requests import memory_limit_bytes
 from workbench.planning.schedules import holdings
 from workbench.units import GIB, count, duration, flops_per_s
 

@@ -7,7 +7,7 @@ then waits for the file that tells probe NUMBER which one to measure. HELPER 0 i
 only compiles some kinds of blocks for it, from the last kind on, and leaves them in the compiler's cache, where the
 probe finds them.
 
-Blocks are compiled and run in the model's order, each kind at most `KEPT` times (a 54-layer model runs four layers),
+Blocks are compiled and run in the model's order, each kind at most `MAX_BLOCKS_PER_TYPE` times (a 54-layer model runs four layers),
 with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
 and what the allocator holds, so that a block is seen between its real neighbours. The result has one entry a kind,
 named by the index of its first block.
@@ -45,7 +45,7 @@ from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.random_batch import random_batch, repeated
-from workbench.measure.probe_request import KEPT, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
+from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
@@ -235,13 +235,13 @@ def _wait(device: torch.device) -> None:
 
 
 def chosen(graph: Graph) -> list[int]:
-    """The blocks that run: of each kind the first `KEPT`; what differs in its gradients is another kind."""
+    """The blocks that run: of each kind the first `MAX_BLOCKS_PER_TYPE`; what differs in its gradients is another kind."""
     seen: Counter[tuple[object, ...]] = Counter()
     found = []
     for block in graph.blocks:
         kind = graph.variant(block)
         seen[kind] += 1
-        if seen[kind] <= KEPT:
+        if seen[kind] <= MAX_BLOCKS_PER_TYPE:
             found.append(block.index)
     return found
 

@@ -1,8 +1,8 @@
-"""How fast the devices of this node sum a tensor over all of them: run in processes of its own by `wb.calibrate`.
+"""The time of all-reduces over all devices of this node; `wb.calibrate` runs it in one process per device.
 
     python -m torch.distributed.run --standalone --nproc_per_node 4 -m workbench.measure.links times.json
 
-Rank 0 writes [[bytes, seconds], …], each the fastest of a few.
+Rank 0 writes [[bytes, seconds], …], the fastest of `REPEATS` runs for each size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 REPEATS = 8
+"""Timed runs of each size, after two that warm up."""
 
 
 def measure(device: torch.device) -> list[tuple[int, float]]:
-    """Seconds of an all-reduce, by the bytes that it sums."""
+    """Return bytes and seconds of an all-reduce for several sizes."""
     on_gpu = device.type == "cuda"
     found = []
     for elements in (256, 1 << 14, 1 << 20, 1 << 24, *((1 << 27,) if on_gpu else ())):

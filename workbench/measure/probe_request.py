@@ -1,4 +1,4 @@
-"""What a block probe is asked for: a value without torch, so that who asks need not import it."""
+"""The request to the processes that measure a model's blocks: a value without torch, and the names of their files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 from workbench.tensors import TensorSpec
 
-KEPT = 4
-"""Blocks of each kind that a probe runs."""
+MAX_BLOCKS_PER_TYPE = 4
+"""Blocks of each type that a probe runs."""
 REQUEST = "request.pkl"
+"""File in the probes' folder that holds the pickled `ProbeRequest`."""
 MICRO_BATCH = "-micro-batch.json"
+"""Name, after a probe's number, of the file with the micro-batch that it must measure."""
 RESULT = "-blocks.json"
-"""Files of a folder of probes: what is asked of all; after its number, what one is told, and what it found."""
+"""Name, after a probe's number, of the file with its measurements."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,17 @@ class ProbeRequest:
 
     name: str
     build: Callable[[], Any]
-    """Makes the `nn.Module`."""
+    """Function that makes the `nn.Module`."""
     samples: Mapping[str, TensorSpec]
     """Fields of the batch, for one sample."""
     vocab_size: int
+    """Number of different random tokens."""
     labelled: float
-    """Of random tokens: how many there are, and the share of the labels that are not ignored."""
+    """Share of the random labels that are not ignored."""
     precision: str
     compiled: bool
     deterministic: bool
     micro_batches: tuple[int, ...]
-    """The micro-batch that each probe will most likely be told: it captures and compiles for it meanwhile."""
+    """Expected micro-batch of each probe, which captures and compiles for it before it is told the final one."""
     examples: Mapping[str, Any] | None = None
-    """A batch of real samples to repeat instead of random tokens."""
+    """Batch of real samples to repeat instead of random tokens."""
