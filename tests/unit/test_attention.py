@@ -1,4 +1,4 @@
-"""A mask that masks nothing is seen through, however the model writes it."""
+"""Capture removes a mask that masks nothing, however the model writes it."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ BATCH = {"x": TensorSpec("x", (2, 4, 8), "float32")}
 
 
 class Written(nn.Module):
-    """Attention as matmul, mask, softmax, matmul; the mask is made from a Python number, `blocked` of it."""
+    """Attention as matmul, mask, softmax, matmul; the mask is made from the Python number `blocked`."""
 
     def __init__(self, blocked: float):
         super().__init__()
@@ -36,7 +36,7 @@ def attention_nodes(model):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_mask_of_zeros_made_from_a_number_is_dropped(device):
+def test_a_mask_of_zeros_made_from_a_number_is_removed(device):
     with torch.device(device):
         model = Written(0.0)
     [attention] = attention_nodes(model)

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed import zoo
 from workbench.capture import Graph, build_meta, capture
-from workbench.capture.label_counting import retarget
+from workbench.capture.operations import retarget
 from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.tensors import TensorSpec
 

@@ -35,7 +35,7 @@ def one_by_one(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_each_row_meets_its_experts_matrix_and_so_do_the_gradients(transposed: bool) -> None:
+def test_each_row_is_multiplied_by_its_experts_matrix_and_gradients_are_right(transposed: bool) -> None:
     (rows, weights), (rows_again, weights_again) = operands(torch.float64), operands(torch.float64)
     turned, turned_again = weights.transpose(1, 2), weights_again.transpose(1, 2)
     if not transposed:
@@ -50,7 +50,7 @@ def test_each_row_meets_its_experts_matrix_and_so_do_the_gradients(transposed: b
     assert not weights.grad[1].any()
 
 
-def test_gradients_that_nobody_asked_for_are_not_computed() -> None:
+def test_gradients_of_operands_without_requires_grad_are_not_computed() -> None:
     rows, weights = operands()
     product = grouped_mm(rows.detach(), weights.transpose(1, 2), ENDS)
     with FlopCounterMode(display=False) as counter:
@@ -58,7 +58,7 @@ def test_gradients_that_nobody_asked_for_are_not_computed() -> None:
     assert counter.get_total_flops() == 2 * ROWS * INSIDE * OUTSIDE
 
 
-def test_autocast_runs_them_in_bf16_and_hands_back_fp32_gradients() -> None:
+def test_autocast_runs_grouped_products_in_bf16_and_returns_fp32_gradients() -> None:
     rows, weights = operands()
     with torch.autocast("cpu", torch.bfloat16):
         product = grouped_mm(rows, weights.transpose(1, 2), ENDS)
@@ -71,7 +71,7 @@ def test_autocast_runs_them_in_bf16_and_hands_back_fp32_gradients() -> None:
 
 
 class ByTorch(torch.nn.Module):
-    """Calls torch's own, which takes bf16 alone."""
+    """A layer that calls torch's own grouped product, which takes bf16 only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def products(code: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
-def test_mixtures_of_transformers_have_one_operation_for_them_and_no_cast_before_it() -> None:
+def test_mixtures_of_transformers_call_one_operation_without_a_cast_before_it() -> None:
     block = capture(build_meta(zoo.mixtral), specs()).blocks[1]
     found = products(block.code)
     assert len(found) == 2
@@ -105,14 +105,14 @@ def test_mixtures_of_transformers_have_one_operation_for_them_and_no_cast_before
     assert len(experts) == 2
 
 
-def test_a_call_of_torchs_own_is_the_same_operation_in_the_type_that_it_asks_for() -> None:
+def test_a_call_of_torchs_grouped_product_becomes_the_same_operation_in_its_own_type() -> None:
     [block] = capture(ByTorch(), specs()).blocks
     [product] = products(block.code)
     rows, weights = (value.meta["val"] for value in product.args[:2])  # type: ignore[union-attr]
     assert rows.dtype == weights.dtype == torch.bfloat16
 
 
-def test_experts_are_priced_for_the_rows_that_come_to_them_in_bf16() -> None:
+def test_experts_are_priced_for_their_rows_in_bf16() -> None:
     graph = capture(build_meta(zoo.mixtral), specs())
     costs = profile_graph(graph, Cluster.of("h200").device, "bf16", compiled=True)
     layer = costs.block_types[costs.blocks[1].block_type]
@@ -124,7 +124,7 @@ def test_experts_are_priced_for_the_rows_that_come_to_them_in_bf16() -> None:
     assert sum(grouped) == pytest.approx(expected + attention + router + scores)
 
 
-def test_compiled_they_give_the_same_loss_and_gradients() -> None:
+def test_compiled_experts_give_the_same_loss_and_gradients() -> None:
     rows, matrices = operands()
 
     def loss(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The captured blocks alone tell which parts of a model can be divided over tensor-parallel devices."""
+"""The weights that can be sharded over tensor-parallel devices follow from the captured blocks alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gpt2(heads: int = HEADS, tied: bool = True) -> Graph:
     return captured(tf.GPT2LMHeadModel(config))
 
 
-def divided_names(division: ModelSharding, part: str) -> set[str]:
+def sharded_names(division: ModelSharding, part: str) -> set[str]:
     return {name for name in division.parameters if part in name}
 
 
@@ -50,7 +50,7 @@ def divided_names(division: ModelSharding, part: str) -> set[str]:
     segments=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     degree=st.integers(1, 8),
 )
-def test_every_index_of_a_divided_dim_is_on_exactly_one_device(segments: list[int], degree: int) -> None:
+def test_every_index_of_a_sharded_dim_is_on_exactly_one_device(segments: list[int], degree: int) -> None:
     sharding = Sharding(0, tuple(segments), degree)
     held = [
         index
@@ -62,7 +62,7 @@ def test_every_index_of_a_divided_dim_is_on_exactly_one_device(segments: list[in
     assert [sharding.size(rank) for rank in range(degree)] == sorted(map(sharding.size, range(degree)), reverse=True)
 
 
-def test_a_layer_is_divided_into_columns_and_rows_with_two_reductions_each_way() -> None:
+def test_a_layer_is_sharded_into_columns_and_rows_with_two_reductions_each_way() -> None:
     graph = gpt2()
     division = plan_tensor_parallel(graph, 2)
     layer = next(i for i, block in enumerate(graph.blocks) if block.name == "transformer.h.0")
@@ -81,14 +81,16 @@ def test_a_layer_is_divided_into_columns_and_rows_with_two_reductions_each_way()
     assert division.blocks[layer].backward_elements == (activations,) * 2
 
 
-def test_attention_heads_stay_whole_and_the_mlp_is_divided_all_the_same() -> None:
+def test_attention_heads_stay_whole_and_the_mlp_is_sharded_all_the_same() -> None:
     division = plan_tensor_parallel(gpt2(heads=HEADS), 4)
-    assert not divided_names(division, ".attn."), "four devices cannot share six heads"
-    assert len(divided_names(division, ".mlp.")) == 2 * 3
+    assert not sharded_names(division, ".attn."), "four devices cannot share six heads"
+    assert len(sharded_names(division, ".mlp.")) == 2 * 3
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
-def test_a_tied_embedding_and_head_are_divided_over_the_vocabulary_whether_or_not_it_divides(degree: int) -> None:
+def test_a_tied_embedding_and_head_are_sharded_over_the_vocabulary_even_if_the_degree_does_not_divide_it(
+    degree: int,
+) -> None:
     graph = gpt2()
     division = plan_tensor_parallel(graph, degree)
     assert division.parameters["transformer.wte.weight"] == Sharding(0, (VOCAB,), degree)
@@ -112,7 +114,7 @@ class Rotated(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Two pairs of products; the operation between one pair has no rule."""
+    """Two pairs of products; one pair has an operation without a rule between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class Mixed(nn.Module):
         return functional.cross_entropy(self.head(x), labels)
 
 
-def test_a_parameter_that_cannot_be_divided_everywhere_is_divided_nowhere() -> None:
+def test_a_parameter_that_cannot_be_sharded_everywhere_is_sharded_nowhere() -> None:
     assert plan_tensor_parallel(captured(Rotated()), 2).parameters == {}
 
 
@@ -136,13 +138,13 @@ def test_an_unknown_operation_leaves_its_columns_whole_and_no_others() -> None:
     assert not found & {"over.weight", "over.bias"}
 
 
-def test_a_degree_of_one_divides_nothing() -> None:
+def test_a_degree_of_one_shards_nothing() -> None:
     division = plan_tensor_parallel(gpt2(), 1)
     assert division.parameters == {}
     assert all(not block.divided for block in division.blocks)
 
 
-def test_most_of_a_transformers_weight_is_divided() -> None:
+def test_most_of_a_transformers_weight_is_sharded() -> None:
     for graph, degree in itertools.product((gpt2(), gpt2(tied=False)), (2, 3)):
         division = plan_tensor_parallel(graph, degree)
         held = sum(graph.parameters[name].numel for name in division.parameters)
@@ -150,18 +152,18 @@ def test_most_of_a_transformers_weight_is_divided() -> None:
 
 
 class Experts(nn.Module):
-    """Two products of experts, whose weights are stored with inputs last ("turned") or outputs last ("as read")."""
+    """Two products of experts; weights are stored with inputs last ("transposed") or outputs last ("as read")."""
 
     def __init__(self, stored: str, *, read_again: bool = False) -> None:
         super().__init__()
         self.stored, self.read_again = stored, read_again
         self.table, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
         up, down = (2, WIDTH, 4 * WIDTH), (2, 4 * WIDTH, WIDTH)
-        up, down = (down, up) if stored == "turned" else (up, down)
+        up, down = (down, up) if stored == "transposed" else (up, down)
         self.up, self.down = nn.Parameter(torch.randn(up)), nn.Parameter(torch.randn(down))
 
     def matrices(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.transpose(1, 2) if self.stored == "turned" else weight
+        return weight.transpose(1, 2) if self.stored == "transposed" else weight
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows = self.table(input_ids).flatten(0, 1)
@@ -174,8 +176,8 @@ class Experts(nn.Module):
         return functional.cross_entropy(self.head(rows), labels.flatten())
 
 
-@pytest.mark.parametrize(("stored", "up", "down"), [("turned", 1, 2), ("as read", 2, 1)])
-def test_every_experts_matrices_are_divided_as_a_layers_are(stored: str, up: int, down: int) -> None:
+@pytest.mark.parametrize(("stored", "up", "down"), [("transposed", 1, 2), ("as read", 2, 1)])
+def test_every_experts_matrices_are_sharded_as_a_layers_are(stored: str, up: int, down: int) -> None:
     division = plan_tensor_parallel(captured(Experts(stored)), 2)
     assert {name: division.parameters[name].dim for name in ("up", "down")} == {"up": up, "down": down}
     layers = [block for block in division.blocks if block.reduced]
@@ -183,4 +185,4 @@ def test_every_experts_matrices_are_divided_as_a_layers_are(stored: str, up: int
 
 
 def test_experts_that_another_operation_reads_stay_whole() -> None:
-    assert "up" not in plan_tensor_parallel(captured(Experts("turned", read_again=True)), 2).parameters
+    assert "up" not in plan_tensor_parallel(captured(Experts("transposed", read_again=True)), 2).parameters

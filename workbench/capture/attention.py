@@ -14,7 +14,16 @@ import torch
 from torch import fx
 
 from workbench.capture.context_managers import regions_of
-from workbench.capture.operations import ATTENTION, ancestors, copy_nodes, dtype_of, replace_call, schema_of, shape_of
+from workbench.capture.operations import (
+    ATTENTION,
+    ancestors,
+    copy_nodes,
+    dtype_of,
+    replace_call,
+    retarget,
+    schema_of,
+    shape_of,
+)
 
 aten = torch.ops.aten
 _MASKED_BELOW = -1e9
@@ -163,18 +172,13 @@ def _is_constant(node: fx.Node) -> bool:
 
 def _computed(node: fx.Node) -> torch.Tensor:
     """Return the value of a constant node, on the CPU whatever device it was captured for."""
-
-    def on_cpu(value: Any) -> Any:
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     needed = ancestors([node])
     copy_nodes(graph, (candidate for candidate in node.graph.nodes if candidate in needed), copies)
-    for copy in copies.values():
-        copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, copy.kwargs), on_cpu)
     graph.output(copies[node])
+    code = fx.GraphModule({}, graph)
+    retarget(code, torch.device("cpu"))
     with torch.no_grad(), torch.device("cpu"):
-        value = fx.GraphModule({}, graph)()
-    assert isinstance(value, torch.Tensor)
+        value: torch.Tensor = code()
     return value

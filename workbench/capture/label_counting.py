@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from workbench.capture.graph import Graph
+from workbench.capture.operations import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
 
 
@@ -44,15 +44,3 @@ def count_labels(
     samples = len(next(iter(batch.values())))
     parts = [slice(first, first + micro_batch) for first in range(0, samples, micro_batch)]
     return torch.stack([code(*(batch[name][part] for name in inputs)) for part in parts])
-
-
-def retarget(code: fx.GraphModule, device: torch.device) -> None:
-    """Replace the device of factory calls and casts, which capture fixed to the model's device, by `device`."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    for node in code.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-    code.recompile()

@@ -116,6 +116,18 @@ def replace_call(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapp
     node.graph.erase_node(node)
 
 
+def retarget(code: fx.GraphModule, device: torch.device) -> None:
+    """Replace the device of factory calls and casts, which capture fixed to the model's device, by `device`."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in code.graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+    code.recompile()
+
+
 def is_random(node: fx.Node) -> bool:
     """Return True if the node draws random numbers (attention, recurrent layers and dropouts: at a rate above 0)."""
     if schema_of(node) is None or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]

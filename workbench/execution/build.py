@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from workbench.capture import Graph, capture
-from workbench.capture.label_counting import retarget
+from workbench.capture.operations import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
-from workbench.capture.label_counting import count_labels, retarget
+from workbench.capture.label_counting import count_labels
+from workbench.capture.operations import retarget
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.blocks.tensor_parallel import all_gather_shards

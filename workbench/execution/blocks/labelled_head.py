@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from workbench.capture.graph import LabelCount
-from workbench.capture.label_counting import count_labels, retarget
-from workbench.capture.operations import descendants, shape_of
+from workbench.capture.label_counting import count_labels
+from workbench.capture.operations import descendants, retarget, shape_of
 from workbench.capture.rowwise_head import BINARY, MEAN, RowwiseHead
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
