@@ -8,7 +8,7 @@ from figure_values import curve
 
 from workbench.errors import UnknownParameter
 from workbench.figures import Curve, contrast, difference, differences, standings
-from workbench.figures.comparison import setting_differences
+from workbench.figures.contrast_view import setting_differences
 
 
 def line(name: str, slope: float, offset: float, noise: float = 0.02, steps: int = 1500, seed: int = 0) -> Curve:

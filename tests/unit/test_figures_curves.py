@@ -1,4 +1,4 @@
-"""Loss curves and throughput: what is drawn, in which colour, from how many points."""
+"""Loss curves and panels show every run in its colour, from few points that lose no spike."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ import pytest
 from figure_values import curve
 
 from workbench.errors import UnknownParameter
-from workbench.figures import Curve, difference, differences, loss_curves, throughput
-from workbench.figures._curves import _loss
-from workbench.figures._panels import panel_names, panels
-from workbench.figures._picture import curves_png
-from workbench.figures._series import (
-    MAX_POINTS,
-    TURN,
-    X_AXES,
-    Mark,
-    _in_widths,
-    decimated,
-    diverged_at,
-    focused,
-    gap_starts,
-    smoothed,
-)
+from workbench.figures import Curve, difference, differences, loss_curves
+from workbench.figures.axes import X_AXES
+from workbench.figures.browserless_png import curves_png
+from workbench.figures.curve import Mark
+from workbench.figures.curves_view import _describe_loss
+from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_starts
+from workbench.figures.panels_view import panel_names, panels
+from workbench.figures.prepared_curve import diverged_at
+from workbench.figures.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.runs.records.history import Utilization
 
 
@@ -121,7 +114,7 @@ def test_the_end_of_each_line_carries_its_last_value() -> None:
 
 @pytest.mark.parametrize(("loss", "label"), [(10.946, "10.95"), (5.417, "5.42"), (0.05123, "0.0512"), (0.0, "0.00")])
 def test_an_end_label_tells_losses_apart(loss: float, label: str) -> None:
-    assert _loss(loss) == label
+    assert _describe_loss(loss) == label
 
 
 def test_labels_of_two_runs_that_end_together_stand_above_and_below() -> None:
@@ -206,7 +199,6 @@ def test_a_long_name_leaves_room_for_the_curves() -> None:
     shown = [trace.name for trace in parts(loss_curves([curve(name) for name in names]), "line")]
     assert all(len(name) == 48 and name.startswith("bert-large tuned") for name in shown)
     assert [name[-6:] for name in shown] == ["seed 1", "seed 2"]
-    assert len(throughput([curve(name) for name in names]).layout.title.subtitle.text) < 200
 
 
 def test_no_two_of_many_runs_share_colour_and_line() -> None:
@@ -215,14 +207,6 @@ def test_no_two_of_many_runs_share_colour_and_line() -> None:
     assert len(looks) == 40
     found = [difference(other, curves[0]) for other in curves[1:20]]
     assert len({(t.line.color, t.line.dash) for t in parts(differences(found), "difference")}) == 19
-
-
-def test_the_title_has_room_for_the_speeds_of_few_runs_and_for_the_ends_of_many() -> None:
-    speeds = [curve(f"run-{index}", steps=20, tokens_per_step=1000 * (index + 1)) for index in range(20)]
-    assert throughput(speeds).layout.title.subtitle.text == (
-        "fastest of 20 run-19: 200 k tokens/s, MFU 40.0% · slowest run-0: 10 k tokens/s, MFU 40.0% (medians)"
-    )
-    assert "run-1: 20 k tokens/s, MFU 40.0% (medians)" in throughput(speeds[:2]).layout.title.subtitle.text
 
 
 def test_a_picture_leaves_out_what_a_logarithmic_axis_cannot_show() -> None:
@@ -267,15 +251,15 @@ def test_smoothing_of_a_million_points_takes_no_noticeable_time() -> None:
 def test_the_average_of_a_long_column_is_the_weighted_sum_that_defines_it() -> None:
     """More points than are summed in one turn, narrow and wide, a gap at an edge of turns; checked at some points."""
     random = np.random.default_rng(0)
-    x = np.cumsum(random.exponential(1.0, 3 * TURN))
+    x = np.cumsum(random.exponential(1.0, 3 * CHUNK_POINTS))
     y = np.sin(x / 300) + random.normal(0, 1, len(x))
-    y[TURN - 5 : TURN + 5] = np.nan
+    y[CHUNK_POINTS - 5 : CHUNK_POINTS + 5] = np.nan
     known = np.isfinite(y)
     for width in (20.0, 0.05 * x[-1]):
         line = smoothed(x, y, width)
         assert np.array_equal(np.isfinite(line), known)
-        for at in (0, 7, 500, TURN - 6, TURN + 5, 2 * TURN, len(x) - 1):
-            position = _in_widths(x[known], width)
+        for at in (0, 7, 500, CHUNK_POINTS - 6, CHUNK_POINTS + 5, 2 * CHUNK_POINTS, len(x) - 1):
+            position = position_in_widths(x[known], width)
             weights = np.exp(-np.abs(position - position[known[:at].sum()]))
             assert line[at] == pytest.approx(weights @ y[known] / weights.sum(), abs=1e-9)
 
@@ -285,13 +269,6 @@ def test_two_runs_of_different_length_are_smoothed_over_the_same_number_of_token
     alone = parts(loss_curves([short], smoothing=0.01), "line")[0]
     beside = parts(loss_curves([long, short], smoothing=0.001), "line")[1]
     assert beside.y == pytest.approx(alone.y)
-
-
-def test_throughput_shows_speed_above_step_time_and_names_each_run_once() -> None:
-    figure = throughput([curve("a"), curve("b", seed=1)])
-    assert [figure.layout.yaxis.title.text, figure.layout.yaxis2.title.text] == ["Tokens/s", "Step time (ms)"]
-    assert [trace.name for trace in figure.data if trace.showlegend] == ["a", "b"]
-    assert "81.9 k tokens/s, MFU 40.0%" in figure.layout.title.subtitle.text
 
 
 def test_a_zoomed_curve_keeps_every_spike_of_what_is_visible_and_an_outline_of_the_rest() -> None:

@@ -5,7 +5,7 @@ import plotly.graph_objects as go
 import pytest
 
 from workbench.figures import Curve, loss_curves
-from workbench.figures._legend import CORNERS, corner_of, legend_place
+from workbench.figures.legend_placement import CORNERS, corner_of, place_legend
 
 STEPS = np.arange(1, 401, dtype=float)
 FALLING = 4 + 7 * np.exp(-STEPS / 60)
@@ -33,8 +33,8 @@ def test_a_legend_stands_where_no_curve_runs(losses: tuple[np.ndarray, ...], cor
 
 def test_a_legend_stays_where_it_is_for_as_long_as_it_is_in_nobodys_way() -> None:
     traces = drawn(FALLING).data
-    assert legend_place(traces, held="bottom left") == CORNERS["bottom left"]
-    assert legend_place(traces, held="top left") == CORNERS["top right"]
+    assert place_legend(traces, preferred="bottom left") == CORNERS["bottom left"]
+    assert place_legend(traces, preferred="top left") == CORNERS["top right"]
 
 
 def test_the_menu_for_a_logarithmic_axis_moves_the_legend_too() -> None:
@@ -48,4 +48,4 @@ def test_the_menu_for_a_logarithmic_axis_moves_the_legend_too() -> None:
 
 
 def test_a_plot_without_curves_has_its_legend_as_usual() -> None:
-    assert legend_place([]) == CORNERS["top right"]
+    assert place_legend([]) == CORNERS["top right"]

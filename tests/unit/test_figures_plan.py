@@ -16,7 +16,6 @@ from workbench.errors import UnknownParameter
 from workbench.figures import (
     BlockView,
     measured_timeline,
-    memory,
     partition,
     plan_html,
     plan_mimebundle,
@@ -25,8 +24,8 @@ from workbench.figures import (
     timeline,
     timelines,
 )
-from workbench.figures._partition import CHARACTER_SHARE
-from workbench.figures._timeline import NUMBERED_LANE
+from workbench.figures.partition_view import CHARACTER_SHARE
+from workbench.figures.timeline_view import NUMBERED_LANE
 from workbench.planning import timeline as simulated
 from workbench.planning.plan import Memory
 from workbench.planning.schedules import build_schedule, simulate
@@ -325,42 +324,6 @@ def test_prediction_of_nothing_is_refused() -> None:
         prediction(plan(2, 8), {"peak_byte": 1})
 
 
-def test_memory_shows_the_last_event_of_each_rank() -> None:
-    events = [
-        {"type": "step", "step": 1},
-        {
-            "type": "memory",
-            "rank": 0,
-            "stage": 0,
-            "peak_bytes": 1 * GIB,
-            "reserved_bytes": 2 * GIB,
-            "limit_bytes": 8 * GIB,
-        },
-        {
-            "type": "memory",
-            "rank": 1,
-            "stage": 1,
-            "peak_bytes": 3 * GIB,
-            "reserved_bytes": 4 * GIB,
-            "limit_bytes": None,
-        },
-        {
-            "type": "memory",
-            "rank": 0,
-            "stage": 0,
-            "peak_bytes": 2 * GIB,
-            "reserved_bytes": 4 * GIB,
-            "limit_bytes": 8 * GIB,
-        },
-    ]
-    figure = memory(events)
-    allocated = next(trace for trace in figure.data if trace.name == "allocated")
-    assert list(allocated.x) == [2.0, 3.0]
-    assert "at most 3.0 GiB (rank 1)" in figure.layout.title.subtitle.text
-    limit = next(trace for trace in figure.data if trace.name == "limit")
-    assert [x for x in limit.x if x is not None] == [8.0, 8.0]
-
-
 def test_the_tensors_that_cross_a_cut_stand_between_its_stages_with_names_and_shapes() -> None:
     crossing = {
         0: [TensorSpec("hidden", (8, 512, 1920), "bfloat16"), TensorSpec("bias<0>", (1, 30, 512, 512), "float32")],
@@ -381,7 +344,7 @@ def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> Non
             "rank": rank,
             "step": 6,
             "origin_s": 1000.0 + rank * 1e-3,
-            "actions": [[a.kind, a.stage, a.micro_batch, a.start_ms + 5, a.end_ms + 5] for a in lane],
+            "actions": [[a.type, a.stage, a.micro_batch, a.start_ms + 5, a.end_ms + 5] for a in lane],
         }
         for rank, lane in enumerate(simulated(chosen).lanes)
     ]

@@ -3,18 +3,17 @@
 Importing this package imports plotly; `import workbench` does not.
 """
 
-from workbench.figures._curves import loss_curves, throughput
-from workbench.figures._difference import differences
-from workbench.figures._measured import measured_timeline, timelines
-from workbench.figures._memory import memory
-from workbench.figures._panels import panels
-from workbench.figures._partition import BlockView, partition
-from workbench.figures._prediction import prediction
-from workbench.figures._series import Curve, Mark
-from workbench.figures._timeline import timeline
-from workbench.figures.comparison import Contrast, contrast, difference, standings
+from workbench.figures.comparison import difference, standings
+from workbench.figures.contrast_view import Contrast, contrast, differences
+from workbench.figures.curve import Curve, Mark
+from workbench.figures.curves_view import loss_curves
+from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.pages import notebook_to_html, save_html, save_png
+from workbench.figures.panels_view import panels
+from workbench.figures.partition_view import BlockView, partition
 from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
+from workbench.figures.prediction_view import prediction
+from workbench.figures.timeline_view import timeline
 
 __all__ = [
     "BlockView",
@@ -26,7 +25,6 @@ __all__ = [
     "differences",
     "loss_curves",
     "measured_timeline",
-    "memory",
     "notebook_to_html",
     "panels",
     "partition",
@@ -37,7 +35,6 @@ __all__ = [
     "save_png",
     "show_plan",
     "standings",
-    "throughput",
     "timeline",
     "timelines",
 ]

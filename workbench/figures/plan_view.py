@@ -1,105 +1,97 @@
-"""A whole plan at one glance: headline numbers, stages on the model, memory per device, one step's schedule.
+"""Views of a whole plan: headline numbers, stages of the model, memory per device and the schedule of one step.
 
-Two forms of the same facts. `show_plan` is one plain `go.Figure`: interactive in JupyterLab, stored with a
-PNG beside it, and alive in an exported page. `plan_html` needs no script at all: it is what GitHub and an
-untrusted notebook show.
+`show_plan` returns one interactive figure for JupyterLab and exported pages. `plan_html` shows the same facts without a
+script, for GitHub and untrusted notebooks.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.figures import theme
-from workbench.figures._partition import (
+from workbench.figures.pages import mimebundle
+from workbench.figures.partition_view import (
+    COLUMN_SPACING,
+    COLUMN_WIDTHS,
     MEMORY_LABELS,
     BlockView,
     add_memory,
     add_partition,
     limit_of,
-    memory_legend,
     partition_height,
-    rows_per_stage,
 )
-from workbench.figures._timeline import Lanes, add_timeline, planned_lanes, timeline_height, timeline_legend
-from workbench.figures.pages import mimebundle
-from workbench.planning.plan import SCHEDULE_WORDS, Memory, Plan, Stage, recompute_words
+from workbench.figures.timeline_view import TIMELINE_LEGEND, Lanes, add_timeline, planned_lanes, timeline_height
+from workbench.planning.plan import Plan, Stage
+from workbench.strategy import SCHEDULES
 from workbench.units import count, duration, gib
 
 GAP_PX = 118
-"""Between the partition and the timeline: an axis title and two legends."""
+"""Height between the partition and the timeline: an axis title and two legends."""
 
 
 def show_plan(plan: Plan, lanes: Lanes | None = None, blocks: Sequence[BlockView] | None = None) -> go.Figure:
-    """Partition, memory and timeline of a plan in one figure; end a cell with it."""
+    """Draw partition, memory and timeline of a plan in one figure.
+
+    Args:
+        plan: the plan to draw.
+        lanes: the actions of each pipeline rank; by default the plan's schedule is simulated.
+        blocks: one `BlockView` per block, as for `partition`.
+    """
     lanes = planned_lanes(plan) if lanes is None else lanes
-    upper = partition_height(len(plan.stages), rows_per_stage(plan))
+    upper = partition_height(plan)
     lower = timeline_height(len(lanes))
     inner = upper + GAP_PX + lower
     figure = make_subplots(
         rows=2,
         cols=2,
         specs=[[{}, {}], [{"colspan": 2}, None]],
-        column_widths=[0.62, 0.38],
+        column_widths=COLUMN_WIDTHS,
         row_heights=[upper / (upper + lower), lower / (upper + lower)],
-        horizontal_spacing=0.03,
+        horizontal_spacing=COLUMN_SPACING,
         vertical_spacing=GAP_PX / inner,
     )
-    add_partition(figure, plan, blocks, row=1, col=1)
-    add_memory(figure, plan, row=1, col=2)
-    _add_timeline(figure, lanes)
+    add_partition(figure, plan, blocks)
+    add_memory(figure, plan)
+    for trace in add_timeline(figure, lanes, row=2, col=1):
+        trace.legend = "legend2"
+    facts = theme.text(" · ".join(f"{name} {value}" for name, value in headline(plan)))
     figure.update_layout(
         template=theme.TEMPLATE,
         height=inner + 160,
-        title=theme.title(_heading(plan), _subheading(plan)),
+        title=theme.title(theme.text(_heading(plan)), facts),
         margin={"t": 104, "b": 56, "r": 24},
         barmode="stack",
         uniformtext={"mode": "hide", "minsize": 8},
-        legend={**memory_legend(), "y": 1 - (upper + 46) / inner, "yref": "paper", "yanchor": "top"},
-        legend2={**timeline_legend()["legend"], "y": lower / inner + 4 / inner, "borderwidth": 0, "x": 1},
+        legend={**theme.LEGEND_BELOW, "y": 1 - (upper + 46) / inner, "yref": "paper", "yanchor": "top"},
+        legend2={**TIMELINE_LEGEND, "y": lower / inner + 4 / inner, "borderwidth": 0},
     )
     return figure
 
 
-def _add_timeline(figure: go.Figure, lanes: Lanes) -> None:
-    before = len(figure.data)
-    add_timeline(figure, lanes, row=2, col=1)
-    for trace in figure.data[before:]:
-        trace.legend = "legend2"
-
-
 def _heading(plan: Plan) -> str:
-    return theme.text(f"{plan.model} on {plan.cluster.describe()}: {degrees(plan)}")
-
-
-def _subheading(plan: Plan) -> str:
-    return theme.text(" · ".join(f"{name} {value}" for name, value in headline(plan)))
-
-
-def degrees(plan: Plan) -> str:
-    """How the model is divided, in words."""
+    """Return model, cluster and parallel degrees in words."""
     parts = []
     if plan.pipeline > 1:
         ranks = "" if plan.chunks == 1 else f" on {plan.pipeline} ranks"
-        parts.append(f"{len(plan.stages)}-stage pipeline{ranks} ({SCHEDULE_WORDS[plan.schedule]})")
+        parts.append(f"{len(plan.stages)}-stage pipeline{ranks} ({SCHEDULES[plan.schedule]})")
     if plan.tensor > 1:
         parts.append(f"tensor parallel {plan.tensor}")
     if plan.data > 1:
         sharding = f", ZeRO {plan.zero}" if plan.zero else ""
         parts.append(f"data parallel {plan.data}{sharding}")
     words = [" × ".join(parts) or "one device"]
-    words += [recompute_words(plan)] if plan.recompute != "none" else []
+    words += [plan.recompute_words()] if plan.recompute != "none" else []
     words += ["CUDA graphs"] if plan.cuda_graphs else []
-    return ", ".join(words)
+    return f"{plan.model} on {plan.cluster.describe()}: {', '.join(words)}"
 
 
 def headline(plan: Plan) -> list[tuple[str, str]]:
-    """The numbers to read first, as (name, value)."""
+    """Return the most important numbers of a plan as (name, value)."""
     predicted = plan.prediction
     limit, _ = limit_of(plan)
     rows = [
@@ -116,49 +108,39 @@ def headline(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_mimebundle(plan: Plan) -> dict[str, Any]:
-    """What a notebook stores for a plan: the interactive figure, `plan_html` for where none is drawn, the sentence."""
+    """Return the representations of a plan that a notebook stores: interactive figure, static HTML and a sentence."""
     return {**mimebundle(show_plan(plan)), "text/html": plan_html(plan), "text/plain": repr(plan)}
 
 
 def plan_html(plan: Plan) -> str:
-    """The plan as static HTML with inline styles: no script, nothing to fetch, every name escaped."""
-    cards = "".join(_card(name, value) for name, value in headline(plan))
+    """Return the plan as static HTML with inline styles: no script, nothing to fetch, every name escaped."""
+    cards = "".join(
+        '<span style="display:inline-block;margin:0 22px 4px 0">'
+        f'<span style="color:{theme.MUTED}">{html.escape(name)}</span> <b>{html.escape(value)}</b></span>'
+        for name, value in headline(plan)
+    )
+    swatch = "display:inline-block;width:9px;height:9px"
+    key = " ".join(
+        '<span style="white-space:nowrap;font-weight:400">'
+        f'<span style="{swatch};background:{theme.MEMORY_COLORS[category]}"></span> {label}</span>'
+        for category, label in MEMORY_LABELS.items()
+    )
     longest_ms = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
     largest = max(stage.memory.total for stage in plan.stages)
     scale_bytes = largest if plan.chunks > 1 else max(largest, min(limit_of(plan)[0], 4 * largest))
     holder = "a device" if plan.chunks == 1 else f"a stage; each device holds {plan.chunks}"
     rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes) for stage in plan.stages)
-    heading = html.escape(f"{plan.model} on {plan.cluster.describe()}: {degrees(plan)}")
     style = (
         f"font-family:{html.escape(theme.FONT_FAMILY)};color:{theme.INK};background:#fff;padding:12px;max-width:960px"
     )
     return (
-        f'<div style="{style}"><div style="font-size:15px;font-weight:600">{heading}</div>'
+        f'<div style="{style}"><div style="font-size:15px;font-weight:600">{html.escape(_heading(plan))}</div>'
         f'<div style="margin:8px 0">{cards}</div>'
         f'<table style="width:100%;table-layout:fixed;border-collapse:collapse;font-size:12px;color:{theme.INK}">'
         f'<tr style="background:#fff;color:{theme.MUTED}"><th style="width:20%"></th>'
         '<th style="width:48%;text-align:left">blocks, as long as their time</th>'
-        f'<th style="width:32%;text-align:left">memory of {holder} {_memory_key()}</th></tr>{rows}</table></div>'
+        f'<th style="width:32%;text-align:left">memory of {holder} {key}</th></tr>{rows}</table></div>'
     )
-
-
-def _card(name: str, value: str) -> str:
-    return (
-        '<span style="display:inline-block;margin:0 22px 4px 0">'
-        f'<span style="color:{theme.MUTED}">{html.escape(name)}</span> <b>{html.escape(value)}</b></span>'
-    )
-
-
-def _memory_key() -> str:
-    return " ".join(
-        f'<span style="white-space:nowrap;font-weight:400"><span style="{_swatch(theme.MEMORY_COLORS[kind])}"></span>'
-        f" {label}</span>"
-        for kind, label in MEMORY_LABELS.items()
-    )
-
-
-def _swatch(color: str) -> str:
-    return f"display:inline-block;width:9px;height:9px;background:{color}"
 
 
 def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) -> str:
@@ -173,7 +155,12 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
         f'title="{html.escape(first)} … {html.escape(last)}">'
         f"{html.escape(blocks)}</div>"
     )
-    segments = "".join(_memory_segment(stage.memory, item.name, scale_bytes) for item in fields(Memory))
+    segments = ""
+    for category, label in MEMORY_LABELS.items():
+        size = getattr(stage.memory, category)
+        width = f"{75 * size / scale_bytes:.2f}%"
+        look = f"display:inline-block;height:16px;width:{width};background:{theme.MEMORY_COLORS[category]}"
+        segments += f'<div style="{look}" title="{label} {gib(size)}"></div>'
     return (
         f'<tr style="background:#fff;color:{theme.INK}">'
         f'<td style="text-align:left;white-space:nowrap"><b>stage {stage.index}</b> · {count(stage.parameters)} · '
@@ -181,11 +168,3 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
         f'<td style="text-align:left">{bar}</td>'
         f'<td style="text-align:left;white-space:nowrap">{segments} {gib(stage.memory.total)}</td></tr>'
     )
-
-
-def _memory_segment(memory: Memory, kind: str, scale_bytes: float) -> str:
-    size = getattr(memory, kind)
-    style = (
-        f"display:inline-block;height:16px;width:{75 * size / scale_bytes:.2f}%;background:{theme.MEMORY_COLORS[kind]}"
-    )
-    return f'<div style="{style}" title="{MEMORY_LABELS[kind]} {gib(size)}"></div>'

@@ -1,8 +1,8 @@
-"""One look for every figure: palette, fonts, margins.
+"""Look of every figure: palette, fonts, margins.
 
-The card is opaque white, so that a figure is as legible in JupyterLab's dark theme, on a dark web page
-and in a PNG as it is on white. Colours are Okabe and Ito's (https://jfly.uni-koeln.de/color/), which stay
-apart under the common colour-vision deficiencies; two of them are darkened for contrast on white.
+The background is opaque white, so that a figure is legible in JupyterLab's dark theme, on a dark web page and in a PNG.
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which stay distinct under the common
+colour-vision deficiencies; two of them are darkened for contrast on white.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5559A", "#4AA3DF", "#C98A00", "#6
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 NAME_CHARACTERS = 48
-"""Of a run's name in a legend: a longer one would leave no room for the curves."""
+"""Largest length of a run's name in a legend: a longer name would leave no room for the curves."""
 
 INK = "#1F2937"
 MUTED = "#5B6472"
@@ -32,20 +32,35 @@ MEMORY_COLORS = {
     "activations": "#D9942B",
     "workspace": "#F0D9A8",
 }
-"""What stays through a step in slate, what comes and goes in amber; lightness alone tells them apart too."""
+"""Colours of memory that stays through a step (slate) and that comes and goes (amber); lightness alone also tells them
+apart."""
 
 FONT_FAMILY = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FONT_PX = 12
 TITLE_PX = 15
 ASSUMED_WIDTH_PX = 1000
-"""Figures follow the width of the page; what must be decided beforehand (does a label fit?) assumes this."""
+"""Width that is assumed for decisions made before the page's width is known, such as whether a label fits."""
 
 CONFIG: dict[str, object] = {
     "displaylogo": False,
     "responsive": True,
     "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
 }
-"""Of every figure: no button that sends data to a company, none that does nothing here."""
+"""Configuration of plotly.js for every figure, without buttons that send data to a company or have no effect here."""
+
+TEXT_INSIDE: dict[str, object] = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+"""Layout of text in the middle of a bar, never turned."""
+LEGEND_BELOW: dict[str, object] = {
+    "orientation": "h",
+    "x": 1,
+    "xanchor": "right",
+    "y": 0,
+    "yref": "container",
+    "yanchor": "bottom",
+    "traceorder": "normal",
+    "borderwidth": 0,
+}
+"""Layout of a legend in a row along the figure's lower edge."""
 
 TEMPLATE = go.layout.Template(
     layout=go.Layout(
@@ -90,50 +105,44 @@ TEMPLATE = go.layout.Template(
 
 
 def series_color(index: int) -> str:
-    """The colour of the run, stage or series of that index; eight, then again from the first."""
+    """Return the colour of the run, stage or series of this index; after eight colours they repeat."""
     return PALETTE[index % len(PALETTE)]
 
 
-def mixed(color: str, other: str, share: float) -> str:
-    """`color` with `share` of `other` in it, both `#rrggbb`."""
-    ours, theirs = _rgb(color), _rgb(other)
-    blend = (round(a + (b - a) * share) for a, b in zip(ours, theirs, strict=True))
-    return "#" + "".join(f"{channel:02x}" for channel in blend)
-
-
 def pale(color: str, share: float = 0.6) -> str:
-    """`color` mixed with white."""
-    return mixed(color, "#ffffff", share)
+    """Return `color` (`#rrggbb`) mixed with a share of white."""
+    return "#" + "".join(f"{round(channel + (255 - channel) * share):02x}" for channel in rgb(color))
 
 
 def ink_on(color: str) -> str:
-    """White or dark text, whichever reads better on `color` (relative luminance, WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _rgb(color))]
+    """Return the text colour, white or dark, that reads better on `color` (relative luminance, WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb(color))]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.065 else INK
 
 
-def _rgb(color: str) -> tuple[int, int, int]:
+def rgb(color: str) -> tuple[int, int, int]:
+    """Return the channels of `#rrggbb`, 0 to 255."""
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
 
 
 def series_dash(index: int) -> str:
-    """Its line: solid for the first eight, another for each eight after, so that no two share colour and line."""
+    """Return the line style of this index: another for each eight series, so that no two share colour and style."""
     return DASHES[index // len(PALETTE) % len(DASHES)]
 
 
 def text(value: object) -> str:
-    """A user's text, safe to place where Plotly reads HTML-like markup or `%{…}`."""
+    """Return a user's text escaped for places where Plotly reads HTML-like markup or `%{…}`."""
     return html.escape(str(value), quote=False).replace("%{", "%\u200b{")
 
 
 def short(name: str, most: int = NAME_CHARACTERS) -> str:
-    """A name for a legend: of a longer one the beginning and the end, in which long names mostly differ."""
+    """Return a name for a legend: a long name keeps its beginning and its end, in which long names mostly differ."""
     return name if len(name) <= most else f"{name[: most - most // 3 - 1]}…{name[-(most // 3) :]}"
 
 
 def title(main: str, subtitle: str | None = None) -> dict[str, object]:
-    """A `layout.title`; both arguments may hold Plotly markup, so escape what a user wrote with `text`."""
+    """Return a `layout.title`; both arguments may hold Plotly markup, so escape a user's text with `text`."""
     value: dict[str, object] = {"text": f"<b>{main}</b>"}
     if subtitle:
         value["subtitle"] = {"text": subtitle}

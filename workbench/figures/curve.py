@@ -1,0 +1,74 @@
+"""Curves as the figures take them: a name and columns of equal length, one value per logged step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.figures import theme
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+class Columns(Protocol):
+    """A mapping of names to columns, or a run's `History`."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
+class CurveLike(Protocol):
+    """Anything with a name and columns."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def columns(self) -> Columns: ...
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event of a run at a step; `type` is `checkpoint`, `resume` or `divergence`, `text` the hover text."""
+
+    type: str
+    step: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The record of one run: columns of equal length with one value per logged step.
+
+    Columns are named as in a run's events: step, loss, learning_rate, grad_norm, step_ms, tokens, samples, flops,
+    seconds, gpu_hours, tokens_per_s, mfu. Tokens, samples, flops, seconds and gpu_hours are cumulative. Only the
+    columns that a figure draws are needed. `color` (`#rrggbb`) overrides the palette's colour.
+    """
+
+    name: str
+    columns: Columns = field(repr=False)
+    color: str | None = None
+    marks: tuple[Mark, ...] = ()
+
+
+def column(curve: CurveLike, name: str) -> Array:
+    """Return one column as float64 with `None` as NaN; an empty array if the curve has no column of that name."""
+    try:
+        values = curve.columns[name]
+    except (KeyError, AttributeError):
+        return np.empty(0)
+    return np.asarray(values, dtype=np.float64)
+
+
+def column_or_nan(curve: CurveLike, name: str, length: int) -> Array:
+    """Return one column, or `length` NaNs if the curve has no column of that name and length."""
+    values = column(curve, name)
+    return values if len(values) == length else np.full(length, np.nan)
+
+
+def color_of(curve: CurveLike, index: int) -> str:
+    """Return the curve's own colour, or else the palette's colour of the curve's index."""
+    return str(getattr(curve, "color", None) or theme.series_color(index))

@@ -1,0 +1,362 @@
+"""Figure of curves over training: the loss, or any recorded column, of one or many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.errors import UnknownParameter, suggestion
+from workbench.figures import theme
+from workbench.figures.axes import X_AXES, AxisUnit, check_axis, shared_axes
+from workbench.figures.curve import Array, CurveLike, Indices, column
+from workbench.figures.legend_placement import CORNERS, place_legend
+from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
+from workbench.figures.smoothing import SMOOTHING
+
+Y_LABELS = {
+    "loss": "Loss",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "step_ms": "Step time (ms)",
+    "tokens_per_s": "Tokens/s",
+    "mfu": "MFU",
+}
+
+
+class MarkLook(NamedTuple):
+    """Look of the marks of one event type."""
+
+    symbol: str
+    size: int
+    fill: str
+    outline: str | None
+    """Colour of the outline; None is the run's colour."""
+    words: str
+    """Explanation below the title."""
+
+
+MARK_LOOKS: Mapping[str, MarkLook] = {
+    "checkpoint": MarkLook("circle", 6, "white", None, "○ checkpoint"),
+    "resume": MarkLook("triangle-right", 11, "white", None, "▷ resumed"),
+    "divergence": MarkLook("triangle-up", 12, theme.ALERT, "white", "▲ diverges"),
+}
+MAX_INSIDE = 8
+"""Largest number of runs whose names fit into a legend inside the plot, and whose ends have labels."""
+LABEL_ROOM = 0.06
+"""Size of an end label, as a share of the plot's width or height."""
+
+
+def loss_curves(
+    curves: Sequence[CurveLike],
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+    y: str = "loss",
+    log_y: bool = False,
+    title: str | None = None,
+) -> go.Figure:
+    """Draw the loss of each run: raw values pale behind, the smoothed line in front, the last value at its end.
+
+    Menus inside the figure switch the x axis, and the y axis between linear and logarithmic, also in an exported page.
+    NaN and infinite losses are gaps with a cross where they begin.
+
+    Args:
+        curves: the runs, in the order of their colours.
+        x: first x axis shown, a name in `X_AXES`: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`.
+        smoothing: width of the centred exponential average (`smoothed`) as a share of the longest run, measured in
+            tokens and equal for all runs, so that runs are compared after the same averaging on every axis; 0 draws
+            the raw line alone.
+        y: recorded column to draw.
+        log_y: begin with a logarithmic y axis.
+        title: title of the figure.
+
+    Raises:
+        UnknownParameter: the x axis does not exist, a run did not record it, or no run recorded `y`.
+    """
+    axes = shared_axes(curves)
+    check_axis(x)
+    if x not in axes:
+        raise UnknownParameter(
+            f"x={x!r} was not recorded by every run. Choose one of: {', '.join(axes)}.", parameter="x", value=x
+        )
+    begun = [curve for curve in curves if len(column(curve, "step"))]
+    if begun and not any(len(column(curve, y)) for curve in begun):
+        raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, Y_LABELS)}", parameter="y", value=y)
+    scales = {name: unit.scale for name, unit in axes.items()}
+    prepared = Preparation.of(curves, smoothing, scales).prepare_all(curves, y)
+    figure = go.Figure(curve_traces(prepared, x, y, smooth=smoothing > 0))
+    _lay_out(figure, axes[x].title, y, log_y, len(prepared) > MAX_INSIDE)
+    figure.update_layout(title=theme.title(theme.text(title or f"{_label(y)} of each run")))
+    if len(prepared) <= MAX_INSIDE:
+        figure.update_layout(legend=place_legend(figure.data, log_y=log_y))
+    figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, len(prepared), y, log_y)])
+    if key := mark_key(prepared):
+        figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 104})
+    if not any(len(curve.raw) for curve in prepared):
+        middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+        figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)
+    return figure
+
+
+def loss_layout(curves: Sequence[CurveLike], x: str) -> go.Figure:
+    """Return an empty figure with the layout of `loss_curves`, without title and menus."""
+    figure = go.Figure()
+    _lay_out(figure, shared_axes(curves)[x].title, "loss", False, len(curves) > MAX_INSIDE)
+    return figure
+
+
+def _lay_out(figure: go.Figure, x_title: str, y: str, log_y: bool, many: bool) -> None:
+    legend = {"x": 1.01, "xanchor": "left", "y": 0.99, "yanchor": "top"} if many else CORNERS["top right"]
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=480,
+        margin={"t": 92, "r": 64},
+        hovermode="x unified",
+        legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
+        xaxis={
+            "title": {"text": x_title},
+            "rangemode": "tozero",
+            "unifiedhovertitle": {"text": hover_title(x_title)},
+        },
+        yaxis={"title": {"text": _label(y)}, "type": "log" if log_y else "linear"},
+        uirevision="keep",
+    )
+
+
+def hover_title(x_title: str) -> str:
+    """Return the heading of the hover box, such as `"Tokens (M): 11.2"` with the value under the pointer."""
+    return f"{x_title}: %{{x:.4~g}}"
+
+
+def _label(y: str) -> str:
+    return Y_LABELS.get(y, y)
+
+
+MENU_LOOK = {
+    "x": 0.0,
+    "y": 1.02,
+    "yanchor": "bottom",
+    "xanchor": "left",
+    "bgcolor": "white",
+    "bordercolor": theme.AXIS,
+    "font": {"size": 11, "color": theme.INK},
+}
+
+
+def _x_menu(
+    figure: go.Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str, AxisUnit], x: str
+) -> dict[str, Any]:
+    """Return the menu that switches the x axis: each button holds the x values of every trace."""
+    by_key = {curve.key: curve for curve in prepared}
+
+    def values(axis: str, trace: Any) -> list[float | None]:
+        curve = by_key[trace.legendgroup]
+        positions = curve.x[axis][curve.points(trace.meta)]
+        # Six significant digits are finer than a pixel and take a third of the file.
+        return [float(f"{value:.6g}") if np.isfinite(value) else None for value in positions]
+
+    buttons = [
+        {
+            "label": f"x: {X_AXES[name].label}",
+            "method": "update",
+            "args": [
+                {"x": [values(name, trace) for trace in figure.data]},
+                {
+                    "xaxis.title.text": unit.title,
+                    "xaxis.unifiedhovertitle.text": hover_title(unit.title),
+                    "xaxis.autorange": True,
+                },
+            ],
+        }
+        for name, unit in axes.items()
+    ]
+    return {"buttons": buttons, "active": list(axes).index(x), "direction": "down", "pad": {"b": 4}, **MENU_LOOK}
+
+
+def _y_menu(figure: go.Figure, num_curves: int, y: str, log_y: bool) -> dict[str, Any]:
+    """Return the buttons for a linear and a logarithmic y axis; each also moves the legend to a free corner."""
+    label = _label(y).split(" (")[0].lower()
+    buttons = []
+    for axis_type in ("linear", "log"):
+        place = place_legend(figure.data, log_y=axis_type == "log") if num_curves <= MAX_INSIDE else {}
+        changes = {f"legend.{key}": value for key, value in place.items()}
+        args = [{"yaxis.type": axis_type, "yaxis.autorange": True, **changes}]
+        buttons.append({"label": f"{axis_type} {label}", "method": "relayout", "args": args})
+    look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}
+    return {"buttons": buttons, "active": int(log_y), **look}
+
+
+def curve_traces(
+    prepared: Sequence[PreparedCurve], x: str, y: str, smooth: bool, complete: bool = False
+) -> list[go.Scatter]:
+    """Return the traces of all runs; a trace's `legendgroup` is the run's key, its `meta` one of `TRACE_ROLES`.
+
+    Roles without a point are left out, unless `complete`: then every run has one trace of each role, in that order.
+    """
+    traces = [
+        trace
+        for curve, position in zip(prepared, _label_positions(prepared, x), strict=True)
+        for trace in _traces(curve, x, y, smooth, position)
+    ]
+    return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
+
+
+def visible_points(curve: PreparedCurve, x: str, smooth: bool) -> dict[str, dict[str, Any]]:
+    """Return the fields of a run's `raw` and `line` traces that change with the visible stretch of the x axis."""
+    raw, line = curve.points("raw") if smooth else np.empty(0, dtype=np.int64), curve.points("line")
+    heights = curve.line if smooth else curve.raw
+    return {
+        "raw": {"x": curve.x[x][raw], "y": curve.raw[raw]},
+        "line": {"x": curve.x[x][line], "y": heights[line], "customdata": curve.hover},
+    }
+
+
+def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: str | None) -> list[go.Scatter]:
+    """Return one trace of each role with one legend entry for all."""
+    line = curve.line if smooth else curve.raw
+    visible = visible_points(curve, x, smooth)
+    traces = {
+        "raw": go.Scatter(
+            **visible["raw"],
+            mode="lines",
+            line={"color": theme.pale(curve.color, 0.62), "width": 1},
+            hoverinfo="skip",
+        ),
+        "line": go.Scatter(
+            **visible["line"],
+            mode="lines+markers" if np.isfinite(curve.raw).sum() == 1 else "lines",
+            line={"color": curve.color, "width": 2.2, "dash": curve.dash},
+            marker={"color": curve.color, "size": 7},
+            hovertemplate=_hover(curve, y, smooth),
+        ),
+        "nan": go.Scatter(
+            x=curve.x[x][curve.gaps],
+            y=_height_before(curve.raw, curve.gaps),
+            mode="markers",
+            marker={"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
+            hovertemplate=f"{_label(y).lower()} is NaN or infinite from here",
+        ),
+        "mark": _mark_trace(curve, x, line),
+        "end": _end_trace(curve, x, line, label_position),
+    }
+    for role, trace in traces.items():
+        trace.update(
+            legendgroup=curve.key,
+            name=theme.text(theme.short(curve.name)),
+            meta=role,
+            # Only text in the lowest layer may leave the plot.
+            zorder=0 if role == "end" else TRACE_ROLES.index(role),
+            showlegend=role == "line",
+        )
+    return list(traces.values())
+
+
+def _hover(curve: PreparedCurve, y: str, smooth: bool) -> str:
+    raw = " (raw %{customdata[0]:.4g})" if smooth else ""
+    tokens = " · %{customdata[2]:.3s} tokens" if np.isfinite(curve.hover[:, 2]).any() else ""
+    return f"{_label(y).lower()} %{{y:.4g}}{raw} · step %{{customdata[1]:,.0f}}{tokens}"
+
+
+def _mark_trace(curve: PreparedCurve, x: str, line: Array) -> go.Scatter:
+    looks = [MARK_LOOKS[mark.type] for mark in curve.marks]
+    heights = np.asarray(line[curve.mark_index]) if len(line) else np.empty(0)
+    if not np.isfinite(heights).all():
+        heights = np.where(np.isfinite(heights), heights, _height_before(line, curve.mark_index))
+    outlines = [look.outline or curve.color for look in looks] or theme.ALERT
+    return go.Scatter(
+        x=curve.x[x][curve.mark_index],
+        y=heights,
+        mode="markers",
+        marker={
+            "symbol": [look.symbol for look in looks],
+            "size": [look.size for look in looks],
+            "color": [look.fill for look in looks],
+            "line": {"color": outlines, "width": 1.5},
+        },
+        customdata=[theme.text(mark.text) for mark in curve.marks],
+        hovertemplate="%{customdata}",
+    )
+
+
+def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
+    """Return the explanation of the symbols on the curves; None if there are none."""
+    types = {mark.type for curve in prepared for mark in curve.marks}
+    words = [look.words for mark_type, look in MARK_LOOKS.items() if mark_type in types]
+    words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
+    return " · ".join(words) or None
+
+
+def _height_before(values: Array, at: Indices) -> Array:
+    """Return the last finite value before each index, or the first finite value after it."""
+    finite = np.flatnonzero(np.isfinite(values))
+    if not len(finite):
+        return np.zeros(len(at))
+    before = np.clip(np.searchsorted(finite, at) - 1, 0, None)
+    return np.asarray(values[finite[before]])
+
+
+def _end_trace(curve: PreparedCurve, x: str, line: Array, position: str | None) -> go.Scatter:
+    points = curve.points("end")
+    return go.Scatter(
+        x=curve.x[x][points],
+        y=line[points],
+        mode="markers" if position is None else "markers+text",
+        marker={"color": curve.color, "size": 6},
+        text=[f"<b>{_describe_loss(value)}</b>" for value in line[points]],
+        textposition=position or "middle right",
+        textfont={"color": curve.color, "size": theme.FONT_PX},
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
+
+
+def _describe_loss(value: float) -> str:
+    """Write a loss with two decimals from 1 to 100, where losses mostly are, else with three significant digits."""
+    return f"{value:.2f}" if 1 <= abs(value) < 100 else f"{value:#.3g}"
+
+
+def _label_positions(prepared: Sequence[PreparedCurve], x: str) -> list[str | None]:
+    """Return the position of each end label: labels that would overlap are parted; None leaves one of a crowd out."""
+    ends = {
+        index: (curve.x[x][curve.last], curve.line[curve.last])
+        for index, curve in enumerate(prepared)
+        if curve.last is not None
+    }
+    if len(ends) > MAX_INSIDE:
+        return [None] * len(prepared)
+    span_x = max((end_x for end_x, _ in ends.values()), default=0.0) or 1.0
+    shown = np.concatenate([curve.raw[curve.raw_index] for curve in prepared] or [np.empty(0)])
+    finite = shown[np.isfinite(shown)]
+    span_y = (float(np.ptp(finite)) if len(finite) else 0.0) or 1.0
+    positions: list[str | None] = ["middle right"] * len(prepared)
+    for index, (_, end_y) in ends.items():
+        near = [
+            other_y - end_y or float(index - other)
+            for other, other_y in _heights_beside(prepared, ends, index, x, LABEL_ROOM * span_x)
+            if abs(other_y - end_y) < LABEL_ROOM * span_y
+        ]
+        above, below = sum(d > 0 for d in near), sum(d < 0 for d in near)
+        if above and below:
+            positions[index] = "middle right" if above == below == 1 else None
+        elif near:
+            positions[index] = "bottom right" if above else "top right"
+    return positions
+
+
+def _heights_beside(
+    prepared: Sequence[PreparedCurve], ends: Mapping[int, tuple[float, float]], index: int, x: str, room: float
+) -> list[tuple[int, float]]:
+    """Return (curve, height) of everything where the label of curve `index` would stand: ends and passing curves."""
+    end_x = ends[index][0]
+    beside = []
+    for other, (other_x, other_y) in ends.items():
+        if other != index and abs(other_x - end_x) < room:
+            beside.append((other, other_y))
+        elif other != index and other_x > end_x:
+            at = prepared[other].line_index
+            known = at[np.isfinite(prepared[other].line[at])]
+            passing = np.interp(end_x + room / 2, prepared[other].x[x][known], prepared[other].line[known])
+            beside.append((other, float(passing)))
+    return beside

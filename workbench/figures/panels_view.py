@@ -1,0 +1,207 @@
+"""Small multiples beside the loss: speed, MFU, gradient norm, learning rate, utilisation and memory of the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.figures import theme
+from workbench.figures.axes import shared_axes
+from workbench.figures.curve import Array, CurveLike, color_of, column
+from workbench.figures.prepared_curve import Preparation, PreparedCurve
+from workbench.figures.smoothing import SMOOTHING
+from workbench.figures.utilization_view import (
+    Usage,
+    has_samples,
+    spread_and_mean,
+    utilization_title,
+    utilization_traces,
+)
+from workbench.units import GIB, gib
+
+PANELS = {
+    "tokens_per_s": "Tokens/s",
+    "mfu": "MFU (%)",
+    "grad_norm": "Gradient norm",
+    "learning_rate": "Learning rate",
+}
+"""Titles of the panels that show one column each; utilisation and memory of the devices come after them."""
+LOGARITHMIC = ("grad_norm",)
+SCALES = {"mfu": 100.0}
+"""Factors by which columns are multiplied before they are drawn."""
+TICK_FORMATS = {"tokens_per_s": "~s", "grad_norm": ".2~g"}
+MAX_COLUMNS = 3
+ROW_PX = 150
+GAP_PX = 52
+"""Height between two rows of panels: tick labels and the title of the next row."""
+PANEL_POINTS = 400
+"""Largest number of points of one trace: a panel is a third of a page wide."""
+
+Peaks = Sequence[Mapping[int, Mapping[str, Any]]]
+"""The latest `memory` event of each rank, one mapping per run."""
+Window = tuple[float, float] | None
+"""Visible part of the x axis in the axis' unit; None is the whole axis."""
+
+
+def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
+    """Return the panels that have something to show: a column that no run recorded has no panel."""
+    names = [name for name in PANELS if any(np.isfinite(column(curve, name)).any() for curve in curves)]
+    names += ["utilization"] if has_samples(usage) else []
+    return [*names, "memory"] if any(peaks) else names
+
+
+def panels(
+    curves: Sequence[CurveLike],
+    peaks: Peaks = (),
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+    names: Sequence[str] | None = None,
+    window: Window = None,
+    usage: Usage = (),
+    prepare: Callable[[str], Sequence[PreparedCurve]] | None = None,
+) -> go.Figure:
+    """Draw small multiples over the training of all runs, in the runs' colours, and the peak memory of each rank.
+
+    Raw values of a rate are drawn pale, their moving average in front.
+
+    Args:
+        curves: the runs.
+        peaks: each run's latest `memory` event by rank, one mapping per curve.
+        x: name of the x axis; steps if a run did not record that axis.
+        smoothing: width of the moving average as a share of the longest run.
+        names: panels to draw; by default those with something to show (`panel_names`).
+        window: visible part of the x axis.
+        usage: utilisation of each run's devices, one per curve.
+        prepare: function that returns the prepared curves of a column, for a caller that has cached them.
+    """
+    names = panel_names(curves, peaks, usage) if names is None else names
+    axes = shared_axes(curves)
+    x = x if x in axes else "step"
+    preparation = Preparation.of(curves, smoothing, {x: axes[x].scale}, PANEL_POINTS)
+    columns = 2 if len(names) == 4 else min(MAX_COLUMNS, max(1, len(names)))
+    rows = max(1, math.ceil(len(names) / columns))
+    titles = {**PANELS, "utilization": utilization_title(usage), "memory": "Peak memory of each rank (GiB)"}
+    figure = make_subplots(
+        rows=rows,
+        cols=columns,
+        subplot_titles=[titles[name] for name in names],
+        horizontal_spacing=0.06,
+        vertical_spacing=GAP_PX / (rows * (ROW_PX + GAP_PX) - GAP_PX),
+    )
+    for position, name in enumerate(names):
+        row, col = position // columns + 1, position % columns + 1
+        is_lowest = position + columns >= len(names)
+        x_axis = {"title_text": axes[x].title if is_lowest else None, "rangemode": "tozero", "range": window}
+        y_axis: dict[str, Any] = {"rangemode": "tozero"}
+        if name == "memory":
+            traces: Sequence[Any] = memory_traces(curves, peaks)
+            num_ranks = max(map(len, peaks), default=0)
+            x_axis = {"title_text": "rank", "showgrid": False, "dtick": 1 if num_ranks <= 8 else None}
+        elif name == "utilization":
+            traces = utilization_traces(curves, usage, x, preparation, window)
+            y_axis = {"range": [0, 105], "nticks": 6}
+        else:
+            prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
+            traces = rate_traces(prepared, name, x, smoothing > 0, window)
+            y_axis |= _rate_axis(curves, name)
+        figure.add_traces(traces, rows=row, cols=col)
+        figure.update_xaxes(row=row, col=col, **x_axis)
+        figure.update_yaxes(row=row, col=col, **y_axis)
+    figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=rows * (ROW_PX + GAP_PX) + 24,
+        autosize=True,
+        margin={"t": 28, "b": 44, "r": 64},
+        showlegend=False,
+        hovermode="closest",
+        barmode="group",
+        bargap=0.35,
+        uirevision="keep",
+    )
+    return figure
+
+
+def _rate_axis(curves: Sequence[CurveLike], name: str) -> dict[str, Any]:
+    """Return the y axis of a rate; ticks on a logarithmic axis depend on how many decades it spans."""
+    options: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": TICK_FORMATS.get(name)}
+    if name not in LOGARITHMIC:
+        return {"type": "linear", **options}
+    values = np.concatenate([np.empty(0), *(column(curve, name) for curve in curves)])
+    known = values[np.isfinite(values) & (values > 0)]
+    decades = math.log10(known.max() / known.min()) if len(known) else 0.0
+    return {"type": "log", "dtick": "D2" if decades < 2.5 else 1, **options}
+
+
+def rate_traces(
+    curves: Sequence[PreparedCurve], name: str, x: str, smooth: bool, window: Window = None
+) -> list[go.Scatter]:
+    """Return two traces per run, raw values and moving average of one column; empty ones for a run without it."""
+    points = rate_points(curves, name, x, smooth, window)
+    pairs = zip(curves, points[::2], points[1::2], strict=True)
+    return [trace for pair in pairs for trace in spread_and_mean(*pair, "%{y:.4~g}")]
+
+
+def rate_points(
+    curves: Sequence[PreparedCurve], name: str, x: str, smooth: bool, window: Window = None
+) -> list[dict[str, Array]]:
+    """Return `x` and `y` of each of `rate_traces`: the only fields of them that change as a run goes on."""
+    factor = SCALES.get(name, 1.0)
+    points = []
+    for whole in curves:
+        curve = whole.focused(x, window, PANEL_POINTS)
+        raw, line = curve.raw_index if smooth else curve.raw_index[:0], curve.line_index
+        heights = curve.line if smooth else curve.raw
+        points += [
+            {"x": curve.x[x][raw], "y": factor * curve.raw[raw]},
+            {"x": curve.x[x][line], "y": factor * heights[line]},
+        ]
+    return points
+
+
+def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go.Scatter]:
+    """Return the bars of each run's ranks and, as one trace, the smallest limit of each rank's devices."""
+    bars: list[go.Bar | go.Scatter] = []
+    limits: dict[int, float] = {}
+    for index, (curve, run_peaks) in enumerate(zip(curves, peaks, strict=True)):
+        ranks = sorted(run_peaks)
+        for rank in ranks:
+            if limit := run_peaks[rank].get("limit_bytes"):
+                limits[rank] = min(limits.get(rank, math.inf), float(limit))
+        bars.append(
+            go.Bar(
+                x=ranks,
+                y=[float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks],
+                marker={"color": color_of(curve, index)},
+                customdata=[
+                    [_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks
+                ],
+                hovertemplate=(
+                    f"{theme.text(curve.name)}, rank %{{x}}: %{{customdata[0]}}<br>%{{customdata[1]}}<extra></extra>"
+                ),
+                meta="memory",
+            )
+        )
+    positions = [position for rank in sorted(limits) for position in (rank - 0.46, rank + 0.46, None)]
+    heights = [height for _, limit in sorted(limits.items()) for height in (limit / GIB, limit / GIB, None)]
+    limit_line = go.Scatter(
+        x=positions,
+        y=heights,
+        mode="lines",
+        line={"color": theme.ALERT, "width": 2},
+        hovertemplate="limit %{y:.1f} GiB<extra></extra>",
+        meta="limit",
+    )
+    return [*bars, limit_line]
+
+
+def _describe_peak(event: Mapping[str, Any]) -> str:
+    """Write a rank's peak and what else is known, such as `"61.2 GiB of 139.8 GiB (44%), 70.1 GiB reserved"`."""
+    used, limit, reserved = float(event.get("peak_bytes") or 0), event.get("limit_bytes"), event.get("reserved_bytes")
+    words = f"{gib(used)} of {gib(limit)} ({used / limit:.0%})" if limit else gib(used)
+    return f"{words}, {gib(reserved)} reserved" if reserved else words

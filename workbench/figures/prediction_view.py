@@ -1,0 +1,184 @@
+"""Figure of a plan's predictions beside the measurements of its run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.errors import UnknownParameter, suggestion
+from workbench.figures import theme
+from workbench.figures.partition_view import rank_name, stages_held
+from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, planned_lanes, timeline_height
+from workbench.planning.plan import Plan
+from workbench.planning.schedules import Timeline
+from workbench.units import GIB, count
+
+PANELS_PX = 190
+"""Height of the row of panels."""
+GAP_PX = 74
+"""Height between the panels and a timeline: the panels' labels and the timeline's heading."""
+MAX_UPRIGHT_PAIRS = 8
+"""Number of pairs in a panel above which they stand so close that their numbers are turned."""
+MEASURES = ("step_ms", "tokens_per_s", "mfu", "peak_bytes")
+"""Quantities that can be compared, in the order of their panels."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One quantity, predicted and measured; `label` tells the bars of one panel apart."""
+
+    label: str
+    predicted: float
+    measured: float
+    write: Callable[[float], str]
+    comparable: bool = True
+    """True if both count the same things, so that their difference is the prediction's error."""
+
+    @property
+    def error(self) -> str:
+        """Error of the prediction as a share of the measurement; empty if the two are not comparable."""
+        if not self.comparable:
+            return ""
+        share = (self.predicted - self.measured) / self.measured if self.measured else float("nan")
+        return f"<b>{share:+.1%}</b>" if math.isfinite(share) else "<b>–</b>"
+
+
+def prediction(
+    plan: Plan, measured: Mapping[str, Any], title: str | None = None, step: Timeline | None = None
+) -> go.Figure:
+    """Draw predicted beside measured step time, tokens/s, MFU and peak memory, with the error of each prediction.
+
+    The error is (predicted - measured) / measured. The memory of processes on CPUs has none: it holds more than
+    tensors.
+
+    Args:
+        plan: the plan whose predictions are shown.
+        measured: any of `step_ms`, `tokens_per_s`, `mfu` (0 to 1) and `peak_bytes`. The latter is the largest of all
+            devices, or a mapping of pipeline rank to the largest of that rank's devices. None, NaN and an empty
+            mapping mean that a quantity was not measured.
+        title: title of the figure.
+        step: a measured step; its timeline stands below the predicted one, on one axis of time.
+
+    Raises:
+        UnknownParameter: `measured` has another key, or there is nothing to compare.
+    """
+    panels = _panels(plan, measured)
+    steps: list[tuple[str, Lanes]] = []
+    if step is not None:
+        steps = [("predicted", planned_lanes(plan)), ("measured", step.lanes)]
+    heights = [PANELS_PX, *(timeline_height(len(lanes)) for _, lanes in steps)]
+    inner = sum(heights) + GAP_PX * len(steps)
+    figure = make_subplots(
+        rows=len(heights),
+        cols=len(panels),
+        specs=[[{}] * len(panels), *([{"colspan": len(panels)}, *[None] * (len(panels) - 1)] for _ in steps)],
+        column_widths=[max(1.0, 0.45 * len(pairs) + 0.55) for _, pairs in panels],
+        row_heights=[height / sum(heights) for height in heights],
+        subplot_titles=[name for name, _ in panels] + [f"<b>{word}</b>: {describe(lanes)}" for word, lanes in steps],
+        horizontal_spacing=0.05,
+        vertical_spacing=GAP_PX / inner,
+    )
+    for col, (_, pairs) in enumerate(panels, start=1):
+        _add_panel(figure, pairs, col)
+    add_stacked_timelines(figure, [lanes for _, lanes in steps], first_row=2)
+    figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=inner + 190,
+        title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(plan.describe())),
+        margin={"t": 118, "b": 72, "l": 32},
+        barmode="overlay",
+        uniformtext={"mode": "hide", "minsize": 8} if step is not None else None,
+        legend=theme.LEGEND_BELOW,
+    )
+    return figure
+
+
+def _panels(plan: Plan, measured: Mapping[str, Any]) -> list[tuple[str, list[Pair]]]:
+    """Return title and pairs of the panel of each quantity that was measured."""
+    for key in measured:
+        if key not in MEASURES:
+            raise UnknownParameter(f"measured has no {key!r}. {suggestion(key, MEASURES)}", parameter=key)
+    predicted = plan.prediction
+    known = {key: value for key, value in measured.items() if _is_known(value)}
+    panels: list[tuple[str, list[Pair]]] = []
+    if "step_ms" in known:
+        pair = Pair(
+            "", predicted.step_ms, float(known["step_ms"]), lambda ms: f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+        )
+        panels.append(("Step time (ms)", [pair]))
+    if "tokens_per_s" in known:
+        panels.append(("Tokens/s", [Pair("", predicted.tokens_per_s, float(known["tokens_per_s"]), count)]))
+    if "mfu" in known and predicted.mfu is not None:
+        pair = Pair("", 100 * predicted.mfu, 100 * float(known["mfu"]), lambda share: f"{share:.1f}")
+        panels.append(("MFU (%)", [pair]))
+    if "peak_bytes" in known:
+        panels.append(_memory_panel(plan, known["peak_bytes"]))
+    if not panels:
+        raise UnknownParameter(f"There is nothing measured to compare. Give one of: {', '.join(MEASURES)}.")
+    return panels
+
+
+def _is_known(value: Any) -> bool:
+    """Return True if something was measured: the value is neither None, nor NaN, nor an empty mapping."""
+    return bool(value) if isinstance(value, Mapping) else value is not None and math.isfinite(value)
+
+
+def _memory_panel(plan: Plan, peaks: Mapping[int, float] | float) -> tuple[str, list[Pair]]:
+    """Return title and pairs of the memory panel, in GiB.
+
+    A run on GPUs measures the memory of tensors, which is what a plan predicts. A run on CPUs measures that of whole
+    processes, libraries included.
+    """
+    comparable = plan.cluster.device.type != "cpu"
+
+    def pair(label: str, planned: int, peak: float) -> Pair:
+        return Pair(label, planned / GIB, float(peak) / GIB, lambda g: f"{g:.1f}" if g >= 1 else f"{g:.2g}", comparable)
+
+    title = "Peak memory of a device (GiB)" if comparable else "Peak memory (GiB): of tensors, of processes"
+    if not isinstance(peaks, Mapping):
+        return title, [pair("largest", plan.peak_bytes, peaks)]
+    pairs = []
+    for rank in range(plan.pipeline):
+        if rank in peaks:
+            stages = f"<br>{stages_held(plan, rank)}" if plan.chunks > 1 else ""
+            pairs.append(pair(f"{rank_name(plan, rank)}{stages}", plan.device_bytes(rank), peaks[rank]))
+    return title, pairs
+
+
+def _add_panel(figure: go.Figure, pairs: Sequence[Pair], col: int) -> None:
+    labels = [pair.label for pair in pairs]
+    looks = {"predicted": (theme.pale(theme.PALETTE[0], 0.55), -0.32), "measured": (theme.PALETTE[0], 0.02)}
+    for name, (color, offset) in looks.items():
+        values = [getattr(pair, name) for pair in pairs]
+        figure.add_trace(
+            go.Bar(
+                x=labels,
+                y=values,
+                # An explicit offset parts these bars, since those of a timeline in the same figure must overlay.
+                offset=offset,
+                width=0.3,
+                name=name,
+                legendgroup=name,
+                showlegend=col == 1,
+                marker={"color": color},
+                text=[pair.write(value) for pair, value in zip(pairs, values, strict=True)],
+                textposition="outside",
+                textangle=-90 if len(pairs) > MAX_UPRIGHT_PAIRS else 0,
+                textfont={"size": 11},
+                constraintext="none",
+                cliponaxis=False,
+                hovertemplate=f"{name} %{{text}}<extra></extra>",
+            ),
+            row=1,
+            col=col,
+        )
+    tallest = max(max(pair.predicted, pair.measured) for pair in pairs)
+    ticks = ["<br>".join(filter(None, (pair.label, pair.error))) for pair in pairs]
+    figure.update_xaxes(tickmode="array", tickvals=labels, ticktext=ticks, ticks="", row=1, col=col)
+    figure.update_yaxes(range=[0, 1.18 * tallest], showticklabels=False, showgrid=False, row=1, col=col)

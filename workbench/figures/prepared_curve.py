@@ -1,0 +1,183 @@
+"""Preparation of curves for drawing: smoothed, decimated, and with their x values in the unit of each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from workbench.figures import theme
+from workbench.figures.axes import X_AXES
+from workbench.figures.curve import Array, CurveLike, Indices, Mark, color_of, column, column_or_nan
+from workbench.figures.decimation import CONTEXT_POINTS, MAX_GAPS, decimated, focused, gap_starts, points_per_trace
+from workbench.figures.smoothing import smoothed, smoothing_axis, smoothing_width
+from workbench.machine import available_cores
+
+Result = TypeVar("Result")
+
+TRACE_ROLES = ("raw", "line", "nan", "mark", "end")
+"""Traces of one curve from back to front: values, their average, starts of gaps, events, the last value."""
+MAX_MARKS = 100
+"""Largest number of recorded events that are drawn on a curve."""
+DIVERGENCE_POINTS = 20
+"""Smallest number of values after its lowest from which a loss is called diverged."""
+MAX_DIFFERENCES = 50_000
+"""Number of neighbouring pairs, spread evenly over a long column, from which its noise is estimated."""
+
+
+@dataclass(frozen=True)
+class PreparedCurve:
+    """One run prepared for drawing: whole columns, and the indices of the points that are shown."""
+
+    name: str
+    key: str
+    """Number that tells runs of equal names apart."""
+    color: str
+    raw_index: Indices
+    line_index: Indices
+    raw: Array
+    line: Array
+    """Smoothed values."""
+    dash: str
+    gaps: Indices
+    """Indices at which gaps begin."""
+    x: Mapping[str, Array]
+    """Positions by axis name, each in the unit that the figure shows."""
+    step: Array
+    tokens: Array
+    marks: tuple[Mark, ...]
+
+    @property
+    def hover(self) -> Array:
+        """Columns raw value, step and tokens at `line_index`, for the hover text."""
+        return np.column_stack([values[self.line_index] for values in (self.raw, self.step, self.tokens)])
+
+    @cached_property
+    def last(self) -> int | None:
+        """Index of the last finite value; None without one."""
+        finite = np.flatnonzero(np.isfinite(self.raw))
+        return int(finite[-1]) if len(finite) else None
+
+    @cached_property
+    def mark_index(self) -> Indices:
+        """Index of the last point at or before each mark's step."""
+        steps = np.array([mark.step for mark in self.marks], dtype=np.float64)
+        return np.clip(np.searchsorted(self.step, steps, side="right") - 1, 0, None).astype(np.int64)
+
+    def points(self, role: str) -> Indices:
+        """Return the indices of the points that the trace of this role (one of `TRACE_ROLES`) shows."""
+        if role == "end":
+            return np.array([] if self.last is None else [self.last], dtype=np.int64)
+        if role == "mark":
+            return self.mark_index
+        return {"raw": self.raw_index, "line": self.line_index, "nan": self.gaps}[role]
+
+    def focused(self, axis: str, window: tuple[float, float] | None, budget: int) -> PreparedCurve:
+        """Return the same curve with its points chosen for the visible window of an axis; None is the whole axis."""
+        if window is None:
+            return self
+        x, points = self.x[axis], max(budget // 2, 2 * CONTEXT_POINTS)
+        return replace(
+            self,
+            raw_index=focused(x, self.raw, self.raw_index, window, budget),
+            line_index=focused(x, self.line, self.line_index, window, points),
+        )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The choices that all curves of a figure share."""
+
+    width: float
+    """Smoothing width in units of the column `along`."""
+    along: str
+    scales: Mapping[str, float]
+    """Scale of each axis that the figure can show."""
+    max_points: int
+    """Largest number of points of a trace."""
+
+    @classmethod
+    def of(
+        cls, curves: Sequence[CurveLike], smoothing: float, scales: Mapping[str, float], max_points: int | None = None
+    ) -> Preparation:
+        """Return the choices for these curves; by default they share the figure's budget of points."""
+        points = points_per_trace(len(curves)) if max_points is None else max_points
+        return cls(smoothing_width(curves, smoothing), smoothing_axis(curves), scales, points)
+
+    def prepare(self, curve: CurveLike, index: int, y: str) -> PreparedCurve:
+        """Return column `y` of the figure's `index`-th curve, ready to draw.
+
+        Smoothing comes before decimation. The same points serve every x axis, since all of them rise with the step.
+        """
+        raw, position = column(curve, y), column(curve, self.along)
+        line = smoothed(position, raw, self.width) if len(position) == len(raw) else raw
+        line_points = self.max_points if self.width <= 0 else max(self.max_points // 2, 2 * CONTEXT_POINTS)
+        return PreparedCurve(
+            name=curve.name,
+            key=str(index),
+            color=color_of(curve, index),
+            dash=theme.series_dash(index),
+            raw_index=decimated(raw, self.max_points),
+            line_index=decimated(line, line_points),
+            raw=raw,
+            line=line,
+            gaps=gap_starts(raw)[:MAX_GAPS],
+            x={
+                axis: column_or_nan(curve, X_AXES[axis].column, len(raw)) / scale for axis, scale in self.scales.items()
+            },
+            step=column_or_nan(curve, "step", len(raw)),
+            tokens=column_or_nan(curve, "tokens", len(raw)),
+            marks=_marks(curve, raw, line) if y == "loss" and len(raw) else (),
+        )
+
+    def prepare_all(self, curves: Sequence[CurveLike], y: str) -> list[PreparedCurve]:
+        """Return column `y` of every curve, ready to draw."""
+        return map_in_threads(lambda index: self.prepare(curves[index], index, y), range(len(curves)))
+
+
+def map_in_threads(function: Callable[[int], Result], indices: Sequence[int]) -> list[Result]:
+    """Return `function` of each index, computed on all cores: NumPy releases the interpreter for long columns."""
+    if len(indices) < 2:
+        return [function(index) for index in indices]
+    with ThreadPoolExecutor(min(len(indices), available_cores()), "workbench-draw") as pool:
+        return list(pool.map(function, indices))
+
+
+def _marks(curve: CurveLike, raw: Array, line: Array) -> tuple[Mark, ...]:
+    """Return at most `MAX_MARKS` recorded events of a run, and the divergence of its loss if there is one."""
+    recorded = tuple(getattr(curve, "marks", ()))
+    every = -(-len(recorded) // MAX_MARKS) or 1
+    marks = recorded[::-1][::every][::-1]
+    lowest = diverged_at(raw, line)
+    if lowest is None:
+        return marks
+    step = float(column_or_nan(curve, "step", len(raw))[lowest])
+    return (*marks, Mark("divergence", step, f"diverges after step {step:,.0f}"))
+
+
+def diverged_at(raw: Array, line: Array) -> int | None:
+    """Return the index of a loss' lowest smoothed value if the loss has since left it for good, else None.
+
+    A loss has left its lowest value for good if the later half of the values after it (at least 20 values and 2 % of
+    all) stays above it by a quarter of the loss' whole fall and by six times its noise. The noise is 1.4826 times the
+    median absolute difference of neighbouring values over the square root of two (after Rousseeuw and Croux 1993); a
+    trend does not enlarge it.
+    """
+    known = np.flatnonzero(np.isfinite(line) & np.isfinite(raw))
+    if len(known) < 2 * DIVERGENCE_POINTS:
+        return None
+    raw, values = raw[known], line[known]
+    lowest = int(np.argmin(values))
+    after = values[lowest:]
+    if len(after) < max(DIVERGENCE_POINTS, 0.02 * len(values)):
+        return None
+    first = np.arange(0, len(raw) - 1, max(1, len(raw) // MAX_DIFFERENCES))
+    noise = 1.4826 * float(np.median(np.abs(raw[first + 1] - raw[first]))) / math.sqrt(2)
+    fallen = float(values[: lowest + 1].max() - values[lowest])
+    risen = float(after[len(after) // 2 :].min() - values[lowest])
+    return int(known[lowest]) if risen > max(0.25 * fallen, 6.0 * noise, 1e-9) else None

@@ -1,0 +1,264 @@
+"""Figure of the schedule of one step: a lane per pipeline rank with forward, backward and idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.figures import theme
+from workbench.planning.plan import Plan
+from workbench.planning.predicted_timeline import timeline as simulated
+from workbench.planning.schedules import TimedAction, Timeline
+from workbench.strategy import SCHEDULES
+from workbench.units import duration
+
+ACTION_LOOKS = {
+    "F": ("forward", theme.FORWARD),
+    "B": ("backward", theme.BACKWARD),
+    "I": ("input gradient", theme.BACKWARD),
+    "W": ("weight gradient", theme.WEIGHT),
+}
+"""Name and colour of each action type."""
+DENSE_LANE = 400
+"""Number of actions in a lane above which they are drawn as one area per shade.
+
+Bars of that number are narrower than a pixel or two: each would take a whole pixel and hide its neighbours, and a
+browser would take seconds to draw them. The edges of an area blend.
+"""
+NUMBERED_LANE = 90
+"""Number of actions in a lane above which bars have no room for numbers."""
+LANE = 0.8
+"""Height of a lane, as a share of the distance between two lanes."""
+FIGURE_SPACE = "\u2007"
+"""A space as wide as a digit: labels of equal length vanish together when bars grow narrow."""
+
+
+Lanes = Sequence[Sequence[TimedAction]]
+"""The actions of each pipeline rank."""
+
+
+class Idle(NamedTuple):
+    """A bubble: `rank` waits from `start_ms` to `end_ms`."""
+
+    rank: int
+    start_ms: float
+    end_ms: float
+
+
+def end_of(lanes: Lanes) -> float:
+    """Return the end of the last action, in ms."""
+    return max((action.end_ms for lane in lanes for action in lane), default=0.0)
+
+
+def idle_times(lanes: Lanes) -> list[Idle]:
+    """Return every gap in every lane, from 0 to the end of the last action."""
+    idle, end_ms = [], end_of(lanes)
+    for rank, lane in enumerate(lanes):
+        free = 0.0
+        for action in sorted(lane, key=lambda a: a.start_ms):
+            if action.start_ms > free + 1e-9:
+                idle.append(Idle(rank, free, action.start_ms))
+            free = max(free, action.end_ms)
+        if end_ms > free + 1e-9:
+            idle.append(Idle(rank, free, end_ms))
+    return idle
+
+
+def bubble_fraction(lanes: Lanes) -> float:
+    """Return idle time over the time of all lanes, from 0 to the end of the last action."""
+    total_ms = end_of(lanes) * len(lanes)
+    return sum(idle.end_ms - idle.start_ms for idle in idle_times(lanes)) / total_ms if total_ms > 0 else 0.0
+
+
+def describe(lanes: Lanes) -> str:
+    """Return length and bubble of a step in words, such as `"213 ms, bubble 18.8%"`."""
+    end_ms = end_of(lanes)
+    length = f"{end_ms:,.0f} ms" if 1e3 <= end_ms < 1e4 else duration(end_ms / 1e3)
+    return f"{length}, bubble {bubble_fraction(lanes):.1%}"
+
+
+def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
+    """Draw the schedule of one step: that of a plan, predicted from its stages, or any simulated or measured timeline.
+
+    Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; idle time is
+    hatched. The figure shows the pipeline alone: the rest of a step (gradient all-reduce, clipping, optimiser) is part
+    of the plan's `step_ms` but is not drawn.
+    """
+    if isinstance(schedule, Plan):
+        lanes = planned_lanes(schedule)
+        name = SCHEDULES[schedule.schedule]
+        facts = f"{name}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {describe(lanes)}"
+        title = title or f"Schedule of {schedule.model}"
+    else:
+        lanes = schedule.lanes
+        facts = describe(lanes)
+    figure = go.Figure()
+    add_timeline(figure, lanes)
+    figure.update_layout(
+        template=theme.TEMPLATE,
+        height=timeline_height(len(lanes)) + 160,
+        title=theme.title(theme.text(title or "Schedule of one step"), theme.text(facts)),
+        margin={"t": 96, "b": 60},
+        legend=TIMELINE_LEGEND,
+        **BAR_LAYOUT,
+    )
+    return figure
+
+
+def planned_lanes(plan: Plan) -> Lanes:
+    """Return the plan's schedule, simulated with the predicted times of its stages."""
+    return simulated(plan).lanes
+
+
+BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}
+"""Layout of a figure whose only bars are those of timelines."""
+TIMELINE_LEGEND: Mapping[str, Any] = {
+    "orientation": "h",
+    "x": 1,
+    "xanchor": "right",
+    "y": 1.02,
+    "yanchor": "bottom",
+    "traceorder": "normal",
+}
+
+
+def timeline_height(num_ranks: int) -> int:
+    """Return the height of the plot area in pixels."""
+    return max(56, num_ranks * max(18, min(44, 480 // max(1, num_ranks))))
+
+
+def add_timeline(figure: go.Figure, lanes: Lanes, *, row: int | None = None, col: int | None = None) -> list[Any]:
+    """Draw the lanes into a figure or into one of its subplots, and return the traces as the figure holds them."""
+    before = len(figure.data)
+    place = {} if row is None else {"row": row, "col": col}
+    figure.add_trace(_idle_trace(idle_times(lanes)), **place)
+    figure.add_traces(_action_traces(lanes), **({} if row is None else {"rows": row, "cols": col}))
+    one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
+    word = "stage" if one_stage_each else "rank"
+    figure.update_xaxes(title_text="time (ms)", range=[0, end_of(lanes) * 1.005], showgrid=False, **place)
+    figure.update_yaxes(
+        tickmode="array",
+        tickvals=list(range(len(lanes))),
+        ticktext=[f"<b>{word} {rank}</b>" for rank in range(len(lanes))],
+        range=[len(lanes) - 0.5, -0.5],
+        showgrid=False,
+        ticklabelstandoff=6,
+        **place,
+    )
+    return list(figure.data[before:])
+
+
+def add_stacked_timelines(figure: go.Figure, steps: Sequence[Lanes], *, first_row: int) -> None:
+    """Draw several steps below one another on one axis of time, with one legend entry for all."""
+    longest = max((end_of(lanes) for lanes in steps), default=0.0)
+    for row, lanes in enumerate(steps, start=first_row):
+        for trace in add_timeline(figure, lanes, row=row, col=1):
+            trace.legendgroup = trace.name
+            if row > first_row:
+                trace.showlegend = False
+        figure.update_xaxes(range=[0, 1.005 * longest], row=row, col=1)
+
+
+def _action_traces(lanes: Lanes) -> list[go.Bar | go.Scatter]:
+    """Return one trace per action type and shade: a colour per bar would take longer to validate than to draw."""
+    groups: dict[tuple[str, str], list[tuple[int, TimedAction]]] = {}
+    for action_type, (_, color) in ACTION_LOOKS.items():
+        for rank, lane in enumerate(lanes):
+            for action in lane:
+                if action.type == action_type:
+                    shade = _shade(color, action.stage // max(1, len(lanes)), action.micro_batch % 2)
+                    groups.setdefault((action_type, shade), []).append((rank, action))
+    most = max(map(len, lanes), default=0)
+    make = _area_trace if most > DENSE_LANE else partial(_bar_trace, numbered=most <= NUMBERED_LANE)
+    named: set[str] = set()
+    traces = []
+    for (action_type, shade), rows in sorted(
+        groups.items(), key=lambda item: item[0][1] != ACTION_LOOKS[item[0][0]][1]
+    ):
+        trace = make(ACTION_LOOKS[action_type][0], shade, rows)
+        trace.showlegend = action_type not in named
+        named.add(action_type)
+        traces.append(trace)
+    return traces
+
+
+@cache
+def _shade(color: str, chunk: int, odd: int) -> str:
+    """Return the colour of an action: paler for later stages of a rank, and different for odd micro-batches."""
+    share = min(0.66, 0.36 * chunk) + 0.14 * odd
+    return theme.pale(color, share) if share else color
+
+
+def _bar_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]], *, numbered: bool) -> go.Bar:
+    """Return bars of one colour, numbered by micro-batch if `numbered`."""
+    starts = np.array([action.start_ms for _, action in rows])
+    lengths = np.array([action.end_ms for _, action in rows]) - starts
+    facts = [(action.stage, action.micro_batch) for _, action in rows]
+    digits = len(str(max(number for _, number in facts)))
+    return go.Bar(
+        orientation="h",
+        base=starts,
+        x=lengths,
+        y=np.array([rank for rank, _ in rows], dtype=np.int32),
+        width=LANE,
+        name=label,
+        legendgroup=label,
+        marker={"color": shade, "line": {"color": "white", "width": 0.6}},
+        text=[str(number).rjust(digits, FIGURE_SPACE) for _, number in facts] if numbered else None,
+        **(theme.TEXT_INSIDE if numbered else {}),
+        textfont={"color": theme.ink_on(shade), "size": 10},
+        customdata=np.column_stack([np.array(facts, dtype=np.float64), lengths]),
+        # plotly.js replaces %{x} of a bar by its end: base and length together.
+        hovertemplate=(
+            f"<b>{label}</b> of micro-batch %{{customdata[1]}}<br>stage %{{customdata[0]}} · "
+            "%{base:.4~g} to %{x:.4~g} ms (%{customdata[2]:.3~g} ms)<extra></extra>"
+        ),
+        meta="actions",
+    )
+
+
+def _area_trace(label: str, shade: str, rows: Sequence[tuple[int, TimedAction]]) -> go.Scatter:
+    """Return the same bars as the outline of one area, which returns along the lane's lower edge."""
+    ranks = np.array([rank for rank, _ in rows], dtype=np.float32)
+    times = np.array([(action.start_ms, action.end_ms) for _, action in rows], dtype=np.float32)
+    order = np.lexsort((times[:, 0], ranks))
+    ranks, times = ranks[order], times[order]
+    x = np.repeat(times, 2, axis=1).ravel()
+    y = (ranks[:, None] + LANE / 2 * np.array([1, -1, -1, 1], dtype=np.float32)).ravel()
+    lane_ends = 4 * (1 + np.flatnonzero(np.diff(ranks)))  # A NaN at each keeps the lanes apart.
+    return go.Scatter(
+        x=np.insert(x, lane_ends, np.nan),
+        y=np.insert(y, lane_ends, np.nan),
+        mode="none",
+        fill="toself",
+        fillcolor=shade,
+        name=label,
+        legendgroup=label,
+        hoveron="fills",
+        hoverinfo="name",
+        meta="actions",
+    )
+
+
+def _idle_trace(idle: Sequence[Idle]) -> go.Bar:
+    lengths = np.array([gap.end_ms - gap.start_ms for gap in idle])
+    return go.Bar(
+        orientation="h",
+        base=np.array([gap.start_ms for gap in idle]),
+        x=lengths,
+        y=np.array([gap.rank for gap in idle], dtype=np.int32),
+        width=LANE,
+        name="idle (bubble)",
+        marker={
+            "color": "#F3F4F6",
+            "line": {"width": 0},
+            "pattern": {"shape": "/", "fgcolor": "#C3C9D2", "bgcolor": "#F3F4F6", "size": 6, "solidity": 0.25},
+        },
+        customdata=lengths,
+        hovertemplate="idle %{customdata:.3~g} ms<extra></extra>",
+        meta="idle",
+    )
