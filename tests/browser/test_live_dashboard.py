@@ -95,7 +95,7 @@ def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel
 ) -> None:
     page, name = lab_page, "saved.ipynb"
     page.set_default_timeout(lab.PATIENCE_MS)
-    cells = [f"from workbench.widgets import dashboard\ndashboard.SAVED_S = 0.5\n{LIVE_CELL}", "6 * 7"]
+    cells = [f"from workbench.widgets import dashboard\ndashboard.STATIC_COPY_S = 0.5\n{LIVE_CELL}", "6 * 7"]
     lab.write_notebook(server.root / name, [cells[0].format(paths=[start("training", 5000)]), cells[1]])
     lab.open_notebook(page, server, name)
     lab.run_all(page)

@@ -1,4 +1,4 @@
-"""The live dashboard without a browser: what it reads, when its thread ends, what a saved notebook keeps."""
+"""The live dashboard without a browser: its readings, the end of its thread, and its static copy in a notebook."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import pytest
 from nbclient import NotebookClient
 
 from workbench.errors import UnknownParameter
-from workbench.figures._series import MAX_POINTS
+from workbench.figures.decimation import MAX_POINTS
 from workbench.rundir import RunDir, append_event, this_process, write_json
 from workbench.runs import Run
 from workbench.widgets import live
-from workbench.widgets.watch import Watch
+from workbench.widgets.run_reader import RunReader
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDir:
-    """A run that this very process supervises."""
-    return begun(tmp_path / "run <1>")
+    """Return a run whose supervisor is this process."""
+    return start_run(tmp_path / "run <1>")
 
 
-def begun(path: Path, steps: int = 100) -> RunDir:
+def start_run(path: Path, steps: int = 100) -> RunDir:
     run = RunDir(path)
     run.path.mkdir(parents=True)
     write_json(run.environment, {})
@@ -76,20 +76,20 @@ def points(dashboard: Any, part: str) -> list[int]:
 
 def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None:
     train(directory, 1, 40)
-    snapshot = Watch(directory.path).read()
+    snapshot = RunReader(directory.path).read()
     assert snapshot.facts == "step 40 of 100 · loss 0.25 · 2 k tokens/s · MFU 41.0% · 30.0 s left"
     assert snapshot.progress == 0.4
 
 
 def test_before_the_first_step_the_last_phase_is_named(directory: RunDir) -> None:
-    watch = Watch(directory.path)
-    assert watch.read().facts == "no step yet"
+    reader = RunReader(directory.path)
+    assert reader.read().facts == "no step yet"
     append_event(directory.events, "phase", name="compile", seconds=3.0)
-    assert watch.read().facts == "compile done, first step to come"
+    assert reader.read().facts == "compile done, first step to come"
 
 
 def test_curves_grow_and_the_thread_ends_with_the_last_run(tmp_path: Path) -> None:
-    first, second = begun(tmp_path / "a"), begun(tmp_path / "b")
+    first, second = start_run(tmp_path / "a"), start_run(tmp_path / "b")
     train(first, 1, 10)
     dashboard = live([Run(first.path), Run(second.path)], refresh_s=0.05)
     assert points(dashboard, "line") == [10, 0]
@@ -167,18 +167,22 @@ def button_of(dashboard: Any, row: int = 0) -> Any:
     return dashboard.children[row].children[-1]
 
 
-def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_button_and_followed_again(directory: RunDir) -> None:
+def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_button_and_followed_again(
+    directory: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(directory, 1, 40)
     checkpoint(directory, 30)
     end(directory, "stopped", "Stopped at step 40 of 100.")
     resumed = []
 
-    def resume(run: Run) -> None:
+    def resume(run: Run) -> Run:
         resumed.append(run.path)
         append_event(directory.events, "status", state="running", message="")
         append_event(directory.events, "start", devices=["cpu"], world=1, resumed_from=str(directory.checkpoint(30)))
+        return run
 
-    dashboard = live(Run(directory.path), refresh_s=0.05, resume=resume)
+    monkeypatch.setattr(Run, "resume", resume)
+    dashboard = live(Run(directory.path), refresh_s=0.05)
     eventually(lambda: not dashboard.following)
     assert button_of(dashboard).description == "Resume"
     button_of(dashboard).click()
@@ -192,15 +196,16 @@ def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_button_and_followed_a
     dashboard.close()
 
 
-def test_a_refused_resumption_says_why_in_the_row(directory: RunDir) -> None:
+def test_a_refused_resumption_shows_the_reason_in_the_row(directory: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     train(directory, 1, 40)
     checkpoint(directory, 30)
     end(directory, "stopped")
 
-    def refuse(_: Run) -> None:
+    def refuse(_: Run) -> Run:
         raise ValueError("it <trains> elsewhere")
 
-    dashboard = live(Run(directory.path), refresh_s=0.05, resume=refuse)
+    monkeypatch.setattr(Run, "resume", refuse)
+    dashboard = live(Run(directory.path), refresh_s=0.05)
     eventually(lambda: not dashboard.following)
     button_of(dashboard).click()
     eventually(lambda: button_of(dashboard).description == "Not resumed")
@@ -214,7 +219,7 @@ def test_a_refused_resumption_says_why_in_the_row(directory: RunDir) -> None:
 def test_a_run_without_a_checkpoint_offers_no_resumption(directory: RunDir) -> None:
     train(directory, 1, 10)
     end(directory, "failed", "rank 0")
-    dashboard = live(Run(directory.path), refresh_s=0.05, resume=lambda _: None)
+    dashboard = live(Run(directory.path), refresh_s=0.05)
     eventually(lambda: not dashboard.following)
     assert button_of(dashboard).description == "Failed"
 
@@ -246,7 +251,7 @@ def test_an_unknown_axis_is_refused_before_anything_is_shown(directory: RunDir) 
 
 
 def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path: Path) -> None:
-    running, ended = begun(tmp_path / "running"), begun(tmp_path / "ended")
+    running, ended = start_run(tmp_path / "running"), start_run(tmp_path / "ended")
     train(running, 1, 10)
     train(ended, 1, 10)
     end(ended, "stopped", "Stopped at step 10.")
@@ -260,9 +265,9 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     for cell, state in zip(notebook.cells[1:3], ("running", "stopped"), strict=True):
-        widget, states, curves, panels = (output.data for output in cell.outputs)
+        widget, states, curves, panels, resume_offer = (output.data for output in cell.outputs)
         assert ("application/vnd.jupyter.widget-view+json" in widget) == (state == "running")
-        assert widget["text/html"] == widget["text/plain"] == ""
+        assert widget["text/html"] == widget["text/plain"] == resume_offer["text/html"] == ""
         assert state in states["text/html"]
         assert "step 10 of 100" in states["text/html"]
         assert base64.b64decode(curves["image/png"]).startswith(b"\x89PNG")

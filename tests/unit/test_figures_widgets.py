@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 from cost_values import layered_profile as profile
-from test_figures_live import begun, checkpoint, end, eventually, train
+from test_figures_live import checkpoint, end, eventually, start_run, train
 
 from workbench.cost.cluster import Cluster
 from workbench.planning import what_if
 from workbench.rundir import RunDir
-from workbench.runs import runs
+from workbench.runs import Run, list_runs
 from workbench.widgets import LiveTable, WhatIf
 
 
 def cells(table: LiveTable) -> list[str]:
-    """The HTML of each run's row."""
+    """Return the HTML of each run's row."""
     rows = table.children[1:-2]
     return ["".join(str(cell.value) for cell in row.children[:-2]) for row in rows]
 
@@ -30,7 +30,7 @@ def buttons(table: LiveTable, row: int = 0) -> list[Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    running, stopped = begun(tmp_path / "running <1>"), begun(tmp_path / "stopped")
+    running, stopped = start_run(tmp_path / "running <1>"), start_run(tmp_path / "stopped")
     train(running, 1, 10)
     train(stopped, 1, 20)
     checkpoint(stopped, 20)
@@ -43,20 +43,21 @@ def row_of(table: LiveTable, name: str) -> int:
 
 
 def test_the_table_follows_runs_and_shows_those_that_start(folder: Path) -> None:
-    table = LiveTable(runs(folder), refresh_s=0.05)
+    table = LiveTable(list_runs(folder), refresh_s=0.05)
     assert "running &lt;1&gt;" in cells(table)[row_of(table, "running")]
     assert "10 of 100" in cells(table)[row_of(table, "running &lt;")]
     train(RunDir(folder / "running <1>"), 11, 30)
     eventually(lambda: "30 of 100" in cells(table)[row_of(table, "running &lt;")])
-    begun(folder / "new")
+    start_run(folder / "new")
     eventually(lambda: len(cells(table)) == 3)
     table.close()
     eventually(lambda: not table.following)
 
 
-def test_its_buttons_stop_resume_and_attach(folder: Path) -> None:
+def test_the_buttons_of_a_row_stop_resume_and_attach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = []
-    table = LiveTable(runs(folder), resume=lambda run: resumed.append(run.name), refresh_s=0.05)
+    monkeypatch.setattr(Run, "resume", lambda run: resumed.append(run.name))
+    table = LiveTable(list_runs(folder), refresh_s=0.05)
     attach, stop = buttons(table, row_of(table, "running &lt;"))
     stop.click()
     eventually((folder / "running <1>" / "STOP").exists)

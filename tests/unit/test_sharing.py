@@ -18,18 +18,19 @@ from workbench import notebooks
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures import Curve, loss_curves
 from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
-from workbench.notebooks import _record, _reproduce, _share, _templates
-from workbench.notebooks._verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
+from workbench.notebooks import reproducing, sharing, templates
+from workbench.notebooks.record import Record, read_record
+from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.runs import Run
-from workbench.widgets.saved import HIDE_DEAD_WIDGET, NOTHING
+from workbench.widgets.static_copy import EMPTY, HIDE_DEAD_WIDGET
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400
 
 
 def losses(seed: int, drift: float = 0.0) -> np.ndarray:
-    """A falling curve under batch noise; `drift` lifts it towards the end."""
+    """Return a falling curve with batch noise; `drift` raises it towards the end."""
     noise = np.random.default_rng(seed).normal(0.0, 0.05, STEPS)
     return 4 + 3 * np.exp(-np.arange(STEPS) / 60) + noise + drift * np.linspace(0, 1, STEPS)
 
@@ -57,7 +58,7 @@ def test_a_curve_goes_through_a_notebook_without_losing_a_bit(tmp_path):
     original = curve(tmp_path, values)
     back = LossCurve.from_json(json.loads(json.dumps(original.to_json())))
     assert back.loss.tobytes() == values.tobytes()
-    assert verdict(original, back).kind == BITWISE
+    assert verdict(original, back).outcome == BITWISE
 
 
 def test_equal_runs_are_bitwise_and_one_changed_bit_is_seen(tmp_path):
@@ -65,16 +66,16 @@ def test_equal_runs_are_bitwise_and_one_changed_bit_is_seen(tmp_path):
     changed = losses(0)
     changed[200] = np.nextafter(changed[200], np.inf)
     again = verdict(recorded, curve(tmp_path, changed, "again"))
-    assert (again.kind, again.first_step) == (NOISE, 201)
-    assert verdict(recorded, curve(tmp_path, losses(0), "same")).kind == BITWISE
+    assert (again.outcome, again.first_step) == (NOISE, 201)
+    assert verdict(recorded, curve(tmp_path, losses(0), "same")).outcome == BITWISE
 
 
 def test_other_batches_of_the_same_training_are_within_noise_and_a_drift_is_not(tmp_path):
     recorded = curve(tmp_path, losses(0))
-    others = [verdict(recorded, curve(tmp_path, losses(seed), f"s{seed}")).kind for seed in range(1, 41)]
+    others = [verdict(recorded, curve(tmp_path, losses(seed), f"s{seed}")).outcome for seed in range(1, 41)]
     assert others.count(NOISE) >= 38, "1 % of them may be called different"
     drifted = verdict(recorded, curve(tmp_path, losses(1, drift=0.15), "drifted"))
-    assert drifted.kind == DIFFERENT
+    assert drifted.outcome == DIFFERENT
     assert not drifted.same
     assert "standard errors apart around step" in drifted.reason
 
@@ -84,7 +85,7 @@ def test_fewer_steps_or_a_nan_where_there_was_none_are_different(tmp_path):
     assert "300 steps were logged instead of 400" in verdict(recorded, curve(tmp_path, losses(0)[:300], "short")).reason
     diverged = losses(1)
     diverged[300:] = np.nan
-    assert verdict(recorded, curve(tmp_path, diverged, "nan")).kind == DIFFERENT
+    assert verdict(recorded, curve(tmp_path, diverged, "nan")).outcome == DIFFERENT
 
 
 def notebook_with(*outputs: dict[str, Any], text: str = "Run(bert-1: finished)") -> Any:
@@ -124,7 +125,7 @@ def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeyp
     for secret in ("very-secret-value", "middle-of-it"):
         assert secret not in shared.notebook.read_text() + shared.page.read_text()
     assert stream["text"].startswith("Run(bert-1: finished) with ***")
-    (recorded,) = _record.read_record(value, "mine").runs
+    (recorded,) = read_record(value, "mine").runs
     assert (recorded.name, recorded.data_fingerprint) == ("bert-1", "abc")
     assert recorded.curve.loss.tolist() == values.tolist()
     assert "/home/me" not in shared.notebook.read_text()
@@ -151,9 +152,9 @@ def test_curves_have_a_picture_without_a_browser_and_a_dead_widget_leaves_nothin
     path, step = tmp_path / "mine.ipynb", np.arange(1, 300)
     curves = [Curve("a", {"step": step, "loss": 5 + 1 / step}), Curve("b", {"step": step, "loss": 6 + 1 / step})]
     drawn = json.loads(loss_curves(curves, x="step").to_json())
-    widget = {WIDGET_MIME: {"model_id": "0"}, **NOTHING}
+    widget = {WIDGET_MIME: {"model_id": "0"}, **EMPTY}
     twin = {"text/html": f"{HIDE_DEAD_WIDGET}<b>a</b>: running", "text/plain": ""}
-    nbformat.write(notebook_with(widget, twin, {PLOTLY_MIME: drawn, "text/plain": ""}, dict(NOTHING)), path)
+    nbformat.write(notebook_with(widget, twin, {PLOTLY_MIME: drawn, "text/plain": ""}, dict(EMPTY)), path)
     shared = notebooks.share(path, tmp_path / "to", runs=[])
     states, figure, _ = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
     assert states["data"]["text/html"] == "<b>a</b>: running"
@@ -165,9 +166,9 @@ def test_curves_have_a_picture_without_a_browser_and_a_dead_widget_leaves_nothin
 def test_a_shared_notebook_stays_under_five_megabytes(tmp_path):
     path = tmp_path / "large.ipynb"
     nbformat.write(notebook_with({PLOTLY_MIME: figure(600_000)}, {PLOTLY_MIME: figure(100)}), path)
-    assert path.stat().st_size > _share.LARGEST_BYTES
+    assert path.stat().st_size > sharing.MAX_BYTES
     shared = notebooks.share(path, tmp_path / "to", runs=[])
-    assert shared.notebook.stat().st_size < _share.LARGEST_BYTES
+    assert shared.notebook.stat().st_size < sharing.MAX_BYTES
     first, second, _ = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
     assert PLOTLY_MIME not in first["data"]
     assert "text/html" in first["data"]
@@ -203,8 +204,8 @@ def test_what_differs_is_named(tmp_path):
     write_json(second.directory.experiment, {"name": "bert", "steps": STEPS, "seed": 1})
     plan = second.plan.to_json()
     write_json(second.directory.plan, {**plan, "micro_batch": 2 * plan["micro_batch"]})
-    record = _record.Record.of([first])
-    found = {d.subject: (d.recorded, d.here) for d in _reproduce.differences(record, [second])}
+    record = Record.of([first])
+    found = {d.subject: (d.recorded, d.here) for d in reproducing.differences(record, [second])}
     assert found == {
         "git commit": ("a" * 10, "b" * 10),
         "uncommitted changes": ("none", "some (3333333333)"),
@@ -215,7 +216,7 @@ def test_what_differs_is_named(tmp_path):
         "first: data": ("1" * 10, "2" * 10),
         "first: plan": (f"micro_batch {plan['micro_batch']}", f"micro_batch {2 * plan['micro_batch']}"),
     }
-    assert _reproduce.differences(record, [first]) == []
+    assert reproducing.differences(record, [first]) == []
 
 
 def test_the_recorded_commit_is_checked_out_aside_and_removed_again(tmp_path, monkeypatch):
@@ -233,17 +234,17 @@ def test_the_recorded_commit_is_checked_out_aside_and_removed_again(tmp_path, mo
         (repository / "model.py").write_text(content)
         git("add", "model.py")
         git("commit", "-q", "-m", content)
-    record = _record.Record(0.0, {"git": {"commit": git("rev-parse", "HEAD~1")}}, ())
-    with _reproduce._work_tree(record, tmp_path, wanted=True) as tree:
+    record = Record(0.0, {"git": {"commit": git("rev-parse", "HEAD~1")}}, ())
+    with reproducing._work_tree(record, tmp_path, wanted=True) as tree:
         assert (tree / "model.py").read_text() == "first"
     assert not tree.exists()
     assert (repository / "model.py").read_text() == "second"
-    with _reproduce._work_tree(record, tmp_path, wanted=False) as tree:
+    with reproducing._work_tree(record, tmp_path, wanted=False) as tree:
         assert tree is None
-    lost = _record.Record(0.0, {"git": {"commit": "f" * 40}}, ())
+    lost = Record(0.0, {"git": {"commit": "f" * 40}}, ())
     with (
         pytest.raises(WorkbenchError, match="Commit ffffffffff cannot be checked out here"),
-        _reproduce._work_tree(lost, tmp_path, wanted=True),
+        reproducing._work_tree(lost, tmp_path, wanted=True),
     ):
         pass
 
@@ -253,7 +254,7 @@ def test_a_template_is_copied_and_nothing_is_overwritten(tmp_path, monkeypatch):
     made = notebooks.new("bert_scaling")
     assert made == tmp_path / "bert_scaling.ipynb"
     assert made.read_bytes() == (ROOT / "templates" / "bert_scaling.ipynb").read_bytes()
-    with pytest.raises(WorkbenchError, match="is there already"):
+    with pytest.raises(WorkbenchError, match="exists already"):
         notebooks.new("bert_scaling")
     assert notebooks.new("bert_scaling", "deep/mine").name == "mine.ipynb"
     with pytest.raises(RunNotFound, match="Did you mean 'bert_scaling'"):
@@ -261,7 +262,7 @@ def test_a_template_is_copied_and_nothing_is_overwritten(tmp_path, monkeypatch):
 
 
 def test_templates_are_found_where_an_installed_wheel_puts_them(tmp_path, monkeypatch):
-    folder = tmp_path / "share" / "jupyter" / _templates.FOLDER
+    folder = tmp_path / "share" / "jupyter" / templates.FOLDER
     folder.mkdir(parents=True)
     (folder / "mine.ipynb").write_text("{}")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
@@ -271,4 +272,4 @@ def test_templates_are_found_where_an_installed_wheel_puts_them(tmp_path, monkey
 
 def test_the_wheel_puts_the_templates_where_jupyter_looks():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert settings["shared-data"] == {"templates": f"share/jupyter/{_templates.FOLDER}"}
+    assert settings["shared-data"] == {"templates": f"share/jupyter/{templates.FOLDER}"}

@@ -1,4 +1,4 @@
-"""Widgets: what needs a kernel to move. Importing this package imports ipywidgets and plotly."""
+"""Widgets that need a running kernel. Importing this package imports ipywidgets and plotly."""
 
 from workbench.widgets.dashboard import Live, live
 from workbench.widgets.run_table import LiveTable

@@ -1,171 +1,158 @@
-"""The runs of a folder as a table that keeps itself up to date, with a button to attach to, stop or resume each."""
+"""The runs of a folder as a table that updates itself, with buttons that open, stop or resume each run."""
 
 from __future__ import annotations
 
 import html
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets as widgets
 
 from workbench.figures import theme
-from workbench.runs.run import HEADER, Run, RunTable, runs
-from workbench.widgets.dashboard import live
-from workbench.widgets.rows import Resume, badge, fixed, heard_while_busy
-from workbench.widgets.saved import Shown, hides_its_twin
+from workbench.runs.registry import HEADER, RunTable, list_runs
+from workbench.runs.run import Run
+from workbench.widgets.dashboard import STATIC_COPY_S, live
+from workbench.widgets.run_row import ONE_LINE, badge, first_line, fixed_width, respond_while_busy
+from workbench.widgets.static_copy import DisplayedWidget, copy_hider
 
 REFRESH_S = 1.0
+"""Seconds between two updates of the table."""
 FOLLOW_S = 1800.0
-"""So long after the last run has ended, a plain table takes the place: a saved notebook cannot show buttons."""
-SAVED_S = 30.0
-"""Between two copies of the table for a notebook that is saved now."""
-SHOWN = 20
-"""Runs with a row of their own; older ones are counted below."""
+"""Seconds after the end of the last run at which a plain table replaces the widget."""
+MAX_ROWS = 20
+"""Largest number of runs with a row of their own; older runs are counted below."""
+BUSY_S, ERROR_S = 5.0, 30.0
+"""Seconds for which a pressed button, or the error that it met, stays on show."""
 WIDTHS_PX = (230, 84, 120, 70, 80, 70, 100, 90, 110)
-"""Of the table's columns, those of `HEADER`."""
+"""Widths of the columns in `HEADER`, in pixels."""
 STATE = HEADER.index("state")
 
 
 class LiveTable(widgets.VBox):
-    """Follows a `RunTable`: runs that start appear, each row has its buttons; `close()` ends it, the runs go on."""
+    """The runs of a folder: runs that start appear, and each row has its buttons. `close()` leaves the runs alone."""
 
-    def __init__(self, table: RunTable, resume: Resume | None = None, refresh_s: float = REFRESH_S) -> None:
-        self._table, self._resume, self._refresh_s = table, resume, refresh_s
+    def __init__(self, table: RunTable, refresh_s: float = REFRESH_S) -> None:
+        self._table, self._refresh_s = table, refresh_s
         self._closed = threading.Event()
-        self._rows: dict[str, _Row] = {}
-        self._head = widgets.HBox(
-            [*(_cell(f"<b>{name}</b>", width) for name, width in zip(HEADER, WIDTHS_PX, strict=True)), hides_its_twin()]
-        )
-        self._more = widgets.HTML()
+        self._rows: dict[str, _TableRow] = {}
+        titles = [_cell(f"<b>{name}</b>", width) for name, width in zip(HEADER, WIDTHS_PX, strict=True)]
+        self._head = widgets.HBox([*titles, copy_hider()])
+        self._note = widgets.HTML()
         self._attached = widgets.VBox()
-        self._shown: tuple[widgets.Widget, ...] = ()
         super().__init__(layout={"overflow": "auto"})
-        self._showings: list[Shown] = []
-        self._save_at = 0.0
+        self._displays: list[DisplayedWidget] = []
+        self._next_copy_at = 0.0
         self._refresh()
         self._thread = threading.Thread(target=self._follow, name="workbench-runs", daemon=True)
         self._thread.start()
 
     @property
     def following(self) -> bool:
-        """Whether the table still updates itself."""
+        """True while the table updates itself."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop following and take the table off the page; the runs go on."""
+        """Stop updating and remove the table from the page; the runs go on."""
         self._closed.set()
         super().close()
 
     def attach(self, run: Run) -> None:
-        """Show the run's dashboard below the table, in place of another's."""
+        """Show the run's dashboard below the table, in place of another run's."""
         for child in self._attached.children:
             child.close()
-        self._attached.children = (live(run, resume=self._resume),)
+        self._attached.children = (live(run),)
 
     def _follow(self) -> None:
-        """The thread's whole life. It must not print: output of a thread lands in whichever cell runs."""
+        """Update the table until it is closed. A thread must not print: its output lands in whichever cell runs."""
         ended_at: float | None = None
         while not self._closed.wait(self._refresh_s):
             try:
                 self._refresh()
-                if not all(run.status.final for run in self._table.runs[:SHOWN]):
+                if not all(run.status.final for run in self._table.runs[:MAX_ROWS]):
                     ended_at = None
                 elif ended_at is None:
                     ended_at = time.monotonic()
                 elif time.monotonic() - ended_at > FOLLOW_S:
-                    self.leave_plain_table()
-            except Exception as error:  # the table must not look alive when it is not
-                self._more.value = f"The table stopped updating ({html.escape(str(error))}); call runs again."
+                    self._closed.set()
+                    for shown in self._displays:
+                        shown.leave_copy(self._table._repr_html_())
+            except Exception as error:  # a table that no longer updates must say so
+                message = html.escape(first_line(error))
+                self._note.value = f"The table stopped updating ({message}). Call wb.list_runs() again."
                 return
 
     def _refresh(self) -> None:
-        self._table = runs(self._table.root)
-        shown = self._table.runs[:SHOWN]
-        for run in shown:
+        self._table = list_runs(self._table.root)
+        newest = self._table.runs[:MAX_ROWS]
+        for run in newest:
             if run.name not in self._rows:
-                self._rows[run.name] = _Row(run, self._resume, self.attach)
-        rows = [self._rows[run.name] for run in shown]
-        for row in rows:
-            row.refresh()
-        older = len(self._table) - len(shown)
-        self._more.value = f"<small>and {older} older in {html.escape(str(self._table.root))}</small>" if older else ""
-        children = (self._head, *(row.box for row in rows), self._more, self._attached)
-        if self._shown != children:
-            self.children = self._shown = children
-        if time.monotonic() >= self._save_at:
-            self._save_at = time.monotonic() + SAVED_S
-            for showing in self._showings:
-                showing.update(self._table._repr_html_())
+                self._rows[run.name] = _TableRow(run, self.attach)
+            self._rows[run.name].refresh()
+        older = len(self._table) - len(newest)
+        self._note.value = f"<small>and {older} older in {html.escape(str(self._table.root))}</small>" if older else ""
+        boxes = [self._rows[run.name].box for run in newest]
+        children = (self._head, *boxes, self._note, self._attached)
+        if self.children != children:
+            self.children = children
+        if time.monotonic() >= self._next_copy_at:
+            self._next_copy_at = time.monotonic() + STATIC_COPY_S
+            for shown in self._displays:
+                shown.update(self._table._repr_html_())
 
     def _ipython_display_(self) -> None:
-        self._showings.append(Shown(self, self._table._repr_html_()))
-
-    def leave_plain_table(self) -> None:
-        """Put a plain table in the widget's place, which a saved notebook keeps; the table follows no more."""
-        self._closed.set()
-        for showing in self._showings:
-            showing.leave(self._table._repr_html_())
+        self._displays.append(DisplayedWidget(self, self._table._repr_html_()))
 
 
-class _Row:
-    """One run: a handle of its own, its cells and its buttons."""
+class _TableRow:
+    """One run: its cells and its two buttons."""
 
-    def __init__(self, run: Run, resume: Resume | None, attach: Any) -> None:
-        self._run, self._resume, self._attach = run, resume, attach
+    def __init__(self, run: Run, attach: Callable[[Run], None]) -> None:
+        self._run = run
         self._cells = [_cell("", width) for width in WIDTHS_PX]
-        self._open = widgets.Button(description="Attach", layout=fixed(74), tooltip="Show its curves below")
-        self._act = widgets.Button(description="Stop", layout=fixed(84))
-        self._open.on_click(lambda _: self._attach(self._run))
-        self._act.on_click(self._pressed)
-        heard_while_busy(self._open, self._act)
+        self._attach = widgets.Button(description="Attach", layout=fixed_width(74), tooltip="Show its curves below")
+        self._button = widgets.Button(description="Stop", layout=fixed_width(84))
+        self._attach.on_click(lambda _: attach(run))
+        self._button.on_click(self._on_click)
+        respond_while_busy(self._attach, self._button)
         self._busy_until = 0.0
-        self._last: Sequence[str] = ()
-        self.box = widgets.HBox([*self._cells, self._open, self._act], layout={"align_items": "center"})
+        self._values: Sequence[str] = ()
+        self.box = widgets.HBox([*self._cells, self._attach, self._button], layout={"align_items": "center"})
 
     def refresh(self) -> None:
-        if self._last and self._last[STATE] in ("finished",):
+        """Update the cells and the button; a finished run no longer changes."""
+        if self._values and self._values[STATE] == "finished":
             return
-        status = self._run.status
-        [cells] = RunTable(self._run.path.parent, (self._run,)).cells()
-        for index, (cell, value) in enumerate(zip(self._cells, cells, strict=True)):
+        final = self._run.status.final
+        [self._values] = RunTable(self._run.path.parent, (self._run,)).cells()
+        for index, (cell, value) in enumerate(zip(self._cells, self._values, strict=True)):
             cell.value = badge(value) if index == STATE else _clipped(value, WIDTHS_PX[index])
-        self._last = cells
         if time.monotonic() > self._busy_until:
-            self._offer(status.final)
+            resumable = final and self._values[STATE] != "finished" and bool(self._run.checkpoints)
+            self._button.description = "Resume" if resumable else "Stop"
+            self._button.disabled = final and not resumable
+            self._button.layout.visibility = "hidden" if self._button.disabled else "visible"
 
-    def _offer(self, final: bool) -> None:
-        resumable = final and self._resume is not None and self._last[STATE] != "finished" and self._run.checkpoints
-        self._act.description = "Resume" if resumable else "Stop"
-        self._act.disabled = final and not resumable
-        self._act.layout.visibility = "hidden" if self._act.disabled else "visible"
+    def _on_click(self, _: Any) -> None:
+        action = self._run.stop if self._button.description == "Stop" else self._run.resume
+        self._button.disabled, self._button.description = True, "…"
+        self._busy_until = time.monotonic() + BUSY_S
+        threading.Thread(target=self._do, args=(action,), name="workbench-run", daemon=True).start()
 
-    def _pressed(self, _: Any) -> None:
-        act, self._act.disabled = self._act.description, True
-        self._busy_until = time.monotonic() + 5.0
-        self._act.description = "…"
-        threading.Thread(target=self._do, args=(act,), name="workbench-run", daemon=True).start()
-
-    def _do(self, act: str) -> None:
+    def _do(self, action: Callable[[], Run]) -> None:
         try:
-            if act == "Stop":
-                self._run.stop()
-            elif act == "Resume" and self._resume is not None:
-                self._resume(self._run)
-        except Exception as error:  # the user reads why, in the row
-            words = html.escape((str(error).strip().splitlines() or [type(error).__name__])[0])
-            self._cells[-1].value = f'<span title="{words}" style="color:{theme.ALERT}">not resumed</span>'
-            self._busy_until = time.monotonic() + 30.0
+            action()
+        except Exception as error:  # the row shows the reason: nobody sees what a thread raises
+            reason = html.escape(first_line(error))
+            self._cells[-1].value = f'<span title="{reason}" style="color:{theme.ALERT}">refused</span>'
+            self._busy_until = time.monotonic() + ERROR_S
 
 
 def _cell(value: str, width_px: int) -> widgets.HTML:
-    return widgets.HTML(value, layout={**fixed(width_px), "margin": "0 4px 0 0"})
+    return widgets.HTML(value, layout={**fixed_width(width_px), "margin": "0 4px 0 0"})
 
 
 def _clipped(value: str, width_px: int) -> str:
     text = html.escape(value)
-    style = (
-        f"display:block;width:{width_px - 8}px;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;font-size:12px"
-    )
-    return f'<span title="{text}" style="{style}">{text}</span>'
+    return f'<span title="{text}" style="{ONE_LINE};width:{width_px - 8}px;font-size:12px">{text}</span>'

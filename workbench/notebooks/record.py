@@ -1,4 +1,4 @@
-"""What an executed notebook keeps of its runs in its metadata: enough to run it again and compare the curves."""
+"""The record of an executed notebook's runs, kept in its metadata: enough to run it again and compare the curves."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.notebooks._verdict import LossCurve
-from workbench.runs import Run, runs
+from workbench.notebooks.verdict import LossCurve
 from workbench.runs.records.environment import environment
+from workbench.runs.registry import list_runs
+from workbench.runs.run import Run
 
 FORMAT = 1
+"""Version of the record's format."""
 KEY = "workbench"
+"""Name of the record in the notebook's metadata."""
 PRIVATE = ("command", "directory", "executable", "host")
-"""Of an environment: what a colleague has no use for."""
+"""Facts of an environment that are left out, because they describe only the machine of the author."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run of the notebook, as it was."""
+    """One run of the notebook: what it trained, how, and its loss curve."""
 
     name: str
     experiment: Mapping[str, Any]
@@ -33,21 +36,24 @@ class RecordedRun:
 
     @staticmethod
     def of(run: Run) -> RecordedRun:
+        """Return the record of a run."""
         plan = {key: value for key, value in run.plan.to_json().items() if key != "candidates"}
         fingerprint = run.environment.get("data_fingerprint")
         return RecordedRun(run.name, run.experiment, plan, fingerprint, run.status.state, LossCurve.of(run))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON."""
         return {**vars(self), "curve": self.curve.to_json()}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> RecordedRun:
+        """Return the record that `to_json` wrote."""
         return RecordedRun(**{**value, "curve": LossCurve.from_json(value["curve"])})
 
 
 @dataclass(frozen=True)
 class Record:
-    """When, where and on what a notebook was executed, and its runs in the order of their launch."""
+    """The time and the environment of a notebook's execution, and its runs in the order of their launch."""
 
     time: float
     environment: Mapping[str, Any]
@@ -55,28 +61,30 @@ class Record:
 
     @staticmethod
     def of(notebook_runs: Sequence[Run]) -> Record:
+        """Return the record of a notebook that launched these runs."""
         facts = notebook_runs[0].environment if notebook_runs else environment()
-        kept = {key: value for key, value in facts.items() if key not in (*PRIVATE, "data_fingerprint")}
-        return Record(time.time(), kept, tuple(map(RecordedRun.of, notebook_runs)))
+        public = {key: value for key, value in facts.items() if key not in (*PRIVATE, "data_fingerprint")}
+        return Record(time.time(), public, tuple(map(RecordedRun.of, notebook_runs)))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON."""
         described = {"format": FORMAT, "time": self.time, "environment": dict(self.environment)}
         return {**described, "runs": [run.to_json() for run in self.runs]}
 
 
 def read_record(notebook: Any, name: str) -> Record:
-    """The record in a notebook's metadata. Raises `WorkbenchError` where there is none, or one that is not ours."""
+    """Return the record in a notebook's metadata; raises `WorkbenchError` if there is none or its format is unknown."""
     value = notebook.metadata.get(KEY)
     if not value or not value.get("runs"):
         raise WorkbenchError(
-            f"{name} holds no record of a run, so that there is nothing to compare a second run with. Execute it with "
-            "`workbench execute`, or share it with `workbench share` from where its runs are.",
+            f"{name} holds no record of a run, so there is nothing to compare a second run with. Execute it with "
+            "`workbench execute`, or share it with `workbench share` on the machine that has its runs.",
             notebook=name,
         )
     if value.get("format") != FORMAT:
         raise WorkbenchError(
             f"{name} was recorded in format {value.get('format')}, and this Workbench reads format {FORMAT}. Use the "
-            "version that wrote it, which the notebook's metadata name.",
+            "version that wrote it; the notebook's metadata name it.",
             notebook=name,
         )
     return Record(value["time"], value["environment"], tuple(map(RecordedRun.from_json, value["runs"])))
@@ -92,13 +100,14 @@ def add_record(path: Path, notebook_runs: Sequence[Run]) -> None:
 
 
 def runs_shown_in(notebook: Any, root: Path | None = None) -> list[Run]:
-    """The runs whose names appear in the notebook's outputs, oldest first: for one that was executed by hand."""
+    """Return the runs whose names appear in the notebook's outputs, oldest first."""
     text = "\n".join(_texts(output) for cell in notebook.cells for output in cell.get("outputs", ()))
-    known = reversed(list(runs(root)))
-    return [run for run in known if re.search(rf"(?<![\w-]){re.escape(run.name)}(?![\w-])", text)]
+    oldest_first = reversed(list(list_runs(root)))
+    return [run for run in oldest_first if re.search(rf"(?<![\w-]){re.escape(run.name)}(?![\w-])", text)]
 
 
 def _texts(value: Any) -> str:
+    """Return every text inside a JSON value."""
     if isinstance(value, str):
         return value
     parts: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""The notebooks to start from: found in a checkout, and where an installed wheel put them."""
+"""The template notebooks, in a checkout and where an installed wheel puts them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from workbench.errors import RunNotFound, WorkbenchError, suggestion
 
 FOLDER = Path("notebook_templates") / "workbench"
+"""Folder of the templates inside a Jupyter data folder; jupyterlab-templates looks there."""
 CHECKOUT = Path(__file__).resolve().parents[2] / "templates"
 
 
 def template_path(template: str) -> Path:
-    """The notebook at that path, or the template of that name. Raises `RunNotFound` with the names that there are."""
+    """Return the notebook at this path, or the template of this name; raises `RunNotFound` with the known names."""
     given = Path(template)
     if given.is_file():
         return given
@@ -25,7 +26,7 @@ def template_path(template: str) -> Path:
 
 
 def templates() -> dict[str, Path]:
-    """Name -> file: of the current folder, else of the checkout, else of the installation."""
+    """Return the templates by name: those of the current folder win over the checkout's and the installed ones."""
     from jupyter_core.paths import jupyter_path
 
     installed = [Path(folder) for folder in reversed(jupyter_path(*FOLDER.parts))]
@@ -34,9 +35,9 @@ def templates() -> dict[str, Path]:
 
 
 def new(template: str, path: str | Path | None = None) -> Path:
-    """Copy a template to `path` (a file or a folder; the current folder by default) and return where it is.
+    """Copy a template to `path` (a file or a folder; the current folder by default) and return the copy's path.
 
-    Raises `RunNotFound` for an unknown template and `WorkbenchError` rather than overwrite anything.
+    Raises `RunNotFound` for an unknown template, and `WorkbenchError` if the file exists already.
     """
     source = template_path(template)
     target = Path(path) if path is not None else Path()
@@ -45,7 +46,7 @@ def new(template: str, path: str | Path | None = None) -> Path:
     target = target.with_suffix(".ipynb").absolute()
     if target.exists():
         raise WorkbenchError(
-            f"{target} is there already. Give another path: workbench new {source.stem} PATH.", path=str(target)
+            f"{target} exists already. Give another path: workbench new {source.stem} PATH.", path=str(target)
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)

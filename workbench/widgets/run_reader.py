@@ -1,4 +1,4 @@
-"""One run as a dashboard sees it: read incrementally, owned by one thread, no widget in sight."""
+"""One run as a dashboard sees it, read incrementally. Nothing of this module is a widget; one thread owns a reader."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import RunFailed
-from workbench.figures._series import Curve, Mark
+from workbench.figures.curve import Curve, Mark
 from workbench.rundir import RunDir, read_json
 from workbench.runs.records.history import History, HistoryTail, Utilization
 from workbench.runs.run import Run, Status
 from workbench.units import count, duration
 
 RECENT_STEPS = 20
-"""Speed and ETA are taken over this many logged steps."""
+"""Number of logged steps from which speed and remaining time are estimated."""
 STATUS_S = 0.5
-"""Between two looks at which processes live; events are read at every tick."""
+"""Seconds between two looks at which processes are alive; events are read each time."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     name: str
     status: Status
     steps: int | None
-    """What the experiment asked for."""
+    """Number of steps that the experiment asks for."""
     history: History
     phase: str
-    """What rank 0 last finished before its first step (`capture`, `build`, …), or empty."""
+    """The phase that rank 0 finished last before its first step (`capture`, `build`, ...), or empty."""
     failure: RunFailed | None
     marks: tuple[Mark, ...] = ()
     """Checkpoints and resumptions."""
     memory: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """The latest `memory` event of each rank."""
     resumable: bool = False
-    """Whether it ended early and left a checkpoint."""
+    """True if the run ended early and left a checkpoint."""
     utilization: Utilization | None = None
-    """How busy its devices were."""
+    """Samples of how busy the run's devices were."""
 
     @property
     def step(self) -> int:
+        """The last logged step; 0 before the first one."""
         return int(self.history.step[-1]) if len(self.history) else 0
 
     @property
     def progress(self) -> float:
-        """0 to 1."""
+        """The finished share of all steps, from 0 to 1."""
         return min(1.0, self.step / self.steps) if self.steps else 0.0
 
     @property
@@ -71,10 +72,10 @@ class Snapshot:
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
         of_all = f" of {self.steps:,}" if self.steps else ""
         parts = [f"step {self.step:,}{of_all}", f"loss {self.history.loss[-1]:.4g}"]
-        speed = _recent(self.history.tokens_per_s)
+        speed = _recent_median(self.history.tokens_per_s)
         if speed is not None:
             parts.append(f"{count(speed)} tokens/s")
-        mfu = _recent(self.history.mfu)
+        mfu = _recent_median(self.history.mfu)
         if mfu is not None:
             parts.append(f"MFU {mfu:.1%}")
         if self.eta_s is not None:
@@ -83,101 +84,94 @@ class Snapshot:
 
     @property
     def curve(self) -> Curve:
+        """The run as figures take it."""
         return Curve(self.name, self.history, marks=self.marks)
 
     @property
     def failure_html(self) -> str:
-        """The worker's error in words, its traceback folded behind them; empty for a run that did not fail."""
+        """The worker's error with its traceback folded below; empty for a run that did not fail."""
         if self.failure is None:
             return ""
         first, _, rest = str(self.failure).partition("\n")
-        more = (
-            f"<details><summary>traceback</summary><pre>{html.escape(rest.strip())}</pre></details>"
-            if rest.strip()
-            else ""
-        )
-        return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{more}"
+        traceback = html.escape(rest.strip())
+        folded = f"<details><summary>traceback</summary><pre>{traceback}</pre></details>" if traceback else ""
+        return f"<b>{html.escape(self.name)}</b>: <span>{html.escape(first)}</span>{folded}"
 
 
-def _recent(values: Any) -> float | None:
-    """Median of the last steps, or None where nothing is known."""
+def _recent_median(values: Any) -> float | None:
+    """Return the median over the last steps, or None where no value is known."""
     window = values[-RECENT_STEPS:]
     known = window[np.isfinite(window)]
     return float(np.median(known)) if len(known) else None
 
 
-class Watch:
-    """Follows one run through a handle of its own, so that nobody else's reading interferes."""
+class RunReader:
+    """Reads one run through a `Run` of its own, so that no other reader of the run interferes."""
 
     def __init__(self, path: Path) -> None:
-        self._run = Run(path)
-        self._dir = RunDir(path)
-        self._tail = HistoryTail(self._dir.events)
-        self._steps = self._read_steps(self._dir)
+        self.run = Run(path)
+        self._directory = RunDir(path)
+        self._tail = HistoryTail(self._directory.events)
+        self._steps = self._read_num_steps()
         self._phase = ""
         self._size = 0
         self._marks: tuple[Mark, ...] = ()
         self._memory: dict[int, dict[str, Any]] = {}
         self._memory_is_old = False
-        self._tail.read()  # first: the handle then finds what it needs beside the events
-        for event in self._tail.events:
-            self._note(event)
-        self._status = self._run.status
-        self._status_at = time.monotonic()
+        self._read_events()  # stores what it read beside the events, from where `Run` then continues
+        self._read_status()
 
-    @staticmethod
-    def _read_steps(directory: RunDir) -> int | None:
+    def _read_num_steps(self) -> int | None:
         try:
-            return int(read_json(directory.experiment)["steps"])
+            return int(read_json(self._directory.experiment)["steps"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     @property
-    def run(self) -> Run:
-        return self._run
-
-    @property
     def name(self) -> str:
-        return self._run.name
+        """The name of the run."""
+        return self.run.name
 
     def read(self) -> Snapshot:
-        """What has happened by now; the state is read before the steps, so that a final state has them all."""
+        """Return the present state. The status is read before the steps, so that a final state has all its steps."""
         if time.monotonic() - self._status_at >= STATUS_S:
-            self._look()
-        history = self._tail.read()
-        for event in self._tail.events:
-            self._note(event)
+            self._read_status()
+        history = self._read_events()
         if any(event["type"] in ("status", "start") for event in self._tail.events):
-            self._look()
+            self._read_status()
             if self._status.final:
                 history = self._tail.read()
         status = self._status
-        failure = self._run.error() if status.state == "failed" else None
         return Snapshot(
-            self.name,
-            status,
-            self._steps,
-            history,
-            self._phase,
-            failure,
-            self._marks,
-            dict(self._memory),
-            status.final and self._can_resume(history),
-            self._tail.utilization,
+            name=self.name,
+            status=status,
+            steps=self._steps,
+            history=history,
+            phase=self._phase,
+            failure=self.run.error() if status.state == "failed" else None,
+            marks=self._marks,
+            memory=dict(self._memory),
+            resumable=status.final and self._can_resume(history),
+            utilization=self._tail.utilization,
         )
 
-    @property
-    def grew(self) -> bool:
-        """Whether anything was recorded since the last call of this property that said so."""
+    def has_grown(self) -> bool:
+        """Return True if events were recorded since the last call that returned True."""
         try:
-            size = self._dir.events.stat().st_size
+            size = self._directory.events.stat().st_size
         except OSError:
             return False
         grown, self._size = size != self._size, size
         return grown
 
-    def _look(self) -> None:
-        self._status, self._status_at = self._run.status, time.monotonic()
+    def _read_status(self) -> None:
+        self._status, self._status_at = self.run.status, time.monotonic()
+
+    def _read_events(self) -> History:
+        history = self._tail.read()
+        for event in self._tail.events:
+            self._note(event)
+        return history
 
     def _note(self, event: Mapping[str, Any]) -> None:
         if event["type"] == "phase":
@@ -190,27 +184,23 @@ class Watch:
                 self._memory, self._memory_is_old = {}, False
             self._memory[int(event["rank"])] = dict(event)
         elif event["type"] == "start":
-            self._restarted(event.get("resumed_from"))
+            self._note_start(event.get("resumed_from"))
 
-    def _restarted(self, resumed_from: Any) -> None:
-        """A resumed run repeats what came after its checkpoint, maybe with other steps to go; a fresh start all."""
-        self._steps = self._read_steps(self._dir)
+    def _note_start(self, resumed_from: Any) -> None:
+        """Drop what the new attempt repeats: everything after its checkpoint. The number of steps may have changed."""
+        self._steps = self._read_num_steps()
         step = resumed_step(resumed_from)
-        kept = tuple(mark for mark in self._marks if mark.step <= step)
-        self._marks = (*kept, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
-        self._memory_is_old = True  # shown until the new attempt has measured its own
+        earlier = tuple(mark for mark in self._marks if mark.step <= step)
+        self._marks = (*earlier, Mark("resume", step, f"resumed at step {step:,}")) if resumed_from else ()
+        self._memory_is_old = True  # it stays on show until the new attempt has measured its own
 
     def _can_resume(self, history: History) -> bool:
         step = int(history.step[-1]) if len(history) else 0
         unfinished = self._steps is not None and step < self._steps
-        kept = (int(mark.step) for mark in reversed(self._marks) if mark.kind == "checkpoint")
-        return unfinished and any(self._dir.checkpoint(step).is_dir() for step in kept)
-
-    def stop(self) -> None:
-        """Ask the run to checkpoint and leave."""
-        self._run.stop()
+        checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
+        return unfinished and any(self._directory.checkpoint(step).is_dir() for step in checkpoints)
 
 
 def resumed_step(value: Any) -> int:
-    """The step of `start`'s `resumed_from`: a checkpoint's path (`…/step-00000400`), a step, or None."""
+    """Return the step of `resumed_from`: the path of a checkpoint (`.../step-00000400`), a step, or None for step 0."""
     return int(value.rpartition("step-")[2]) if isinstance(value, str) else int(value or 0)

@@ -1,4 +1,4 @@
-"""Executing a notebook with parameters, and keeping in it what a second execution needs."""
+"""Execution of a notebook with parameters, which records in the notebook what a second execution needs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UnknownParameter, WorkbenchError, suggestion
-from workbench.figures.pages import notebook_to_html, read_notebook, without_widgets
-from workbench.notebooks._record import add_record
+from workbench.figures.pages import notebook_to_html, read_notebook, remove_widgets
+from workbench.notebooks.record import add_record
 from workbench.rundir import RunDir
-from workbench.runs import Run
-from workbench.runs.records.follow import Follower
 from workbench.runs.launching.launcher import LAUNCHES
+from workbench.runs.records.follow import Follower
+from workbench.runs.run import Run
 from workbench.runs.tracking.wandb_run import start_upload
 
 REPORT_EVERY_S = 15.0
+"""Seconds between two progress lines of a run."""
 POLL_S = 0.5
+"""Seconds between two reads of the runs."""
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+"""Kernel of a notebook that names none."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,23 @@ def execute(
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Executed:
-    """Execute into the folder `to`, export, and record what ran in the notebook's metadata.
+    """Execute a notebook into the folder `to`, export it as a page, and record its runs in its metadata.
 
-    `report` is given a line of progress every few seconds while runs of the notebook train. `variables` are added to
-    the kernel's environment, and `folder` is where it starts. A failing cell still leaves notebook and page, up to the
-    failure. Raises `UnknownParameter` for a parameter that the notebook's `parameters` cell does not set, before
-    anything runs, and `WorkbenchError` for a kernel that is not here.
+    A failing cell still leaves notebook and page, up to the failure.
+
+    Args:
+        notebook: the notebook to execute; it is not changed.
+        to: folder of the executed notebook and its page.
+        parameters: new values for names that the notebook's `parameters` cell sets.
+        kernel: name of the kernel; the notebook's own by default.
+        report: function that gets a line of progress every few seconds while runs of the notebook train.
+        variables: environment variables that are added to the kernel's.
+        folder: folder in which the kernel starts.
+
+    Raises `UnknownParameter` before anything runs if the `parameters` cell does not set a name, and `WorkbenchError`
+    for a kernel that is not installed, a failing cell, and a `to` that holds the notebook itself.
     """
-    if (to / notebook.name).resolve() == notebook.resolve():
-        raise WorkbenchError(f"{notebook} would be overwritten. Give another folder: workbench execute … --to FOLDER.")
+    check_not_overwritten(notebook, to, "execute")
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
         source = _with_kernel(notebook, Path(scratch))
@@ -62,10 +73,10 @@ def execute(
         to.mkdir(parents=True, exist_ok=True)
         launches = Path(scratch) / "launches"
         launches.touch()
-        with _environment({**(variables or {}), LAUNCHES: str(launches)}), _reported(launches, report):
-            failure = _papermill(source, executed, parameters or {}, kernel, folder)
-        runs = launched(launches)
-    without_widgets(executed)
+        with _environment({**(variables or {}), LAUNCHES: str(launches)}), _progress_reports(launches, report):
+            failure = _run_papermill(source, executed, parameters or {}, kernel, folder)
+        runs = launched_runs(launches)
+    remove_widgets(executed)
     add_record(executed, runs)
     notebook_to_html(executed, page)
     for run in runs:
@@ -76,10 +87,18 @@ def execute(
     return Executed(executed, page, tuple(runs))
 
 
-def _papermill(
+def check_not_overwritten(notebook: Path, to: Path, command: str) -> None:
+    """Raise `WorkbenchError` if the folder `to` holds the notebook itself."""
+    if (to / notebook.name).resolve() == notebook.resolve():
+        raise WorkbenchError(
+            f"{notebook} would be overwritten. Give another folder: workbench {command} … --to FOLDER."
+        )
+
+
+def _run_papermill(
     notebook: Path, executed: Path, parameters: Mapping[str, Any], kernel: str | None, folder: Path | None
 ) -> str | None:
-    """What failed, in one sentence; None if every cell ran."""
+    """Execute every cell; return None, or a sentence that says what failed."""
     import papermill
     from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
@@ -97,19 +116,22 @@ def _papermill(
         return f"{notebook.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue}"
     except NoSuchKernel as error:
         raise WorkbenchError(
-            f"{notebook.name} asks for the kernel {error.name!r}, which is not here. Run it with this one's: "
-            f"--kernel {KERNEL['name']}.",
+            f"{notebook.name} asks for the kernel {error.name!r}, which is not installed here. Run it with another "
+            f"one: --kernel {KERNEL['name']}.",
             kernel=error.name,
         ) from None
     except DeadKernelError:
-        return f"The kernel of {notebook.name} died: it was killed, or ran out of memory. Its runs train on."
+        return (
+            f"The kernel of {notebook.name} died: it was killed, or ran out of memory. Runs that it launched go on "
+            "training."
+        )
     return None
 
 
 def _with_kernel(notebook: Path, scratch: Path) -> Path:
-    """The notebook, or a copy that names a kernel where it does not, as some editors leave it.
+    """Return the notebook, or a copy that names a kernel if the notebook names none, as some editors leave it.
 
-    Raises `DataError` for what is no notebook.
+    Raises `DataError` for a file that is no notebook.
     """
     import nbformat
 
@@ -135,15 +157,15 @@ def _check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
             )
 
 
-def launched(file: Path) -> list[Run]:
-    """The runs in the file that `$WORKBENCH_LAUNCHES` named, in the order of their launch."""
+def launched_runs(file: Path) -> list[Run]:
+    """Return the runs in the file that `$WORKBENCH_LAUNCHES` names, in the order of their launch."""
     paths = [Path(line) for line in file.read_text().splitlines() if line]
     return [Run(path) for path in dict.fromkeys(paths) if RunDir(path).experiment.is_file()]
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The kernel inherits this process's environment."""
+    """Set environment variables for a while; the kernel inherits them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -157,20 +179,20 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reported(launches: Path, report: Callable[[str], None] | None) -> Iterator[None]:
-    """Say, from a thread of its own, where the runs stand that the notebook has launched so far."""
+def _progress_reports(launches: Path, report: Callable[[str], None] | None) -> Iterator[None]:
+    """Report from another thread how far the runs are that the notebook has launched so far."""
     if report is None:
         yield
         return
     done = threading.Event()
 
-    def watch() -> None:
+    def follow() -> None:
         follower = Follower(REPORT_EVERY_S)
         while not done.wait(POLL_S):
-            for line in follower.lines(launched(launches)):
+            for line in follower.lines(launched_runs(launches)):
                 report(line)
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Did a second run come out the same? Two loss curves, step by step."""
+"""The comparison of a repeated run with the recorded one: two loss curves, step by step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.runs import Run
+from workbench.runs.run import Run
 
 BITWISE, NOISE, DIFFERENT = "bitwise", "within noise", "different"
-KEPT_POINTS = 20_000
-"""Of a curve, in a notebook; its digest is over all of them."""
-MOST_STRETCHES, SHORTEST_STRETCH = 20, 20
+"""Outcomes of a comparison."""
+MAX_POINTS = 20_000
+"""Largest number of points of a curve that a notebook holds; the curve's digest covers all points."""
+MAX_STRETCHES, MIN_STRETCH = 20, 20
+"""Largest number of stretches that a curve is cut into, and smallest number of steps in a stretch."""
 NEIGHBOURS = 2
-"""Stretches on each side that a stretch's noise is estimated from as well."""
+"""Number of stretches on each side whose values also enter the estimate of a stretch's noise."""
 SIGNIFICANCE = 0.01
-"""Chance that two runs which differ by batch noise alone are called different."""
+"""Probability that two runs which differ by batch noise alone are called different."""
 ROUNDING = 1e-6
-"""Relative; differences below it are nobody's concern."""
+"""Relative difference of two mean losses below which they count as equal."""
 Column = NDArray[np.float64]
 
 
@@ -35,58 +37,63 @@ class LossCurve:
     step: Column
     loss: Column
     steps: int
-    """Logged steps of the whole run; more than `len(step)` where points were left out."""
+    """Number of logged steps of the whole run; more than `len(step)` if points were left out."""
     digest: str
     """SHA-256 over every step and loss."""
 
     @staticmethod
     def of(run: Run) -> LossCurve:
+        """Return the curve of a run."""
         history = run.history()
         step, loss = np.array(history.step), np.array(history.loss)
         digest = hashlib.sha256(step.astype("<f8").tobytes() + loss.astype("<f8").tobytes()).hexdigest()
-        kept = slice(None, None, max(1, -(-len(step) // KEPT_POINTS)))
-        return LossCurve(step[kept], loss[kept], len(step), digest)
+        every = max(1, -(-len(step) // MAX_POINTS))
+        return LossCurve(step[::every], loss[::every], len(step), digest)
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": _packed(self.step), "loss": _packed(self.loss), "steps": self.steps, "digest": self.digest}
+        """Return the curve as JSON that `from_json` reads without losing a bit."""
+        return {"step": _pack(self.step), "loss": _pack(self.loss), "steps": self.steps, "digest": self.digest}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LossCurve:
-        return LossCurve(_unpacked(value["step"]), _unpacked(value["loss"]), int(value["steps"]), value["digest"])
+        """Return the curve that `to_json` wrote."""
+        return LossCurve(_unpack(value["step"]), _unpack(value["loss"]), int(value["steps"]), value["digest"])
 
 
-def _packed(column: Column) -> str:
+def _pack(column: Column) -> str:
     return base64.b64encode(zlib.compress(column.astype("<f8").tobytes(), 9)).decode()
 
 
-def _unpacked(text: str) -> Column:
+def _unpack(text: str) -> Column:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind` is bitwise, within noise, or different."""
+    """The outcome of a comparison, with the numbers behind it."""
 
-    kind: str
+    outcome: str
+    """`bitwise`, `within noise` or `different`."""
     largest_difference: float
-    """Of two losses at the same step."""
+    """Largest absolute difference of two losses at the same step; NaN if the curves cannot be compared."""
     first_step: int | None
-    """At which the losses differ at all."""
+    """The first step at which the losses differ; None if there is none."""
     reason: str
 
     @property
     def same(self) -> bool:
-        return self.kind != DIFFERENT
+        """True unless the runs are different."""
+        return self.outcome != DIFFERENT
 
 
 def verdict(recorded: LossCurve, again: LossCurve) -> Verdict:
-    """Bitwise: every loss of every step is equal. Within noise: no stretch of the curve differs by more than the
-    scatter of the loss from batch to batch explains.
+    """Compare two curves; they are equal bit by bit, or differ by no more than batch noise explains, or differ.
 
-    The curve is cut into at most 20 stretches of at least 20 steps. Around each, batch noise σ is estimated from the
-    recorded curve alone, by the median difference of neighbouring losses: σ = median|Δ| / (0.6745 √2), which a trend
-    hardly moves. The mean difference of two runs that drew different batches would have the deviation σ √(2 / n). The
-    largest of these ratios is compared with the normal quantile at 1 %, divided by their number (Bonferroni).
+    The curve is cut into at most 20 stretches of at least 20 steps. Around each, the batch noise σ is estimated from
+    the recorded curve alone, from the median difference of neighbouring losses: σ = median|Δ| / (0.6745 √2), which a
+    trend hardly changes. The mean difference of two runs over n different batches has the standard error σ √(2 / n).
+    The largest ratio of difference to standard error is compared with the two-sided normal quantile of 1 %, divided by
+    the number of stretches (Bonferroni's correction).
     """
     if recorded.digest == again.digest:
         return Verdict(BITWISE, 0.0, None, f"all {recorded.steps:,} losses are equal to the last bit")
@@ -98,20 +105,20 @@ def verdict(recorded: LossCurve, again: LossCurve) -> Verdict:
     finite = np.isfinite(old)
     if not len(common) or not np.array_equal(finite, np.isfinite(new)):
         return Verdict(DIFFERENT, float("nan"), None, "the losses are not numbers at the same steps")
-    return _judged(common[finite], old[finite], new[finite])
+    return _compare_stretches(common[finite], old[finite], new[finite])
 
 
-def _judged(step: Column, old: Column, new: Column) -> Verdict:
+def _compare_stretches(step: Column, old: Column, new: Column) -> Verdict:
     difference = new - old
     largest = float(np.abs(difference).max(initial=0.0))
-    moved = np.flatnonzero(difference)
-    first = int(step[moved[0]]) if len(moved) else None
-    number = max(1, min(MOST_STRETCHES, len(step) // SHORTEST_STRETCH))
+    differing = np.flatnonzero(difference)
+    first = int(step[differing[0]]) if len(differing) else None
+    number = max(1, min(MAX_STRETCHES, len(step) // MIN_STRETCH))
     stretches = np.array_split(np.arange(len(step)), number)
     limit = NormalDist().inv_cdf(1 - SIGNIFICANCE / (2 * number))
     ratios = [
-        _ratio(old[part], difference[part], noise)
-        for part, noise in zip(stretches, _noise(old, stretches), strict=True)
+        _standard_errors(old[stretch], difference[stretch], noise)
+        for stretch, noise in zip(stretches, _noise(old, stretches), strict=True)
     ]
     worst = int(np.argmax(ratios))
     if ratios[worst] <= limit:
@@ -123,7 +130,7 @@ def _judged(step: Column, old: Column, new: Column) -> Verdict:
 
 
 def _noise(losses: Column, stretches: Sequence[NDArray[np.int64]]) -> Iterator[float]:
-    """The scatter of one batch's loss, in each stretch."""
+    """Yield the standard deviation of one batch's loss around each stretch."""
     jumps = np.abs(np.diff(losses))
     for index in range(len(stretches)):
         first, last = stretches[max(0, index - NEIGHBOURS)][0], stretches[index : index + NEIGHBOURS + 1][-1][-1]
@@ -131,8 +138,8 @@ def _noise(losses: Column, stretches: Sequence[NDArray[np.int64]]) -> Iterator[f
         yield float(np.median(near)) / (0.6745 * np.sqrt(2)) if len(near) else 0.0
 
 
-def _ratio(old: Column, difference: Column, noise: float) -> float:
-    """How many standard errors the mean difference of a stretch is away from none."""
+def _standard_errors(old: Column, difference: Column, noise: float) -> float:
+    """Return the mean difference of a stretch in units of its standard error."""
     mean = abs(float(difference.mean()))
     if mean <= ROUNDING * abs(float(old.mean())):
         return 0.0

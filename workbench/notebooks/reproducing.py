@@ -1,4 +1,4 @@
-"""Running a shared notebook again, and saying what came out the same and what differed."""
+"""Reproduction of a shared notebook: a second execution, the verdict on each run, and what differed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from typing import Any
 
 from workbench.errors import WorkbenchError
 from workbench.figures.pages import read_notebook
-from workbench.notebooks._execute import execute
-from workbench.notebooks._record import Record, RecordedRun, read_record
-from workbench.notebooks._verdict import DIFFERENT, LossCurve, Verdict, verdict
+from workbench.notebooks.executing import check_not_overwritten, execute
+from workbench.notebooks.record import Record, RecordedRun, read_record
+from workbench.notebooks.verdict import DIFFERENT, LossCurve, Verdict, verdict
 from workbench.rundir import write_json
-from workbench.runs import Run
-from workbench.runs.records.environment import environment
 from workbench.runs.launching.launcher import REPLAY
+from workbench.runs.records.environment import environment
+from workbench.runs.run import Run
+
+PLAN_FIELDS = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")
+"""Fields of a plan that are compared."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not as it was recorded."""
+    """One fact that is not as it was recorded."""
 
     subject: str
     recorded: str
@@ -34,7 +37,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recorded run beside the one that repeated it."""
+    """A recorded run beside the run that repeated it."""
 
     name: str
     again: str
@@ -43,7 +46,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What `reproduce` found; shows itself as a table."""
+    """The result of `reproduce`; a notebook shows it as tables."""
 
     comparisons: tuple[Comparison, ...]
     differences: tuple[Difference, ...]
@@ -52,11 +55,13 @@ class Reproduction:
 
     @property
     def same(self) -> bool:
-        """Whether every run came out bitwise or within noise."""
+        """True if every run came out bitwise or within noise."""
         return all(comparison.verdict.same for comparison in self.comparisons)
 
     def __repr__(self) -> str:
-        lines = [f"{c.name}: {c.verdict.kind} ({_facts(c.verdict)}). Repeated as {c.again}." for c in self.comparisons]
+        lines = [
+            f"{c.name}: {c.verdict.outcome} ({_describe(c.verdict)}). Repeated as {c.again}." for c in self.comparisons
+        ]
         if self.differences:
             lines += ["What differed:", *(f"  {d.subject}: {d.recorded} → {d.here}" for d in self.differences)]
         else:
@@ -64,7 +69,7 @@ class Reproduction:
         return "\n".join([*lines, str(self.page)])
 
     def _repr_html_(self) -> str:
-        runs = [(c.name, c.again, c.verdict.kind, _facts(c.verdict)) for c in self.comparisons]
+        runs = [(c.name, c.again, c.verdict.outcome, _describe(c.verdict)) for c in self.comparisons]
         differences = [(d.subject, d.recorded, d.here) for d in self.differences]
         tables = [_table(("run", "repeated as", "came out", ""), runs)]
         tables += [_table(("what differed", "recorded", "here"), differences)] if differences else []
@@ -78,10 +83,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{line('th', header)}{''.join(line('td', row) for row in rows)}</table>"
 
 
-def _facts(found: Verdict) -> str:
-    if found.first_step is None:
-        return found.reason
-    return f"{found.reason}; first at step {found.first_step:,}, at most {found.largest_difference:.3g}"
+def _describe(result: Verdict) -> str:
+    if result.first_step is None:
+        return result.reason
+    return f"{result.reason}; first at step {result.first_step:,}, at most {result.largest_difference:.3g}"
 
 
 def reproduce(
@@ -92,38 +97,39 @@ def reproduce(
     at_commit: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> Reproduction:
-    """Execute the notebook again, with the parameters that it holds, and compare its runs with the recorded ones.
+    """Execute a notebook again, with the parameters that it holds, and compare its runs with the recorded ones.
 
-    The n-th run takes the plan of the n-th recorded one, where the model is the same and this machine can run it.
-    Raises `WorkbenchError` before anything is executed if the notebook has no record or its commit is not here.
+    The n-th run takes the plan of the n-th recorded run, if the model is the same and this machine can run the plan.
+
+    Args:
+        notebook: a notebook with a record, as `workbench execute` or `workbench share` made it.
+        to: folder of the notebook as executed again, and its page.
+        kernel: name of the kernel; the notebook's own by default.
+        at_commit: True executes the code of the recorded git commit, checked out in a temporary folder.
+        report: function that gets a line of progress every few seconds while runs train.
+
+    Raises `WorkbenchError` before anything is executed if the notebook has no record, if `to` holds the notebook
+    itself, or if the commit is not in this repository.
     """
     record = read_record(read_notebook(notebook), notebook.name)
+    check_not_overwritten(notebook, to, "reproduce")
     to.mkdir(parents=True, exist_ok=True)
-    if (to / notebook.name).resolve() == notebook.resolve():
-        raise WorkbenchError(
-            f"{notebook} would be overwritten. Give another folder: workbench reproduce … --to FOLDER."
-        )
     with tempfile.TemporaryDirectory() as scratch, _work_tree(record, Path(scratch), at_commit) as folder:
         replay = Path(scratch) / "replay.json"
         write_json(replay, [{"experiment": run.experiment, "plan": run.plan} for run in record.runs])
         variables = {REPLAY: str(replay)}
         if folder is not None:
-            variables["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(
-                os.pathsep
-            )
+            path = [str(folder), os.environ.get("PYTHONPATH", "")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
             variables["WORKBENCH_RUNS"] = os.environ.get("WORKBENCH_RUNS") or str(Path("runs").absolute())
         done = execute(notebook, to, kernel=kernel, report=report, variables=variables, folder=folder)
-    return Reproduction(
-        tuple(_comparisons(record.runs, done.runs)),
-        tuple(differences(record, done.runs)),
-        done.notebook,
-        done.page,
-    )
+    comparisons = tuple(_comparisons(record.runs, done.runs))
+    return Reproduction(comparisons, tuple(differences(record, done.runs)), done.notebook, done.page)
 
 
 @contextlib.contextmanager
 def _work_tree(record: Record, scratch: Path, wanted: bool) -> Iterator[Path | None]:
-    """The recorded commit, checked out beside this one; None (the folder at hand) unless that is wanted."""
+    """Check out the recorded commit in a temporary work tree; yield None, the folder at hand, unless it is wanted."""
     if not wanted:
         yield None
         return
@@ -134,8 +140,8 @@ def _work_tree(record: Record, scratch: Path, wanted: bool) -> Iterator[Path | N
     added = subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], capture_output=True, text=True)
     if added.returncode != 0:
         raise WorkbenchError(
-            f"Commit {commit[:10]} cannot be checked out here ({added.stderr.strip().splitlines()[-1]}). Fetch it, "
-            "and call this inside the repository.",
+            f"Commit {commit[:10]} cannot be checked out here ({added.stderr.strip().splitlines()[-1]}). Fetch it, and "
+            "run this command inside the repository.",
             commit=commit,
         )
     try:
@@ -154,54 +160,47 @@ def _comparisons(recorded: Sequence[RecordedRun], again: Sequence[Run]) -> Itera
 
 
 def differences(record: Record, again: Sequence[Run]) -> list[Difference]:
-    """What was recorded otherwise than it is here: code, versions, machine; and each run's experiment, data, plan."""
+    """Return what differs from the record: code, versions, machine, and each run's experiment, data and plan."""
     now = dict(again[0].environment) if again else environment()
-    found = [*_of_code(record.environment, now), *_of_versions(record.environment, now)]
-    found += _of_machine(record.environment, now)
+    found = [*_environment_differences(record.environment, now)]
     for run, repeated in zip(record.runs, map(RecordedRun.of, again), strict=False):
-        found += _of_experiment(run, repeated)
+        found += _run_differences(run, repeated)
     return found
 
 
-def _of_code(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    left, right = then.get("git") or {}, now.get("git") or {}
-    if left.get("commit") != right.get("commit"):
-        yield Difference("git commit", _short(left.get("commit")), _short(right.get("commit")))
-    if (left.get("dirty"), left.get("diff_sha256")) != (right.get("dirty"), right.get("diff_sha256")):
-        yield Difference("uncommitted changes", _changes(left), _changes(right))
-
-
-def _of_versions(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+def _environment_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    git, git_now = then.get("git") or {}, now.get("git") or {}
+    if git.get("commit") != git_now.get("commit"):
+        yield Difference("git commit", _short(git.get("commit")), _short(git_now.get("commit")))
+    if (git.get("dirty"), git.get("diff_sha256")) != (git_now.get("dirty"), git_now.get("diff_sha256")):
+        yield Difference("uncommitted changes", _describe_changes(git), _describe_changes(git_now))
     if then.get("python") != now.get("python"):
         yield Difference("Python", str(then.get("python")), str(now.get("python")))
-    left, right = then.get("packages") or {}, now.get("packages") or {}
-    for name in sorted(left.keys() | right.keys()):
-        if left.get(name) != right.get(name):
-            yield Difference(name, str(left.get(name) or "not installed"), str(right.get(name) or "not installed"))
-
-
-def _of_machine(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    packages, packages_now = then.get("packages") or {}, now.get("packages") or {}
+    for name in sorted(packages.keys() | packages_now.keys()):
+        versions = (str(found.get(name) or "not installed") for found in (packages, packages_now))
+        if packages.get(name) != packages_now.get(name):
+            yield Difference(name, *versions)
     for subject, key in (("processor", "cpu"), ("cores", "cores"), ("platform", "platform")):
         if then.get(key) != now.get(key):
             yield Difference(subject, str(then.get(key)), str(now.get(key)))
-    left, right = (", ".join(f"{g['name']} ({g['driver']})" for g in facts.get("gpus") or ()) for facts in (then, now))
-    if left != right:
-        yield Difference("GPUs", left or "none", right or "none")
+    gpus, gpus_now = (
+        ", ".join(f"{gpu['name']} ({gpu['driver']})" for gpu in facts.get("gpus") or ()) for facts in (then, now)
+    )
+    if gpus != gpus_now:
+        yield Difference("GPUs", gpus or "none", gpus_now or "none")
 
 
-def _of_experiment(then: RecordedRun, now: RecordedRun) -> Iterator[Difference]:
+def _run_differences(then: RecordedRun, now: RecordedRun) -> Iterator[Difference]:
     for field in sorted(then.experiment.keys() | now.experiment.keys()):
         left, right = then.experiment.get(field), now.experiment.get(field)
         if left != right:
             yield Difference(f"{then.name}: {field}", str(left), str(right))
     if then.data_fingerprint != now.data_fingerprint:
-        left, right = _short(then.data_fingerprint), _short(now.data_fingerprint)
-        yield Difference(f"{then.name}: data", left, right)
-    chosen = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")
-    left, right = ({key: run.plan.get(key) for key in chosen} for run in (then, now))
-    if left != right:
-        changed = [key for key in chosen if left[key] != right[key]]
-        described = (", ".join(f"{key} {plan[key]}" for key in changed) for plan in (left, right))
+        yield Difference(f"{then.name}: data", _short(then.data_fingerprint), _short(now.data_fingerprint))
+    changed = [key for key in PLAN_FIELDS if then.plan.get(key) != now.plan.get(key)]
+    if changed:
+        described = (", ".join(f"{key} {run.plan.get(key)}" for key in changed) for run in (then, now))
         yield Difference(f"{then.name}: plan", *described)
 
 
@@ -209,5 +208,5 @@ def _short(identity: Any) -> str:
     return str(identity)[:10] if identity else "none"
 
 
-def _changes(git: Mapping[str, Any]) -> str:
+def _describe_changes(git: Mapping[str, Any]) -> str:
     return f"some ({_short(git.get('diff_sha256'))})" if git.get("dirty") else "none"

@@ -1,0 +1,129 @@
+"""Sharing of an executed notebook: a page that is interactive offline, and a notebook that shows without a kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import WorkbenchError
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
+from workbench.notebooks.executing import check_not_overwritten
+from workbench.notebooks.record import KEY, Record, runs_shown_in
+from workbench.runs.records.environment import masked, secrets
+from workbench.runs.run import Run
+
+MAX_BYTES = 5_000_000
+"""Largest size of a shared notebook: mail and code hosts take no more, or do not render it."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The two files of a shared notebook, and notes for the person who sends them."""
+
+    notebook: Path
+    page: Path
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.notebook), str(self.page), *self.notes])
+
+
+def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared:
+    """Write `<name>.ipynb` (under 5 MB, with a picture beside each figure) and `<name>.html` into the folder `to`.
+
+    The notebook keeps the record that `workbench execute` made of its runs. A notebook without one gets a record of
+    `runs`, by default of the runs that its outputs name. The values of environment variables with names like secrets
+    are replaced by `***`. Raises `WorkbenchError` if `to` holds the notebook itself.
+    """
+    check_not_overwritten(notebook, to, "share")
+    target = (to / notebook.name).absolute()
+    value = read_notebook(notebook)
+    notes = _add_missing_record(value, runs)
+    _remove_widgets(value)
+    reason = add_pictures(value)
+    if reason:
+        notes.append(f"Figures other than curves have a table beside them instead of a picture. {reason}")
+    notes += _shrink(value)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(masked(_notebook_text(_mask_strings(secrets(), value))), encoding="utf-8")
+    page = notebook_to_html(target, target.with_suffix(".html"))
+    return Shared(target, page, tuple(notes))
+
+
+def _add_missing_record(notebook: Any, runs: Sequence[Run] | None) -> list[str]:
+    """Add a record to a notebook that has none, or one of `runs`; return a note if there is no run to record."""
+    import nbformat
+
+    if notebook.metadata.get(KEY, {}).get("runs") and runs is None:
+        return []
+    recorded = runs_shown_in(notebook) if runs is None else list(runs)
+    notebook.metadata[KEY] = nbformat.from_dict(Record.of(recorded).to_json())
+    if recorded:
+        return []
+    return ["No run of this notebook was found here, so it cannot be reproduced. Name its runs with --run."]
+
+
+def _remove_widgets(notebook: Any) -> None:
+    from workbench.widgets.static_copy import HIDE_DEAD_WIDGET
+
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if WIDGET_MIME in output.get("data", {}):
+                del output["data"][WIDGET_MIME]
+            if "text/html" in output.get("data", {}):
+                output["data"]["text/html"] = "".join(output["data"]["text/html"]).replace(HIDE_DEAD_WIDGET, "")
+        if "outputs" in cell:
+            cell["outputs"] = [o for o in cell["outputs"] if "data" not in o or _shows_something(o["data"])]
+
+
+def _shows_something(data: Any) -> bool:
+    """Return False for what is left of a widget: nothing, or the name of its class."""
+    shown = {mime: value for mime, value in data.items() if value not in ("", [], [""])}
+    text = "".join(shown.pop("text/plain", ""))
+    return bool(shown) or (not text.startswith(("FigureWidget(", "VBox(", "HBox(", "Output(")) and text != "")
+
+
+def _shrink(notebook: Any) -> list[str]:
+    """Remove outputs, the largest first, until the notebook is smaller than `MAX_BYTES`; return a note for each."""
+    notes = []
+    while (size := len(_notebook_text(notebook))) > MAX_BYTES:
+        outputs = [
+            (len(json.dumps(content)), output["data"], mime)
+            for cell in notebook.cells
+            for output in cell.get("outputs", ())
+            for mime, content in output.get("data", {}).items()
+            if mime != "text/plain"
+        ]
+        if not outputs:
+            raise WorkbenchError(
+                f"The notebook's text alone is {size:,} bytes, and {MAX_BYTES:,} may be shared. Clear the outputs that "
+                "print so much."
+            )
+        num_bytes, data, mime = max(outputs, key=lambda output: output[0])
+        del data[mime]
+        data.setdefault("text/plain", "(left out: too large)")
+        what = "an interactive figure (its picture stays)" if mime == PLOTLY_MIME else f"an output of type {mime}"
+        notes.append(f"Left out {what} of {num_bytes / 1e6:.1f} MB.")
+    return notes
+
+
+def _notebook_text(notebook: Any) -> str:
+    import nbformat
+
+    return str(nbformat.writes(notebook))
+
+
+def _mask_strings(hidden: Sequence[str], value: Any) -> Any:
+    """Replace secrets in every string before JSON escapes the quotes and line ends that a secret may contain."""
+    if isinstance(value, dict):
+        return type(value)({key: _mask_strings(hidden, content) for key, content in value.items()})
+    if isinstance(value, list):
+        return [_mask_strings(hidden, content) for content in value]
+    if isinstance(value, str):
+        for secret in hidden:
+            value = value.replace(secret, "***")
+    return value

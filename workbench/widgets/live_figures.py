@@ -1,0 +1,268 @@
+"""The two figures of a dashboard; they compute and send again only what has changed since the last update."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+
+from workbench.figures.axes import AxisUnit, shared_axes
+from workbench.figures.curve import CurveLike
+from workbench.figures.curves_view import MAX_INSIDE, curve_traces, hover_title, loss_layout, mark_key, visible_points
+from workbench.figures.decimation import points_per_trace
+from workbench.figures.legend_placement import corner_of, place_legend
+from workbench.figures.panels_view import PANEL_POINTS, Window, memory_traces, panel_names, panels, rate_points
+from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads
+from workbench.figures.utilization_view import utilization_traces
+from workbench.widgets.plot import GrowingPlot, growing_plot
+from workbench.widgets.run_reader import Snapshot
+from workbench.widgets.run_row import respond_while_busy
+
+PANELS_S = 1.0
+"""Seconds between two updates of the panels, whose rates and memory change slowly."""
+LIVE_POINTS = 6_000
+"""Number of points in the raw traces of all runs together that a browser redraws smoothly while the user drags."""
+WIDTH_STEP = 1.02
+"""Factor by which the smoothing width must grow before the averages of all runs are computed again."""
+
+
+class CurveSettings(NamedTuple):
+    """The user's choice of how a dashboard draws its curves."""
+
+    x: str
+    """Name of the x axis, one of `workbench.figures.axes.X_AXES`."""
+    smoothing: float
+    """Width of the average as a share of the longest run; 0 shows raw values only."""
+    log_x: bool = False
+    log_y: bool = False
+
+
+def shared_axis(curves: Sequence[CurveLike], wanted: str) -> tuple[str, AxisUnit]:
+    """Return the wanted x axis with its unit, or the step axis if a run did not record the wanted one."""
+    axes = shared_axes(curves)
+    name = wanted if wanted in axes else "step"
+    return name, axes[name]
+
+
+class CurveCache:
+    """The prepared curves of all runs; those of a run that has not changed are kept."""
+
+    def __init__(self) -> None:
+        self._cached: dict[tuple[str, int], tuple[Any, PreparedCurve]] = {}
+
+    def prepare(
+        self, snapshots: Sequence[Snapshot], y: str, x: str, unit: AxisUnit, smoothing: float, max_points: int
+    ) -> list[PreparedCurve]:
+        """Return column `y` of every run over the axis `x`; an unchanged run gets the same object as before."""
+        curves = [snapshot.curve for snapshot in snapshots]
+        preparation = Preparation.of(curves, smoothing, {x: unit.scale}, max_points)
+        if preparation.width > 0:
+            width = WIDTH_STEP ** math.ceil(math.log(preparation.width, WIDTH_STEP))
+            preparation = replace(preparation, width=width)
+        shared = (x, unit.scale, preparation.width, preparation.along)
+        states = [(len(s.history), s.step, s.marks, *shared) for s in snapshots]
+        changed = [index for index, state in enumerate(states) if self._cached.get((y, index), (None,))[0] != state]
+        fresh = map_in_threads(lambda index: preparation.prepare(curves[index], index, y), changed)
+        for index, curve in zip(changed, fresh, strict=True):
+            self._cached[y, index] = (states[index], curve)
+        return [self._cached[y, index][1] for index in range(len(curves))]
+
+
+class LiveLossFigure:
+    """The loss curves of all runs; `on_zoom` is called when the user looks at another part of the x axis."""
+
+    def __init__(self, snapshots: Sequence[Snapshot], settings: CurveSettings, on_zoom: Callable[[], None]) -> None:
+        self._cache = CurveCache()
+        self._latest: list[PreparedCurve] = []
+        self._shown: list[tuple[PreparedCurve | None, Window, bool]] = [(None, None, False)] * len(snapshots)
+        curves = [snapshot.curve for snapshot in snapshots]
+        x, unit = shared_axis(curves, settings.x)
+        self._x_title = unit.title
+        self.figure = loss_layout(curves, x)
+        self.figure.update_layout(margin={"t": 36, "b": 40}, height=400, autosize=True)  # plotly's buttons need the top
+        prepared = self._prepare(snapshots, x, unit, settings.smoothing)
+        self.figure.add_traces(curve_traces(prepared, x, "loss", smooth=settings.smoothing > 0, complete=True))
+        self.widget = growing_plot(self.figure)
+        self.widget.observe(lambda _: on_zoom(), names="visible")
+        respond_while_busy(self.widget)
+
+    @property
+    def window(self) -> Window:
+        """The part of the x axis that the user zoomed into, in the axis' unit; None is the whole axis."""
+        if self.widget.visible is None:
+            return None
+        low, high = sorted(self.widget.visible)
+        return (10**low, 10**high) if self.figure.layout.xaxis.type == "log" else (low, high)
+
+    def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> None:
+        """Update every run's curve, with points chosen for the visible part of the x axis."""
+        x, unit = shared_axis([snapshot.curve for snapshot in snapshots], settings.x)
+        if unit.title != self._x_title or (self.figure.layout.xaxis.type == "log") != settings.log_x:
+            self.widget.visible = None
+        window = self.window
+        whole = self._prepare(snapshots, x, unit, settings.smoothing)
+        redrawn = self._update_traces(whole, x, settings.smoothing > 0, window)
+        self._update_layout(unit.title, settings)
+        if len(whole) <= MAX_INSIDE and window is None:
+            legend = self.figure.layout.legend
+            preferred = corner_of(legend)  # the legend moves only if a curve has come to run through it
+            place = place_legend(self.figure.data, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
+            legend.update(place)
+        self.widget.show(self.figure, sorted(redrawn))
+
+    def _update_traces(self, whole: Sequence[PreparedCurve], x: str, smooth: bool, window: Window) -> set[int]:
+        """Update the traces of changed runs, and the visible points of all runs; return the indices of both."""
+        visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
+        changed = [shown[0] is not curve or shown[2] != smooth for shown, curve in zip(self._shown, whole, strict=True)]
+        fresh = curve_traces(visible, x, "loss", smooth=smooth, complete=True) if any(changed) else []
+        redrawn = set[int]()
+        for index, curve in enumerate(whole):
+            first, end = index * len(TRACE_ROLES), (index + 1) * len(TRACE_ROLES)
+            if changed[index]:
+                for trace, source in zip(self.figure.data[first:end], fresh[first:end], strict=True):
+                    _copy_changing_fields(source, trace)
+                redrawn.update(range(first, end))
+            elif self._shown[index][1] != window:
+                points = visible_points(visible[index], x, smooth)
+                for number in range(first, end):
+                    trace = self.figure.data[number]
+                    if trace.meta in points:
+                        _set_fields(trace, points[trace.meta])
+                        redrawn.add(number)
+            elif fresh:  # the position of a label at a curve's end depends on the other curves
+                _copy_changing_fields(fresh[end - 1], self.figure.data[end - 1])
+                redrawn.add(end - 1)
+            self._shown[index] = (curve, window, smooth)
+        return redrawn
+
+    def _update_layout(self, x_title: str, settings: CurveSettings) -> None:
+        """Set titles and types of the axes; plotly.js keeps a zoom as long as `uirevision` stays the same."""
+        self._x_title = x_title
+        self.figure.layout.xaxis.update(
+            title={"text": x_title},
+            unifiedhovertitle={"text": hover_title(x_title)},
+            type="log" if settings.log_x else "linear",
+            uirevision=f"{x_title}, {settings.log_x}",
+        )
+        y_type = "log" if settings.log_y else "linear"
+        self.figure.layout.yaxis.update(type=y_type, uirevision=str(settings.log_y))
+
+    def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> go.Figure:
+        """Return a new figure with the whole curves as they were last drawn."""
+        curves = [snapshot.curve for snapshot in snapshots]
+        x, _ = shared_axis(curves, settings.x)
+        figure = loss_layout(curves, x)
+        figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0))
+        figure.layout.legend = self.figure.layout.legend
+        return figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear"})
+
+    @property
+    def key(self) -> str | None:
+        """The explanation of the symbols on the curves; None if there are none."""
+        return mark_key(self._latest)
+
+    def _prepare(self, snapshots: Sequence[Snapshot], x: str, unit: AxisUnit, smoothing: float) -> list[PreparedCurve]:
+        points = _live_points(len(snapshots))
+        self._latest = self._cache.prepare(snapshots, "loss", x, unit, smoothing, points)
+        return self._latest
+
+
+def _live_points(num_runs: int) -> int:
+    """Return the largest number of points of each raw trace."""
+    return min(points_per_trace(num_runs), max(600, LIVE_POINTS // max(1, num_runs)))
+
+
+def _set_fields(trace: go.Scatter, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        trace[name] = value
+
+
+def _copy_changing_fields(source: go.Scatter, trace: go.Scatter) -> None:
+    """Copy the fields that change while a run trains; setting any other field would send it again."""
+    by_role = {
+        "line": ("customdata", "mode", "hovertemplate"),
+        "mark": ("customdata", "marker"),
+        "end": ("text", "mode", "textposition"),
+    }
+    for name in ("x", "y", *by_role.get(source.meta, ())):
+        trace[name] = source[name]
+
+
+class LivePanelsFigure:
+    """Speed, gradient norm, learning rate, utilisation and memory of all runs; rebuilt when a panel is added."""
+
+    def __init__(self) -> None:
+        self.box = widgets.VBox()
+        self._cache = CurveCache()
+        self._names: list[str] = []
+        self._state: Any = None
+        self._drawn_at = -PANELS_S
+        self.figure: go.Figure | None = None
+        self._widget: GrowingPlot | None = None
+
+    def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings, window: Window, now: bool) -> None:
+        """Update every panel, but no more often than every `PANELS_S` seconds unless `now` is true."""
+        sizes = ((len(s.history), len(s.memory), len(s.utilization or ())) for s in snapshots)
+        state = (settings.x, settings.smoothing, settings.log_x, window, *sizes)
+        if state == self._state or not (now or time.monotonic() - self._drawn_at >= PANELS_S):
+            return
+        self._state, self._drawn_at = state, time.monotonic()
+        curves, peaks = [s.curve for s in snapshots], [s.memory for s in snapshots]
+        usage = [s.utilization for s in snapshots]
+        names = panel_names(curves, peaks, usage)
+        x, unit = shared_axis(curves, settings.x)
+
+        def prepare(name: str) -> list[PreparedCurve]:
+            return self._cache.prepare(snapshots, name, x, unit, settings.smoothing, PANEL_POINTS)
+
+        if names != self._names or self._widget is None:
+            self._rebuild(names, panels(curves, peaks, x, settings.smoothing, names, window, usage, prepare))
+        if self.figure is None or self._widget is None:
+            return
+        fresh: list[Mapping[str, Any]] = []
+        for name in names:
+            if name == "memory":
+                fresh += map(_changing_fields, memory_traces(curves, peaks))
+            elif name == "utilization":
+                preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)
+                fresh += map(_changing_fields, utilization_traces(curves, usage, x, preparation, window))
+            else:
+                fresh += rate_points(prepare(name), name, x, settings.smoothing > 0, window)
+        for trace, fields in zip(self.figure.data, fresh, strict=True):
+            _set_fields(trace, fields)
+        for position, name in enumerate(names):
+            if name != "memory":
+                axis = self.figure.layout[f"xaxis{position + 1 if position else ''}"]
+                _update_axis(axis, unit.title, settings.log_x, window)
+        self._widget.show(self.figure)
+
+    def _rebuild(self, names: list[str], figure: go.Figure) -> None:
+        self._names = names
+        old, self._widget, self.figure = self._widget, None, None
+        if names:
+            self.figure, self._widget = figure, growing_plot(figure, displayModeBar=False)
+            respond_while_busy(self._widget)
+        self.box.children = (self._widget,) if self._widget is not None else ()
+        if old is not None:
+            old.close()
+
+
+def _changing_fields(trace: go.Bar | go.Scatter) -> dict[str, Any]:
+    """Return the fields of a trace that change while a run trains."""
+    fields = {"x": trace.x, "y": trace.y}
+    return {**fields, "customdata": trace.customdata} if trace.meta in ("memory", "utilization") else fields
+
+
+def _update_axis(axis: Any, title: str, log_x: bool, window: Window) -> None:
+    if axis.title.text:
+        axis.title.text = title
+    axis.type = "log" if log_x else "linear"
+    if window is None:
+        axis.autorange = True
+    else:
+        axis.range = [math.log10(max(end, 1e-12)) for end in window] if log_x else list(window)

@@ -1,0 +1,109 @@
+// Draws the state of a `Plot` (plot.py): `figure` is JSON with `layout` and `config`, and with either `data` (all traces)
+// or `traces` (their number; each one is then a state of its own, `trace_0`, `trace_1`, ...).
+
+function bytes(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const letters = atob(text), values = new Uint8Array(letters.length);
+  for (let at = 0; at < values.length; at++) values[at] = letters.charCodeAt(at);
+  return values;
+}
+
+function decoded(trace) {
+  for (const [name, column] of Object.entries(trace)) {
+    if (typeof column?.float64 !== "string") continue;
+    const values = new Float64Array(bytes(column.float64).buffer), width = column.width;
+    trace[name] = !width ? values
+      : Array.from({ length: values.length / width }, (_, row) => values.subarray(row * width, (row + 1) * width));
+  }
+  return trace;
+}
+
+function render({ model, el }) {
+  const Plotly = globalThis.workbenchPlotly;
+  const node = document.createElement("div");
+  el.append(node);
+  const parsed = [];  // for each trace: its JSON text and its value
+  let timer = null, stale = true, ended = 0, duration = 0, width = 0, listening = false, gone = false;
+
+  const trace = index => {
+    const text = model.get(`trace_${index}`);
+    if (parsed[index]?.text !== text) parsed[index] = { text, value: decoded(JSON.parse(text)) };
+    return { ...parsed[index].value };
+  };
+
+  const draw = () => {
+    timer = null;
+    if (gone || !node.offsetWidth) return;  // not on the page yet: the observer asks again
+    if (node._dragging) return ask(50);
+    const started = performance.now();
+    const { traces, data, layout, config } = JSON.parse(model.get("figure"));
+    stale = false;
+    if (!layout) return;
+    width = node.offsetWidth;
+    const shown = data ?? Array.from({ length: traces }, (_, index) => trace(index));
+    Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
+    if (!listening) {
+      node.on("plotly_afterplot", tell);
+      setTimeout(ask, 1000);  // the second drawing is twice as fast: have it before the user acts
+      setTimeout(rehearse, 1500);
+      listening = true;
+    }
+    ended = performance.now();
+    duration = ended - started;
+  };
+
+  const rehearse = () => {  // draws once, out of sight, so that the browser compiles what it needs
+    const text = model.get("rehearsal");
+    if (gone || !text) return;
+    if (timer !== null) return setTimeout(rehearse, 1000);
+    const { data, layout, config } = JSON.parse(text);
+    const stage = document.createElement("div");
+    stage.style = `position:absolute;visibility:hidden;left:-9999px;width:${width}px`;
+    document.body.append(stage);
+    Plotly.newPlot(stage, data, { ...layout, width, autosize: false }, { ...config, responsive: false });
+    Plotly.purge(stage);
+    stage.remove();
+    model.set("rehearsal", "");
+    model.save_changes();
+  };
+
+  const ask = (after = 0) => {  // leaves the page as much time for other work as the last drawing took
+    stale = true;
+    if (timer !== null) return;
+    const wait = Math.max(after, ended + duration - performance.now());
+    timer = wait > 0 ? setTimeout(draw, wait) : 0;
+    if (timer === 0) queueMicrotask(draw);  // waits until all states of one message are set
+  };
+
+  const changed = () => ask();
+  const { traces: count = 0 } = JSON.parse(model.get("figure"));
+  const states = ["figure", ...Array.from({ length: count }, (_, index) => `trace_${index}`)];
+
+  const tell = () => {  // plotly_relayout would come later than the drawing that it reports
+    const { range, autorange } = node._fullLayout.xaxis ?? {};
+    const seen = autorange || !range ? null : range.map(Number);
+    if (JSON.stringify(seen) === JSON.stringify(model.get("visible"))) return;
+    model.set("visible", seen);
+    model.save_changes();
+  };
+
+  const fit = new ResizeObserver(() => {
+    if (node.offsetWidth && (stale || node.offsetWidth !== width)) ask();
+  });
+
+  if (model.get("visible")) {  // a page that was loaded again shows the whole axis
+    model.set("visible", null);
+    model.save_changes();
+  }
+  draw();
+  fit.observe(el);
+  states.forEach(name => model.on(`change:${name}`, changed));
+  return () => {
+    states.forEach(name => model.off(`change:${name}`, changed));
+    fit.disconnect();
+    clearTimeout(timer);
+    gone = true;
+    Plotly.purge(node);
+  };
+}
+export default { render };

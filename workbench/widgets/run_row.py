@@ -1,0 +1,176 @@
+"""One run as a row of a dashboard: state, progress, facts, and a button that stops or resumes the run."""
+
+from __future__ import annotations
+
+import html
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.figures import theme
+from workbench.widgets.run_reader import RunReader, Snapshot
+
+STATE_COLORS = {
+    "queued": "#6B7280",
+    "starting": "#9A6B00",
+    "running": "#0072B2",
+    "finished": "#00785A",
+    "stopped": "#5B6472",
+    "failed": theme.ALERT,
+}
+ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
+"""CSS of a text that ends in an ellipsis where it does not fit."""
+
+
+class RunRow:
+    """Badge, name, progress bar, facts and button of one run.
+
+    The button stops a run that trains, and resumes a run that ended early with a checkpoint; `on_resumed` is called
+    when the run trains again.
+    """
+
+    def __init__(
+        self, reader: RunReader, color: str, on_resumed: Callable[[], None] | None = None, name_px: int = 210
+    ) -> None:
+        self._reader, self._on_resumed = reader, on_resumed
+        self._busy = ""
+        self._key = widgets.HTML(f'<span style="{swatch(color)}"></span>', layout=fixed_width(22))
+        self._badge = widgets.HTML(layout=fixed_width(76))
+        self._name = widgets.HTML(layout=fixed_width(name_px))
+        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout=fixed_width(100))
+        self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 10px"})
+        self.button = widgets.Button(description="Stop", icon="stop", layout=fixed_width(110))
+        self.button.on_click(self._on_click)
+        respond_while_busy(self.button)
+        self.box = widgets.HBox(
+            (self._key, self._badge, self._name, self._bar, self._facts, self.button),
+            layout={"align_items": "center", "flex_flow": "row wrap"},  # in a narrow window the facts wrap
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self._reader.name
+
+    @property
+    def offers_resume(self) -> bool:
+        """True if the button resumes the run."""
+        return bool(self.button.description == "Resume")
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Update the row."""
+        state = snapshot.status.state
+        self._badge.value = badge(state)
+        name = html.escape(snapshot.name)
+        self._name.value = f'<b title="{html.escape(self.name)}" style="{ONE_LINE};font-size:12px">{name}</b>'
+        self._bar.value = snapshot.progress
+        self._bar.style.bar_color = STATE_COLORS[state]
+        facts = html.escape(_describe(snapshot))
+        self._facts.value = f'<span title="{facts}" style="{ONE_LINE};font-size:12px">{facts}</span>'
+        if self._busy == "Stopping …" and snapshot.status.final:
+            self._busy = ""
+        if self._busy:
+            return
+        if not snapshot.status.final:
+            self._set_button("Stop", "stop", "Write a checkpoint and end this run")
+        elif snapshot.resumable:
+            self._set_button("Resume", "play", "Continue from the last checkpoint")
+        else:
+            self._set_button(state.capitalize(), disabled=True)
+
+    def _set_button(self, description: str, icon: str = "", tooltip: str = "", disabled: bool = False) -> None:
+        self.button.description, self.button.icon = description, icon
+        self.button.tooltip, self.button.disabled = tooltip, disabled
+
+    def _on_click(self, _: Any) -> None:
+        if self.button.description == "Stop":
+            self._become_busy("Stopping …")
+            self._reader.run.stop()
+        elif self.offers_resume:
+            self._become_busy("Resuming …")
+            threading.Thread(target=self._resume, name="workbench-resume", daemon=True).start()
+
+    def _become_busy(self, label: str) -> None:
+        self._busy = label
+        self._set_button(label, disabled=True)
+
+    def _resume(self) -> None:
+        try:
+            self._reader.run.resume()
+        except Exception as error:  # the row shows the reason: nobody sees what a thread raises
+            message = html.escape(first_line(error))
+            self._facts.value = f'<span style="color:{theme.ALERT};font-size:12px">{message}</span>'
+            self._busy = ""
+            self._set_button("Not resumed", tooltip=str(error), disabled=True)
+            return
+        self._busy = ""
+        if self._on_resumed is not None:
+            self._on_resumed()
+
+
+def _describe(snapshot: Snapshot) -> str:
+    """Return the run's facts, and its message unless badge and facts already say the same."""
+    status = snapshot.status
+    repeats = status.state in ("failed", "finished") or status.message.startswith("Stopped at step")
+    return snapshot.facts if repeats or not status.message else f"{snapshot.facts} · {status.message}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def respond_while_busy(*controls: widgets.Widget) -> None:
+    """Let controls respond while a cell runs; their callbacks then run in another thread than the cell's.
+
+    JupyterLab addresses a widget's messages to a subshell of the kernel for this reason, and ipykernel 7.1 to 7.3
+    deliver them there. ipykernel 7.4 delivers them to the shell that last published for the widget, which is the main
+    one and busy. Where it does so, the address that JupyterLab wrote is restored.
+    """
+    for control in controls:
+        if hasattr(control.comm, "_reply_subshell_for"):
+            control.comm._reply_subshell_for = lambda _data, address: address
+
+
+def fixed_width(width_px: int) -> dict[str, str]:
+    """Return the layout of a control that keeps its width in a row."""
+    return {"width": f"{width_px}px", "flex": "0 0 auto"}
+
+
+def swatch(color: str) -> str:
+    """Return the CSS of a small square in a run's colour."""
+    return f"display:inline-block;width:11px;height:11px;border-radius:2px;background:{color}"
+
+
+def badge(state: str) -> str:
+    """Return a state as a coloured pill."""
+    return (
+        f'<span style="background:{STATE_COLORS[state]};color:white;border-radius:8px;padding:1px 8px;'
+        f'font-size:11px;font-weight:600">{html.escape(state)}</span>'
+    )
+
+
+def name_width(names: Sequence[str]) -> int:
+    """Return the width in pixels of the longest name in bold, between 90 and 320."""
+    return min(320, max(90, 16 + round(7.6 * max(map(len, names), default=0))))
+
+
+def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str]) -> str:
+    """Return the rows of all runs as static HTML; a run's full name shows on hover."""
+    cell = 'style="text-align:left;padding:2px 12px 2px 0"'
+    rows = "".join(
+        f"<tr><td {cell}><span style='{swatch(theme.series_color(index))}'></span></td>"
+        f"<td {cell}>{badge(snapshot.status.state)}</td>"
+        f"<td {cell} title='{html.escape(name)}'><b>{html.escape(snapshot.name)}</b></td>"
+        f"<td {cell}>{html.escape(_describe(snapshot))}</td></tr>"
+        for index, (snapshot, name) in enumerate(zip(snapshots, full_names, strict=True))
+    )
+    return f'<table style="margin:0 0 4px 0;font-size:12px">{rows}</table>{failures_html(snapshots)}'
+
+
+def failures_html(snapshots: Sequence[Snapshot]) -> str:
+    """Return the errors of the failed runs as HTML; empty if none failed."""
+    failures = "".join(f"<div>{snapshot.failure_html}</div>" for snapshot in snapshots if snapshot.failure is not None)
+    return failures and f'<div style="border-left:3px solid {theme.ALERT};padding:4px 10px">{failures}</div>'
