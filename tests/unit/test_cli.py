@@ -1,4 +1,4 @@
-"""The command line: flags to experiments, errors to one sentence, notebooks to pages."""
+"""The command line: options become experiments, an error is one sentence, notebooks become pages."""
 
 import inspect
 import json
@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import nbformat
 import pytest
 
-from workbench import api, cli, notebooks
+from workbench import cli, notebooks
+from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
+from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, this_process, write_json
+from workbench.strategy import Choices, choices_from
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_SIZES = {"hidden_size": None, "num_layers": None, "num_heads": None, "layout": None}
 
 
 def workbench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -40,52 +43,66 @@ def notebook(tmp_path):
     return path
 
 
-def test_flags_make_the_same_experiment_as_python():
+def test_options_make_the_same_experiment_as_python():
     from workbench import Experiment, data, models
 
-    sizes = {**NO_SIZES, "hidden_size": 1920, "num_layers": 54, "num_heads": 30}
-    made = cli.experiment_from(None, "bert", sizes, "demo", {"steps": 40, "seq_len": None})
+    made = cli.experiment_from("bert:hidden_size=1920,num_layers=54,num_heads=30", ["data=demo", "steps=40"])
     model = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
     assert made == Experiment(model=model, data=data.corpus("demo"), steps=40)
-    assert cli.named_model("GPT3-1.3B", {}) == models.gpt3("1.3B")
+    assert cli.model_from("GPT3-1.3B") == models.gpt3("1.3B")
+    assert cli.experiment_from("gpt2", ["model=bert-large"]).model == models.bert_large()
 
 
-def test_flags_win_over_the_file(tmp_path):
-    made = cli.experiment_from(None, "bert-large", NO_SIZES, None, {"steps": 40, "seed": 3})
+def test_settings_win_over_the_file(tmp_path):
+    made = cli.experiment_from("bert-large", ["steps=40", "seed=3"])
     file = tmp_path / "experiment.json"
     file.write_text(json.dumps(made.to_json()))
-    assert cli.experiment_from(file, None, NO_SIZES, None, {"steps": 7}) == made.replace(steps=7)
+    assert cli.experiment_from(str(file), ["steps=7"]) == made.replace(steps=7)
+    with pytest.raises(InvalidExperiment, match=r"nowhere\.json cannot be read"):
+        cli.experiment_from("nowhere.json")
 
 
-def test_a_misspelt_model_or_a_size_without_a_model_is_refused():
+def test_a_misspelt_model_size_or_field_is_refused():
     with pytest.raises(InvalidExperiment, match="Did you mean 'bert-large'"):
-        cli.named_model("bert-lage", {})
-    with pytest.raises(InvalidExperiment, match="--model"):
-        cli.experiment_from(None, None, {**NO_SIZES, "hidden_size": 8}, None, {})
+        cli.model_from("bert-lage")
+    with pytest.raises(UnknownParameter, match=r"hiden_size.*Did you mean 'hidden_size'"):
+        cli.model_from("bert:hiden_size=8")
     with pytest.raises(UnknownParameter, match="num_layers"):
-        cli.named_model("bert-large", {"num_layers": 3})
+        cli.model_from("bert-large:num_layers=3")
+    with pytest.raises(UnknownParameter, match=r"stepz.*Did you mean 'steps'"):
+        cli.experiment_from("bert-large", ["stepz=3"])
 
 
-@pytest.mark.parametrize("verb", [cli.plan, cli.run])
-def test_whatever_a_plan_can_be_told_in_python_has_a_flag(verb):
-    shell = {"data": "data_parallel"}  # where --data is the text
-    asked = set(inspect.signature(api.plan).parameters) - {"experiment", "cluster"}
-    assert {shell.get(name, name) for name in asked} <= set(inspect.signature(verb).parameters)
+def test_a_cluster_is_a_device_with_options_or_devices_of_this_machine():
+    assert cli.cluster_from("h200:gpus=16,nodes=4") == Cluster.of("h200", gpus=16, nodes=4)
+    assert cli.cluster_from("a100") == Cluster.of("a100")
+    assert cli.cluster_from(None) is None
+    with pytest.raises(InvalidExperiment, match="for example h200:nodes=2"):
+        cli.cluster_from("nodes=2")
 
 
-def test_a_shell_shows_what_was_weighed_and_why_and_keeps_to_what_was_fixed(tmp_path):
-    sizes = ("--model", "bert", "--hidden-size", "64", "--layers", "4", "--heads", "4", "--seq-len", "32")
-    asked = ("plan", *sizes, "-p", "clip_norm=null", "--device", "h200", "--gpus", "4", "--nodes", "2")
-    fixed = ("--tensor", "2", "--schedule", "interleaved", "--chunks", "2", "--recompute", "full")
-    told = workbench(*asked, *fixed, "--all", "--explain", "--save", "plan.json", cwd=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert "plans weighed" in told.stdout
-    assert "Binding constraint" in told.stdout
-    plan = api.load_plan(tmp_path / "plan.json")
+def test_every_choice_of_a_plan_can_be_fixed():
+    values = {str: "full", bool: "true", int: "2"}
+    hints = {name: get_args(hint)[0] for name, hint in get_type_hints(Choices).items()}
+    assert set(choices_from([f"{name}={values[hint]}" for name, hint in hints.items()])) == set(hints)
+    for command in (cli.plan, cli.run, cli.prepare):
+        assert {"fix", "memory_limit_gib"} <= set(inspect.signature(command).parameters)
+
+
+def test_a_plan_keeps_fixed_choices_and_is_shown_with_table_and_explanation(tmp_path):
+    model = "bert:hidden_size=64,num_layers=4,num_heads=4"
+    asked = ("plan", model, "--set", "seq_len=32", "--set", "clip_norm=null", "--cluster", "h200:gpus=4,nodes=2")
+    choices = ("tensor=2", "schedule=interleaved", "chunks=2", "recompute=full")
+    fixed = [word for choice in choices for word in ("--fix", choice)]
+    answer = workbench(*asked, *fixed, "--show", "table", "--show", "explanation", "--save", "plan.json", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert "options weighed" in answer.stdout
+    assert "Binding constraint" in answer.stdout
+    plan = Plan.load(tmp_path / "plan.json")
     assert (plan.tensor, plan.schedule, plan.recompute, plan.pipeline) == (2, "interleaved", "full", 2)
     assert plan.cluster.nodes == 2
-    alone = workbench("plan", *sizes, "--nodes", "2", cwd=tmp_path)
-    assert (alone.returncode, "--device" in alone.stderr) == (2, True)
+    both = workbench("run", "bert-large", "--plan", "plan.json", "--fix", "zero=1", cwd=tmp_path)
+    assert (both.returncode, "Remove --fix" in both.stderr) == (2, True)
 
 
 def test_an_error_is_one_sentence_and_exit_code_2(tmp_path):
@@ -94,9 +111,9 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path):
     assert answer.stdout == ""
     assert answer.stderr.startswith("RunNotFound: There is no run 'nothing'.")
     assert "Traceback" not in answer.stderr
-    missing = workbench("run", "--model", "bert-large", "--plan", "nowhere.json", cwd=tmp_path)
+    missing = workbench("run", "bert-large", "--plan", "nowhere.json", cwd=tmp_path)
     assert (missing.returncode, missing.stderr.startswith("PlanMismatch: nowhere.json holds no plan")) == (2, True)
-    assert workbench("plan", "--stepz", "3", cwd=tmp_path).returncode == 2
+    assert workbench("plan", "bert-large", "--stepz", "3", cwd=tmp_path).returncode == 2
 
 
 def test_scripts_read_runs_as_json(tmp_path):
@@ -112,11 +129,11 @@ def test_scripts_read_runs_as_json(tmp_path):
     assert "4 of 100" in workbench("runs", cwd=tmp_path).stdout
 
 
-def test_new_and_sync_are_verbs_of_the_shell(tmp_path):
+def test_new_and_sync_are_commands(tmp_path):
     made = workbench("new", "bert_scaling", "mine", cwd=tmp_path)
     assert made.stdout.strip() == str(tmp_path / "mine.ipynb")
     refused = workbench("new", "bert_scaling", "mine", cwd=tmp_path)
-    assert (refused.returncode, "is there already" in refused.stderr) == (2, True)
+    assert (refused.returncode, "exists already" in refused.stderr) == (2, True)
     assert workbench("sync", cwd=tmp_path).stdout == "Nothing to upload.\n"
     assert "no record of a run" in workbench("reproduce", "mine.ipynb", cwd=tmp_path).stderr
 
@@ -199,9 +216,9 @@ def test_a_template_that_does_not_exist_is_answered_with_what_there_is(tmp_path,
         notebooks.template_path("bert_scalin")
 
 
-def test_parameters_keep_their_types():
+def test_values_keep_their_types():
     pairs = ["steps=40", "rate=1e-4", "on=True", "name=trial=2", "sizes=[1, 2]", "limit=None"]
     values = {"steps": 40, "rate": 1e-4, "on": True, "name": "trial=2", "sizes": [1, 2], "limit": None}
-    assert cli.parameters_from(pairs) == values
-    with pytest.raises(UnknownParameter, match="-p steps=VALUE"):
-        cli.parameters_from(["steps"])
+    assert cli.values_from(pairs, "-p") == values
+    with pytest.raises(UnknownParameter, match=r"-p steps gives no value\. Write steps=VALUE"):
+        cli.values_from(["steps"], "-p")

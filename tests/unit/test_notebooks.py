@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench import api
+import workbench as wb
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -29,7 +29,7 @@ def test_a_kept_notebook_is_small_and_names_no_path_of_the_machine(path):
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
 def test_a_recorded_run_can_be_shown_again(path):
-    run = api.load_run(path)
+    run = wb.load_run(path)
     assert len(run.history()) == run.summary()["step"] > 0
     assert run.plan.prediction.step_ms > 0
-    assert api.summary(run).rows[0][0] == path.name
+    assert wb.summary(run).rows[0][0] == path.name

@@ -1,0 +1,34 @@
+"""The public names of Workbench, listed once: `__init__.py` reads them from this file and imports each on first use."""
+
+from . import data as data
+from . import models as models
+from .api import compare as compare
+from .api import contrast as contrast
+from .api import launch as launch
+from .api import live as live
+from .api import partition as partition
+from .api import prepare as prepare
+from .api import reproduce as reproduce
+from .api import share as share
+from .api import show as show
+from .api import summary as summary
+from .api import timeline as timeline
+from .api import what_if as what_if
+from .cost.cluster import Cluster as Cluster
+from .errors import WorkbenchError as WorkbenchError
+from .experiment import Experiment as Experiment
+from .measure.calibration import calibrate as calibrate
+from .measure.local_cluster import local_cluster as local_cluster
+from .planning.explanation import explain as explain
+from .planning.from_experiment import graph as graph
+from .planning.from_experiment import plan as plan
+from .planning.from_experiment import profile as profile
+from .planning.from_experiment import search as search
+from .planning.plan import Plan as Plan
+from .runs.doctor import doctor as doctor
+from .runs.registry import list_runs as list_runs
+from .runs.registry import load_run as load_run
+from .runs.run import Run as Run
+
+__all__: list[str]
+__version__: str
