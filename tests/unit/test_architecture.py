@@ -92,7 +92,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 
 
 def test_every_heavy_dependency_has_a_home() -> None:
-    light = {"numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
+    light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
     light |= {"ipykernel", "jupyterlab", "jupyterlab-templates"}
     names = {Requirement(line).name.replace("pillow", "PIL") for line in PROJECT["dependencies"]}
     assert names - light == {name for name in HOMES if "." not in name}
