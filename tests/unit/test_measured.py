@@ -21,7 +21,7 @@ from workbench.cost import Cluster
 from workbench.cost.correction import BlockMeasurement, corrected_profile
 from workbench.cost.profile import DividedCosts
 from workbench.execution import block_probe
-from workbench.execution.block_probe import Probe, chosen
+from workbench.execution.block_probe import Probe, sampled_blocks
 from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
 from workbench.measure import block_probes as probing
@@ -227,7 +227,7 @@ def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
     from tests.unit.cost_values import graph_of
 
     graph = graph_of(bert(num_layers=7))
-    picked = chosen(graph)
+    picked = sampled_blocks(graph)
     kinds = [graph.blocks[index].block_type for index in picked]
     assert set(kinds) == set(graph.block_types)
     assert max(map(kinds.count, kinds)) == MAX_BLOCKS_PER_TYPE

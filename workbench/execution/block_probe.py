@@ -1,16 +1,15 @@
-"""What one block of each kind takes on this device, as training runs it: run in a process of its own by `runs.probing`.
+"""The process that measures the blocks of a model on this device; `workbench.measure.block_probes` starts it.
 
     python -m workbench.execution.block_probe FOLDER NUMBER HELPER HELPERS
 
-It imports what it needs and waits for the request in FOLDER, captures and compiles for the micro-batch that it guesses,
-then waits for the file that tells probe NUMBER which one to measure. HELPER 0 is the probe; each of the HELPERS others
-only compiles some kinds of blocks for it, from the last kind on, and leaves them in the compiler's cache, where the
-probe finds them.
+The process imports what it needs, waits for the request in FOLDER, captures and compiles for the expected micro-batch,
+and then waits for the file that tells probe NUMBER the micro-batch to measure. HELPER 0 is the probe itself. Each of
+the HELPERS others only compiles some block types, from the last one on, so that the probe finds them in the compiler's
+cache.
 
-Blocks are compiled and run in the model's order, each kind at most `MAX_BLOCKS_PER_TYPE` times (a 54-layer model runs four layers),
-with random weights and a random batch. Between two blocks stand identities that note the time, forward and backward,
-and what the allocator holds, so that a block is seen between its real neighbours. The result has one entry a kind,
-named by the index of its first block.
+Blocks run in the model's order, each type at most `MAX_BLOCKS_PER_TYPE` times (a 54-layer model runs four layers), with
+random weights and a random batch. Identities between the blocks note time and memory in forward and backward, so that a
+block is measured between its real neighbours. The result has one entry per block type, identified by its first block.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import psutil
 import torch
 from torch import nn
 
-from workbench.capture import Block, Graph, build_meta, capture
+from workbench.capture import Graph, build_meta, capture
 from workbench.capture.tensor_sharding import BlockSharding
 from workbench.cost.correction import BlockMeasurement
 from workbench.errors import root_exception
@@ -51,43 +50,49 @@ from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
 SUSTAINED_S = 2.0
-"""The device is kept busy for so long, as training keeps it: its clocks fall under load. The second half counts."""
+"""Seconds that the device is kept busy, as in training, because its clocks fall under load; the second half counts."""
 FEWEST, MOST = 6, 400
+"""Least and largest number of sustained rounds."""
 SINGLE = 3
-"""Rounds on an idle device that count, after one that does not."""
+"""Rounds on an idle device that count, after one that warms up."""
 AHEAD = 1.2
-"""A device that a round keeps busy for less than so many times what it takes the host waits before the round."""
+"""Ratio of device time to host time below which the device waits before a round, so that the host stays ahead."""
 FREE_SHARE = 0.5
-"""Of a GPU's memory, at least; with less, something else runs there and would disturb the times."""
+"""Least free share of a GPU's memory; with less, another program runs there and would disturb the times."""
 CYCLES_PER_S = 1.8e9
+"""Clock that turns seconds into the cycles of `torch.cuda._sleep`."""
 HEAD_START_S = 0.03
-"""The device first sleeps, so that the host is ahead and the times are the device's own."""
+"""Seconds that the device sleeps first, so that the host is ahead and the times are the device's own."""
 
-Note = Callable[[str], None]
-"""Told what has just been done."""
+NotePhase = Callable[[str], None]
+"""Function that is told the name of each phase that ended."""
 
 
 @dataclass
 class _Moment:
-    """Between two blocks: when, what is held, and the most that was held since the last moment."""
+    """The state between two blocks."""
 
     event: Any
+    """CUDA event, or `_HostEvent`, of the moment."""
     held: int
+    """Bytes allocated."""
     peak: int
+    """Most bytes allocated since the moment before."""
     begun: float
+    """Host time in seconds when it came here."""
     ended: float
-    """When the host came, and when it had taken this down."""
+    """Host time in seconds when this had been noted."""
 
 
 class _Log:
-    """Moments of one forward and backward, by the position in the chain at which they were noted."""
+    """The moments of one forward and backward, by position in the chain of blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.forward: list[_Moment] = []
         self.backward: dict[int, _Moment] = {}
         self.lowest: int | None = None
-        """The first position whose block has a backward: it ends with the whole."""
+        """First position whose block has a backward, which ends with the whole backward."""
 
     def note(self) -> _Moment:
         begun = time.perf_counter()
@@ -100,14 +105,14 @@ class _Log:
         return _Moment(event, held, peak, begun, time.perf_counter())
 
     def device_s(self) -> float:
-        """From the first moment to the last, once the device has come there."""
+        """Wait for the device and return the seconds from the first moment to the last."""
         _wait(self._device)
         elapsed_ms: float = self.forward[0].event.elapsed_time(self.backward[0].event)
         return 1e-3 * elapsed_ms
 
 
 class _HostEvent:
-    """The two methods of a CUDA event, for a device that computes while its host waits."""
+    """A stand-in for a CUDA event on a device that computes while its host waits."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -117,7 +122,7 @@ class _HostEvent:
 
 
 class _Boundary(torch.autograd.Function):
-    """Identity; its backward notes that the block at `position` has finished its own."""
+    """An identity whose backward notes that the block at `position` has finished its backward."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
@@ -130,15 +135,13 @@ class _Boundary(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def _silent(done: str) -> None:
-    pass
-
-
 class Probe:
-    """Captured for one micro-batch."""
+    """A model captured for one micro-batch, ready to be compiled and measured."""
 
-    def __init__(self, request: ProbeRequest, micro_batch: int, device: torch.device, note: Note | None = None) -> None:
-        note = note or _silent
+    def __init__(
+        self, request: ProbeRequest, micro_batch: int, device: torch.device, note: NotePhase | None = None
+    ) -> None:
+        note = note or (lambda _: None)
         self.micro_batch = micro_batch
         self._device = device
         model = build_meta(request.build)
@@ -146,50 +149,48 @@ class Probe:
         specs = {name: spec.batched(micro_batch) for name, spec in request.samples.items()}
         self._graph = capture(model, specs, name="probed")
         note("captured")
-        self._blocks = chosen(self._graph)
+        self._blocks = sampled_blocks(self._graph)
         self._chain = _Chain(self._graph, self._blocks, request, device)
-        self._batch = _batch(request, micro_batch, device)
+        if request.examples is not None:
+            self._batch = repeated(request.examples, micro_batch, device)
+        else:
+            vocab_size, share = request.vocab_size, request.labelled
+            self._batch = random_batch(
+                request.samples, micro_batch, vocab_size=vocab_size, labelled_share=share, device=device
+            )
 
     def compile(self) -> None:
-        with _turn(self._device, fcntl.LOCK_SH):
+        with _device_lock(self._device, fcntl.LOCK_SH):
             self._chain.run(self._batch)
             _wait(self._device)
 
     def compile_some(self, helper: int, helpers: int) -> None:
-        """Each of the helpers takes others of the kinds; the probe itself begins with the first."""
+        """Compile the block types of one helper; helpers begin with the last type, the probe with the first."""
         firsts: dict[tuple[object, ...], int] = {}
         for index in self._blocks:
             firsts.setdefault(self._graph.variant(self._graph.blocks[index]), index)
         mine = list(firsts.values())[:0:-1][helper - 1 :: helpers]
-        with _turn(self._device, fcntl.LOCK_SH):
+        with _device_lock(self._device, fcntl.LOCK_SH):
             for index in mine:
                 self._chain.run_alone(index, self._batch)
             _wait(self._device)
 
     def measure(self) -> list[BlockMeasurement]:
-        with _turn(self._device, fcntl.LOCK_EX):
+        with _device_lock(self._device, fcntl.LOCK_EX):
             rounds = _sustained(lambda: self._chain.run(self._batch), self._device)
         return _summary(self._graph, self._blocks, rounds, self.micro_batch)
 
 
-def _batch(request: ProbeRequest, micro_batch: int, device: torch.device) -> dict[str, torch.Tensor]:
-    if request.examples is not None:
-        return repeated(request.examples, micro_batch, device)
-    return random_batch(
-        request.samples, micro_batch, vocab_size=request.vocab_size, labelled_share=request.labelled, device=device
-    )
-
-
 @dataclass(frozen=True)
 class _Rounds:
-    """What was noted in rounds of a chain."""
+    """The logs of repeated runs of a chain."""
 
     single: list[_Log]
-    """Begun on an idle device, where the host need not wait."""
+    """Rounds that begin on an idle device, so that the host does not wait for it."""
     sustained: list[_Log]
-    """One after the other for `SUSTAINED_S`, the device as busy as the host lets it be: those of the second half."""
+    """Rounds of the second half of `SUSTAINED_S`, when the device is as busy as the host lets it be."""
     clock_mhz: int | None
-    """See `BlockMeasurement`."""
+    """Clock of the device at the end (`BlockMeasurement.clock_mhz`)."""
 
 
 def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
@@ -208,8 +209,8 @@ def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
     _sleep(device, HEAD_START_S)
     logs = []
     for _ in range(rounds):
-        # Ahead of the round instead of between its kernels, where the times would be the host's. A device that need not
-        # wait must not: resting, it keeps clocks that training does not see.
+        # A device that would wait for its host waits before the round, not between kernels, where the times would be
+        # the host's. One that need not wait must not, because a rested device clocks higher than in training.
         _sleep(device, lacking_s)
         logs.append(run())
     busy_at = clock_mhz(device)
@@ -218,7 +219,7 @@ def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
 
 
 def clock_mhz(device: torch.device) -> int | None:
-    """At which the device runs now; None for a CPU, or where NVML does not say."""
+    """Return the device's clock at this moment; None for a CPU, or if NVML does not tell."""
     with contextlib.suppress(Exception):
         return torch.cuda.clock_rate(device) if device.type == "cuda" else None
     return None
@@ -234,23 +235,23 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def chosen(graph: Graph) -> list[int]:
-    """The blocks that run: of each kind the first `MAX_BLOCKS_PER_TYPE`; what differs in its gradients is another kind."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    found = []
+def sampled_blocks(graph: Graph) -> list[int]:
+    """Return the blocks to run: the first `MAX_BLOCKS_PER_TYPE` of each type, types that differ in gradients apart."""
+    count: Counter[tuple[object, ...]] = Counter()
+    sampled = []
     for block in graph.blocks:
-        kind = graph.variant(block)
-        seen[kind] += 1
-        if seen[kind] <= MAX_BLOCKS_PER_TYPE:
-            found.append(block.index)
-    return found
+        variant = graph.variant(block)
+        count[variant] += 1
+        if count[variant] <= MAX_BLOCKS_PER_TYPE:
+            sampled.append(block.index)
+    return sampled
 
 
 class _Chain:
-    """The chosen blocks with weights of their own.
+    """The sampled blocks in order, with weights of their own.
 
-    One that is passed over hands on what it receives where it would send the like (so that the blocks before it have a
-    backward), else what the last of its kind sent.
+    A block that is skipped hands on a received value in place of each value of the same shape that it would send, so
+    that the blocks before it have a backward; for other values it repeats what the last block of its type sent.
     """
 
     def __init__(self, graph: Graph, chain: list[int], request: ProbeRequest, device: torch.device) -> None:
@@ -268,7 +269,8 @@ class _Chain:
                 torch._dynamo.mark_static_address(parameter, guard=False)
         buffers = {name: _buffer(spec, device) for name, spec in graph.buffers.items()}
         for name, value in graph.constants.items():
-            buffers[name] = _buffer(_spec(name, value), device) if value.is_meta else value.detach().to(device)
+            spec = TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            buffers[name] = _buffer(spec, device) if value.is_meta else value.detach().to(device)
         own = {name: parameter for name, parameter in self._parameters.items() if uses[name] == 1}
         self._shared = {name: parameter for name, parameter in self._parameters.items() if uses[name] > 1}
         self._modules = {
@@ -290,7 +292,7 @@ class _Chain:
         self._context.loss_denominators = [torch.ones((), device=device) for _ in graph.label_counts]
 
     def run(self, batch: Mapping[str, torch.Tensor]) -> _Log:
-        """One forward and backward of the chain."""
+        """Run one forward and backward of the chain."""
         log = _Log(self._device)
         self._context.label_counts = self._counter.count(batch)
         log.forward.append(log.note())
@@ -301,9 +303,13 @@ class _Chain:
         return log
 
     def run_alone(self, index: int, batch: Mapping[str, torch.Tensor]) -> None:
-        """One block's forward and backward, on made-up values that look to the compiler like those of the chain."""
+        """Run one block's forward and backward on zeros that look to the compiler like the values of the chain."""
         block, module, log = self._graph.blocks[index], self._modules[index], _Log(self._device)
-        received = (_bounded(self._made_up(name), log, 0) for name in block.receives)
+        received = []
+        for name in block.receives:
+            spec = self._graph.values[name]
+            value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+            received.append(_bounded(value.requires_grad_(name in self._graph.differentiated), log, 0))
         borrowed = {name: self._shared[name] for name in module.borrowed_parameters}
         self._context.label_counts = self._counter.count(batch)
         with self._autocast():
@@ -312,30 +318,27 @@ class _Chain:
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(value) for value in ends])
 
-    def _made_up(self, name: str) -> torch.Tensor:
-        spec = self._graph.values[name]
-        value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-        return value.requires_grad_(name in self._graph.differentiated)
-
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._device.type, torch.bfloat16) if self._bf16 else contextlib.nullcontext()
 
     def _forward(self, batch: Mapping[str, torch.Tensor], log: _Log) -> torch.Tensor:
-        values: dict[str, torch.Tensor] = {}  # the later one was made, the later it stands
+        values: dict[str, torch.Tensor] = {}  # in the order in which they were made
         last_of: dict[tuple[object, ...], tuple[torch.Tensor, ...]] = {}
         position = 0
         for block, finished in zip(self._graph.blocks, self._finished, strict=True):
-            module, kind = self._modules.get(block.index), self._graph.variant(block)
+            module, variant = self._modules.get(block.index), self._graph.variant(block)
             if module is not None:
                 received = (_bounded(values[name], log, position) for name in block.receives)
                 borrowed = {name: self._shared[name] for name in module.borrowed_parameters}
-                last_of[kind] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
-                if log.lowest is None and any(value.requires_grad for value in last_of[kind]):
+                last_of[variant] = module(borrowed, (*received, *(batch[name] for name in block.inputs)))
+                if log.lowest is None and any(value.requires_grad for value in last_of[variant]):
                     log.lowest = position
                 position += 1
-                values |= dict(zip(block.sends, last_of[kind], strict=True))
+                values |= dict(zip(block.sends, last_of[variant], strict=True))
             else:
-                passed = _passed_on([value for name, value in values.items() if name in block.receives], last_of[kind])
+                passed = _passed_on(
+                    [value for name, value in values.items() if name in block.receives], last_of[variant]
+                )
                 values |= dict(zip(block.sends, passed, strict=True))
             for name in finished:
                 del values[name]
@@ -345,17 +348,17 @@ class _Chain:
 
 
 def _passed_on(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each that is sent, the last that is received and looks the same; itself, where there is none left."""
-    left = list(received)
-    found = []
+    """Return, for each tensor of `sent`, the last unused one of `received` that looks the same, or else itself."""
+
+    def look(value: torch.Tensor) -> tuple[object, ...]:
+        return value.shape, value.dtype, value.requires_grad
+
+    unused = list(received)
+    passed = []
     for value in sent:
-        alike = [index for index, other in enumerate(left) if _looks(other) == _looks(value)]
-        found.append(left.pop(alike[-1]) if alike else value)
-    return found
-
-
-def _looks(value: torch.Tensor) -> tuple[object, ...]:
-    return value.shape, value.dtype, value.requires_grad
+        alike = [index for index, other in enumerate(unused) if look(other) == look(value)]
+        passed.append(unused.pop(alike[-1]) if alike else value)
+    return passed
 
 
 def _bounded(value: torch.Tensor, log: _Log, position: int) -> torch.Tensor:
@@ -366,49 +369,37 @@ def _parameter(spec: TensorSpec, trained: bool, device: torch.device) -> nn.Para
     value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device).normal_(0, 0.02)
     parameter = nn.Parameter(value, requires_grad=trained)
     if trained:
-        parameter.grad = torch.zeros_like(value)  # from the second micro-batch on, gradients are added
+        parameter.grad = torch.zeros_like(value)  # gradients accumulate from the second micro-batch on
     return parameter
 
 
 def _buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """Zeros where a number may index, ones elsewhere: a mask that hides nothing, a variance that divides by one."""
+    """Return zeros for integers, which may index, else ones: masks hide nothing, variances divide by 1."""
     dtype = getattr(torch, spec.dtype)
     make = torch.ones if dtype.is_floating_point or dtype == torch.bool else torch.zeros
     return make(spec.shape, dtype=dtype, device=device)
 
 
-def _spec(name: str, value: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-
-
 def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) -> list[BlockMeasurement]:
-    """Medians over the rounds and over the blocks of a kind, but for its first where there are others: what stands
-    before a first one is of another kind. The host's times are those of the single round in which it was fastest: what
-    else runs there, as other probes that still compile, only slows it down."""
-    positions: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    """Return the medians over rounds and blocks of each type.
+
+    The first block of a type is left out if there are others, because it follows a block of another type. The host's
+    times are those of the single round in which they were shortest: other processes, such as probes that still compile,
+    only lengthen them.
+    """
+    positions_of: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, index in enumerate(chain):
-        positions[graph.variant(graph.blocks[index])].append(position)
-    found = []
-    for places in positions.values():
-        counted = places[1:] or places
-        seen = [_of_block(graph, chain, position, log) for position in counted for log in rounds.sustained]
-        host = [_medians(_host_of_block(chain, position, log) for position in counted) for log in rounds.single]
-        forward, backward, held, workspace = _medians(seen)
-        host_forward, host_backward = min(host, key=sum)
-        found.append(
-            BlockMeasurement(
-                chain[places[0]],
-                micro_batch,
-                forward,
-                backward,
-                held,
-                workspace,
-                host_forward,
-                host_backward,
-                rounds.clock_mhz,
-            )
+        positions_of[graph.variant(graph.blocks[index])].append(position)
+    measurements = []
+    for positions in positions_of.values():
+        counted = positions[1:] or positions
+        device = [_device_figures(graph, chain, position, log) for position in counted for log in rounds.sustained]
+        host = [_medians(_host_ms(chain, position, log) for position in counted) for log in rounds.single]
+        first_block, fastest_host = chain[positions[0]], min(host, key=sum)
+        measurements.append(
+            BlockMeasurement(first_block, micro_batch, *_medians(device), *fastest_host, rounds.clock_mhz)
         )
-    return found
+    return measurements
 
 
 def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
@@ -416,15 +407,15 @@ def _medians(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Moment, _Moment | None, _Moment | None]:
-    """Around a block's forward, and around its backward."""
+    """Return the moments before and after a block's forward, and before and after its backward."""
     before, after = log.forward[position], log.forward[position + 1]
-    # A block that receives nothing differentiable notes nothing: its backward is part of the one before the next note.
+    # A block that receives nothing differentiable notes no moment: its backward counts to the one before the next note.
     begun = after if position == len(chain) - 1 else log.backward.get(position + 1)
     return before, after, begun, log.backward.get(0 if position == log.lowest else position)
 
 
-def _host_of_block(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
-    """Milliseconds that the host is busy with a block's forward and backward; on a CPU, no more than with computing."""
+def _host_ms(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
+    """Return the time that the host is busy with a block's forward and backward; 0 on a CPU, which also computes."""
     before, after, begun, ended = _moments(chain, position, log)
     if isinstance(before.event, _HostEvent):
         return 0.0, 0.0
@@ -432,49 +423,46 @@ def _host_of_block(chain: list[int], position: int, log: _Log) -> tuple[float, f
     return 1e3 * (after.begun - before.ended), 1e3 * backward
 
 
-def _of_block(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
+def _device_figures(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
+    """Return a block's forward_ms, backward_ms, held_bytes and workspace_bytes (`BlockMeasurement`)."""
     before, after, begun, ended = _moments(chain, position, log)
-    forward = before.event.elapsed_time(after.event)
+    forward_ms, backward_ms = before.event.elapsed_time(after.event), 0.0
     held, workspace = after.held - before.held, after.peak - after.held
-    backward = 0.0
     if begun is not None and ended is not None:
-        backward = begun.event.elapsed_time(ended.event)
-        gradients = 4 * sum(graph.parameters[name].numel for name in _trained(graph, graph.blocks[chain[position]]))
+        backward_ms = begun.event.elapsed_time(ended.event)
+        trained = [name for name in graph.blocks[chain[position]].parameters if name not in graph.frozen]
+        gradients = 4 * sum(graph.parameters[name].numel for name in trained)
         workspace = max(workspace, ended.peak - after.held - gradients)
-    return forward, backward, float(held), float(max(0, workspace))
-
-
-def _trained(graph: Graph, block: Block) -> list[str]:
-    return [name for name in block.parameters if name not in graph.frozen]
+    return forward_ms, backward_ms, float(held), float(max(0, workspace))
 
 
 @contextlib.contextmanager
-def _turn(device: torch.device, kind: int) -> Iterator[None]:
-    """BlockProbes on the same device compile side by side (`LOCK_SH`), then measure one after the other (`LOCK_EX`)."""
+def _device_lock(device: torch.device, operation: int) -> Iterator[None]:
+    """Let probes of one device compile side by side (`LOCK_SH`) and measure one after the other (`LOCK_EX`)."""
     which = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else "cpu"
     name = f"workbench-probe-{os.getuid()}-{which}.lock"
     with (Path(tempfile.gettempdir()) / name).open("w") as file:
-        fcntl.flock(file, kind)
+        fcntl.flock(file, operation)
         yield
 
 
-class _Clock:
-    """Seconds from this process's start until each thing was done."""
+class _PhaseClock:
+    """The seconds from this process's start to the end of each phase."""
 
     def __init__(self) -> None:
         self._begun = psutil.Process().create_time()
         self.seconds: dict[str, float] = {}
 
-    def note(self, done: str) -> None:
-        self.seconds[done] = round(time.time() - self._begun, 2)
+    def note(self, phase: str) -> None:
+        self.seconds[phase] = round(time.time() - self._begun, 2)
 
 
 def main() -> None:
     folder, (number, helper, helpers) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    clock = _Clock()
+    clock = _PhaseClock()
     clock.note("imported")
     device = _device(number)
-    request: ProbeRequest = pickle.loads(_awaited(folder / REQUEST).read_bytes())
+    request: ProbeRequest = pickle.loads(_wait_for_file(folder / REQUEST).read_bytes())
     clock.note("asked")
     if request.deterministic:
         use_deterministic_kernels()
@@ -486,21 +474,24 @@ def main() -> None:
     if helper:
         Probe(request, request.micro_batches[number], device).compile_some(helper, helpers)
         return
-    probe = _guessed(request, request.micro_batches[number], device, clock.note)
-    micro_batch = int(read_json(_awaited(folder / f"{number}{MICRO_BATCH}")))
+    probe = _compiled_probe(request, request.micro_batches[number], device, clock.note)
+    micro_batch = int(read_json(_wait_for_file(folder / f"{number}{MICRO_BATCH}")))
     clock.note("told")
     if probe is None or probe.micro_batch != micro_batch:
         del probe
-        _forget(device)
+        _free_memory(device)
         probe = Probe(request, micro_batch, device)
         probe.compile()
-    found = probe.measure()
+    blocks = [measurement.to_json() for measurement in probe.measure()]
     clock.note("measured")
-    write_json(folder / f"{number}{RESULT}", {"blocks": [one.to_json() for one in found], "seconds": clock.seconds})
+    write_json(folder / f"{number}{RESULT}", {"blocks": blocks, "seconds": clock.seconds})
 
 
 def _device(number: int) -> torch.device:
-    """The probe's own: GPUs take turns. CUDA starts beside the import of the compiler; each takes a second or more."""
+    """Return the probe's device; probes are spread over the GPUs.
+
+    CUDA starts while the compiler is imported, because each takes a second or more.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", number % torch.cuda.device_count())
@@ -512,8 +503,8 @@ def _device(number: int) -> torch.device:
     return device
 
 
-def _guessed(request: ProbeRequest, micro_batch: int, device: torch.device, note: Note) -> Probe | None:
-    """A probe for the micro-batch that most likely will be asked for; None where the device has no room for it."""
+def _compiled_probe(request: ProbeRequest, micro_batch: int, device: torch.device, note: NotePhase) -> Probe | None:
+    """Return a compiled probe for the expected micro-batch; None if the device runs out of memory."""
     try:
         probe = Probe(request, micro_batch, device, note)
         probe.compile()
@@ -525,19 +516,19 @@ def _guessed(request: ProbeRequest, micro_batch: int, device: torch.device, note
     return probe
 
 
-def _forget(device: torch.device) -> None:
+def _free_memory(device: torch.device) -> None:
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _awaited(file: Path) -> Path:
-    """`file`, once it is there."""
+def _wait_for_file(file: Path) -> Path:
+    """Return `file` once it exists; end this process if the one that started it is gone."""
     parent = os.getppid()
     while not file.exists():
         if os.getppid() != parent:
-            raise SystemExit("whoever asked is gone")
+            raise SystemExit("the process that started this probe is gone")
         time.sleep(0.02)
     return file
 

@@ -1,4 +1,4 @@
-"""This machine's devices: GPUs by the name that torch reports, CPUs and unknown GPUs by a speed measured once.
+"""The devices of this machine: GPUs by the name that torch reports, CPUs and unknown GPUs by a speed measured once.
 
 Rates are cached under `$WORKBENCH_HOME/devices` for each device and torch version.
 """

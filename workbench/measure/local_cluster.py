@@ -1,4 +1,4 @@
-"""This machine as a `Cluster` to plan for."""
+"""The `Cluster` that this machine is."""
 
 from __future__ import annotations
 
