@@ -48,7 +48,7 @@ class _LayerSearch:
                 path = called.partition("@")[0]
                 self._nodes[path].append(node)
                 calls[path].add(call)
-        repeated = (path for path, found in calls.items() if path and len(found) > 1)
+        repeated = (path for path, names in calls.items() if path and len(names) > 1)
         self._repeated = {path for path in repeated if _is_composite(model.get_submodule(path))}
 
     def layers_below(self, module: nn.Module, path: str) -> Iterator[str]:
@@ -80,8 +80,8 @@ class _LayerSearch:
         its last one.
         """
         operations = [self._operations(_join(list_path, name)) for name, _ in members.named_children()]
-        operations = [found for found in operations if found]
-        positions = [self._flow.order[node] for found in operations for node in found]
+        operations = [nodes for nodes in operations if nodes]
+        positions = [self._flow.order[node] for nodes in operations for node in nodes]
         if not positions:
             return False
         later = (node for node in self._operations(path) if self._flow.order[node] > max(positions))

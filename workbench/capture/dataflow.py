@@ -56,17 +56,19 @@ def analyse_dataflow(module: fx.GraphModule, loss: fx.Node) -> Dataflow:
         if node.op == "get_attr" and isinstance(value := tensor_at(module, str(node.target)), torch.Tensor)
     }
     excluded: set[fx.Node] = set()
-    recomputable = _recomputable(nodes, tensors, writers, excluded)
-    # A storage that some other node writes to belongs to one place, and so does all that reads it.
-    while found := {o for o, by in writers.items() if o in recomputable and any(w not in recomputable for w in by)}:
-        excluded |= found
+    while True:
         recomputable = _recomputable(nodes, tensors, writers, excluded)
+        # A storage that some other node writes to belongs to one place, and so does all that reads it.
+        bound = {o for o, by in writers.items() if o in recomputable and any(w not in recomputable for w in by)}
+        if not bound:
+            break
+        excluded |= bound
     return Dataflow(
         order={node: index for index, node in enumerate(nodes)},
         tensors=tensors,
         recomputable=frozenset(recomputable),
         live=frozenset(ancestors([loss, *(node for node in nodes if mutated_arguments(node))])),
-        writers={owner: tuple(found) for owner, found in writers.items()},
+        writers={owner: tuple(nodes) for owner, nodes in writers.items()},
     )
 
 
@@ -77,7 +79,7 @@ def _recomputable(
     excluded: set[fx.Node],
 ) -> set[fx.Node]:
     """Return the recomputable nodes if nothing that lies in the `excluded` storages is."""
-    found: set[fx.Node] = set()
+    included: set[fx.Node] = set()
     written = {id(tensors[owner]) for owner in writers if owner in tensors}
     for node in nodes:
         if storage_of(node) in excluded:
@@ -85,9 +87,9 @@ def _recomputable(
         if node in tensors:
             is_included = not isinstance(tensors[node], nn.Parameter) and id(tensors[node]) not in written
         elif node.op == "call_function":
-            is_included = all(source in found for source in node.all_input_nodes) and not is_random(node)
+            is_included = all(source in included for source in node.all_input_nodes) and not is_random(node)
         else:
             is_included = node.op == "placeholder"
         if is_included:
-            found.add(node)
-    return found
+            included.add(node)
+    return included

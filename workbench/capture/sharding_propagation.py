@@ -100,7 +100,7 @@ class Propagation:
         return BlockSharding(
             sharded={node.name: layout.sharding for node, layout in self._layouts.items()},
             parameters={self._positions[node]: sharding for node, (sharding, _, _) in self._weights.items()},
-            entering={node.name: tuple(n.name for n in found) for node, found in self._entering.items()},
+            entering={node.name: tuple(n.name for n in sources) for node, sources in self._entering.items()},
             multiplied=frozenset(
                 source.name for source in readers if all(_multiplies(node, source) for node in readers[source])
             ),
@@ -122,11 +122,11 @@ class Propagation:
         rule = _RULES.get(_name(node))
         if rule is None:
             raise DeadEnd(self.columns_of(sharded))
-        found = rule(self, node)
-        if isinstance(found, Layout):
-            self._layouts[node] = found
-        elif found is not None:
-            self._items[node] = found
+        result = rule(self, node)
+        if isinstance(result, Layout):
+            self._layouts[node] = result
+        elif result is not None:
+            self._items[node] = result
 
     # Columns, where a sharded dim begins, and rows, where it ends
 
@@ -205,10 +205,10 @@ class Propagation:
         """
         if not isinstance(source, fx.Node) or not isinstance(source.meta.get("val"), torch.Tensor):
             return
-        found = self.layout(source)
-        if found is not None:
-            if found.dim != dim or found.sharding.segments != layout.sharding.segments:
-                raise DeadEnd(found.columns | layout.columns)
+        other = self.layout(source)
+        if other is not None:
+            if other.dim != dim or other.sharding.segments != layout.sharding.segments:
+                raise DeadEnd(other.columns | layout.columns)
         elif dim >= len(shape_of(source)):
             raise layout.dead_end()
         elif dim < 0 or shape_of(source)[dim] == 1:
@@ -230,8 +230,8 @@ def _trained(block: Block) -> set[fx.Node]:
     placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
     first = len(block.parameters) + len(block.buffers)
     start = (*placeholders[: len(block.parameters)], *placeholders[first : first + len(block.receives)])
-    found = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
-    return {node for node in found if not holds_integers(node)}
+    reached = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
+    return {node for node in reached if not holds_integers(node)}
 
 
 def _name(node: fx.Node) -> str:
@@ -269,9 +269,9 @@ def _elementwise(p: Propagation, node: fx.Node) -> _Result:
     """Follow operations on operands that are aligned at their last dims; a whole one is read in part."""
     rank = len(shape_of(node))
     aligned = [
-        found.at(found.dim + rank - len(shape_of(source)))
+        operand.at(operand.dim + rank - len(shape_of(source)))
         for source in node.all_input_nodes
-        if (found := p.layout(source)) is not None
+        if (operand := p.layout(source)) is not None
     ]
     result = aligned[0]
     if shape_of(node)[result.dim] != sum(result.sharding.segments):
@@ -423,7 +423,7 @@ def _getitem(p: Propagation, node: fx.Node) -> _Result:
 @_rule("cat", "stack")
 def _cat(p: Propagation, node: fx.Node) -> _Result:
     tensors: Any = node.args[0]
-    layout = next(found for tensor in tensors if (found := p.layout(tensor)) is not None)
+    layout = next(operand for tensor in tensors if (operand := p.layout(tensor)) is not None)
     dim = _dim(node, 1, rank=len(shape_of(node)))
     stacked = _name(node) == "stack"
     if dim == layout.dim and not stacked:
@@ -540,10 +540,10 @@ def _attention(p: Propagation, node: fx.Node) -> _Result:
     if layout is None or layout.dim != rank - 3 or not layout.sharding.even:
         raise DeadEnd(columns)
     for other in others:
-        found = p.layout(other)
-        if found is not None and (found.dim != layout.dim or not found.sharding.even):
+        operand = p.layout(other)
+        if operand is not None and (operand.dim != layout.dim or not operand.sharding.even):
             raise DeadEnd(columns)
-        if found is None:
+        if operand is None:
             p.meet(node, other, layout, layout.dim)
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
     if isinstance(mask, fx.Node):

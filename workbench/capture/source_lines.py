@@ -42,8 +42,8 @@ class SourceLine:
 
 def line_of_node(node: fx.Node) -> SourceLine:
     """Return the innermost line that export noted for an operation."""
-    found = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', node.stack_trace or "")
-    return SourceLine(found[-1][0], int(found[-1][1]), found[-1][2]) if found else SourceLine()
+    lines = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', node.stack_trace or "")
+    return SourceLine(lines[-1][0], int(lines[-1][1]), lines[-1][2]) if lines else SourceLine()
 
 
 def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:

@@ -46,7 +46,9 @@ def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
         for block, shardings in zip(graph.blocks, blocks, strict=True)
         for position, sharding in shardings.parameters.items()
     }
-    return ModelSharding(degree, {key: found for key, found in by_type.items() if found.divided}, parameters, blocks)
+    return ModelSharding(
+        degree, {key: sharding for key, sharding in by_type.items() if sharding.divided}, parameters, blocks
+    )
 
 
 def _inconsistent(graph: Graph, by_type: Mapping[str, BlockSharding]) -> set[tuple[str, int]]:
@@ -83,7 +85,7 @@ def _shard_block(block: Block, degree: int, excluded: set[int]) -> BlockSharding
 def _candidates(block: Block, parameters: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
     """Yield the products with a weight, and the lookup in an embedding that is most of the block's embeddings."""
     tables = [n.args[0] for n in block.code.graph.nodes if n.target is EMBEDDING and n.args[0] in parameters]
-    held = sum(math.prod(shape_of(table)) for table in set(tables))
+    table_elements = sum(math.prod(shape_of(table)) for table in set(tables))
     for node in block.code.graph.nodes:
         product = product_of(node)
         if product is not None:
@@ -91,5 +93,5 @@ def _candidates(block: Block, parameters: Mapping[fx.Node, int]) -> Iterator[fx.
                 yield node
         elif node.target is EMBEDDING and node.args[0] in parameters:
             scales_by_frequency = len(node.args) > 3 and bool(node.args[3])
-            if 2 * math.prod(shape_of(node.args[0])) > held and not scales_by_frequency:
+            if 2 * math.prod(shape_of(node.args[0])) > table_elements and not scales_by_frequency:
                 yield node

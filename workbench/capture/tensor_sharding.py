@@ -32,13 +32,13 @@ class Sharding:
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return (start, length) in the whole tensor of each piece that a device holds, in its order on the device."""
-        found, start = [], 0
+        pieces, start = [], 0
         for segment in self.segments:
             chunk = -(-segment // self.degree)
             first, end = min(rank * chunk, segment), min((rank + 1) * chunk, segment)
-            found.append((start + first, end - first))
+            pieces.append((start + first, end - first))
             start += segment
-        return tuple(found)
+        return tuple(pieces)
 
     def size(self, rank: int) -> int:
         """Return the length of the dim on a device."""

@@ -205,7 +205,7 @@ def move_meta_to_cpu(model: nn.Module) -> None:
 
 def refuse_backward_hooks(model: nn.Module, name: str) -> None:
     """Raise `CaptureError` if a parameter or a module has a hook that its backward would call: blocks have neither."""
-    found = [
+    hooked = [
         ("parameter", key)
         for key, tensor in model.named_parameters()
         if any(getattr(tensor, hooks, None) for hooks in PARAMETER_HOOKS)
@@ -214,7 +214,7 @@ def refuse_backward_hooks(model: nn.Module, name: str) -> None:
         for key, module in model.named_modules()
         if any(getattr(module, hooks) for hooks in MODULE_HOOKS)
     ]
-    for what, key in found[:1]:
+    for what, key in hooked[:1]:
         raise CaptureError(
             f"{name} has a backward hook on the {what} {key}, which would never be called. Write what it does to the "
             f"gradient into forward: c * x + ((1 - c) * x).detach() scales it by c; a c of zeros and ones masks it.",
