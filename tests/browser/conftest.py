@@ -47,7 +47,7 @@ def browser_context_args(browser_context_args: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
-    """A JupyterLab whose launcher has the templates; its kernels find and keep runs in `runs` beside the notebooks."""
+    """Start a JupyterLab with the templates in its launcher; its kernels keep runs in `runs` beside the notebooks."""
     root = tmp_path_factory.mktemp("lab")
     templates = root / ".jupyter" / "data" / "notebook_templates" / "workbench"
     templates.parent.mkdir(parents=True)
@@ -59,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Of a test that fails, what its page shows is kept as a picture, before anything is cleaned up."""
+    """Save a screenshot of a failed test's page before anything is cleaned up."""
     report = yield
     page = getattr(item, "funcargs", {}).get("lab_page")
     if report.when == "call" and report.failed and page is not None:
@@ -70,7 +70,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 @pytest.fixture
 def lab_page(page: Any, server: lab.Server, picture: Any) -> Any:  # noqa: ARG001
-    """A page that reaches the server alone; `page.refused` lists what else it asked for, `page.said` what it logged."""
+    """Open a page that reaches the server only; `page.refused` lists other requests, `page.said` what it logged."""
     page.refused, page.said = [], []
     page.on("console", lambda message: "jupytext" in message.text or page.said.append(message.text[:500]))
 
@@ -91,7 +91,7 @@ TAKEN: list[Path] = []
 
 @pytest.fixture
 def picture() -> Any:
-    """Keep a screenshot in `reports/screenshots`, or where `WORKBENCH_SCREENSHOTS` says, for a person to look at."""
+    """Save a screenshot for people in `reports/screenshots`, or in the folder `WORKBENCH_SCREENSHOTS`."""
 
     def take(page: Any, name: str) -> None:
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def picture() -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """CI's output says where the pictures are."""
+    """Print where the screenshots are."""
     if TAKEN:
         names = ", ".join(sorted({path.name for path in TAKEN}))
         terminalreporter.write_line(f"{len(set(TAKEN))} screenshots to look at in {SCREENSHOTS}: {names}")

@@ -28,7 +28,7 @@ CHROMIUM_ARGUMENTS = [
 ]
 START_TIMEOUT_S = 120
 PATIENCE_MS = 180_000
-"""For whatever must come some time: a machine with other work to do takes many times longer."""
+"""Longest wait in ms for anything that must happen: a busy machine takes many times longer than an idle one."""
 ATTEMPTS = 6
 
 
@@ -69,7 +69,7 @@ def jupyterlab(root: Path, environment: dict[str, str]) -> Iterator[Server]:
             start_new_session=True,
         )
         try:
-            _wait_until_it_answers(server, process)
+            _wait_until_ready(server, process)
             yield server
         finally:
             process.terminate()
@@ -94,7 +94,7 @@ def _private_folders(root: Path) -> dict[str, str]:
         "JUPYTERLAB_SETTINGS_DIR": "settings",
         "JUPYTERLAB_WORKSPACES_DIR": "workspaces",
     }
-    folders = {variable: root / ".jupyter" / name for variable, name in names.items()}  # some may be there already
+    folders = {variable: root / ".jupyter" / name for variable, name in names.items()}  # some of them may exist
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     quiet = folders["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab" / "apputils-extension"
@@ -103,7 +103,7 @@ def _private_folders(root: Path) -> dict[str, str]:
     return {variable: str(folder) for variable, folder in folders.items()}
 
 
-def _wait_until_it_answers(server: Server, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         with contextlib.suppress(urllib.error.URLError, OSError):
@@ -129,7 +129,7 @@ def open_notebook(page: Any, server: Server, name: str) -> None:
 
 
 def wait_for_kernel(page: Any) -> None:
-    """Wait until the notebook in front is open, and its kernel connected and idle."""
+    """Wait until the notebook has opened and its kernel is connected and idle."""
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=PATIENCE_MS)
     page.evaluate("() => window.jupyterapp.restored.then(() => 1)")
     page.wait_for_function(
@@ -148,10 +148,10 @@ CELLS = "window.jupyterapp.shell.currentWidget.content.widgets.filter(w => w.mod
 
 
 def start_all(page: Any) -> None:
-    """Run every cell; returns when the kernel has taken the first.
+    """Run every cell; return when the kernel has started the first.
 
-    Clicking the menu left cells unrun, and the command's own promise never resolves when the kernel reconnects while
-    it starts: the cells are looked at instead, and run again while none was taken.
+    A click on the menu leaves cells unrun at times, and the command's promise never resolves if the kernel reconnects
+    meanwhile. The state of the cells is read instead, and the command is repeated until one has started.
     """
     from playwright.sync_api import TimeoutError as NotYet
 
@@ -163,11 +163,11 @@ def start_all(page: Any) -> None:
             page.wait_for_function(f"() => {taken}", timeout=PATIENCE_MS / ATTEMPTS)
             return
         wait_for_kernel(page)
-    raise AssertionError("the kernel took no cell")
+    raise AssertionError("the kernel started no cell")
 
 
 def run_all(page: Any) -> None:
-    """Run every cell; returns when all have finished, raises with the error of one that failed."""
+    """Run every cell; return when all have finished, or fail with the traceback of one that failed."""
     start_all(page)
     done = f"{CELLS}.every(cell => cell.model.executionState !== 'running' && cell.model.executionCount !== null)"
     failures = f"{CELLS}.flatMap(cell => cell.model.sharedModel.getOutputs().filter(o => o.output_type === 'error'))"
@@ -177,7 +177,7 @@ def run_all(page: Any) -> None:
 
 
 def restart_kernel(page: Any) -> None:
-    """Restart the kernel of the notebook in front; returns when the new one is idle."""
+    """Restart the kernel of the open notebook; return when the new one is idle."""
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
     wait_for_kernel(page)
 

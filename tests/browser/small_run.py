@@ -1,8 +1,8 @@
-"""A small process that leaves what a training run leaves.
+"""A small process that writes the files of a training run.
 
 `python small_run.py DIRECTORY STEPS SECONDS_PER_STEP [FAIL_AT]`
 
-It holds no model, but its directory, its events, its process record and its answer to a STOP file are real.
+It trains no model. Its directory, its events, its process record and its response to a STOP file are real.
 """
 
 import math

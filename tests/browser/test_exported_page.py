@@ -1,4 +1,4 @@
-"""An exported page in a browser that reaches nothing: it draws, answers the pointer and switches its axes."""
+"""An exported page in a browser without a network: it draws, responds to the pointer and switches its axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a researcher does in a day, in a real JupyterLab: from the launcher's template to a page for a colleague."""
+"""A researcher's day in a real JupyterLab: from the launcher's template to a page for a colleague."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import pytest
 
 from workbench.figures import notebook_to_html
 from workbench.rundir import FINAL_STATES, read_events
-from workbench.runs import runs as runs_in
+from workbench.runs import list_runs
 from workbench.runs.launching.processes import rank_records
 
 STEPS = 100_000
-"""More than any machine takes until the test presses Stop."""
+"""Number of steps that no machine finishes before the test presses Stop."""
 PATIENCE_S = lab.PATIENCE_MS / 1e3
 
 
 @pytest.fixture
 def folder(server: lab.Server) -> Iterator[Path]:
-    """Where the runs of the server's kernels are; whatever trains there is stopped in the end."""
+    """Return the folder of the runs that the server's kernels launch; runs that are left are stopped after the test."""
     runs = server.root / "runs"
     yield runs
-    for run in runs_in(runs):
+    for run in list_runs(runs):
         run.stop()
-    for run in runs_in(runs):
+    for run in list_runs(runs):
         run.wait(PATIENCE_S)
 
 
@@ -61,7 +61,7 @@ def show_cell(page: Any, text: str) -> None:
 
 
 def is_running(page: Any, text: str) -> bool:
-    """Whether the cell whose source holds `text` has been taken and not finished."""
+    """Return True if the kernel runs the cell whose source holds `text`."""
     cell = f"{lab.CELLS}.find(w => w.model.sharedModel.getSource().includes(text))"
     return bool(page.evaluate(f"(text) => {cell}.model.executionState === 'running'", text))
 
@@ -72,7 +72,7 @@ STEPS_SHOWN = f"""() => {{
     const raw = graph && graph._fullData ? graph._fullData.filter(t => t.meta === 'raw' && t.x) : [];
     return Math.max(0, ...raw.map(t => t.x.length));
 }}"""
-"""Script: values of the longest curve of the dashboard; each step is one, up to the most that are drawn."""
+"""Script that returns the number of points of the dashboard's longest curve: one per step, up to the most drawn."""
 
 
 def wait_for_steps(page: Any, steps: int) -> None:
@@ -90,16 +90,16 @@ def eventually(truth: Any, explain: Any = lambda: "") -> None:
         time.sleep(0.1)
 
 
-def give_way(folder: Path) -> None:
-    """Let the ranks that train leave the processors to the browser and the kernel, which the test waits for."""
-    for run in runs_in(folder):
+def lower_priority(folder: Path) -> None:
+    """Lower the priority of the training ranks: the test waits for the browser and the kernel on the same cores."""
+    for run in list_runs(folder):
         for record in rank_records(run.directory):
             with contextlib.suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, record["pid"], min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5))
 
 
 def open_template(page: Any, server: lab.Server, name: str) -> None:
-    """From JupyterLab's launcher, by its Template card."""
+    """Open a template through the Template card of JupyterLab's launcher."""
     page.goto(f"{server.url}/lab?token={server.token}&reset", timeout=lab.PATIENCE_MS)
     page.locator(".jp-LauncherCard", has_text="Template").first.click()
     dialog = page.locator(".jp-Dialog")
@@ -124,18 +124,18 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
 
     show_cell(page, "wb.live(runs)")
     page.locator(".jupyter-widgets span", has_text="running").first.wait_for()
-    give_way(folder)
+    lower_priority(folder)
     show_cell(page, "wb.live(runs)")
     wait_for_steps(page, 30)
     wait_for_steps(page, page.evaluate(STEPS_SHOWN) + 20)  # the curve grows while the cell below still waits
-    assert is_running(page, "wb.wait(runs)")
+    assert is_running(page, "run.wait()")
     picture(page, "lab-training")
 
     for left in (1, 0):  # the run that trains, and the one that waits for its devices
         stop_buttons(page).first.click()
         eventually(lambda left=left: stop_buttons(page).count() == left)
-    eventually(lambda: all(run.status.final for run in runs_in(folder)), lambda: runs_in(folder))
-    stopped = next(run for run in runs_in(folder) if run.checkpoints)
+    eventually(lambda: all(run.status.final for run in list_runs(folder)), lambda: list_runs(folder))
+    stopped = next(run for run in list_runs(folder) if run.checkpoints)
     reached = stopped.summary()["step"]
     assert stopped.status.state == "stopped"
     page.get_by_role("button", name="Resume").first.wait_for()
@@ -146,7 +146,7 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     lab.run_all(page)
     page.get_by_role("button", name="Resume").first.click()
     wait_for_steps(page, reached + 10)
-    give_way(folder)
+    lower_priority(folder)
     lab.restart_kernel(page)
     lab.run_all(page)
     wait_for_steps(page, reached + 20)
@@ -171,7 +171,7 @@ def assert_each_step_once(run: Any) -> None:
 
 
 def share_and_hover(page: Any, notebook: Path, folder: Path, picture: Any) -> None:
-    """The page that a colleague opens: no network, and a point answers the pointer."""
+    """Open the exported page without a network, and check that a point responds to the pointer."""
     shared = notebook_to_html(notebook, folder / "shared.html")
     assert "plotly" in json.dumps(json.loads(notebook.read_text())["cells"][0]["outputs"])
     page.context.unroute("**/*")

@@ -28,7 +28,7 @@ POINTS = """() => {
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Start a small run and wait for its first events; whatever still runs is ended afterwards."""
+    """Start a small run and wait for its first events; runs that are left are ended after the test."""
     processes = []
 
     def launch(name: str, steps: int, seconds_per_step: float = 0.02, fail_at: int | None = None) -> str:
@@ -82,8 +82,9 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     page.wait_for_timeout(1000)
     picture(page, "live-ended")
     lab.save(page)
-    widget, states, curves, panels = outputs(server.root / "live.ipynb", 0)
+    widget, states, curves, panels, resume_offer = outputs(server.root / "live.ipynb", 0)
     assert not any(widget.values())
+    assert not any(resume_offer.values())
     assert "shapes &lt;b&gt;4&lt;/b&gt; and 5 differ" in "".join(states["text/html"])
     assert "application/vnd.plotly.v1+json" in curves
     assert "application/vnd.plotly.v1+json" in panels

@@ -1,4 +1,4 @@
-"""The recorded pair of 4 × H200 as it looked while it trained: what the README shows, and that it can be read."""
+"""Pictures for the README: the recorded pair of 4 × H200 as it looked while it trained, with readable labels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from workbench.rundir import RunDir, append_event, this_process, write_json
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
 REACHED = {"bert-scaled-20261121-085006": 0.55, "bert-large-20261121-085005": 0.63}
-"""Share of its steps that each run has done."""
+"""Finished share of each run's steps."""
 CELLS = (
-    "import workbench as wb\n\nwb.live(wb.runs())",
-    "wb.runs()",
+    "import workbench as wb\n\nwb.live(wb.list_runs())",
+    "wb.list_runs()",
     'large = wb.Experiment(model=wb.models.bert_large(), data=wb.data.corpus("demo"), steps=400, global_batch=256, '
     'seq_len=128)\nwb.what_if(large, wb.Cluster.of("h200", gpus=4))',
 )
@@ -57,7 +57,7 @@ OUT_OF_SIGHT = """() => {
 
 @pytest.fixture
 def paused(server: lab.Server) -> Any:
-    """The recorded runs in the server's folder, as if they trained, with this very process as their supervisor."""
+    """Copy the recorded runs into the server's folder as if they trained, with this process as their supervisor."""
     runs = server.root / "runs"
     for name, share in REACHED.items():
         shutil.copytree(RECORDED / name, runs / name)
