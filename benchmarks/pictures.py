@@ -1,9 +1,9 @@
-"""The drawn figures of the documentation, made anew into docs/pictures/.
+"""Draw the figures of the documentation anew into docs/pictures/.
 
     python benchmarks/pictures.py [cost planning figures curves]
 
-All of them if none is named. Needs kaleido and a Chrome or Chromium, no GPU. The curves are those of the runs under
-notebooks/recorded; everything else is predicted. (The SVG files beside them are written by hand.)
+Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
+runs under notebooks/recorded; everything else is predicted. (The SVG files in that folder are written by hand.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 import workbench as wb
-from workbench import api, models
+from workbench import models
 from workbench.capture import Graph, build_meta, capture
 from workbench.cost import Cluster
 from workbench.cost.device import Device
@@ -28,15 +28,21 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import save_png, show_plan, theme
 from workbench.planning import search
+from workbench.planning.from_experiment import CAPTURE_BATCH
 from workbench.planning.plan import Plan
-from workbench.planning.timelines import timeline
+from workbench.planning.predicted_timeline import timeline
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, GLOBAL_BATCH = 512, 256
 RECORDED = ("bert-large-20261121-085005", "bert-scaled-20261121-085006")
-FAMILIES = {"gemm": "matrix products", "attention": "attention", "stream": "bound by memory"}
+FAMILIES = {
+    "gemm": ("matrix products", theme.FORWARD),
+    "attention": ("attention", theme.BACKWARD),
+    "stream": ("bound by memory", "#3E9C75"),
+}
+"""Label and colour of each family of kernels."""
 
 
 def main() -> None:
@@ -50,8 +56,8 @@ def main() -> None:
 def scaled_bert() -> Graph:
     model = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
     fields = ("input_ids", "token_type_ids", "labels")
-    batch = {name: TensorSpec(name, (api.PROBE_BATCH, SEQ_LEN), "int64") for name in fields}
-    batch["next_sentence_label"] = TensorSpec("next_sentence_label", (api.PROBE_BATCH,), "int64")
+    batch = {name: TensorSpec(name, (CAPTURE_BATCH, SEQ_LEN), "int64") for name in fields}
+    batch["next_sentence_label"] = TensorSpec("next_sentence_label", (CAPTURE_BATCH,), "int64")
     return capture(build_meta(model.build), batch, name=model.name)
 
 
@@ -69,12 +75,12 @@ def planned(**asked: Any) -> Plan:
 
 
 def pipeline() -> Plan:
-    """Not the fastest, but one to look at."""
+    """Return a plan with a pipeline of four stages: not the fastest, but the one with most to see."""
     return planned(pipeline=4, micro_batch=16, schedule="1f1b", recompute="none")
 
 
 def cost() -> go.Figure:
-    """Where a layer's time goes as its micro-batch grows, and what a pipeline's ranks hold as a step goes on."""
+    """Draw a layer's time by micro-batch size, and the memory of a pipeline's ranks during a step."""
     plan = pipeline()
     figure = make_subplots(
         cols=2,
@@ -100,11 +106,11 @@ def cost() -> go.Figure:
 
 
 def _add_layer_time(figure: go.Figure, device: Device) -> None:
-    """Forward and backward per sample, by family of kernels; the host's own time as a line."""
+    """Draw forward and backward per sample as bars by family of kernels, and the host's own time as a line."""
     sizes = [1, 2, 4, 8, 16, 32]
-    kind = costs().block_types[costs().blocks[1].block_type]
-    for (family, words), color in zip(FAMILIES.items(), (theme.FORWARD, theme.BACKWARD, theme.WEIGHT), strict=True):
-        times = [_family_ms(kind, family, size, device) / size for size in sizes]
+    layer = costs().block_types[costs().blocks[1].block_type]
+    for family, (words, color) in FAMILIES.items():
+        times = [_family_ms(layer, family, size, device) / size for size in sizes]
         figure.add_bar(x=list(map(str, sizes)), y=times, name=words, marker_color=color, row=1, col=1)
     host_ms = 1e3 * (device.efficiency.block_forward_s + device.efficiency.block_backward_s)
     figure.add_scatter(
@@ -119,23 +125,23 @@ def _add_layer_time(figure: go.Figure, device: Device) -> None:
     figure.update_yaxes(title="ms a sample, forward and backward", rangemode="tozero", row=1, col=1)
 
 
-def _family_ms(kind: BlockTypeCost, family: str, micro_batch: int, device: Device) -> float:
+def _family_ms(layer: BlockTypeCost, family: str, micro_batch: int, device: Device) -> float:
     return 1e3 * sum(
         kernel.seconds(micro_batch, device, "bf16", backward=backward, compiled=True)
-        for backward, kernels in ((False, kind.forward), (True, kind.backward))
+        for backward, kernels in ((False, layer.forward), (True, layer.backward))
         for kernel in kernels
         if kernel.family == family
     )
 
 
 def _add_memory(figure: go.Figure, plan: Plan) -> None:
-    """Each rank's state and the activations of the micro-batches in flight; moments within a block are left out."""
+    """Draw each rank's state and the activations of its micro-batches in flight, at the boundaries of actions."""
     block = costs().at(plan.micro_batch, plan.cluster.device)
     for index, (stage, lane) in enumerate(zip(plan.stages, timeline(plan).lanes, strict=True)):
         blocks = slice(stage.first_block, stage.end_block)
         held = float((block.saved_bytes + block.weight_copy_bytes)[blocks].sum())
         state = stage.memory.total - stage.memory.activations
-        changes = [(action.end_ms, held if action.kind == "F" else -held) for action in lane]
+        changes = [(action.end_ms, held if action.type == "F" else -held) for action in lane]
         totals = list(accumulate((change for _, change in changes), initial=float(state)))
         figure.add_scatter(
             x=[0.0, *(at for at, _ in changes)],
@@ -151,19 +157,18 @@ def _add_memory(figure: go.Figure, plan: Plan) -> None:
 
 
 def planning() -> go.Figure:
-    """Everything that the search weighed for scaled BERT on four H200: what it simulated, what a bound ruled out."""
+    """Draw the candidates of the search for scaled BERT on four H200: simulated, or excluded by a bound."""
     plan = planned()
     rows = [row for row in plan.candidates if row.step_ms is not None]
     sizes = sorted({row.micro_batch for row in rows})
     figure = go.Figure()
     for index, stages in enumerate(sorted({row.pipeline for row in rows})):
         color = theme.series_color(index)
-        of_degree = [row for row in rows if row.pipeline == stages]
         for simulated in (False, True):
-            found = [row for row in of_degree if row.verdict.startswith("at least") != simulated]
+            shown = [row for row in rows if row.pipeline == stages and row.verdict.startswith("at least") != simulated]
             figure.add_scatter(
-                x=[sizes.index(row.micro_batch) + 0.22 * (index - 1) for row in found],
-                y=[row.step_ms / 1e3 for row in found if row.step_ms],
+                x=[sizes.index(row.micro_batch) + 0.22 * (index - 1) for row in shown],
+                y=[row.step_ms / 1e3 for row in shown if row.step_ms],
                 mode="markers",
                 marker={
                     "size": 10 if simulated else 7,
@@ -171,7 +176,7 @@ def planning() -> go.Figure:
                     "line": {"color": color, "width": 1.2},
                 },
                 name=f"PP {stages}, {'simulated' if simulated else 'lower bound'}",
-                showlegend=bool(found),
+                showlegend=bool(shown),
             )
     fastest, slowest = plan.prediction.step_ms / 1e3, max(row.step_ms for row in rows if row.step_ms) / 1e3
     chosen = next(row for row in rows if row.verdict == "chosen")
@@ -203,15 +208,15 @@ def planning() -> go.Figure:
 
 
 def figures() -> go.Figure:
-    """The plan view of a pipeline."""
+    """Draw the view of a whole plan."""
     return show_plan(pipeline())
 
 
 def curves() -> go.Figure:
-    """The README's picture, from the runs that were recorded on four H200."""
-    runs = [api.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
+    """Draw the README's picture from the runs that were recorded on four H200."""
+    runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
     figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920 on 4 × H200")
-    figure.layout.updatemenus = ()  # buttons of a picture do nothing
+    figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
     return figure.update_layout(margin={"t": 64})
 
 

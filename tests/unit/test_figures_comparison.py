@@ -1,4 +1,4 @@
-"""Numbers of a comparison: who is lower at equal cost, where curves cross, and how sure that is."""
+"""A comparison states which run is lower at equal cost, where curves cross, and how certain that is."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_equal_cost_is_the_most_that_every_run_has_spent() -> None:
 
 
 def test_runs_are_compared_where_they_meet_though_on_another_axis_they_never_do() -> None:
-    """A step of one costs more FLOPs than the other run as a whole."""
+    """One step of the large run costs more FLOPs than the small run as a whole."""
     small, large = line("small", 1.0, 5.0), line("large", 1.0, 6.0)
     large = Curve("large", {**large.columns, "flops": 1e6 * np.asarray(large.columns["flops"])})
     assert [standing.axis for standing in standings([small, large])] == ["tokens"]
@@ -104,7 +104,7 @@ def test_what_differs_is_named_by_its_place_and_nothing_else_is() -> None:
 
 
 def test_runs_that_are_called_alike_are_told_apart() -> None:
-    """Of two folders, say: each has its own loss in the table."""
+    """Runs of two folders may have one name; each has its own loss in the table."""
     found = contrast([line("bert", 1.0, 6.0), line("bert", 2.0, 6.0, seed=1), line("gpt", 1.5, 6.0, seed=2)])
     assert found.names == ("bert", "bert (2)", "gpt")
     for standing in found.standings:

@@ -249,7 +249,7 @@ def test_smoothing_of_a_million_points_takes_no_noticeable_time() -> None:
 
 
 def test_the_average_of_a_long_column_is_the_weighted_sum_that_defines_it() -> None:
-    """More points than are summed in one turn, narrow and wide, a gap at an edge of turns; checked at some points."""
+    """Three chunks of points with a gap at a chunk's edge, for a narrow and a wide average, checked at some points."""
     random = np.random.default_rng(0)
     x = np.cumsum(random.exponential(1.0, 3 * CHUNK_POINTS))
     y = np.sin(x / 300) + random.normal(0, 1, len(x))

@@ -1,4 +1,4 @@
-"""Where a legend stands."""
+"""A legend stands in a corner that no curve runs through."""
 
 import numpy as np
 import plotly.graph_objects as go
@@ -24,21 +24,21 @@ def drawn(*losses: np.ndarray) -> go.Figure:
         ((FALLING, np.full(400, 10.95)), "bottom left"),
         ((RISING,), "bottom right"),
         ((RISING, np.full(400, 2.0)), "top left"),
-        ((RISING, np.full(400, 2.0), np.full(400, 6.0)), "top right"),  # every corner is taken
+        ((RISING, np.full(400, 2.0), np.full(400, 6.0)), "top right"),  # a curve runs through every corner
     ],
 )
 def test_a_legend_stands_where_no_curve_runs(losses: tuple[np.ndarray, ...], corner: str) -> None:
     assert corner_of(drawn(*losses).layout.legend) == corner
 
 
-def test_a_legend_stays_where_it_is_for_as_long_as_it_is_in_nobodys_way() -> None:
+def test_a_legend_stays_in_its_corner_until_a_curve_runs_through_it() -> None:
     traces = drawn(FALLING).data
     assert place_legend(traces, preferred="bottom left") == CORNERS["bottom left"]
     assert place_legend(traces, preferred="top left") == CORNERS["top right"]
 
 
 def test_the_menu_for_a_logarithmic_axis_moves_the_legend_too() -> None:
-    """On which 150,000 is nearly as high as 200,000."""
+    """On a logarithmic axis 150,000 is nearly as high as 200,000."""
     figure = drawn(np.where(STEPS == 1, 1.0, np.where(STEPS < 20, 2e5, 1.5e5)))
     places = [button.args[0] for button in figure.layout.updatemenus[1].buttons]
     assert [(place["legend.yanchor"], place["legend.xanchor"]) for place in places] == [
@@ -47,5 +47,5 @@ def test_the_menu_for_a_logarithmic_axis_moves_the_legend_too() -> None:
     ]
 
 
-def test_a_plot_without_curves_has_its_legend_as_usual() -> None:
+def test_a_plot_without_curves_has_its_legend_in_the_preferred_corner() -> None:
     assert place_legend([]) == CORNERS["top right"]

@@ -1,4 +1,4 @@
-"""Partition, memory, timeline, prediction: every block, byte and action of a plan is in the picture."""
+"""Every block, byte and action of a plan is in its partition, memory, timeline and prediction figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workbench.figures.partition_view import CHARACTER_SHARE
 from workbench.figures.timeline_view import NUMBERED_LANE
 from workbench.planning import timeline as simulated
 from workbench.planning.plan import Memory
-from workbench.planning.schedules import build_schedule, simulate
+from workbench.planning.schedules import MicroBatchTimes, build_schedule, simulate
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
@@ -70,10 +70,10 @@ def test_known_block_times_share_out_the_stages_time() -> None:
     assert "1 M parameters" in first.hovertext[0]
 
 
-def test_the_heading_says_that_blocks_are_recorded() -> None:
+def test_the_heading_says_that_blocks_are_captured_in_cuda_graphs() -> None:
     value = plan(2, 8)
-    recorded = dataclasses.replace(value, cuda_graphs=True)
-    assert show_plan(recorded).layout.title.text.partition("<br>")[0].endswith("CUDA graphs</b>")
+    captured = dataclasses.replace(value, cuda_graphs=True)
+    assert show_plan(captured).layout.title.text.partition("<br>")[0].endswith("CUDA graphs</b>")
     assert "CUDA graphs" not in show_plan(value).layout.title.text
 
 
@@ -92,7 +92,7 @@ def test_each_block_says_how_it_is_recomputed_and_the_heading_in_how_many() -> N
     assert words in value.describe()
 
 
-def test_memory_is_stacked_by_kind_up_to_each_stages_total() -> None:
+def test_memory_is_stacked_by_category_up_to_each_stages_total() -> None:
     value = plan(4, 56)
     stacks = parts(partition(value), "memory")
     assert [trace.name for trace in stacks] == ["parameters", "gradients", "optimiser", "activations", "workspace"]
@@ -185,7 +185,7 @@ def test_actions_too_narrow_for_a_bar_are_areas_that_cover_their_time() -> None:
 
 
 def test_hover_tells_when_an_action_ran_and_how_long() -> None:
-    """plotly.js's %{x} of a bar is where it ends."""
+    """plotly.js replaces %{x} of a bar by the bar's end."""
     figure = timeline(plan(2, 8, microbatches=4))
     for trace in parts(figure, "actions"):
         assert trace.hovertemplate.count("%{base:") == trace.hovertemplate.count("%{x:") == 1
@@ -202,14 +202,14 @@ def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
     times = [[getattr(s, name) for s in value.stages] for name in ("forward_ms", "backward_ms")]
     link = value.cluster.link(4)
     sends = [1e3 * (link.latency_s + s.send_bytes / link.bandwidth) for s in value.stages]
-    simulated = simulate(schedule, *times, sends)
+    simulated = simulate(schedule, MicroBatchTimes(*times, sends))
     [idle] = parts(figure, "idle")
     assert sum(idle.x) / (4 * simulated.step_ms) == pytest.approx(simulated.bubble_fraction)
     assert f"bubble {simulated.bubble_fraction:.1%}" in figure.layout.title.subtitle.text
 
 
 def test_a_timeline_that_was_measured_draws_like_a_planned_one() -> None:
-    measured = simulate(build_schedule("gpipe", 2, 3), [1.0, 1.0], [2.0, 2.0])
+    measured = simulate(build_schedule("gpipe", 2, 3), MicroBatchTimes([1.0] * 2, [2.0] * 2, [0.0] * 2))
     figure = timeline(measured, title="measured")
     assert sum(len(trace.x) for trace in parts(figure, "actions")) == 12
     assert figure.layout.title.text == "<b>measured</b>"
@@ -298,7 +298,7 @@ def test_predicted_memory_of_a_device_is_that_of_all_its_stages() -> None:
 
 def test_one_figure_sets_a_measured_step_below_its_prediction_and_beside_it_time_and_memory() -> None:
     value = plan(4, 8, microbatches=4, chunks=2)
-    slower = simulate(build_schedule("interleaved", 2, 4, 2), [1.0] * 4, [2.2] * 4)
+    slower = simulate(build_schedule("interleaved", 2, 4, 2), MicroBatchTimes([1.0] * 4, [2.2] * 4, [0.0] * 4))
     figure = prediction(value, {"step_ms": 1000.0, "peak_bytes": {0: 10 * GIB}}, step=slower)
     titles = [note.text for note in figure.layout.annotations]
     assert titles[:2] == ["Step time (ms)", "Peak memory of a device (GiB)"]
@@ -338,7 +338,7 @@ def test_the_tensors_that_cross_a_cut_stand_between_its_stages_with_names_and_sh
 
 def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> None:
     chosen = plan(stages=2, microbatches=4)
-    late = [
+    events = [
         {
             "type": "actions",
             "rank": rank,
@@ -348,7 +348,7 @@ def test_a_measured_step_is_drawn_below_its_prediction_on_the_same_axis() -> Non
         }
         for rank, lane in enumerate(simulated(chosen).lanes)
     ]
-    measured = measured_timeline([*late, {**late[0], "step": 206}, {"type": "step", "step": 7}])
+    measured = measured_timeline([*events, {**events[0], "step": 206}, {"type": "step", "step": 7}])
     assert measured is not None
     assert measured.lanes[0][0].start_ms == 0.0
     assert measured.lanes[1][0].start_ms == pytest.approx(simulated(chosen).lanes[1][0].start_ms + 1.0)

@@ -22,7 +22,7 @@ from workbench.figures.timeline_view import (
     timeline_height,
 )
 from workbench.planning.plan import Plan
-from workbench.planning.schedules import TimedAction, Timeline
+from workbench.planning.schedules import TimedAction, Timeline, most_in_flight
 from workbench.strategy import SCHEDULES
 
 GAP_PX = 56
@@ -71,17 +71,8 @@ def _from_zero(lanes: Lanes) -> Timeline:
         lanes=moved,
         step_ms=end_of(moved),
         busy_ms=tuple(sum(action.end_ms - action.start_ms for action in lane) for lane in moved),
-        in_flight=tuple(map(_most_in_flight, moved)),
+        in_flight=tuple(map(most_in_flight, moved)),
     )
-
-
-def _most_in_flight(lane: Iterable[TimedAction]) -> int:
-    """Return the largest number of micro-batches between their forward and the backward that frees them."""
-    held = most = 0
-    for action in lane:
-        held += {"F": 1, "B": -1, "W": -1}.get(action.type, 0)
-        most = max(most, held)
-    return most
 
 
 def timelines(plan: Plan, measured: Timeline, title: str | None = None) -> go.Figure:

@@ -19,8 +19,6 @@ from workbench.units import duration
 ACTION_LOOKS = {
     "F": ("forward", theme.FORWARD),
     "B": ("backward", theme.BACKWARD),
-    "I": ("input gradient", theme.BACKWARD),
-    "W": ("weight gradient", theme.WEIGHT),
 }
 """Name and colour of each action type."""
 DENSE_LANE = 400
