@@ -395,9 +395,20 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
         counted = positions[1:] or positions
         device = [_device_figures(graph, chain, position, log) for position in counted for log in rounds.sustained]
         host = [_medians(_host_ms(chain, position, log) for position in counted) for log in rounds.single]
-        first_block, fastest_host = chain[positions[0]], min(host, key=sum)
+        forward_ms, backward_ms, held_bytes, workspace_bytes = _medians(device)
+        forward_host_ms, backward_host_ms = min(host, key=sum)
         measurements.append(
-            BlockMeasurement(first_block, micro_batch, *_medians(device), *fastest_host, rounds.clock_mhz)
+            BlockMeasurement(
+                first_block=chain[positions[0]],
+                micro_batch=micro_batch,
+                forward_ms=forward_ms,
+                backward_ms=backward_ms,
+                held_bytes=held_bytes,
+                workspace_bytes=workspace_bytes,
+                forward_host_ms=forward_host_ms,
+                backward_host_ms=backward_host_ms,
+                clock_mhz=rounds.clock_mhz,
+            )
         )
     return measurements
 
