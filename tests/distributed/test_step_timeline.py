@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workbench.planning.timelines import timeline
 
 from tests.distributed.real_worker import experiment, plan, trained
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.figures import measured_timeline, timelines
+from workbench.planning.predicted_timeline import timeline
 from workbench.rundir import read_events
 
 
 def ends(lanes: Any) -> dict[tuple[str, int, int], Any]:
-    return {(action.kind, action.stage, action.micro_batch): action for lane in lanes for action in lane}
+    return {(action.type, action.stage, action.micro_batch): action for lane in lanes for action in lane}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -32,8 +32,8 @@ def test_a_recorded_step_ran_the_schedule_that_the_plan_draws(tmp_path: Path, sc
     measured = measured_timeline(events)
     assert measured is not None
     for planned_lane, measured_lane in zip(timeline(chosen).lanes, measured.lanes, strict=True):
-        order = [(a.kind, a.stage, a.micro_batch) for a in planned_lane]
-        assert [(a.kind, a.stage, a.micro_batch) for a in measured_lane] == order
+        order = [(a.type, a.stage, a.micro_batch) for a in planned_lane]
+        assert [(a.type, a.stage, a.micro_batch) for a in measured_lane] == order
         assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(measured_lane))
     found = ends(measured.lanes)
     for _, stage, micro_batch in (key for key in found if key[0] == "F" and key[1] > 0):

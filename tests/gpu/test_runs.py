@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from workbench.planning.timelines import timeline
 
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
@@ -31,6 +30,7 @@ from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
+from workbench.planning.predicted_timeline import timeline
 from workbench.rundir import RunDir, read_events
 from workbench.units import GIB
 
@@ -211,7 +211,7 @@ def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Pl
     forwards: list[dict[int, float]] = []
     for lane, event in zip(timeline(chosen).lanes, recorded, strict=True):
         rows = event["actions"]
-        assert [tuple(row[:3]) for row in rows] == [(a.kind, a.stage, a.micro_batch) for a in lane]
+        assert [tuple(row[:3]) for row in rows] == [(a.type, a.stage, a.micro_batch) for a in lane]
         assert all(0 <= start <= end for *_, start, end in rows)
         assert all(end <= start for (*_, end), (*_, start, _) in itertools.pairwise(rows))
         assert 0.3 * step_ms <= rows[-1][-1] - rows[0][-2] <= step_ms
