@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.utils import counters
-from workbench.planning.basis import basis
 
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
@@ -39,6 +38,7 @@ from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
 from workbench.planning import Request as PlanRequest
 from workbench.planning import from_experiment, search, weigh
 from workbench.planning.plan import Plan
+from workbench.planning.times_basis import basis_of_times
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)
@@ -99,7 +99,7 @@ def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
         assert plan.prediction.basis in str(plan.explain())
         assert plan.prediction.basis in describe_plan(plan)
     cards = [with_measured_rates(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), local_cluster(2).device]
-    assert [basis(counted, card).split(": ")[-1] for card in cards] == ["enough to rank plans."] * 2
+    assert [basis_of_times(counted, card).split(": ")[-1] for card in cards] == ["enough to rank plans."] * 2
     table = weigh(counted, "bf16", PlanRequest(64, 512, H200))
     assert table.best.prediction.basis in repr(table)
     assert "fitted to training on H200" in table._repr_html_()
