@@ -486,16 +486,10 @@ def _experts(p: Propagation, node: fx.Node) -> _Result:
 @_rule("linear", "addmm", "mm", "matmul", "bmm")
 def _matmul(p: Propagation, node: fx.Node) -> _Result:
     product = product_of(node)
-    if product is not None and p.layout(product.weight) is None:
-        return _product(p, node, product)
-    if product is not None or len(node.args) != 2:
-        raise DeadEnd(p.columns_of(node.all_input_nodes))
-    return _batched_product(p, node)
-
-
-def _product(p: Propagation, node: fx.Node, product: Product) -> _Result:
-    layout = p.layout(product.value)
-    if layout is None or (product.bias is not None and p.layout(product.bias) is not None):
+    if product is None and len(node.args) == 2:
+        return _batched_product(p, node)
+    layout = p.layout(product.value) if product is not None else None
+    if product is None or layout is None or any(p.layout(operand) for operand in (product.weight, product.bias)):
         raise DeadEnd(p.columns_of(node.all_input_nodes))
     if layout.dim == len(shape_of(product.value)) - 1:
         p.row(node, product, layout)
