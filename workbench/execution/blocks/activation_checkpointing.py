@@ -69,7 +69,7 @@ def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> An
 
     `mode` is "full" or "selective". `function` must seed its own random numbers: no generator state is saved.
     """
-    options = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
 

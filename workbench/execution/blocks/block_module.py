@@ -77,7 +77,7 @@ class BlockModule(nn.Module):
         if context.cuda_graphs is not None and self.is_capturable:
             inputs = self._graph_inputs(seed, shared, (*values, *denominators))
             return context.cuda_graphs.forward(self.block.index, context.microbatch, run, inputs)
-        arguments = (run, seed, shared, *values, *denominators)
+        arguments: tuple[Any, ...] = (run, seed, shared, *values, *denominators)
         if self.recompute == "none":
             return cast(Values, self._compute(*arguments))
         return cast(Values, checkpointed(self.recompute, self._compute, *arguments))
@@ -105,19 +105,12 @@ class BlockModule(nn.Module):
         return BlockInputs(*self._static, values, tuple(self._seeds(seed)))
 
     def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [self._weight(name, shared) for name in self.block.parameters]
+        own = {name: getattr(self, attribute) for name, attribute in self.own_parameters.items()}
+        weights = {**shared, **own, **self.weight_copies}
+        return [weights[name] for name in self.block.parameters]
 
     def _read_buffers(self) -> list[torch.Tensor]:
         return [getattr(self, attribute) for attribute in self.model_buffers.values()]
-
-    def _weight(self, name: str, shared: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if name in self.weight_copies:
-            return self.weight_copies[name]
-        return (
-            cast(torch.Tensor, getattr(self, self.own_parameters[name]))
-            if name in self.own_parameters
-            else shared[name]
-        )
 
     def _seeds(self, seed: int | None) -> Iterator[int]:
         """Seed this device's generator and yield the seeds for `run`; do nothing for a deterministic block."""

@@ -176,10 +176,8 @@ class RankStages:
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
         """Map the model's parameter names to the present parameter objects, one for each name."""
-        parameters: dict[str, nn.Parameter] = {}
-        for stage in self.stages:
-            parameters = {**stage.model_parameters(), **parameters}
-        return parameters
+        stages = reversed(self.stages)  # the first stage's parameter wins
+        return {name: parameter for stage in stages for name, parameter in stage.model_parameters().items()}
 
     def sharding(self, name: str) -> Sharding | None:
         """Return how a parameter is divided over the tensor-parallel axis, or None if every device holds all of it."""
@@ -195,10 +193,7 @@ class RankStages:
 
     def model_buffers(self) -> dict[str, torch.Tensor]:
         """Map the model's buffer names to buffers; a buffer that the forward changes belongs to one stage only."""
-        buffers: dict[str, torch.Tensor] = {}
-        for stage in self.stages:
-            buffers = {**stage.model_buffers(), **buffers}
-        return buffers
+        return {name: buffer for stage in reversed(self.stages) for name, buffer in stage.model_buffers().items()}
 
     @property
     def computes_loss(self) -> bool:
