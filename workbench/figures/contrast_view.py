@@ -12,14 +12,7 @@ import plotly.graph_objects as go
 
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES
-from workbench.figures.comparison import (
-    CONFIDENCE,
-    Difference,
-    Standing,
-    difference,
-    standings,
-    with_unique_names,
-)
+from workbench.figures.comparison import CONFIDENCE, Difference, Standing, difference, standings, with_unique_names
 from workbench.figures.curve import CurveLike
 from workbench.figures.curves_view import MAX_INSIDE
 from workbench.figures.legend_placement import place_legend
@@ -136,7 +129,7 @@ def _describe_setting(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def differences(items: Sequence[Difference], title: str | None = None) -> go.Figure:
+def differences(items: Sequence[Difference]) -> go.Figure:
     """Draw the smoothed loss of each run minus that of the first: below zero, the run is the lower of the two.
 
     The band holds 90 % of the resamples (`workbench.figures.comparison`). A diamond marks where two curves last cross;
@@ -161,7 +154,7 @@ def differences(items: Sequence[Difference], title: str | None = None) -> go.Fig
     figure.update_layout(
         template=theme.TEMPLATE,
         height=360 + 18 * len(lines),
-        title=theme.title(theme.text(title or "Difference in loss"), "<br>".join(lines)),
+        title=theme.title("Difference in loss", "<br>".join(lines)),
         margin={"t": 66 + 18 * len(lines)},
         hovermode="x unified",
         legend={"tracegroupgap": 0, **place},

@@ -115,11 +115,7 @@ def _lay_out(figure: go.Figure, x_title: str, y: str, log_y: bool, many: bool) -
         margin={"t": 92, "r": 64},
         hovermode="x unified",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
-        xaxis={
-            "title": {"text": x_title},
-            "rangemode": "tozero",
-            "unifiedhovertitle": {"text": hover_title(x_title)},
-        },
+        xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
         yaxis={"title": {"text": _label(y)}, "type": "log" if log_y else "linear"},
         uirevision="keep",
     )
@@ -219,10 +215,7 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
     visible = visible_points(curve, x, smooth)
     traces = {
         "raw": go.Scatter(
-            **visible["raw"],
-            mode="lines",
-            line={"color": theme.pale(curve.color, 0.62), "width": 1},
-            hoverinfo="skip",
+            **visible["raw"], mode="lines", line={"color": theme.pale(curve.color, 0.62), "width": 1}, hoverinfo="skip"
         ),
         "line": go.Scatter(
             **visible["line"],

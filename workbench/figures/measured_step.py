@@ -75,7 +75,7 @@ def _from_zero(lanes: Lanes) -> Timeline:
     )
 
 
-def timelines(plan: Plan, measured: Timeline, title: str | None = None) -> go.Figure:
+def timelines(plan: Plan, measured: Timeline) -> go.Figure:
     """Draw one step as predicted above the same step as measured, on one axis of time; idle time is hatched.
 
     Both show the pipeline's schedule alone; the optimiser's update that follows it is in neither.
@@ -100,7 +100,7 @@ def timelines(plan: Plan, measured: Timeline, title: str | None = None) -> go.Fi
     figure.update_layout(
         template=theme.TEMPLATE,
         height=inner + 190,
-        title=theme.title(theme.text(title or f"Schedule of {plan.model}"), theme.text(f"{facts}; {bubbles}")),
+        title=theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(f"{facts}; {bubbles}")),
         margin={"t": 120, "b": 56},
         legend={**TIMELINE_LEGEND, "y": 1 + 28 / inner, "borderwidth": 0},
         **BAR_LAYOUT,

@@ -24,12 +24,7 @@ from workbench.figures.utilization_view import (
 )
 from workbench.units import GIB, gib
 
-PANELS = {
-    "tokens_per_s": "Tokens/s",
-    "mfu": "MFU (%)",
-    "grad_norm": "Gradient norm",
-    "learning_rate": "Learning rate",
-}
+PANELS = {"tokens_per_s": "Tokens/s", "mfu": "MFU (%)", "grad_norm": "Gradient norm", "learning_rate": "Learning rate"}
 """Titles of the panels that show one column each; utilisation and memory of the devices come after them."""
 LOGARITHMIC = ("grad_norm",)
 SCALES = {"mfu": 100.0}
@@ -96,7 +91,11 @@ def panels(
     for position, name in enumerate(names):
         row, col = position // columns + 1, position % columns + 1
         is_lowest = position + columns >= len(names)
-        x_axis = {"title_text": axes[x].title if is_lowest else None, "rangemode": "tozero", "range": window}
+        x_axis: dict[str, Any] = {
+            "title_text": axes[x].title if is_lowest else None,
+            "rangemode": "tozero",
+            "range": window,
+        }
         y_axis: dict[str, Any] = {"rangemode": "tozero"}
         if name == "memory":
             traces: Sequence[Any] = memory_traces(curves, peaks)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from workbench.figures import theme
-from workbench.planning.plan import Memory, Plan, Stage
+from workbench.planning.plan import Plan, Stage
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
 from workbench.units import GIB, MIB, count, duration, gib
@@ -22,14 +22,6 @@ MARGIN_TOP, MARGIN_BOTTOM = 100, 86
 COLUMN_WIDTHS, COLUMN_SPACING = (0.62, 0.38), 0.03
 """Widths of the columns of blocks and of memory, and the space between them, as shares of the plot's width."""
 SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predictions": "head", "cls": "head"}
-
-MEMORY_LABELS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimiser",
-    "activations": "activations",
-    "workspace": "workspace",
-}
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ def _cells(stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[
     return cells
 
 
-def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | None) -> None:
+def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | None = None) -> None:
     """Draw a lane of blocks per stage into the subplot of row 1, column 1."""
     rows = _rows_per_stage(plan)
     lanes = [_cells(stage, blocks, rows) for stage in plan.stages]
@@ -242,12 +234,6 @@ def limit_of(plan: Plan) -> tuple[int, str]:
     return device_bytes, f"device {gib(device_bytes)}"
 
 
-def device_memory(plan: Plan, pipeline_rank: int) -> Memory:
-    """Return the peak memory of one device of a pipeline rank, summed over all of its stages."""
-    stages = [stage.memory for stage in plan.stages_of(pipeline_rank)]
-    return Memory(*(sum(getattr(memory, item.name) for memory in stages) for item in fields(Memory)))
-
-
 def rank_name(plan: Plan, pipeline_rank: int) -> str:
     """Return `stage 2`, or `rank 2` if a pipeline rank has several stages."""
     return f"{'stage' if plan.chunks == 1 else 'rank'} {pipeline_rank}"
@@ -272,13 +258,12 @@ def add_memory(figure: go.Figure, plan: Plan) -> None:
     """Draw the memory of one device of each pipeline rank against its limit into the subplot of row 1, column 2."""
     place: Any = {"row": 1, "col": 2}
     ranks = list(range(plan.pipeline))
-    devices = [device_memory(plan, rank) for rank in ranks]
     peak, (limit, limit_name) = plan.peak_bytes, limit_of(plan)
     near = limit <= NEAR_LIMIT * peak
     unit, unit_name = (MIB, "MiB") if peak < 0.1 * GIB else (GIB, "GiB")  # The unit in which `gib` writes the totals.
     end = max(1.35 * peak, LIMIT_ROOM * limit if near else 0) / unit
-    for category, label in MEMORY_LABELS.items():
-        values = [getattr(memory, category) for memory in devices]
+    for category, (label, color) in theme.MEMORY_LOOKS.items():
+        values = [sum(getattr(stage.memory, category) for stage in plan.stages_of(rank)) for rank in ranks]
         texts = [(value / unit, f"{value / unit:.3g}") for value in values]
         bars = go.Bar(
             orientation="h",
@@ -286,16 +271,16 @@ def add_memory(figure: go.Figure, plan: Plan) -> None:
             y=ranks,
             width=0.62 if plan.chunks == 1 else 0.45,
             name=label,
-            marker={"color": theme.MEMORY_COLORS[category], "line": {"color": "white", "width": 0.5}},
+            marker={"color": color, "line": {"color": "white", "width": 0.5}},
             text=[text if length >= CHARACTER_SHARE * end * len(text) else "" for length, text in texts],
-            textfont={"color": theme.ink_on(theme.MEMORY_COLORS[category]), "size": 10},
+            textfont={"color": theme.ink_on(color), "size": 10},
             hovertext=[f"{rank_name(plan, rank)}: {label} {gib(values[rank])}" for rank in ranks],
             hoverinfo="text",
             meta="memory",
             **theme.TEXT_INSIDE,
         )
         figure.add_trace(bars, **place)
-    figure.add_trace(_totals_trace(devices, limit, unit), **place)
+    figure.add_trace(_totals_trace([plan.device_bytes(rank) for rank in ranks], limit, unit), **place)
     figure.update_xaxes(title_text=f"peak of one device ({unit_name})", range=[0, end], **place)
     if near:
         figure.add_vline(x=limit / unit, line={"color": theme.ALERT, "width": 2, "dash": "dash"}, **place)
@@ -320,13 +305,12 @@ def add_memory(figure: go.Figure, plan: Plan) -> None:
     )
 
 
-def _totals_trace(devices: Sequence[Memory], limit: int, unit: int) -> go.Scatter:
+def _totals_trace(totals: Sequence[int], limit: int, unit: int) -> go.Scatter:
     """Return each total at the end of its bar, or beyond the limit's line if it would lie on that line."""
     room = LABEL_SHARE * LIMIT_ROOM * limit
-    totals = [memory.total for memory in devices]
     return go.Scatter(
         x=[(limit if total <= limit <= total + room else total) / unit for total in totals],
-        y=list(range(len(devices))),
+        y=list(range(len(totals))),
         mode="text",
         text=[f" {gib(total)}" for total in totals],
         textposition="middle right",

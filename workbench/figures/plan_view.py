@@ -7,7 +7,6 @@ script, for GitHub and untrusted notebooks.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -18,14 +17,12 @@ from workbench.figures.pages import mimebundle
 from workbench.figures.partition_view import (
     COLUMN_SPACING,
     COLUMN_WIDTHS,
-    MEMORY_LABELS,
-    BlockView,
     add_memory,
     add_partition,
     limit_of,
     partition_height,
 )
-from workbench.figures.timeline_view import TIMELINE_LEGEND, Lanes, add_timeline, planned_lanes, timeline_height
+from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, planned_lanes, timeline_height
 from workbench.planning.plan import Plan, Stage
 from workbench.strategy import SCHEDULES
 from workbench.units import count, duration, gib
@@ -34,15 +31,9 @@ GAP_PX = 118
 """Height between the partition and the timeline: an axis title and two legends."""
 
 
-def show_plan(plan: Plan, lanes: Lanes | None = None, blocks: Sequence[BlockView] | None = None) -> go.Figure:
-    """Draw partition, memory and timeline of a plan in one figure.
-
-    Args:
-        plan: the plan to draw.
-        lanes: the actions of each pipeline rank; by default the plan's schedule is simulated.
-        blocks: one `BlockView` per block, as for `partition`.
-    """
-    lanes = planned_lanes(plan) if lanes is None else lanes
+def show_plan(plan: Plan) -> go.Figure:
+    """Draw partition, memory and timeline of a plan in one figure."""
+    lanes = planned_lanes(plan)
     upper = partition_height(plan)
     lower = timeline_height(len(lanes))
     inner = upper + GAP_PX + lower
@@ -55,7 +46,7 @@ def show_plan(plan: Plan, lanes: Lanes | None = None, blocks: Sequence[BlockView
         horizontal_spacing=COLUMN_SPACING,
         vertical_spacing=GAP_PX / inner,
     )
-    add_partition(figure, plan, blocks)
+    add_partition(figure, plan)
     add_memory(figure, plan)
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
@@ -122,8 +113,8 @@ def plan_html(plan: Plan) -> str:
     swatch = "display:inline-block;width:9px;height:9px"
     key = " ".join(
         '<span style="white-space:nowrap;font-weight:400">'
-        f'<span style="{swatch};background:{theme.MEMORY_COLORS[category]}"></span> {label}</span>'
-        for category, label in MEMORY_LABELS.items()
+        f'<span style="{swatch};background:{color}"></span> {label}</span>'
+        for label, color in theme.MEMORY_LOOKS.values()
     )
     longest_ms = max(stage.forward_ms + stage.backward_ms for stage in plan.stages)
     largest = max(stage.memory.total for stage in plan.stages)
@@ -156,10 +147,10 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
         f"{html.escape(blocks)}</div>"
     )
     segments = ""
-    for category, label in MEMORY_LABELS.items():
+    for category, (label, shade) in theme.MEMORY_LOOKS.items():
         size = getattr(stage.memory, category)
         width = f"{75 * size / scale_bytes:.2f}%"
-        look = f"display:inline-block;height:16px;width:{width};background:{theme.MEMORY_COLORS[category]}"
+        look = f"display:inline-block;height:16px;width:{width};background:{shade}"
         segments += f'<div style="{look}" title="{label} {gib(size)}"></div>'
     return (
         f'<tr style="background:#fff;color:{theme.INK}">'

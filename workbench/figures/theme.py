@@ -25,15 +25,14 @@ ALERT = "#B3261E"
 
 FORWARD, BACKWARD = "#3B82C4", "#E39B2D"
 
-MEMORY_COLORS = {
-    "parameters": "#37475A",
-    "gradients": "#6F86A0",
-    "optimizer": "#AEBCCB",
-    "activations": "#D9942B",
-    "workspace": "#F0D9A8",
+MEMORY_LOOKS = {
+    "parameters": ("parameters", "#37475A"),
+    "gradients": ("gradients", "#6F86A0"),
+    "optimizer": ("optimiser", "#AEBCCB"),
+    "activations": ("activations", "#D9942B"),
+    "workspace": ("workspace", "#F0D9A8"),
 }
-"""Colours of memory that stays through a step (slate) and that comes and goes (amber); lightness alone also tells them
-apart."""
+"""Label and colour of each category of memory: slate if it stays through a step, amber if it comes and goes."""
 
 FONT_FAMILY = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FONT_PX = 12

@@ -16,10 +16,7 @@ from workbench.planning.schedules import TimedAction, Timeline
 from workbench.strategy import SCHEDULES
 from workbench.units import duration
 
-ACTION_LOOKS = {
-    "F": ("forward", theme.FORWARD),
-    "B": ("backward", theme.BACKWARD),
-}
+ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}
 """Name and colour of each action type."""
 DENSE_LANE = 400
 """Number of actions in a lane above which they are drawn as one area per shade.

@@ -63,11 +63,7 @@ def utilization_title(usage: Usage) -> str:
 
 
 def utilization_traces(
-    curves: Sequence[CurveLike],
-    usage: Usage,
-    x: str,
-    preparation: Preparation,
-    window: tuple[float, float] | None,
+    curves: Sequence[CurveLike], usage: Usage, x: str, preparation: Preparation, window: tuple[float, float] | None
 ) -> list[go.Scatter]:
     """Return two traces per run: every device's line, pale, and in front the moving average over all devices.
 

@@ -251,7 +251,7 @@ def _queued_ends(order: _Order, times: MicroBatchTimes) -> list[float]:
     return ends
 
 
-def most_in_flight(actions: Sequence[Action]) -> int:
+def most_in_flight(actions: Sequence[Action | TimedAction]) -> int:
     """Return the largest number of micro-batches, over all stages of a rank, between their forward and backward."""
     held = most = 0
     for action in actions:
