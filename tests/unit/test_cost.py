@@ -129,8 +129,8 @@ def test_nodes_must_share_the_gpus_evenly() -> None:
 
 def test_a_group_that_leaves_its_node_takes_the_slower_link() -> None:
     cluster = Cluster.of("h100", gpus=16)
-    assert cluster.link(8) == cluster.intra
-    assert cluster.link(9) == cluster.inter
+    assert cluster.group_link(8) == cluster.hop_link(0, 4, 4) == cluster.intra
+    assert cluster.hop_link(4, 8, 4) == cluster.inter
     assert cluster.inter.bandwidth < cluster.intra.bandwidth
 
 

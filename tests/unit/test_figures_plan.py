@@ -200,7 +200,7 @@ def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
     figure = timeline(value)
     schedule = build_schedule("1f1b", 4, 8)
     times = [[getattr(s, name) for s in value.stages] for name in ("forward_ms", "backward_ms")]
-    link = value.cluster.link(4)
+    link = value.cluster.group_link(4)
     sends = [1e3 * (link.latency_s + s.send_bytes / link.bandwidth) for s in value.stages]
     simulated = simulate(schedule, MicroBatchTimes(*times, sends))
     [idle] = parts(figure, "idle")

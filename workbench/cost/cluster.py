@@ -56,10 +56,6 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.gpus_per_node)
 
-    def link(self, span: int) -> Link:
-        """Return the slowest link inside a group whose ranks span `span` consecutive devices."""
-        return self.intra if span <= self.gpus_per_node else self.inter
-
     def group_link(self, size: int, stride: int = 1) -> Link:
         """Return the link, per device, of a collective over `size` devices that are `stride` ranks apart.
 
