@@ -124,6 +124,15 @@ def test_an_experiment_is_written_down_without_anything_heavy() -> None:
     assert run_python(f"{code}; {LOADED}") == "[]"
 
 
+def test_every_public_name_can_be_used_and_none_is_also_a_module() -> None:
+    code = (
+        "import pkgutil, types, workbench as wb; modules = {m.name for m in pkgutil.iter_modules(wb.__path__)};"
+        "values = {name: getattr(wb, name) for name in wb.__all__};"
+        "print({name for name in values if name in modules}, len(values) == len(set(wb.__all__)) > 20)"
+    )
+    assert run_python(code) in ("{'data', 'models'} True", "{'models', 'data'} True")
+
+
 @pytest.mark.parametrize("name", ["planning", "runs", "rundir", "cli"])
 def test_rooms_that_need_no_tensors_do_not_load_torch(name: str) -> None:
     assert run_python(f"import sys, workbench.{name}; print('torch' in sys.modules)") == "False"

@@ -15,8 +15,9 @@ import numpy as np
 from workbench.errors import RunFailed
 from workbench.figures.curve import Curve, Mark
 from workbench.rundir import RunDir, read_json
-from workbench.runs.records.history import History, HistoryTail, Utilization
-from workbench.runs.run import Run, Status
+from workbench.runs.records.history import History, HistoryTail, Utilization, resumed_step
+from workbench.runs.run import Run
+from workbench.runs.status import Status
 from workbench.units import count, duration
 
 RECENT_STEPS = 20
@@ -199,8 +200,3 @@ class RunReader:
         unfinished = self._steps is not None and step < self._steps
         checkpoints = (int(mark.step) for mark in reversed(self._marks) if mark.type == "checkpoint")
         return unfinished and any(self._directory.checkpoint(step).is_dir() for step in checkpoints)
-
-
-def resumed_step(value: Any) -> int:
-    """Return the step of `resumed_from`: the path of a checkpoint (`.../step-00000400`), a step, or None for step 0."""
-    return int(value.rpartition("step-")[2]) if isinstance(value, str) else int(value or 0)

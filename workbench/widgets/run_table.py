@@ -41,6 +41,7 @@ class LiveTable(widgets.VBox):
         self._head = widgets.HBox([*titles, copy_hider()])
         self._note = widgets.HTML()
         self._attached = widgets.VBox()
+        self._shown: tuple[widgets.Widget, ...] = ()
         super().__init__(layout={"overflow": "auto"})
         self._displays: list[DisplayedWidget] = []
         self._next_copy_at = 0.0
@@ -94,8 +95,8 @@ class LiveTable(widgets.VBox):
         self._note.value = f"<small>and {older} older in {html.escape(str(self._table.root))}</small>" if older else ""
         boxes = [self._rows[run.name].box for run in newest]
         children = (self._head, *boxes, self._note, self._attached)
-        if self.children != children:
-            self.children = children
+        if self._shown != children:
+            self.children = self._shown = children
         if time.monotonic() >= self._next_copy_at:
             self._next_copy_at = time.monotonic() + STATIC_COPY_S
             for shown in self._displays:
