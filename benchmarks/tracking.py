@@ -76,7 +76,7 @@ def main() -> None:
         small.data.prepare(small, progress=False)
         plan = wb.plan(small, pipeline=2)
         launches = [launch_s(small, plan), launch_s(small.replace(seed=1), plan)]
-        runs = wb.wait([run for _, run in launches])
+        runs = [run.wait() for _, run in launches]
         step_ms = statistics.median(runs[0].history().step_ms[5:])
         cost = recording_us(asked.metrics, Path(scratch))
         looks = sampling()

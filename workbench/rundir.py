@@ -1,76 +1,66 @@
 """The run directory: the only contract between a notebook, the launcher and the ranks.
 
-Everything a run leaves lies in one folder, readable without importing torch and without unpickling:
+Everything that a run leaves lies in one folder, readable without importing torch and without unpickling:
 
     experiment.json      what was asked for
     plan.json            how it was divided, with the prediction
     environment.json     machine, versions, git state
-    code/                the user's own model or dataset: model.pkl, data.pkl for the workers; source beside them,
-                         and path.json: where their modules lie
+    code/                the user's own model or dataset: model.pkl, data.pkl for the workers, their source beside
+                         them, and path.json, which lists the folders of their modules
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
-    tracking.json        what the worker gave Accelerate's `init_trackers` (runs of earlier versions)
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
-    events.jsonl         one JSON object a line, appended as it happens; what live figures read
-    history.bin          what was read of the events, so that they are parsed once only; may be removed at any time
-    launcher.json        the supervisor's, the launcher's and the ranks' process ids with their start times
+    events.jsonl         one JSON object a line, appended as it happens; live figures read it
+    launcher.json        process ids and start times of the supervisor, the launcher and the ranks
     ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
-    STOP                 asks the ranks to checkpoint and leave
+    STOP, KILL           ask the ranks to write a checkpoint and leave, or the supervisor to kill them
     lock                 held while somebody starts the run, or continues it
     checkpoints/step-<n>/
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
-    remote.json          where a run came from that was copied from W&B; absent for a run of this machine
+    remote.json          the W&B address of a run that was copied from there; absent for a run of this machine
     plan.html            the plan's pictures as a page, once the recorder has drawn them
     notebook.ipynb       the executed notebook that launched the run, if `workbench execute` ran it
 
-Events are dicts with `type` and `time` (Unix seconds):
-
-    status      state: queued | starting | running | finished | stopped | failed; message
-    start       devices, world, parameters, flops_per_step, peak_flops (sum over devices, or None),
-                tokens_per_step, samples_per_step, resumed_from
-    phase       name, seconds        (capture, build, compile … of rank 0)
-    step        step (1-based), loss, learning_rate, grad_norm, step_ms, tokens, samples, flops (cumulative),
-                seconds (training time so far), tokens_per_s, mfu (or None)
-    memory      rank, stage, device, peak_bytes, reserved_bytes, limit_bytes
-    device      kind (cuda | cpu), names, shares (0 to 1: how busy each is), used_bytes (of its memory, by anybody;
-                on a CPU the run's resident memory), node (absent where there is one); None where a device did not
-                say; every two seconds, from the supervisor
-    actions     rank, step, origin_s (Unix seconds), actions: [kind, stage, micro-batch, start and end in ms from
-                the origin] of one step in many, from the first replica of each pipeline rank
-    checkpoint  step, path, seconds (that training paused), write_s (until it was on the disk)
-    checkpoint_problem  step, path, message      (a save that failed, or a damaged checkpoint passed over)
-    end         steps, seconds
-    tracking    state: offline | syncing | synced | failed; message, step (the last one that W&B has), files
-                (Weights & Biases, never the run itself)
+Events are dicts with `type` and `time` (Unix seconds); `workbench.events` lists the fields of each type, and those of
+`launcher.json` and `ranks/<rank>.json`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from workbench.events import Event, ProcessRecord
+
 STATES = ("queued", "starting", "running", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
-_CLOCK_SLACK_S = 2.0  # start times are reckoned from the boot time, which moves when the clock is set
+_CLOCK_SLACK_S = 2.0
+"""Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
+
+
+def runs_root() -> Path:
+    """Return the folder of runs: `$WORKBENCH_RUNS`, or `runs` in the current directory."""
+    return Path(os.environ.get("WORKBENCH_RUNS") or "runs").expanduser().absolute()
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Names of everything inside one run's directory."""
+    """The names of everything inside one run's directory."""
 
     path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -102,10 +92,6 @@ class RunDir:
     @property
     def data_code(self) -> Path:
         return self.code / "data.pkl"
-
-    @property
-    def tracking_settings(self) -> Path:
-        return self.path / "tracking.json"
 
     @property
     def tracker(self) -> Path:
@@ -177,7 +163,7 @@ class RunDir:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write so that a reader sees the old file or the new one, never half of either."""
+    """Write a JSON file such that a reader sees the old file or the new one, never half of either."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(value, indent=2) + "\n")
@@ -185,36 +171,40 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
+    """Return the value in a JSON file."""
     return json.loads(path.read_text())
 
 
-def this_process() -> dict[str, Any]:
-    """`pid` and `created` of the calling process: together they name it for good, as a pid alone does not."""
+def this_process() -> ProcessRecord:
+    """Return the record of the calling process."""
     return process_record(os.getpid())
 
 
-def process_record(pid: int) -> dict[str, Any]:
-    """`pid`, `created` (Unix seconds), `ticks` (since the boot) and `host` of a process that runs here now."""
-    created = {"created": psutil.Process(pid).create_time(), "ticks": _ticks(pid)}
-    return {"pid": pid, **created, "host": socket.gethostname()}
+def process_record(pid: int) -> ProcessRecord:
+    """Return the record of a process that runs on this host now."""
+    created, ticks = psutil.Process(pid).create_time(), _ticks(pid)
+    return {"pid": pid, "created": created, "ticks": ticks, "host": socket.gethostname()}
 
 
 def _ticks(pid: int) -> int | None:
-    """When a process started, since the boot: unlike a time of day it stays when the clock is set. Linux only."""
+    """Return when a process started, in clock ticks since boot, or None where there is no /proc.
+
+    Unlike a time of day, this number stays the same when the clock is set.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def is_elsewhere(record: Mapping[str, Any]) -> bool:
-    """Whether the process of that record is of another host, where nothing can be known of it from here."""
+def is_elsewhere(record: ProcessRecord) -> bool:
+    """Return True if the process is on another host, where it cannot be looked at from here."""
     here = socket.gethostname()
     return bool(record.get("host", here) != here)
 
 
-def process_alive(record: Mapping[str, Any] | None) -> bool:
-    """Whether the very process of that record still runs (a zombie does not); of another host's: False."""
+def process_alive(record: ProcessRecord | None) -> bool:
+    """Return True if exactly this process still runs; False for a zombie and for a process on another host."""
     if record is None or is_elsewhere(record):
         return False
     try:
@@ -231,9 +221,9 @@ def process_alive(record: Mapping[str, Any] | None) -> bool:
 
 
 def append_event(path: Path, type: str, /, **fields: Any) -> None:
-    """Append one event; a single `write` of a whole line, so that several writers may share the file.
+    """Append one event with a single `write` of a whole line, so that several processes may share the file.
 
-    A line that a full disk left unfinished is ended first, or it would take this one with it.
+    A line that a full disk left unfinished is ended first, because it would spoil this one as well.
     """
     line = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True) + "\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -246,13 +236,14 @@ def append_event(path: Path, type: str, /, **fields: Any) -> None:
 
 
 class EventTail:
-    """Reads events as they are appended; `read()` returns those that arrived since the last call."""
+    """A reader of a growing events file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Event]:
+        """Return the events that arrived since the last call; a torn last line waits for the next call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -261,17 +252,18 @@ class EventTail:
             return []
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return list(_parse(whole))
+        return [event for line in whole.splitlines() if (event := parse_event(line)) is not None]
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every complete event so far; a torn last line is left for the next reader."""
+def read_events(path: Path) -> list[Event]:
+    """Return every complete event so far."""
     return EventTail(path).read()
 
 
-def _parse(lines: bytes) -> Iterator[dict[str, Any]]:
-    for line in lines.splitlines():
-        with contextlib.suppress(ValueError):  # a line torn by a full disk must not end its readers
-            event = json.loads(line)
-            if isinstance(event, dict) and "type" in event:
-                yield event
+def parse_event(line: bytes) -> Event | None:
+    """Return the event in a line, or None for a line that a full disk has torn."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "type" in event else None

@@ -16,20 +16,21 @@ import workbench as wb
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
-from workbench.execution.deterministic import WORKSPACE, make_repeatable
-from workbench.execution.worker import message_of
+from workbench.execution.deterministic import CUBLAS_SETTING, use_deterministic_kernels
+from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
 from workbench.planning import Plan, search
 from workbench.planning.refusals import too_large_to_build
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
-from workbench.runs import Run, doctor, load_run, runs
-from workbench.runs import doctor as checkup
-from workbench.runs.doctor import SHOWN_PACKAGES
-from workbench.runs.launching import device_queue as turns
+from workbench.runs import Run, list_runs, load_run
+from workbench.runs import doctor as doctor_module
+from workbench.runs.doctor import SHOWN_PACKAGES, doctor
+from workbench.runs.launching import device_queue
 from workbench.runs.launching.failure import record_silent_death, root_cause
 from workbench.runs.launching.launcher import prepare
+from workbench.runs.launching.run_directory import continued_facts
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
-from workbench.runs.records.environment import environment, git_state
+from workbench.runs.records.environment import data_fingerprint, environment, git_state
 
 DEAD = {"pid": 2**22 + 1, "created": 0.0}
 
@@ -65,18 +66,18 @@ def test_a_run_is_what_its_events_say_while_its_supervisor_lives(tmp_path):
 
 
 def test_a_continued_run_keeps_what_is_known_of_its_data_and_origin(tmp_path):
-    from workbench import Experiment, api, data, models
+    from workbench import Experiment, data, models
 
     own = Experiment(model=models.bert_large(), data=[{"input_ids": [1]}] * 8, steps=100)
     named = own.replace(data=data.corpus("demo"))
     run = make_run(tmp_path)
     write_json(run.environment, {"cloned_from": "bert-0", "data_fingerprint": "abc", "python": "3.0"})
     kept = {"cloned_from": "bert-0", "data_fingerprint": "abc"}
-    assert api._kept_facts(Run(run.path), own) == kept
-    assert api._kept_facts(Run(run.path), own.replace(steps=200)) == kept | {"data_fingerprint": None}
-    assert api._kept_facts(Run(run.path), named)["data_fingerprint"] == api.data_fingerprint(named) != "abc"
+    assert continued_facts(run, own) == kept
+    assert continued_facts(run, own.replace(steps=200)) == kept | {"data_fingerprint": None}
+    assert continued_facts(run, named)["data_fingerprint"] == data_fingerprint(named) != "abc"
     run.environment.unlink()
-    assert api._kept_facts(Run(run.path), own) == {}
+    assert continued_facts(run, own) == {}
 
 
 def test_a_run_whose_processes_vanished_has_failed(tmp_path):
@@ -148,7 +149,7 @@ def test_the_registry_lists_runs_newest_first(tmp_path):
         run = make_run(tmp_path, name, supervisor=this_process())
         append_event(run.events, "step", step=age, loss=float(age), tokens_per_s=1e4)
         os.utime(run.environment, (1e9 - age, 1e9 - age))
-    table = runs(tmp_path)
+    table = list_runs(tmp_path)
     assert [run.name for run in table] == ["new", "old"]
     assert table["old"].name == table[1].name
     assert [run.name for run in table[:1]] == ["new"]
@@ -156,7 +157,7 @@ def test_the_registry_lists_runs_newest_first(tmp_path):
     assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when"]
     assert lines[1].split()[:6] == ["new", "running", "10", "of", "100", "10"]
     assert table._repr_html_().count("<tr>") == 3
-    assert "No runs" in repr(runs(tmp_path / "nowhere"))
+    assert "No runs" in repr(list_runs(tmp_path / "nowhere"))
 
 
 def test_a_row_of_the_registry_has_what_a_live_table_shows(tmp_path):
@@ -164,16 +165,16 @@ def test_a_row_of_the_registry_has_what_a_live_table_shows(tmp_path):
     gpus = [{"index": 0, "uuid": "GPU-a"}, {"index": 3, "uuid": "GPU-b"}]
     write_json(run.environment, {"gpus": gpus})
     write_json(run.launcher, {"supervisor": this_process(), "plan": {"world": 2}, "devices": ["GPU-b", "GPU-a"]})
-    (row,) = runs(tmp_path).rows()
+    (row,) = list_runs(tmp_path).rows()
     assert (row["state"], row["eta_s"], row["devices"], row["gpus"]) == ("running", None, 2, [3, 0])
     for step in range(1, 41):
         slow = 30_000.0 if step == 30 else 500.0
         append_event(run.events, "step", step=step, loss=1.0, step_ms=slow, tokens_per_s=1e4, mfu=0.4)
-    (row,) = runs(tmp_path).rows()
+    (row,) = list_runs(tmp_path).rows()
     assert row["eta_s"] == pytest.approx(60 * 0.5)
     assert (row["step"], row["steps"], row["mfu"], row["loss"]) == (40, 100, 0.4, 1.0)
     append_event(run.events, "status", state="finished", message="")
-    (row,) = runs(tmp_path).rows()
+    (row,) = list_runs(tmp_path).rows()
     assert (row["eta_s"], row["gpus"], row["devices"]) == (None, [], 2)
 
 
@@ -220,7 +221,7 @@ def test_runs_of_few_devices_share_a_node_and_a_large_one_waits_its_turn(tmp_pat
 
     def ticket(name, count):
         run = make_run(tmp_path, name)
-        return turns.take_ticket(run, kind="cuda", pool=pool, count=count, supervisor=this_process())
+        return device_queue.take_ticket(run, pool=pool, count=count, supervisor=this_process())
 
     one, two, four, late = ticket("one", 1), ticket("two", 2), ticket("four", 4), ticket("late", 1)
     assert two.try_start() is None, "one asked first"
@@ -239,7 +240,7 @@ def test_runs_of_kernels_that_see_different_gpus_do_not_wait_for_each_other(tmp_
 
     def ticket(name, *pool):
         run = make_run(tmp_path, name)
-        return turns.take_ticket(run, kind="cuda", pool=pool, count=1, supervisor=this_process())
+        return device_queue.take_ticket(run, pool=pool, count=1, supervisor=this_process())
 
     first, second, other = ticket("first", "a"), ticket("second", "a"), ticket("other", "b")
     assert first.try_start() == ("a",)
@@ -252,11 +253,11 @@ def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch,
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     orphan = make_run(tmp_path, "orphan")
     write_json(orphan.rank(0), {**process_record(sleeper.pid), "rank": 0})
-    fields = {"kind": "cpu", "pool": turns.CPU, "count": 1}
-    assert turns.take_ticket(orphan, supervisor=this_process(), **fields).try_start()
+    fields = {"pool": device_queue.CPU, "count": 1}
+    assert device_queue.take_ticket(orphan, supervisor=this_process(), **fields).try_start()
     path = next((tmp_path / "home").rglob("000001.json"))
     path.write_text(json.dumps({**json.loads(path.read_text()), "supervisor": DEAD}))
-    waiting = turns.take_ticket(make_run(tmp_path, "next"), supervisor=this_process(), **fields)
+    waiting = device_queue.take_ticket(make_run(tmp_path, "next"), supervisor=this_process(), **fields)
     assert waiting.try_start() is None
     sleeper.kill()
     sleeper.wait()
@@ -265,24 +266,25 @@ def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch,
 
 def test_visible_devices_are_the_ones_that_the_user_left_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
-    assert turns.node_devices("cuda") == ("GPU-1", "GPU-2")
+    assert device_queue.node_devices("cuda") == ("GPU-1", "GPU-2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert turns.node_devices("cuda") == ()
-    assert turns.node_devices("cpu") == ("cpu",)
+    assert device_queue.node_devices("cuda") == ()
+    assert device_queue.node_devices("cpu") == ("cpu",)
 
 
 def test_the_ranks_inherit_the_callers_environment_but_no_other_launch(tmp_path):
     base = {"NCCL_DEBUG": "INFO", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "HOME": "/h"}
-    cpu = worker_environment(base, world=2, kind="cpu", devices=("cpu",))
+    cpu = worker_environment(base, world=2, device_type="cpu", devices=("cpu",))
     assert cpu["NCCL_DEBUG"] == "INFO"
     assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & cpu.keys()
     assert (cpu["ACCELERATE_USE_CPU"], cpu["CUDA_VISIBLE_DEVICES"]) == ("true", "")
-    gpu = worker_environment({**base, "OMP_NUM_THREADS": "3"}, world=2, kind="cuda", devices=("GPU-1", "GPU-2"))
+    gpu = worker_environment({**base, "OMP_NUM_THREADS": "3"}, world=2, device_type="cuda", devices=("GPU-1", "GPU-2"))
     assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["OMP_NUM_THREADS"]) == ("GPU-1,GPU-2", "3")
     assert gpu["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    own = worker_environment({**base, "PYTORCH_CUDA_ALLOC_CONF": "mine"}, world=2, kind="cuda", devices=("GPU-1",))
-    assert "PYTORCH_ALLOC_CONF" not in own
-    command = accelerate_command(tmp_path / "a.yaml", 2, "cuda", "bf16", "worker", tmp_path)
+    own_setting = {**base, "PYTORCH_CUDA_ALLOC_CONF": "mine"}
+    assert "PYTORCH_ALLOC_CONF" not in worker_environment(own_setting, 2, "cuda", devices=("GPU-1",))
+    plan = {"world": 2, "device_type": "cuda", "precision": "bf16"}
+    command = accelerate_command(tmp_path / "a.yaml", plan)
     assert command[command.index("--mixed_precision") + 1] == "bf16"
 
 
@@ -313,18 +315,18 @@ def test_the_doctor_names_what_is_missing_with_its_remedy(monkeypatch, tmp_path)
 
 
 def test_the_doctor_misses_no_package_where_all_that_was_asked_for_is_installed():
-    packages = [checkup._package(name) for name in SHOWN_PACKAGES]
+    packages = [doctor_module._package(name) for name in SHOWN_PACKAGES]
     assert all(package.ok for package in packages), packages
 
 
 def test_the_doctor_knows_packages_by_their_whole_names_and_refuses_old_ones(monkeypatch):
     asked = ["jupyterlab-templates>=0.5.3", "jupyterlab>=4.6", "wandb>=0.31,<1; extra == 'test'", "plotly (>=7.0)"]
-    monkeypatch.setattr(checkup.metadata, "requires", lambda _: asked)
-    monkeypatch.setattr(checkup.environment, "package_version", {"jupyterlab": "4.6.0rc1", "plotly": "7.0.1"}.get)
-    assert checkup._package("jupyterlab").remedy == "pip install 'jupyterlab>=4.6'."
-    assert checkup._package("jupyterlab").found == "4.6.0rc1, >=4.6 needed"
-    assert checkup._package("wandb").remedy == "pip install 'wandb'."
-    assert checkup._package("plotly").ok
+    monkeypatch.setattr(doctor_module.metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(doctor_module.environment, "package_version", {"jupyterlab": "4.6.0rc1", "plotly": "7.0.1"}.get)
+    assert doctor_module._package("jupyterlab").remedy == "pip install 'jupyterlab>=4.6'."
+    assert doctor_module._package("jupyterlab").found == "4.6.0rc1, >=4.6 needed"
+    assert doctor_module._package("wandb").remedy == "pip install 'wandb'."
+    assert doctor_module._package("plotly").ok
 
 
 def test_importing_runs_imports_no_heavy_library():
@@ -344,11 +346,11 @@ def plan_of_layers(**asked: Any) -> Plan:
 def test_a_full_device_says_what_the_plan_counted_on_and_the_way_out():
     plan = plan_of_layers(memory_limit_bytes=20 << 30)
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation.")
-    message = message_of(full, plan)
-    assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB. The plan counts on ")
-    assert "of 20.0 GiB a device" in message
+    message = error_message(full, plan)
+    assert message.startswith("CUDA out of memory. Tried to allocate 2.00 GiB. The plan predicts a peak of ")
+    assert "allows 20.0 GiB per device" in message
     assert "wb.plan(experiment, memory_limit_gib=18)" in message
-    assert message_of(ValueError("no"), plan) == "no"
+    assert error_message(ValueError("no"), plan) == "no"
 
 
 def test_a_model_that_neither_gpu_nor_host_can_hold_whole_is_refused_before_a_process_starts(tmp_path):
@@ -370,8 +372,8 @@ def test_a_model_that_neither_gpu_nor_host_can_hold_whole_is_refused_before_a_pr
 @pytest.fixture
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     filling = torch.utils.deterministic.fill_uninitialized_memory
-    monkeypatch.setenv(WORKSPACE[0], "as it was")
-    make_repeatable()
+    monkeypatch.setenv(CUBLAS_SETTING[0], "as it was")
+    use_deterministic_kernels()
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = filling
@@ -382,11 +384,11 @@ def test_what_cannot_repeat_its_bits_is_refused_with_the_way_out():
     values, places = torch.nn.functional.max_pool2d(torch.rand(1, 1, 4, 4), 2, return_indices=True)
     with pytest.raises(RuntimeError) as refused:
         torch.nn.functional.max_unpool2d(values, places, 2)
-    message = message_of(refused.value, plan_of_layers())
+    message = error_message(refused.value, plan_of_layers())
     assert message.startswith("max_unpooling2d_forward_out does not have a deterministic implementation, and")
-    assert "leave deterministic out" in message
+    assert "remove deterministic=True" in message
     assert "use_deterministic_algorithms" not in message
-    assert os.environ[WORKSPACE[0]] == "as it was", "the user's own setting stays"
+    assert os.environ[CUBLAS_SETTING[0]] == "as it was", "the user's own setting stays"
 
 
 def test_an_error_of_compiled_code_is_told_from_the_compilers_own() -> None:

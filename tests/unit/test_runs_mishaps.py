@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+import workbench as wb
 from tests.unit.test_runs import make_run
-from workbench import api
 from workbench.errors import CheckpointError, PlanMismatch, RunExists, RunNotFound, WorkbenchError
 from workbench.rundir import (
     RunDir,
@@ -27,9 +27,8 @@ from workbench.rundir import (
     this_process,
     write_json,
 )
-from workbench.runs import Run, load_run, run, runs
-from workbench.runs.launching import device_queue as turns
-from workbench.runs.launching import launcher, processes, supervisor
+from workbench.runs import Run, list_runs, load_run, status
+from workbench.runs.launching import device_queue, launcher, processes, run_directory, supervisor
 from workbench.runs.records import environment
 from workbench.runs.records.follow import Follower
 
@@ -80,11 +79,11 @@ def test_what_another_node_on_this_host_started_does_not_keep_the_first_from_res
         while not processes.strays(found):
             time.sleep(0.01)
         with pytest.raises(RunExists, match="still running"):
-            launcher.clear_attempt(found)
-        launcher.clear_attempt(found, among_nodes=True)
+            run_directory.clear_attempt(found)
+        run_directory.clear_attempt(found, among_nodes=True)
         begin("-m", processes.WORKER, str(found.path))  # nobody of the run's started it
         with pytest.raises(RunExists, match="still running"):
-            launcher.clear_attempt(found, among_nodes=True)
+            run_directory.clear_attempt(found, among_nodes=True)
     finally:
         processes.kill_trees([process_record(node.pid), *processes.strays(found)])
         node.wait()
@@ -125,22 +124,22 @@ def checkpointed(folder: Path, step: int = 2, **facts: Any) -> RunDir:
 def test_a_run_is_continued_at_once_though_its_supervisor_is_only_just_leaving(tmp_path, begin):
     last = begin(seconds=1)
     found = checkpointed(tmp_path, supervisor=process_record(last.pid))
-    assert launcher._checkpoint(Run(found.path)) == found.checkpoint(2)
+    assert run_directory.checkpoint_of(found.path) == found.checkpoint(2)
 
 
 def test_a_run_that_another_host_writes_is_not_continued_here(tmp_path):
     found = make_run(tmp_path, supervisor=FAR)
     with pytest.raises(RunExists, match="is still running"):
-        launcher._checkpoint(Run(found.path))
+        run_directory.checkpoint_of(found.path)
     os.utime(found.events, (time.time() - 120,) * 2)  # its machine is gone
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        launcher._checkpoint(Run(found.path))
+        run_directory.checkpoint_of(found.path)
 
 
 def test_an_earlier_attempt_that_was_deleted_stops_no_later_one(tmp_path):
     found = checkpointed(tmp_path)
     (found.path / "attempts" / "2").mkdir(parents=True)
-    launcher.clear_attempt(found)
+    run_directory.clear_attempt(found)
     assert (found.path / "attempts" / "3" / "launcher.json").exists()
 
 
@@ -148,7 +147,6 @@ def test_what_has_failed_is_stopped_and_killed_without_a_complaint(tmp_path):
     found = make_run(tmp_path)
     assert Run(found.path).stop(wait=True).status.state == "failed"
     assert Run(found.path).kill().status.state == "failed"
-    assert [one.name for one in (*api.kill(found.path), *api.stop([found.path], wait=True))] == ["bert-1"] * 2
 
 
 def test_events_after_a_line_that_a_full_disk_cut_short_are_read(tmp_path):
@@ -164,17 +162,17 @@ def test_events_after_a_line_that_a_full_disk_cut_short_are_read(tmp_path):
 
 def test_two_threads_may_read_one_handle(tmp_path, monkeypatch):
     found = make_run(tmp_path, supervisor=this_process())
-    handle, known = Run(found.path), run.Status
+    handle, known = Run(found.path), status.Status
 
-    def interrupted(*fields: Any) -> run.Status:
+    def interrupted(*fields: Any) -> status.Status:
         """The other thread's turn comes while this one digests what it has read."""
-        monkeypatch.setattr(run, "Status", known)
+        monkeypatch.setattr(status, "Status", known)
         append_event(found.events, "status", state="finished", message="")
-        handle._progress()
+        _ = handle.status
         return known(*fields)
 
-    monkeypatch.setattr(run, "Status", interrupted)
-    handle._progress()
+    monkeypatch.setattr(status, "Status", interrupted)
+    _ = handle.status
     assert handle.status.state == "finished"
 
 
@@ -185,20 +183,20 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path):
         os.utime(tmp_path / name / "experiment.json", (0, 0))
     found = make_run(tmp_path, "sound", supervisor=this_process())
     write_json(found.rank(0), {})
-    rows = {row["name"]: row for row in runs(tmp_path).rows()}
+    rows = {row["name"]: row for row in list_runs(tmp_path).rows()}
     assert {name: row["state"] for name, row in rows.items()} == {
         "sound": "running",
         **dict.fromkeys(("empty", "list", "foreign"), "failed"),
     }
     assert "experiment.json cannot be read" in rows["empty"]["message"]
-    assert "0 of 100" in repr(runs(tmp_path))
+    assert "0 of 100" in repr(list_runs(tmp_path))
     with pytest.raises(RunNotFound, match="cannot be read"):
         repr(load_run(tmp_path / "empty"))
 
 
 def test_a_run_that_is_just_being_launched_is_listed_as_queued(tmp_path):
     write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
-    (row,) = runs(tmp_path).rows()
+    (row,) = list_runs(tmp_path).rows()
     assert (row["state"], row["steps"]) == ("queued", 10)
 
 
@@ -215,24 +213,24 @@ def test_followers_are_told_that_a_run_was_deleted_and_go_on(tmp_path):
 
 def test_a_run_that_nobody_could_end_says_that_its_disk_is_full(tmp_path, monkeypatch):
     found = make_run(tmp_path)
-    monkeypatch.setattr(run.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+    monkeypatch.setattr(status.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
     assert "Its disk is full" in Run(found.path).status.message
 
 
 def test_a_long_name_makes_a_directory_all_the_same_and_a_closed_folder_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    assert launcher._new_directory("x" * 300).is_dir()
+    assert run_directory.new_directory("x" * 300).is_dir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "file"))
     with pytest.raises(WorkbenchError, match="Set WORKBENCH_RUNS"):
-        launcher._new_directory("x")
+        run_directory.new_directory("x")
 
 
 def test_a_home_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "file"))
     with pytest.raises(WorkbenchError, match="Set WORKBENCH_HOME"):
-        turns.queue_folder()
+        device_queue.queue_folder()
 
 
 @pytest.fixture
@@ -267,14 +265,14 @@ def test_visible_devices_are_read_as_cuda_does(nvidia_smi, monkeypatch):
     }
     for value, devices in asked.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert turns.node_devices("cuda") == devices, value
+        assert device_queue.node_devices("cuda") == devices, value
 
 
 def test_the_modules_of_a_runs_own_code_are_found_from_wherever_it_goes_on(tmp_path):
     found = make_run(tmp_path)
     found.code.mkdir()
-    (found.code / launcher.CODE_PATH).write_bytes(launcher._path_json([str(tmp_path / "project")]))
-    assert list(launcher.worker_path(found)) == [*launcher.user_path(), str(tmp_path / "project")]
+    (found.code / run_directory.CODE_PATH).write_bytes(run_directory.path_json([str(tmp_path / "project")]))
+    assert list(run_directory.worker_path(found)) == [*run_directory.user_path(), str(tmp_path / "project")]
 
 
 def test_a_tilde_is_the_home_folder_in_every_verb(tmp_path, monkeypatch):
@@ -282,9 +280,9 @@ def test_a_tilde_is_the_home_folder_in_every_verb(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpointed(tmp_path)
     with pytest.raises(WorkbenchError, match=str(tmp_path / "mine.ipynb")):
-        api.share("~/mine.ipynb", "~")
+        wb.share("~/mine.ipynb", "~")
     with pytest.raises(PlanMismatch, match=str(tmp_path / "plan.json")):
-        api.load_plan("~/plan.json")
+        wb.Plan.load("~/plan.json")
 
 
 def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp_path):
@@ -303,7 +301,7 @@ def test_a_run_far_back_in_the_queue_looks_seldom_and_can_be_stopped_at_once(tmp
 
     threading.Timer(0.7, found.stop_file.touch).start()
     place, began = Place(), time.monotonic()
-    assert supervisor._wait_for_turn(found, place) is None
+    assert supervisor._wait_for_devices(found, place) is None
     assert time.monotonic() - began < 2
     assert place.looks == 1
 
@@ -314,7 +312,7 @@ def test_what_ends_orphaned_ranks_finds_workbench_where_this_process_does(tmp_pa
     found.logs.mkdir()
     monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, env, **__: started.append(env))
     Run(found.path).kill(wait=False)
     assert str(tmp_path / "checkout") in started[0]["PYTHONPATH"].split(os.pathsep)
 
@@ -323,7 +321,7 @@ def test_a_run_that_is_just_being_launched_can_be_stopped(tmp_path):
     write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
     found = Run(tmp_path / "new").stop()
     assert found.directory.stop_file.exists()
-    assert supervisor._wait_for_turn(found.directory, turns.Ticket(tmp_path / "nowhere.json")) is None
+    assert supervisor._wait_for_devices(found.directory, device_queue.Ticket(tmp_path / "nowhere.json")) is None
 
 
 def test_what_was_prepared_for_others_to_start_is_not_asked_to_stop(tmp_path):

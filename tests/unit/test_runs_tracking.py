@@ -14,8 +14,8 @@ from fake_wandb import FakeWandb
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
 from workbench.runs import load_run
-from workbench.runs.tracking.wandb_log import offline_history
 from workbench.runs.tracking import wandb_run as tracking
+from workbench.runs.tracking.wandb_log import offline_history
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", project="bert-scaling", tags=("trial",))

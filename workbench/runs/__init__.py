@@ -8,30 +8,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workbench.runs.doctor import Report as Report
     from workbench.runs.doctor import doctor as doctor
-    from workbench.runs.launching.launcher import check_plan as check_plan
-    from workbench.runs.launching.launcher import launch as launch
     from workbench.runs.records.history import History as History
     from workbench.runs.records.history import HistoryTail as HistoryTail
-    from workbench.runs.run import Checkpoint as Checkpoint
+    from workbench.runs.registry import RunTable as RunTable
+    from workbench.runs.registry import list_runs as list_runs
+    from workbench.runs.registry import load_run as load_run
     from workbench.runs.run import Run as Run
-    from workbench.runs.run import RunTable as RunTable
-    from workbench.runs.run import Status as Status
-    from workbench.runs.run import load_run as load_run
-    from workbench.runs.run import runs as runs
+    from workbench.runs.status import Checkpoint as Checkpoint
+    from workbench.runs.status import Status as Status
 
 _HOME = {
     "Report": "doctor",
     "doctor": "doctor",
     "History": "records.history",
     "HistoryTail": "records.history",
-    "check_plan": "launching.launcher",
-    "launch": "launching.launcher",
-    "Checkpoint": "run",
+    "RunTable": "registry",
+    "list_runs": "registry",
+    "load_run": "registry",
     "Run": "run",
-    "RunTable": "run",
-    "Status": "run",
-    "load_run": "run",
-    "runs": "run",
+    "Checkpoint": "status",
+    "Status": "status",
 }
 __all__ = sorted(_HOME)
 

@@ -1,4 +1,4 @@
-"""What this machine has for training, and what is missing, each with its remedy."""
+"""The doctor: a report of what this machine has for training, and of what is missing, with a remedy for each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROBE_LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `remedy` says what to do where `ok` is false, or what would help."""
+    """One line of the report; `remedy` says what to do if `ok` is False, or what would help."""
 
     subject: str
     ok: bool
@@ -43,16 +43,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What `doctor` found; shows itself as a table."""
+    """The findings of `doctor`, shown as a table."""
 
     findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
+        """Return True if nothing is missing."""
         return all(finding.ok for finding in self.findings)
 
     @property
     def missing(self) -> tuple[Finding, ...]:
+        """Return the findings that are not ok."""
         return tuple(finding for finding in self.findings if not finding.ok)
 
     def __iter__(self) -> Iterator[Finding]:
@@ -73,7 +75,7 @@ class Report:
 
 
 def doctor() -> Report:
-    """Look at Python, PyTorch, GPUs, cores, memory, disk, packages, W&B, templates and the cache. Changes nothing."""
+    """Examine Python, PyTorch, GPUs, cores, memory, disk, packages, W&B, templates and the cache; change nothing."""
     checks: tuple[Callable[[], Finding], ...] = (_python, _torch, _gpus, _machine, _disk)
     packages = [_package(name) for name in SHOWN_PACKAGES]
     return Report((*(check() for check in checks), *packages, _wandb(), _templates(), _cache()))
@@ -92,7 +94,7 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    """Asked in a process of its own: it takes seconds to import and may claim a GPU."""
+    """Examine PyTorch in another process, because it takes seconds to import and may claim a GPU."""
     if environment.package_version("torch") is None:
         return Finding("PyTorch", False, "not installed", "pip install 'torch>=2.11'.")
     try:
@@ -115,12 +117,12 @@ def _torch() -> Finding:
 
 
 def _gpus() -> Finding:
-    found = environment.gpus()
-    if not found:
+    gpus = environment.gpus()
+    if not gpus:
         return Finding("GPUs", True, "none: training runs on CPU processes")
     users = _gpu_users()
     shown = []
-    for gpu in found:
+    for gpu in gpus:
         uses = users.get(gpu["uuid"])
         state = f"used by {uses}" if uses else "idle"
         shown.append(f"{gpu['index']}: {gpu['name']}, {gib(gpu['memory_bytes'] - gpu['used_bytes'])} free, {state}")
@@ -128,7 +130,7 @@ def _gpus() -> Finding:
 
 
 def _gpu_users() -> dict[str, str]:
-    """`"alice (pid 4711), …"` by GPU UUID, as far as this user may know."""
+    """Return `"alice (pid 4711), ..."` by GPU UUID, as far as this user may know."""
     users: dict[str, list[str]] = {}
     for uuid, pid in environment.nvidia_smi("--query-compute-apps=gpu_uuid,pid"):
         try:
@@ -164,7 +166,7 @@ def _package(name: str) -> Finding:
 
 
 def _needed(name: str) -> SpecifierSet:
-    """`>=1.15`: what this installation of the workbench asks of a package; any when run from a bare checkout."""
+    """Return the versions of a package that this installation needs; any version for a bare checkout."""
     try:
         requirements = map(Requirement, metadata.requires("workbench") or [])
     except metadata.PackageNotFoundError:
@@ -182,7 +184,7 @@ def _wandb() -> Finding:
 
 
 def _templates() -> Finding:
-    """Where JupyterLab's launcher finds the notebooks to start from."""
+    """Examine the folder in which JupyterLab's launcher finds the templates."""
     installed = Path(sys.prefix) / TEMPLATES
     if installed.is_dir():
         return Finding("Templates", True, f"{len(list(installed.glob('*.ipynb')))} in {installed}")
@@ -198,5 +200,5 @@ def _cache() -> Finding:
 
 
 def as_json(report: Report) -> list[dict[str, Any]]:
-    """One dict a finding."""
+    """Return one dict per finding."""
     return [vars(finding) for finding in report.findings]

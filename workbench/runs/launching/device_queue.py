@@ -1,8 +1,8 @@
-"""Whose turn it is on this node: runs that need the same devices queue, first come, first served.
+"""The device queue of a node: runs that need the same devices wait for each other, first come, first served.
 
-Each run holds a numbered ticket, a small JSON file in one folder per host. A ticket counts for as long as
-anything of its run is alive (supervisor, launcher or rank), so no crash can leave the node locked, and a
-launcher killed with -9 whose ranks train on still keeps its devices.
+Each run holds a numbered ticket, a small JSON file in one folder per host. A ticket counts for as long as a process of
+its run is alive (supervisor, launcher or rank), so no crash can leave the node locked, and a launcher killed with -9
+whose ranks train on still keeps its devices.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
+from workbench.events import ProcessRecord
 from workbench.rundir import RunDir, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
 
 CPU = ("cpu",)
 
 
-def node_devices(kind: str) -> tuple[str, ...]:
-    """What runs of this `kind` (`cpu` or `cuda`) share on this node: one CPU, or the visible GPUs.
+def node_devices(device_type: str) -> tuple[str, ...]:
+    """Return the devices that runs of this type (`cpu` or `cuda`) share on this node: one CPU, or the visible GPUs.
 
-    GPUs are named by UUID where `nvidia-smi` tells it, so that kernels with different
-    `CUDA_VISIBLE_DEVICES` agree on which device is which. Does not import torch.
+    GPUs are named by UUID where `nvidia-smi` tells it, so that kernels with different `CUDA_VISIBLE_DEVICES` agree on
+    which device is which. Does not import torch.
     """
-    if kind == "cpu":
+    if device_type == "cpu":
         return CPU
     uuids = _gpu_uuids()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return uuids
-    found: dict[str, None] = {}
+    devices: dict[str, None] = {}
     for name in map(str.strip, visible.split(",")):
         device = _visible_device(name, uuids)
         if device is None:
-            break  # CUDA, too, sees none from the first that does not exist: "-1", Slurm's "NoDevFiles"
-        found[device] = None
-    return tuple(found)
+            break  # CUDA ignores everything after the first device that does not exist: "-1", Slurm's "NoDevFiles"
+        devices[device] = None
+    return tuple(devices)
 
 
 def _visible_device(name: str, uuids: Sequence[str]) -> str | None:
-    """One entry of `CUDA_VISIBLE_DEVICES` by its whole UUID where that is known; None for what is no device."""
+    """Return the whole UUID, where it is known, of an entry of `CUDA_VISIBLE_DEVICES`; None for what is no device."""
     if name.isdigit():
         return (uuids[int(name)] if int(name) < len(uuids) else None) if uuids else name
     if not name.startswith(("GPU-", "MIG-")):
@@ -69,7 +70,7 @@ def _gpu_uuids() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A place in the queue of one host."""
+    """The place of one run in the queue of one host."""
 
     path: Path
 
@@ -78,9 +79,9 @@ class Ticket:
         return int(self.path.stem)
 
     def try_start(self) -> tuple[str, ...] | None:
-        """The devices that this run may use from now on, or None while it is not its turn.
+        """Return the devices that this run may use from now on, or None while it has to wait.
 
-        It is, when every earlier ticket for some of these devices has started and enough of them are free.
+        A run waits until every earlier ticket for some of these devices has started, and enough of them are free.
         """
         with _locked(self.path.parent):
             mine = read_json(self.path)
@@ -96,38 +97,39 @@ class Ticket:
             return devices
 
     def ahead(self) -> list[str]:
-        """Names of the live runs before this one, oldest first."""
+        """Return the names of the live runs before this one, oldest first."""
         mine = read_json(self.path)
         with _locked(self.path.parent):
             return [Path(ticket["run"]).name for ticket in self._rivals(mine)]
 
     def _rivals(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Live earlier tickets that may be given some of the same devices; two kernels may see different GPUs."""
+        """Return the live earlier tickets that may be given some of the same devices."""
         earlier = [ticket for ticket in _live_tickets(self.path.parent) if ticket["number"] < self.number]
-        return [t for t in earlier if t["kind"] == mine["kind"] and not set(mine["pool"]).isdisjoint(t["pool"])]
+        # Two kernels may see different GPUs.
+        return [t for t in earlier if not set(mine["pool"]).isdisjoint(t["pool"])]
 
     def leave(self) -> None:
         self.path.unlink(missing_ok=True)
 
 
-def take_ticket(run: RunDir, *, kind: str, pool: Sequence[str], count: int, supervisor: Mapping[str, Any]) -> Ticket:
+def take_ticket(run: RunDir, *, pool: Sequence[str], count: int, supervisor: ProcessRecord) -> Ticket:
     """Queue the run for `count` devices out of `pool`, behind every run that asked before.
 
-    Nothing of the run may be alive. A place that it had before, because a kill left the ticket, is given up: it would
-    count again as soon as the run does, and the run would wait for itself.
+    No process of the run may be alive. A ticket that a kill left behind is removed: it would count again as soon as the
+    run lives, and the run would wait for itself.
     """
     folder = queue_folder()
     with _locked(folder):
-        _live_tickets(folder)  # sweeps those of the dead
+        _live_tickets(folder)  # removes the others
         number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1
         ticket = Ticket(folder / f"{number:06d}.json")
-        fields = {"run": str(run.path), "kind": kind, "pool": list(pool), "count": count}
-        write_json(ticket.path, {**fields, "devices": None, "supervisor": dict(supervisor)})
+        fields = {"run": str(run.path), "pool": list(pool), "count": count}
+        write_json(ticket.path, {**fields, "devices": None, "supervisor": supervisor})
     return ticket
 
 
 def queue_folder() -> Path:
-    """Where this host's tickets lie. Raises `WorkbenchError` where none can be written."""
+    """Return the folder of this host's tickets, made if needed; raises `WorkbenchError` if it cannot be written."""
     from workbench.home import cache_home
 
     folder = cache_home() / "turns" / socket.gethostname()
@@ -148,7 +150,7 @@ def _tickets(folder: Path) -> list[Path]:
 
 
 def _live_tickets(folder: Path) -> list[dict[str, Any]]:
-    """Tickets whose run has something alive, oldest first; the others are swept away."""
+    """Return the tickets of runs that have a live process, oldest first, and remove the others."""
     live = []
     for path in _tickets(folder):
         with contextlib.suppress(OSError, ValueError):
@@ -162,7 +164,7 @@ def _live_tickets(folder: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Held for milliseconds, only while tickets are read or written."""
+    """Hold the folder's lock; this takes milliseconds, because tickets are only read or written meanwhile."""
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
-"""How busy a run's devices are, as `device` events: sampled every two seconds beside the training.
+"""Samples of how busy a run's devices are, written as `device` events every two seconds beside the training.
 
 The supervisor (on further nodes, the process that started the ranks there) asks NVML for the GPUs that the run was
-given, or the kernel for the CPU time of its processes. It does so in a daemon thread: a driver that does not answer
-delays nothing. The ranks have no part in it. Without NVML there are no samples.
+given, or the kernel for the CPU time of its processes. It does so in a daemon thread, so that a driver that does not
+answer delays nothing. The ranks take no part in it. Without NVML there are no samples.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from workbench.rundir import RunDir, append_event
 
 SAMPLE_S = 2.0
 LEAVES_S = 1.0
-"""For the thread to end when the ranks have; one that hangs in the driver is left behind."""
+"""Seconds to wait for the sampling thread when the ranks have left; one that hangs in the driver is abandoned."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at some devices; None where a device did not say."""
+    """One sample of some devices; None where a device did not answer."""
 
     names: tuple[str, ...]
     shares: tuple[float | None, ...]
-    """0 to 1."""
+    """Utilisation of each device, from 0 to 1."""
     used_bytes: tuple[int | None, ...]
 
 
 class Meter(Protocol):
-    """Looks at the devices of one node."""
+    """A source of samples of the devices of one node."""
 
     def sample(self) -> Sample: ...
 
 
 def _handle(nvml: Any, device: str) -> Any:
-    """NVML's handle of a GPU that `CUDA_VISIBLE_DEVICES` calls so: its UUID, that one's beginning, or its index."""
+    """Return NVML's handle of a GPU by its name in `CUDA_VISIBLE_DEVICES`: UUID, beginning of the UUID, or index."""
     if device.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(device))
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -52,10 +52,10 @@ def _handle(nvml: Any, device: str) -> Any:
 
 
 class GpuMeter:
-    """The GPUs of these names, as `CUDA_VISIBLE_DEVICES` has them: UUIDs, their beginnings, or indices.
+    """The GPUs of these names in `CUDA_VISIBLE_DEVICES`: UUIDs, their beginnings, or indices.
 
-    Share: of the driver's last sampling period (up to a second), in which a kernel ran. Memory: in use by anybody.
-    Raises `ImportError` or `pynvml.NVMLError` where NVML cannot be asked.
+    A share is the part of the driver's last sampling period (up to a second) in which a kernel ran. Memory counts the
+    use by any process. Raises `ImportError` or `pynvml.NVMLError` where NVML cannot be asked.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ class GpuMeter:
 
 
 class CpuMeter:
-    """The node's cores, as a process and all below it keep them busy since the last sample."""
+    """The node's cores: the share of them that a process and all below it have used since the last sample."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -99,7 +99,7 @@ class CpuMeter:
         return Sample(("CPU",), (min(1.0, share),), (resident,))
 
     def _look(self) -> tuple[dict[tuple[int, float], float], int]:
-        """CPU seconds of each process so far, and the resident bytes of all."""
+        """Return the CPU seconds of each process so far, and the resident bytes of all."""
         spent, resident = {}, 0
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self._root, *self._root.children(recursive=True)):
@@ -110,21 +110,21 @@ class CpuMeter:
         return spent, resident
 
 
-def open_meter(kind: str, devices: Sequence[str], pid: int) -> Meter:
-    """What measures the devices of a run of this `kind` (`cpu` or `cuda`) whose launcher is `pid`."""
-    return CpuMeter(pid) if kind == "cpu" else GpuMeter(devices)
+def open_meter(device_type: str, devices: Sequence[str], pid: int) -> Meter:
+    """Return a meter for the devices of a run whose launcher has this pid; `device_type` is `cpu` or `cuda`."""
+    return CpuMeter(pid) if device_type == "cpu" else GpuMeter(devices)
 
 
 @contextlib.contextmanager
-def sampled(run: RunDir, kind: str, devices: Sequence[str], pid: int, node: int | None = None) -> Iterator[None]:
-    """Record how busy the devices are for as long as the block runs; whatever goes wrong with that is only printed."""
+def sampled(run: RunDir, device_type: str, devices: Sequence[str], pid: int, node: int | None = None) -> Iterator[None]:
+    """Record how busy the devices are for as long as the block runs; an error of the sampling is only printed."""
     over = threading.Event()
 
     def record() -> None:
         try:
-            meter = open_meter(kind, devices, pid)
+            meter = open_meter(device_type, devices, pid)
             while not over.wait(SAMPLE_S):
-                write_sample(run, kind, meter.sample(), node)
+                write_sample(run, device_type, meter.sample(), node)
         except Exception as error:  # no NVML, a driver of another version, a full disk
             print(f"Devices are not sampled: {type(error).__name__}: {error}", flush=True)
 
@@ -137,8 +137,8 @@ def sampled(run: RunDir, kind: str, devices: Sequence[str], pid: int, node: int 
         thread.join(LEAVES_S)
 
 
-def write_sample(run: RunDir, kind: str, sample: Sample, node: int | None = None) -> None:
-    """One `device` event."""
+def write_sample(run: RunDir, device_type: str, sample: Sample, node: int | None = None) -> None:
+    """Append one `device` event."""
     shares = [None if share is None else round(share, 3) for share in sample.shares]
     facts = {"names": list(sample.names), "shares": shares, "used_bytes": list(sample.used_bytes)}
-    append_event(run.events, "device", kind=kind, **({} if node is None else {"node": node}), **facts)
+    append_event(run.events, "device", device_type=device_type, **({} if node is None else {"node": node}), **facts)

@@ -1,4 +1,4 @@
-"""Why a run died: the earliest error that a rank wrote, or what the launcher's log says of one that could not."""
+"""The cause of a failed run: the earliest error file of a rank, or one made from the launcher's log."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from workbench.errors import RunFailed
 from workbench.rundir import RunDir, read_json, write_json
@@ -20,7 +18,7 @@ LAST_WORDS_LINES = 10
 
 @dataclass(frozen=True)
 class RankError:
-    """What killed a rank, in that rank's own words."""
+    """The error that ended a rank, as that rank wrote it."""
 
     rank: int
     stage: int | None
@@ -31,20 +29,25 @@ class RankError:
 
     @property
     def sentence(self) -> str:
-        return f"{_place(self.rank, self.stage)}: {self.type}: {self.message}".split("\n", 1)[0]
+        """Return rank, stage, error type and the first line of the message."""
+        stage = "" if self.stage is None else f" (stage {self.stage})"
+        return f"rank {self.rank}{stage}: {self.type}: {self.message}".split("\n", 1)[0]
 
 
 def root_cause(run: RunDir) -> RankError | None:
-    """The earliest of the error files; the other ranks usually die of the first one's death."""
+    """Return the earliest of the error files; the other ranks usually die because the first one did."""
     errors = []
     for path in run.errors.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            errors.append(_rank_error(read_json(path), written=path.stat().st_mtime))
+            value, written = read_json(path), path.stat().st_mtime
+            text = {name: str(value.get(name, "")) for name in ("message", "traceback")}
+            error_type, when = str(value.get("type", "Error")), float(value.get("time", written))
+            errors.append(RankError(int(value["rank"]), value.get("stage"), error_type, **text, time=when))
     return min(errors, key=lambda error: error.time, default=None)
 
 
 def run_failed(run: RunDir, message: str) -> RunFailed:
-    """The exception for a failed run: its root cause, the worker's own traceback, and where the log is."""
+    """Return the exception for a failed run: its root cause, the worker's own traceback, and the path of the log."""
     cause = root_cause(run)
     name = run.path.name
     if cause is None:
@@ -69,17 +72,17 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
 
 
 def last_words(run: RunDir, rank: int, lines: int = LAST_WORDS_LINES) -> str:
-    """The last lines that a rank printed before its traceback, which the error has already."""
+    """Return the last lines that a rank printed before its traceback, which the error already holds."""
     before = log_tail(run, rank, None).rpartition("Traceback (most recent call last)")
     return "\n".join((before[0] or before[2]).rstrip().splitlines()[-lines:])
 
 
 def record_silent_death(run: RunDir, launcher_output: str) -> bool:
-    """Write the error file that a rank could not write: killed by a signal, or dead before its first line.
+    """Write the error file for a rank that could not: it was killed by a signal, or died before its first line.
 
-    `launcher_output` is what Accelerate and torchrun printed; their report names each rank and its exit code.
-    A rank that a signal killed comes before the others' complaints that it no longer answers. False when
-    nothing is known that the error files do not say.
+    `launcher_output` is the output of Accelerate and torchrun; their report names each rank and its exit code. The
+    death of a rank that a signal killed is dated before the errors of the others, which only found that it no longer
+    answers. Returns False if the launcher's output adds nothing to the error files.
     """
     reported = {int(path.stem) for path in run.errors.glob("*.json")}
     deaths = [(rank, code) for rank, code in _exits(launcher_output) if rank not in reported]
@@ -90,14 +93,14 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
     stages = {int(r["rank"]): r.get("stage") for r in rank_records(run)}
     earliest = root_cause(run)
     when = time.time() if earliest is None else earliest.time - 1e-3
-    kind, message = _exit_meaning(exit_code)
-    fields = {"rank": rank, "stage": stages.get(rank), "type": kind, "message": message, "time": when}
+    error_type, message = _exit_meaning(exit_code)
+    fields = {"rank": rank, "stage": stages.get(rank), "type": error_type, "message": message, "time": when}
     write_json(run.error(rank), {**fields, "traceback": log_tail(run, rank) or launcher_output[-4000:]})
     return True
 
 
 def log_tail(run: RunDir, rank: int | str, lines: int | None = LOG_TAIL_LINES) -> str:
-    """The last `lines` of a rank's log (all of it for None); "" when there is none."""
+    """Return the last `lines` of a rank's log (all of it for None), "" when there is none."""
     try:
         text = run.log(rank).read_text(errors="replace")
     except OSError:
@@ -105,23 +108,8 @@ def log_tail(run: RunDir, rank: int | str, lines: int | None = LOG_TAIL_LINES) -
     return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:])
 
 
-def _rank_error(value: Mapping[str, Any], written: float) -> RankError:
-    return RankError(
-        rank=int(value["rank"]),
-        stage=value.get("stage"),
-        type=str(value.get("type", "Error")),
-        message=str(value.get("message", "")),
-        traceback=str(value.get("traceback", "")),
-        time=float(value.get("time", written)),
-    )
-
-
-def _place(rank: int, stage: int | None) -> str:
-    return f"rank {rank}" if stage is None else f"rank {rank} (stage {stage})"
-
-
 def _exits(output: str) -> list[tuple[int, int]]:
-    """Rank and exit code of each entry of torchrun's report, or of the one process that Accelerate started."""
+    """Return rank and exit code from each entry of torchrun's report, or of the one process that Accelerate started."""
     entries = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", output, flags=re.MULTILINE)
     if entries:
         return [(int(rank), int(code)) for rank, code in entries]
@@ -133,6 +121,7 @@ def _exits(output: str) -> list[tuple[int, int]]:
 
 
 def _exit_meaning(exit_code: int | None) -> tuple[str, str]:
+    """Return an error type and a sentence for an exit code; None means that it is unknown."""
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = {

@@ -1,39 +1,40 @@
-"""Ending processes that we know only by pid and start time: ranks are not the supervisor's children."""
+"""Finding and ending a run's processes by pid and start time: ranks are not children of the supervisor."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from workbench.events import LauncherRecord, ProcessRecord, RankRecord
 from workbench.rundir import RunDir, process_alive, process_record, read_json
 
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
 WORKER = "workbench.execution.worker"
 LEAVES_S = 5.0
-"""After the last status, how long a supervisor, or what ends ranks in its place, has until it exits and its
-devices are free again."""
+"""Seconds after the last status until the supervisor, or its replacement, has exited and freed the devices."""
 
 
-def rank_records(run: RunDir) -> list[dict[str, Any]]:
-    """What `ranks/<rank>.json` hold, in rank order; each has `rank`, `pid`, `created` and `stage`."""
+def rank_records(run: RunDir) -> list[RankRecord]:
+    """Return the content of `ranks/<rank>.json`, in rank order."""
     records = [_record(path) for path in run.ranks.glob("*.json")]
     return sorted((record for record in records if "rank" in record), key=lambda record: int(record["rank"]))
 
 
-def launcher_record(run: RunDir) -> dict[str, Any]:
-    """`launcher.json`, or `{}` before there is one."""
-    return _record(run.launcher)
+def launcher_record(run: RunDir) -> LauncherRecord:
+    """Return the content of `launcher.json`, `{}` where there is none."""
+    record: LauncherRecord = _record(run.launcher)
+    return record
 
 
-def _record(path: Path) -> dict[str, Any]:
-    """A JSON object; `{}` where there is none that can be read."""
+def _record(path: Path) -> Any:
+    """Return the JSON object in a file, `{}` where there is none that can be read."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -41,19 +42,20 @@ def _record(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def live_workers(run: RunDir) -> list[dict[str, Any]]:
-    """Every rank and Accelerate launcher of the run that still runs, as `{pid, created}`."""
+def live_workers(run: RunDir) -> list[ProcessRecord]:
+    """Return every rank and Accelerate launcher of the run that still runs."""
     launcher = launcher_record(run)
-    known = [*rank_records(run), *launcher.get("workers", ())]
-    if launcher.get("accelerate"):
+    known: list[ProcessRecord] = [*rank_records(run), *launcher.get("workers", ())]
+    if "accelerate" in launcher:
         known.append(launcher["accelerate"])
     return [record for record in _distinct(known) if process_alive(record)]
 
 
-def survivors(run: RunDir) -> list[dict[str, Any]]:
-    """What a launcher that has gone left behind: ranks, also those that it had only just started.
+def survivors(run: RunDir) -> list[ProcessRecord]:
+    """Return the ranks that outlived their launcher, including those that it had only just started.
 
-    Where two nodes of a run share a host, those of the other one are none: who started them still lives.
+    Where two nodes of a run share a host, the other node's ranks do not count while the process that started them
+    lives.
     """
     left = [
         record
@@ -63,13 +65,13 @@ def survivors(run: RunDir) -> list[dict[str, Any]]:
     return _distinct([*live_workers(run), *left])
 
 
-def _distinct(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One record a process; ranks on other hosts may have the pids of those here."""
+def _distinct(records: Iterable[ProcessRecord]) -> list[ProcessRecord]:
+    """Return one record per process; ranks on other hosts may have the pids of those here."""
     return list({(record["pid"], record.get("host")): record for record in records}.values())
 
 
 def _has_its_parent(run: RunDir, pid: int) -> bool:
-    """Whether a process of the run is below another of the run's, not below who adopts orphans."""
+    """Return True if the parent of a process of the run belongs to the run too, and has not died."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(pid).parent()
         return parent is not None and str(run.path) in parent.cmdline()
@@ -77,34 +79,34 @@ def _has_its_parent(run: RunDir, pid: int) -> bool:
 
 
 def run_alive(run: RunDir) -> bool:
-    """Whether anything of the run is left: its supervisor, its launcher or a rank."""
+    """Return True if a process of the run is left: its supervisor, its launcher or a rank."""
     return process_alive(launcher_record(run).get("supervisor")) or bool(live_workers(run))
 
 
-def strays(run: RunDir) -> list[dict[str, Any]]:
-    """Whatever may still write to this run, in its files or not; all but what tells Weights & Biases of it.
+def strays(run: RunDir) -> list[ProcessRecord]:
+    """Return every process that may still write to this run, except its W&B recorder.
 
-    A rank whose launcher died before it could write it down is in no file, nor is what ends the ranks, and writes
-    the last status, in the place of a supervisor that is gone.
+    Some of them are in no file: a rank whose launcher died before it could record it, and the process that ends the
+    ranks and writes the last status in the place of a supervisor that is gone.
     """
     return [record for module, record in _named(run) if module != RECORDER]
 
 
-def supervisors(run: RunDir) -> list[dict[str, Any]]:
-    """The run's supervisor, and what stands in for it."""
+def supervisors(run: RunDir) -> list[ProcessRecord]:
+    """Return the run's supervisor, and the process that replaces one that is gone."""
     return [record for module, record in _named(run) if module == SUPERVISOR]
 
 
 def wait_left(run: RunDir) -> bool:
-    """After the last status: wait until nothing of the run is left that writes to it or keeps its devices."""
+    """Wait, after the last status, until no process of the run writes to it or keeps its devices."""
     supervisor = launcher_record(run).get("supervisor")
     return wait_gone([*([supervisor] if supervisor else []), *supervisors(run)], LEAVES_S)
 
 
-def _named(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
-    """Module and record of every `… -m MODULE … RUN_DIR` of this machine; looks at all its processes.
+def _named(run: RunDir) -> list[tuple[str, ProcessRecord]]:
+    """Return module and record of every process `… -m MODULE … RUN_DIR` on this machine.
 
-    MODULE is one of ours or the run's worker: others (TensorBoard, a web server) may name the directory as well.
+    MODULE is one of ours or the run's worker: other programs (TensorBoard, a web server) may name the directory too.
     """
     modules = (SUPERVISOR, RECORDER, launcher_record(run).get("worker", WORKER))
     directory, found = run.path.resolve(), []
@@ -117,10 +119,10 @@ def _named(run: RunDir) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def descendants(pid: int) -> list[dict[str, Any]]:
-    """The workers below Accelerate's launcher: its children, and whoever leads a session of its own.
+def descendants(pid: int) -> list[ProcessRecord]:
+    """Return the workers below Accelerate's launcher: its children, and every leader of a session.
 
-    Each elastic rank leads one, which is why a signal to the launcher's group misses them.
+    Each elastic rank leads a session of its own, which is why a signal to the launcher's group misses it.
     """
     found = []
     with contextlib.suppress(psutil.Error):
@@ -131,15 +133,16 @@ def descendants(pid: int) -> list[dict[str, Any]]:
     return found
 
 
-def send_signal(records: Iterable[Mapping[str, Any]], number: int) -> None:
+def send_signal(records: Iterable[ProcessRecord], number: int) -> None:
+    """Send a signal to those of the processes that still run."""
     for record in records:
         if process_alive(record):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(record["pid"], number)
 
 
-def wait_gone(records: Iterable[Mapping[str, Any]], timeout_s: float) -> bool:
-    """Wait until none of them runs; False when `timeout_s` passed first."""
+def wait_gone(records: Iterable[ProcessRecord], timeout_s: float) -> bool:
+    """Wait until none of the processes runs; return False when `timeout_s` passed first."""
     deadline = time.monotonic() + timeout_s
     left = list(records)
     while left := [record for record in left if process_alive(record)]:
@@ -149,8 +152,8 @@ def wait_gone(records: Iterable[Mapping[str, Any]], timeout_s: float) -> bool:
     return True
 
 
-def kill_trees(records: Iterable[Mapping[str, Any]]) -> None:
-    """SIGKILL each process together with all that it started (data loaders, compilers)."""
+def kill_trees(records: Iterable[ProcessRecord]) -> None:
+    """Send SIGKILL to each process and to all that it started (data loaders, compilers)."""
     doomed: list[psutil.Process] = []
     for record in records:
         if process_alive(record):

@@ -1,4 +1,4 @@
-"""Where a run was made: machine, versions, git state. Plain facts, gathered without importing torch."""
+"""The environment of a launch: machine, versions and git state, gathered without importing torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from workbench.machine import available_cores, cpu_model
 
 PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
 SAMPLED = 4
-"""Samples of each end of the training that its data is recognised by."""
+"""Number of samples at each end of the training that enter the fingerprint of its data."""
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 SECRET_LENGTH = 8
-DIFF_LIMIT = 20_000  # characters of `git diff --stat`
+"""Shortest value of an environment variable that is masked; a shorter one may be an ordinary word."""
+DIFF_LIMIT = 20_000
+"""Characters of `git diff --stat` that are recorded."""
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and git state of this process, as JSON."""
+    """Return machine, versions and git state of this process, as JSON."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -46,7 +48,7 @@ def environment() -> dict[str, Any]:
 
 
 def data_fingerprint(experiment: Any) -> str | None:
-    """SHA-256 over the first and the last samples that training will see; None for data that cannot be asked.
+    """Return SHA-256 over the first and the last samples that training will see; None for data that raises.
 
     Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training.
     """
@@ -58,30 +60,30 @@ def data_fingerprint(experiment: Any) -> str | None:
             for name, value in sorted(dataset[index].items()):
                 array = np.ascontiguousarray(value)
                 digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    except Exception:  # the user's own data may do anything; training will tell
+    except Exception:  # the user's own data may raise anything; training will report it
         return None
     return digest.hexdigest()
 
 
 def masked(text: str) -> str:
-    """The text without the values of environment variables that are named like secrets (`…_KEY`, `…TOKEN…`, …)."""
+    """Return the text without the values of environment variables that are named like secrets (`…_KEY`, `…TOKEN…`)."""
     for value in secrets():
         text = text.replace(value, "***")
     return text
 
 
 def secrets() -> list[str]:
-    """Those values, the longest first."""
-    found = {
+    """Return the values of environment variables that are named like secrets, the longest first."""
+    values = {
         value
         for name, value in os.environ.items()
         if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH and not os.path.exists(value)
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(values, key=len, reverse=True)
 
 
 def package_version(name: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -89,24 +91,23 @@ def package_version(name: str) -> str | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Index, name, driver and memory of every NVIDIA GPU of the machine, visible to this process or not."""
-    listing = nvidia_smi("--query-gpu=index,name,uuid,driver_version,memory.total,memory.used")
-    found = []
-    for row in listing:
-        if len(row) == 6:  # else a complaint about a GPU that is lost
+    """Return index, name, driver and memory of every NVIDIA GPU of the machine, visible to this process or not."""
+    listed = []
+    for row in nvidia_smi("--query-gpu=index,name,uuid,driver_version,memory.total,memory.used"):
+        if len(row) == 6:  # other lines are error messages about a GPU that is lost
             index, name, uuid, driver, total_mib, used_mib = row
             memory = {"memory_bytes": _bytes(total_mib), "used_bytes": _bytes(used_mib)}
-            found.append({"index": int(index), "name": name, "uuid": uuid, "driver": driver, **memory})
-    return found
+            listed.append({"index": int(index), "name": name, "uuid": uuid, "driver": driver, **memory})
+    return listed
 
 
 def _bytes(mib: str) -> int:
-    """0 for a GPU that does not say (`[N/A]`): one that shares the host's memory, or a part of one."""
+    """Return bytes; 0 for a GPU that reports `[N/A]`: one that shares the host's memory, or a slice of a GPU."""
     return int(mib) * 2**20 if mib.isdigit() else 0
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
-    """Rows of an `nvidia-smi` query; none where there is no driver."""
+    """Return the rows of an `nvidia-smi` query; none where there is no driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -120,7 +121,7 @@ def nvidia_smi(query: str) -> list[list[str]]:
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
-    """Commit, whether the tree is dirty, what was changed and its SHA-256; None outside a repository."""
+    """Return the commit, and the changes on top of it with their SHA-256; None outside a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None

@@ -1,13 +1,12 @@
-"""Lines of `events.jsonl` in bulk: logged steps to NumPy columns, everything else to dicts, millions of lines a second.
+"""Reading `events.jsonl` in bulk: logged steps to NumPy columns, everything else to dicts.
 
-Nearly all lines of a long run are steps, written alike. Arrow reads those of a block at once; whatever it refuses
-(a torn line, an infinity, a word where a number belongs) is read line by line by Python's own parser, to the same end.
+Nearly all lines of a long run are steps, written alike. Arrow parses all steps of a block at once. A block that Arrow
+refuses (a torn line, an infinity, a word where a number belongs) is parsed line by line, with the same result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from workbench.events import Event
+from workbench.rundir import parse_event
 
 MEASURED = (
     "step",
@@ -30,28 +32,31 @@ MEASURED = (
     "mfu",
     "time",
 )
-"""Figures of a `step` event that become columns, in this order."""
+"""The figures of a `step` event that become columns, in this order."""
 BLOCK_BYTES = 8 * 2**20
 BULK_BYTES = 2**18
-"""From here on a block is worth Arrow's start."""
+"""Size of a block from which Arrow is faster than Python, in spite of its start-up time."""
 RECENT_BYTES = 2**20
-"""At the end of a block, where its latest steps are looked for."""
+"""Bytes at the end of a block that are searched for its latest steps."""
 _STEP = b'{"type": "step"'
-_PASSED_OVER = b'{"type": "actions"'
-"""Long events that only the timeline reads, from the file itself."""
+_ACTIONS = b'{"type": "actions"'
+"""Beginning of long events that only the timeline reads, from the file itself."""
+_DEVICE = b'{"type": "device"'
+"""Beginning of a device sample; in a long run every eighth line or so is one."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some whole lines: `steps` holds one column a logged step and one row for each of `MEASURED`."""
+    """The events of some whole lines."""
 
     steps: NDArray[np.float64]
-    others: tuple[tuple[int, dict[str, Any]], ...]
+    """One column a logged step and one row for each of `MEASURED`."""
+    others: tuple[tuple[int, Event], ...]
     """Every other event but `actions`, each with the number of steps of this block that came before it."""
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """The whole lines of a file from `offset` on, some megabytes at a time; a last line without an end is left out."""
+    """Yield the whole lines of a file from `offset` on, some megabytes at a time, without a torn last line."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -69,47 +74,48 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def parsed(block: bytes) -> Block:
-    """The events of some whole lines. Lines that cannot be read are left out."""
+    """Return the events of some whole lines, without lines that cannot be parsed."""
     if len(block) >= BULK_BYTES:
         with contextlib.suppress(_Unusual):
             return _in_bulk(block)
     return _line_by_line(block)
 
 
-def recent_steps(block: bytes, count: int) -> list[dict[str, Any]]:
-    """The last `count` step events of some whole lines."""
+def recent_steps(block: bytes, count: int) -> list[Event]:
+    """Return the last `count` step events of some whole lines."""
     lines = [line for line in block[-RECENT_BYTES:].splitlines() if line.startswith(_STEP)]
-    return [event for line in lines[-count:] if (event := _event(line)) is not None]
+    return [event for line in lines[-count:] if (event := parse_event(line)) is not None]
 
 
-def events_but_steps(block: bytes) -> list[dict[str, Any]]:
-    """Every event of some whole lines that is neither a step nor `actions`."""
+def milestones(block: bytes) -> list[Event]:
+    """Return every event of some whole lines that is neither a step, a device sample nor `actions`."""
     starts, ends = _line_ends(block)
-    spans = np.flatnonzero(~_begin_with(block, starts, _STEP))
-    lines = [block[int(starts[line]) : int(ends[line])] for line in spans]
-    found = [_event(line) for line in lines if not line.startswith(_PASSED_OVER)]
-    return [event for event in found if event is not None and event["type"] not in ("step", "actions")]
+    frequent = _begin_with(block, starts, _STEP) | _begin_with(block, starts, _DEVICE)
+    lines = (block[starts[line] : ends[line]] for line in np.flatnonzero(~frequent))
+    events = (parse_event(line) for line in lines if not line.startswith(_ACTIONS))
+    return [event for event in events if event is not None and event["type"] not in ("step", "device", "actions")]
 
 
 class _Unusual(ValueError):
-    """A block that is not as `append_event` writes it."""
+    """A block with lines that `append_event` does not write."""
 
 
 def _in_bulk(block: bytes) -> Block:
     starts, ends = _line_ends(block)
     is_step = _begin_with(block, starts, _STEP)
     steps_before = np.cumsum(is_step)
-    others, rest = [], bytearray(block)
+    others, begin, steps = list[tuple[int, Event]](), 0, list[bytes]()
     for line in np.flatnonzero(~is_step):
         start, end = int(starts[line]), int(ends[line])
-        text = block[start:end]
-        rest[start:end] = b" " * (end - start)
-        event = None if text.startswith(_PASSED_OVER) else _event(text)
+        steps.append(block[begin:start])
+        begin, text = end + 1, block[start:end]
+        event = None if text.startswith(_ACTIONS) else parse_event(text)
         if event is not None:
-            if event["type"] == "step":  # by another hand, its fields in another order
+            if event["type"] == "step":  # another program wrote it, with its fields in another order
                 raise _Unusual
             others.append((int(steps_before[line]), event))
-    return Block(_columns(rest, int(is_step.sum())), tuple(others))
+    steps.append(block[begin:])
+    return Block(_columns(b"".join(steps), int(is_step.sum())), tuple(others))
 
 
 def _line_ends(block: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -125,11 +131,13 @@ def _begin_with(block: bytes, starts: NDArray[np.int64], prefix: bytes) -> NDArr
     return found
 
 
-def _columns(lines: bytearray, count: int) -> NDArray[np.float64]:
+def _columns(lines: bytes, count: int) -> NDArray[np.float64]:
     import pyarrow as arrow
     from pyarrow import json as arrow_json
 
-    if b": NaN" in lines:  # which JSON does not know; a missing value becomes NaN all the same
+    if not count:
+        return np.empty((len(MEASURED), 0))
+    if b": NaN" in lines:  # JSON does not know NaN; a missing value becomes NaN as well
         lines = lines.replace(b": NaN", b": null")
     schema = arrow.schema([(name, arrow.float64()) for name in MEASURED])
     try:
@@ -151,7 +159,7 @@ def _line_by_line(block: bytes) -> Block:
     rows: list[list[float]] = []
     others = []
     for line in block.splitlines():
-        event = _event(line)
+        event = parse_event(line)
         if event is None or event["type"] == "actions":
             continue
         if event["type"] != "step":
@@ -162,14 +170,6 @@ def _line_by_line(block: bytes) -> Block:
     return Block(np.array(rows, dtype=np.float64).reshape(-1, len(MEASURED)).T, tuple(others))
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and "type" in event else None
-
-
 def number(value: Any) -> float:
-    """What is unknown is NaN."""
+    """Return a figure as a float, NaN if it is unknown."""
     return float("nan") if value is None else float(value)

@@ -1,47 +1,48 @@
-"""Where runs stand, as lines of text: for a shell, a batch job, or a notebook that nobody looks at."""
+"""The progress of runs as lines of text, for a shell, a batch job, or a notebook that nobody looks at."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from workbench.rundir import FINAL_STATES
-from workbench.runs.run import Run, summary_or_why_not
+from workbench.runs.registry import summary_or_reason
+from workbench.runs.run import Run
+from workbench.runs.status import RunFacts
 from workbench.units import count, duration
 
 POLL_S = 0.2
 
 
 class Follower:
-    """Knows what it has said of each run, and says what is new."""
+    """A reporter of runs that prints only what is new since its last line about each run."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._due = time.monotonic() + every_s
-        self._said: dict[str, tuple[str, str, int]] = {}
+        self._reported: dict[str, tuple[str, str, int]] = {}
 
     def lines(self, runs: Sequence[Run]) -> Iterator[str]:
-        """A line for each run that changed its state, or made steps since the last line, `every_s` ago."""
-        everything = time.monotonic() >= self._due
-        if everything:
+        """Yield a line for each run that changed its state; every `every_s` seconds also for each that made steps."""
+        steps_are_due = time.monotonic() >= self._due
+        if steps_are_due:
             self._due = time.monotonic() + self._every_s
         for run in runs:
-            facts = summary_or_why_not(run)
-            now, before = (facts["state"], facts["message"], facts["step"]), self._said.get(facts["path"])
-            if before is None or now[:2] != before[:2] or (everything and now != before):
-                self._said[facts["path"]] = now
+            facts = summary_or_reason(run)
+            now, before = (facts["state"], facts["message"], facts["step"]), self._reported.get(facts["path"])
+            if before is None or now[:2] != before[:2] or (steps_are_due and now != before):
+                self._reported[facts["path"]] = now
                 yield progress_line(facts)
 
     def saw_the_end(self, runs: Sequence[Run]) -> bool:
-        """Whether the last thing said of each run is that it has ended."""
-        return all(self._said.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs)
+        """Return True if the last line of each run said that it has ended."""
+        return all(self._reported.get(str(run.path), ("",))[0] in FINAL_STATES for run in runs)
 
 
 def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
-    """A line a run whenever its state changes, and every `every_s` seconds while it makes steps; ends with the runs.
+    """Yield a line when a run changes its state, and every `every_s` seconds while it makes steps; end with the runs.
 
-    Reads the runs' directories only, so that any number of followers cost the training nothing.
+    Only the runs' directories are read, so that any number of followers cost the training nothing.
     """
     follower = Follower(every_s)
     while True:
@@ -51,8 +52,8 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
         time.sleep(POLL_S)
 
 
-def progress_line(facts: dict[str, Any]) -> str:
-    """`"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min 05 s left"`."""
+def progress_line(facts: RunFacts) -> str:
+    """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min 05 s left"`."""
     parts = [time.strftime("%H:%M:%S"), facts["name"], facts["state"]]
     if facts["steps"]:
         parts.append(f"{facts['step']:,} of {facts['steps']:,} ({facts['step'] / facts['steps']:.0%})")

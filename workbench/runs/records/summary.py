@@ -1,4 +1,4 @@
-"""Several runs in one table: what was planned, what was measured, and on which machine."""
+"""Several runs in one table: plan, measurement and machine."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from workbench.runs.run import Run
 from workbench.units import count, duration, gib
 
 SETTLING_STEPS = 10
-"""Steps at the start that medians leave out: compilation, caches, clocks."""
+"""Number of steps at the start that medians leave out, because of compilation, caches and clocks."""
 LAST_STEPS = 20
-"""Steps that the final loss is averaged over."""
+"""Number of last steps over which the final loss is averaged."""
 
 
 def measurements(run: Run) -> dict[str, Any]:
-    """Medians over a run's settled steps: `step_ms`, `tokens_per_s`, `mfu`; and `peak_bytes` by stage.
+    """Return medians over a run's settled steps, `step_ms`, `tokens_per_s` and `mfu`, and `peak_bytes` by stage.
 
-    `mfu` is NaN on CPUs; all are NaN for a run without steps.
+    `mfu` is NaN on CPUs; all medians are NaN for a run without steps.
     """
     history = run.history()
     settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
-    found: dict[str, Any] = {name: _median(history[name][settled]) for name in ("step_ms", "tokens_per_s", "mfu")}
+    medians: dict[str, Any] = {name: _median(history[name][settled]) for name in ("step_ms", "tokens_per_s", "mfu")}
     peaks: dict[int, int] = {}
     for event in run.milestones():
         if event["type"] == "memory":
             peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
-    return {**found, "peak_bytes": peaks}
+    return {**medians, "peak_bytes": peaks}
 
 
 def _median(values: Any) -> float:
@@ -39,7 +39,7 @@ def _median(values: Any) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """What ran, one row a run; shown with one column a run, which fits a page, in a notebook and a terminal."""
+    """A table of runs, stored with one row a run and shown with one column a run, which fits a page."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -86,15 +86,15 @@ COLUMNS = (
 
 
 def summary(runs: Sequence[Run]) -> Summary:
-    """One row a run: degrees, tokens, final loss, speed, and the planner's prediction beside the measurement."""
+    """Return the summary of some runs: degrees, tokens, final loss, speed, and prediction beside measurement."""
     return Summary(COLUMNS, tuple(map(_row, runs)), machine(runs[0]) if runs else "")
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    plan, history, found = run.plan, run.history(), measurements(run)
+    plan, history, measured = run.plan, run.history(), measurements(run)
     start = next((event for event in run.milestones() if event["type"] == "start"), {})
     steps = len(history)
-    peak = max(found["peak_bytes"].values(), default=None)
+    peak = max(measured["peak_bytes"].values(), default=None)
     loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
     return (
         run.name,
@@ -103,9 +103,9 @@ def _row(run: Run) -> tuple[str, ...]:
         count(history["tokens"][-1]) if steps else "–",
         _number(loss, "{:.3f}"),
         duration(history["seconds"][-1]) if steps else "–",
-        _number(found["tokens_per_s"], "{:,.0f}"),
-        _number(100 * found["mfu"], "{:.1f} %"),
-        _number(found["step_ms"], "{:.1f} ms"),
+        _number(measured["tokens_per_s"], "{:,.0f}"),
+        _number(100 * measured["mfu"], "{:.1f} %"),
+        _number(measured["step_ms"], "{:.1f} ms"),
         f"{plan.prediction.step_ms:.1f} ms",
         "–" if peak is None else gib(peak),
         gib(plan.peak_bytes),
@@ -123,7 +123,7 @@ def _degrees(plan: Any) -> str:
 
 
 def machine(run: Run) -> str:
-    """One line: devices, processor, versions and the commit that the run was launched from."""
+    """Return one line about the machine: devices, processor, versions, and the commit that was launched."""
     facts = run.environment
     if "gpus" not in facts:
         return f"{run.name} does not say which machine it ran on"

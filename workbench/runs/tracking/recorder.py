@@ -1,8 +1,9 @@
-"""The process that tells Weights & Biases about one run: `python -m workbench.runs.tracking.recorder [--upload] RUN_DIR`.
+"""The process that reports one run to Weights & Biases.
 
-It reads what the ranks append to `events.jsonl` and logs it as one W&B run, online when somebody is logged in and
-offline otherwise. The training neither waits for it nor knows of it: a server that is slow, refuses or is gone delays
-nothing, and since the events hold everything, `--upload` delivers later whatever is missing.
+Started as `python -m workbench.runs.tracking.recorder [--upload] RUN_DIR`, it reads what the ranks append to
+`events.jsonl` and logs it as one W&B run, online when somebody is logged in and offline otherwise. The training neither
+waits for it nor knows of it: a server that is slow, refuses or is gone delays nothing, and since the events hold
+everything, `--upload` delivers later whatever is missing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_json
+from workbench.events import StepEvent
+from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json
 from workbench.runs.launching.processes import run_alive
+from workbench.runs.records.history import resumed_step
 from workbench.runs.tracking.wandb_run import (
     NICENESS,
     attachments,
@@ -31,38 +34,41 @@ from workbench.runs.tracking.wandb_run import (
 )
 
 FLUSH_S = 1.0
-"""How much of an offline file a killed recorder may lose; W&B's own default is 15."""
+"""Seconds of an offline file that a killed recorder may lose; W&B's own default is 15."""
 INIT_LIMIT_S = 60.0
 CONFIRM_LIMIT_S = 15.0
-"""For the server to count the last rows."""
+"""Seconds that the server has to count the last rows."""
 PICTURE_LIMIT_S = 120.0
 POLL_S = 0.5
 _NOT_METRICS = ("type", "step", "time")
 
 
 def main(directory: str, upload: bool) -> int:
-    """Record a run to its end, or with `upload` what is known of it now; 0 when nothing is left to deliver."""
+    """Record a run to its end, or with `upload` what is known of it now; return 0 when nothing is left to deliver."""
     run = RunDir(Path(directory))
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with _my_turn(run, sync_limit_s()) as mine:
+    with _wait_for_lock(run, sync_limit_s()) as locked:
         uploads = may_upload()
-        if not mine or (upload and not (uploads and pending(run))):
+        if not locked or (upload and not (uploads and pending(run))):
             return 0
-        online, trouble = _open_online(run) if uploads else (None, "")
-        if online is not None:
-            return 0 if _deliver(run, online, follow=not upload) else 1
+        problem = ""
+        if uploads:
+            try:
+                session = _open(run, "online")
+            except Exception as error:  # the client fails in many classes: no server, refused, a broken installation
+                problem = f"W&B did not answer ({first_line(error)}); {_remedy(run)}"
+            else:
+                return 0 if _deliver(run, session, follow=not upload) else 1
         if upload:
-            _say(run, "failed", trouble)
+            _report(run, "failed", problem)
             return 1
-        if trouble:
-            return _write_offline_apart(run, trouble)
-        return write_offline(run, _by_hand(run))
+        return _write_offline_elsewhere(run, problem) if problem else write_offline(run, _remedy(run))
 
 
 @contextlib.contextmanager
-def _my_turn(run: RunDir, patience_s: float) -> Iterator[bool]:
-    """The recorder of an earlier attempt may still be uploading when the run is continued."""
+def _wait_for_lock(run: RunDir, patience_s: float) -> Iterator[bool]:
+    """Hold the run's W&B lock, which the recorder of an earlier attempt may still hold; yield True if it is held."""
     deadline = time.monotonic() + patience_s
     while True:
         with recording_alone(run) as alone:
@@ -72,62 +78,58 @@ def _my_turn(run: RunDir, patience_s: float) -> Iterator[bool]:
         time.sleep(POLL_S)
 
 
-def _open_online(run: RunDir) -> tuple[Any, str]:
-    """The W&B run, or None and why not."""
-    try:
-        return _open(run, "online"), ""
-    except Exception as error:  # the client fails in many classes: no server, refused, a broken installation
-        return None, f"W&B did not answer ({_first_line(error)}); {_by_hand(run)}"
-
-
 def _deliver(run: RunDir, session: Any, follow: bool) -> bool:
-    """Upload; False, with a `tracking` event that says why, if the server does not have everything in the end."""
-    _say(run, "syncing", session.url or "")
+    """Upload; return False, after a `tracking` event with the reason, if the server lacks something in the end."""
+    _report(run, "syncing", session.url or "")
     give_up = _deadline(run)
     try:
-        last = _pass_on(run, session, follow)
+        last = _log_steps(run, session, follow)
         give_up.start()
         files = _finish(run, session)
         _confirm(session, last)
     except Exception as error:
-        _say(run, "failed", f"{_first_line(error)}; {_by_hand(run)}")
+        _report(run, "failed", f"{first_line(error)}; {_remedy(run)}")
         return False
     finally:
         give_up.cancel()
-    _say(run, "synced", session.url or "", step=last, files=files)
+    _report(run, "synced", session.url or "", step=last, files=files)
     return True
 
 
 def write_offline(run: RunDir, message: str) -> int:
-    """Record into a `.wandb` file, for which no server is asked."""
+    """Record into a `.wandb` file, without asking a server."""
     session = _open(run, "offline")
-    _say(run, "offline", message)
-    _pass_on(run, session, follow=True)
+    _report(run, "offline", message)
+    _log_steps(run, session, follow=True)
     _finish(run, session)
-    _keep_newest_offline_file(run)
+    # The newest file holds every step; an older one would upload the replaced steps of an earlier attempt.
+    for folder in sorted(run.tracking.glob("wandb/offline-run-*"))[:-1]:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def _write_offline_apart(run: RunDir, trouble: str) -> int:
-    """In a process of its own: this one's client still tries to reach the server, and keeps the run's id."""
+def _write_offline_elsewhere(run: RunDir, problem: str) -> int:
+    """Record offline in another process: this one's client still tries to reach the server, and holds the run's id."""
     code = (
-        "import pathlib, sys; from workbench.rundir import RunDir; from workbench.runs.tracking.recorder import write_offline; "
+        "import pathlib, sys; from workbench.rundir import RunDir; "
+        "from workbench.runs.tracking.recorder import write_offline; "
         "write_offline(RunDir(pathlib.Path(sys.argv[1])), sys.argv[2])"
     )
-    command = [sys.executable, "-c", code, str(run.path), trouble]
+    command = [sys.executable, "-c", code, str(run.path), problem]
     subprocess.run(command, stdin=subprocess.DEVNULL, env=own_environment(), check=False)
     return 1
 
 
 def _finish(run: RunDir, session: Any) -> dict[str, float]:
-    """End the W&B run; returns the files that were attached, with the times of their last change."""
+    """End the W&B run; return the attached files with the times of their last change."""
     try:
         return _attach(run, session)
     finally:
-        session.finish(exit_code=0 if _ended_well(run) else 1)
+        states = [event["state"] for event in read_events(run.events) if event["type"] == "status"]
+        session.finish(exit_code=0 if states[-1:] in (["finished"], ["stopped"]) else 1)
 
 
-def _by_hand(run: RunDir) -> str:
+def _remedy(run: RunDir) -> str:
     return f"`workbench sync {run.path.name}` uploads it."
 
 
@@ -141,7 +143,7 @@ def _open(run: RunDir, mode: str) -> Any:
         finish_timeout=sync_limit_s(),
         finish_timeout_raises=True,
         x_transaction_log_flush_interval=FLUSH_S,
-        # What describes the machine is in the config; W&B's own collection would add addresses and command lines.
+        # The config describes the machine; W&B's own collection would add addresses and command lines.
         disable_git=True,
         disable_code=True,
         x_disable_meta=True,
@@ -160,22 +162,24 @@ def _open(run: RunDir, mode: str) -> Any:
 
 
 def config_of(run: RunDir) -> dict[str, Any]:
-    """The run's W&B config: the experiment's fields, `plan` and `environment`; `load_run("wandb:…")` reads it back."""
-    plan = (
-        {key: value for key, value in read_json(run.plan).items() if key != "candidates"} if run.plan.exists() else {}
-    )
+    """Return the run's W&B config: the experiment's fields, `plan` and `environment`.
+
+    `load_run("wandb:...")` reads it back.
+    """
+    plan = read_json(run.plan) if run.plan.exists() else {}
+    plan.pop("candidates", None)
     environment = read_json(run.environment)
     private = ("command", "directory", "executable")
     shown = {key: value for key, value in environment.items() if key not in private}
     return {**read_json(run.experiment), "plan": plan, "environment": shown}
 
 
-def _pass_on(run: RunDir, session: Any, follow: bool) -> int:
-    """Log every step once, in order, until the run has ended; returns the last step.
+def _log_steps(run: RunDir, session: Any, follow: bool) -> int:
+    """Log every step once, in order, until the run has ended; return the last step.
 
-    A server that has the first steps of a continued run already keeps those: W&B's history only grows.
+    Steps of a continued run that the server already has stay there: W&B's history only grows.
     """
-    steps, first = Steps(run), int(session.step)
+    steps, first = StepTail(run), int(session.step)
     while True:
         over = not follow or not run_alive(run)
         for row in steps.read():
@@ -187,8 +191,8 @@ def _pass_on(run: RunDir, session: Any, follow: bool) -> int:
         time.sleep(POLL_S)
 
 
-class Steps:
-    """The logged steps of a run as they arrive, each once: a resumption replaces those after its checkpoint."""
+class StepTail:
+    """A reader of the logged steps as they arrive, each once: a resumption replaces those after its checkpoint."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -197,49 +201,41 @@ class Steps:
         self.last = 0
         self.ended = False
 
-    def read(self) -> list[dict[str, Any]]:
-        """Step events since the last call; the first call folds earlier attempts into one sequence."""
-        rows: list[dict[str, Any]] = []
+    def read(self) -> list[StepEvent]:
+        """Return the step events since the last call; the first call folds earlier attempts into one sequence."""
+        rows: list[StepEvent] = []
         for event in self._tail.read():
             if event["type"] == "status":
                 self.ended = event["state"] in FINAL_STATES
-                if event["state"] == "queued" and not self._caught_up:
-                    rows = _up_to(rows, _start_step(self._run))
+                if event["state"] == "queued" and not self._caught_up and self._run.resume.exists():
+                    rows = _up_to(rows, int(read_json(self._run.resume)["step"]))
             elif event["type"] == "start":
-                rows = _up_to(rows, _step_of(event.get("resumed_from"))) if not self._caught_up else rows
+                rows = _up_to(rows, resumed_step(event.get("resumed_from"))) if not self._caught_up else rows
             elif event["type"] == "step":
-                rows = [*_up_to(rows, event["step"] - 1), event] if rows and event["step"] <= rows[-1]["step"] else rows
-                if not rows or event["step"] > rows[-1]["step"]:
-                    rows.append(event)
+                if rows and event["step"] <= rows[-1]["step"]:
+                    rows = _up_to(rows, event["step"] - 1)
+                rows.append(event)
         self._caught_up = True
         rows = [row for row in rows if row["step"] > self.last]
         self.last = rows[-1]["step"] if rows else self.last
         return rows
 
 
-def _up_to(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+def _up_to(rows: list[StepEvent], step: int) -> list[StepEvent]:
     return [row for row in rows if row["step"] <= step]
 
 
-def _start_step(run: RunDir) -> int:
-    return int(read_json(run.resume)["step"]) if run.resume.exists() else sys.maxsize
-
-
-def _step_of(resumed_from: Any) -> int:
-    return int(resumed_from.rpartition("step-")[2]) if isinstance(resumed_from, str) else int(resumed_from or 0)
-
-
 def _attach(run: RunDir, session: Any) -> dict[str, float]:
-    """The plan, its pictures and the executed notebook, as artifacts."""
+    """Attach the plan, its pictures and the executed notebook as artifacts; return the times of their last change."""
     import wandb
 
     _draw_plan(run)
     files = attachments(run)
     changed = {name: path.stat().st_mtime for name, path in files.items()}
-    for kind, names in (("plan", ("plan.json", "partition.html")), ("notebook", ("notebook.ipynb",))):
+    for artifact_type, names in (("plan", ("plan.json", "partition.html")), ("notebook", ("notebook.ipynb",))):
         present = {name: files[name] for name in names if name in files}
         if present:
-            artifact = wandb.Artifact(f"{kind}-{session.id}", type=kind)
+            artifact = wandb.Artifact(f"{artifact_type}-{session.id}", type=artifact_type)
             for name, path in present.items():
                 artifact.add_file(str(path), name=name)
             session.log_artifact(artifact)
@@ -247,7 +243,7 @@ def _attach(run: RunDir, session: Any) -> dict[str, float]:
 
 
 def _draw_plan(run: RunDir) -> None:
-    """By the command line, in a process of its own: drawing belongs to rooms above this one."""
+    """Draw the plan's pictures with the command line, because this room does not import the figures."""
     if not run.plan.exists():
         return
     if run.plan_page.exists() and run.plan_page.stat().st_mtime >= run.plan.stat().st_mtime:
@@ -258,34 +254,22 @@ def _draw_plan(run: RunDir) -> None:
 
 
 def _confirm(session: Any, last: int) -> None:
-    """Ask the server for the last step: the client gives up on a refused row without an error."""
+    """Raise unless the server has the last step: the client gives up on a refused row without an error."""
     import wandb
 
     path = f"{session.entity}/{session.project}/{session.id}"
     deadline = time.monotonic() + min(CONFIRM_LIMIT_S, sync_limit_s())
-    while (found := int(wandb.Api(timeout=30).run(path).lastHistoryStep)) < last:
+    while (delivered := int(wandb.Api(timeout=30).run(path).lastHistoryStep)) < last:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the server has {max(found, 0)} of {last} steps")
+            raise RuntimeError(f"the server has {max(delivered, 0)} of {last} steps")
         time.sleep(POLL_S)
 
 
-def _ended_well(run: RunDir) -> bool:
-    states = [event["state"] for event in EventTail(run.events).read() if event["type"] == "status"]
-    return bool(states) and states[-1] in ("finished", "stopped")
-
-
-def _keep_newest_offline_file(run: RunDir) -> None:
-    """It holds every step of the run; an older one would upload the replaced steps of an earlier attempt."""
-    folders = sorted(run.tracking.glob("wandb/offline-run-*"))
-    for folder in folders[:-1]:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _deadline(run: RunDir) -> threading.Timer:
-    """Ends this process, and with it W&B's service, when an upload goes on long after the run has ended."""
+    """Return a timer that ends this process, and with it W&B's service, when an upload takes too long."""
 
     def give_up() -> None:
-        _say(run, "failed", f"W&B took too long; {_by_hand(run)}")
+        _report(run, "failed", f"W&B took too long; {_remedy(run)}")
         os._exit(1)
 
     timer = threading.Timer(2 * sync_limit_s(), give_up)
@@ -293,11 +277,12 @@ def _deadline(run: RunDir) -> threading.Timer:
     return timer
 
 
-def _say(run: RunDir, state: str, message: str, **facts: Any) -> None:
+def _report(run: RunDir, state: str, message: str, **facts: Any) -> None:
     append_event(run.events, "tracking", state=state, message=message, **facts)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
@@ -305,4 +290,4 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[-1], upload="--upload" in sys.argv)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # everything is delivered or given up; the client's own exit would go on trying
+    os._exit(exit_code)  # the client's own exit would go on trying to deliver

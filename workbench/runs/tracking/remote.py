@@ -1,6 +1,6 @@
-"""A colleague's run, out of Weights & Biases: copied once into a run directory, then read like one's own.
+"""Runs of colleagues, copied from Weights & Biases into a run directory and then read like any other run.
 
-Written by Workbench, it brings experiment, plan and environment; any other W&B run brings its curve and its config.
+A run that Workbench recorded has experiment, plan and environment; any other W&B run has its curve and its config.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.home import cache_home
 from workbench.rundir import RunDir, append_event, write_json
-from workbench.runs.run import Run
 
 LOSSES = ("loss", "train/loss", "train_loss", "training_loss")
 ANSWER_LIMIT_S = 60
@@ -22,25 +22,22 @@ _STATES = {"finished": "finished", "running": "running", "pending": "queued", "k
 _ADDRESS = re.compile(r"wandb:/*(?:([\w.-]+)/)?([\w.-]+)/(?:runs/)?([\w.-]+)")
 
 
-def load_remote(address: str) -> Run:
-    """The run at `wandb:entity/project/id`, as W&B has it now; the entity may be left out for one's own.
+def download_run(address: str) -> Path:
+    """Copy the run at `wandb:entity/project/id`, as W&B has it now, into a run directory, and return its path.
 
-    It can be read and compared; no process of it is here, so that it cannot be stopped or continued.
-    Raises `RunNotFound` if there is none, `WorkbenchError` if the server does not answer.
+    The entity may be left out for the user's own runs. The copy can be read and compared; it has no process here, so it
+    cannot be stopped or continued. Raises `RunNotFound` if there is no such run, `WorkbenchError` if the server does
+    not answer.
     """
-    entity, project, identity = _parse(address)
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise RunNotFound(f"{address!r} is not an address on W&B. Write wandb:entity/project/id.", run=address)
+    entity, project, identity = match.groups()
     path = "/".join(part for part in (entity, project, identity) if part)
     remote, rows = _fetch(path)
     run = RunDir(cache_home() / "wandb" / str(remote.entity) / project / identity)
     _write(run, remote, rows)
-    return Run(run.path)
-
-
-def _parse(address: str) -> tuple[str | None, str, str]:
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        raise RunNotFound(f"{address!r} is not an address on W&B. Write wandb:entity/project/id.", run=address)
-    return match[1], match[2], match[3]
+    return run.path
 
 
 def _fetch(path: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -78,7 +75,7 @@ def _devices(plan: Any) -> int:
 
 
 def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices: int) -> None:
-    """Replaced as a whole: a reader sees the old curve or the new one."""
+    """Replace the events as a whole, so that a reader sees the old curve or the new one."""
     part = run.events.with_suffix(".part")
     part.unlink(missing_ok=True)
     begun = [step["time"] for step in steps if step.get("time")]
@@ -91,7 +88,7 @@ def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices
 
 
 def _step(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of W&B as a step event: its own names where Workbench wrote them, else W&B's nearest."""
+    """Return a row of W&B as a step event, with the nearest names of W&B where Workbench did not write the row."""
     metrics = {key: _number(value) for key, value in row.items() if not key.startswith("_")}
     loss = next((metrics[name] for name in LOSSES if name in metrics), None)
     seconds = metrics.get("seconds", _number(row.get("_runtime")))
@@ -99,7 +96,7 @@ def _step(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """W&B writes what JSON cannot hold as words: `"NaN"`, `"Infinity"`."""
+    """Return a number, also from the words that W&B writes for what JSON cannot hold: `"NaN"`, `"Infinity"`."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -107,5 +104,5 @@ def _number(value: Any) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """The client's config as JSON: it answers with types of its own."""
+    """Return the client's config as JSON; the client answers with types of its own."""
     return json.loads(json.dumps(value, default=str))

@@ -1,4 +1,4 @@
-"""Reading a `.wandb` file: what the client has logged, without a server and also after a crash."""
+"""Reading the logged rows of a `.wandb` file without a server, also after a crash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def offline_history(path: Path) -> list[dict[str, Any]]:
-    """Rows that were logged to a `.wandb` file, also while it is being written or after a crash."""
+    """Return the rows that were logged to a `.wandb` file, also while it is being written or after a crash."""
     from wandb.proto import wandb_internal_pb2
 
     rows = []
@@ -29,7 +29,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB-framed log (32 KiB blocks; a record may span several) up to its torn end."""
+    """Yield the records of a LevelDB-framed log up to its torn end; a record may span several blocks of 32 KiB."""
     if data[:4] != b":W&B":
         raise ValueError("not a W&B transaction log")
     position, parts = 7, b""
@@ -38,11 +38,11 @@ def _records(data: bytes) -> Iterator[bytes]:
         if left < _HEADER.size:
             position += left
             continue
-        _, length, kind = _HEADER.unpack_from(data, position)
+        _, length, record_type = _HEADER.unpack_from(data, position)
         body = data[position + _HEADER.size : position + _HEADER.size + length]
-        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or len(body) < length:
+        if record_type not in (_FULL, _FIRST, _MIDDLE, _LAST) or len(body) < length:
             return
         position += _HEADER.size + length
-        parts = body if kind in (_FULL, _FIRST) else parts + body
-        if kind in (_FULL, _LAST):
+        parts = body if record_type in (_FULL, _FIRST) else parts + body
+        if record_type in (_FULL, _LAST):
             yield parts

@@ -1,7 +1,8 @@
-"""Weights & Biases beside a run: which project and id it has there, and who talks to the server.
+"""A run on Weights & Biases: its project and id there, its recorder, and uploads after its end.
 
-Nothing here runs in the training. Ranks write `events.jsonl` and know no tracker; `workbench.runs.tracking.recorder`, a process
-of its own, reads the events and passes them on. What it could not deliver, `sync` delivers later, from the same events.
+Nothing here runs in the training. Ranks write `events.jsonl` and know no tracker; `workbench.runs.tracking.recorder`,
+a process of its own, reads the events and logs them. `sync` delivers later, from the same events, what the recorder
+could not deliver.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from workbench.rundir import RunDir, read_events, read_json
 
 LOGIN_LIMIT_S = 30.0
 SYNC_LIMIT_S = 600.0
-"""For the upload of one run, from its end (or from the call of `sync`)."""
+"""Seconds for the upload of one run, from its end or from the call of `sync`."""
 NICENESS = 10
-"""The recorder's: whoever trains comes first."""
+"""Niceness of the recorder, which must not slow the training down."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """How far W&B has a run: `state` is one of offline, syncing, synced, failed."""
+    """The progress of a run's upload to W&B: `state` is one of offline, syncing, synced, failed."""
 
     run: str
     state: str
@@ -42,7 +43,7 @@ class Delivery:
 
 
 def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
-    """Project, id, name, group and tags of the run on W&B; None when tracking is switched off.
+    """Return project, id, name, group and tags of the run on W&B; None when tracking is switched off.
 
     `WANDB_MODE=disabled` or `project=""` switches it off. A run that is continued keeps its id. Runs of one
     experiment (of the same name) are a group.
@@ -60,14 +61,14 @@ def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
 
 
 def start_recorder(run: RunDir) -> None:
-    """Record beside the training: a detached process that can do it no harm."""
+    """Start the recorder: a detached process that cannot harm the training."""
     if run.tracker.exists():
         with contextlib.suppress(OSError):
             _spawn(run)
 
 
 def start_upload(run: RunDir) -> None:
-    """Upload what came after the run's end, once its recorder has left: detached, and nothing without a key."""
+    """Start a detached upload of what came after the run's end, once its recorder has left."""
     if run.tracker.exists():
         with contextlib.suppress(OSError):
             _spawn(run, "--upload")
@@ -82,13 +83,13 @@ def _spawn(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
 
 
 def own_environment() -> dict[str, str]:
-    """This process's environment, without a W&B run (and the service that serves it) of its own."""
+    """Return this process's environment without the variables of a W&B run of its own."""
     mine = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_PROJECT")
     return {name: value for name, value in os.environ.items() if name not in mine}
 
 
 def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
-    """Upload what W&B does not have of a run; takes at most `limit_s` and changes nothing of the run itself.
+    """Upload what W&B lacks of a run, in at most `limit_s` seconds, without changing the run itself.
 
     Raises `WorkbenchError` if the run is not tracked, nobody is logged in, or its recorder is still at work.
     """
@@ -119,7 +120,7 @@ def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
 
 
 def delivery(run: RunDir) -> Delivery:
-    """What the recorder last said of the run."""
+    """Return the last report of the recorder."""
     events = [event for event in read_events(run.events) if event["type"] == "tracking"]
     last = events[-1] if events else {"state": "offline"}
     step = max((int(event.get("step") or 0) for event in events), default=0)
@@ -127,7 +128,7 @@ def delivery(run: RunDir) -> Delivery:
 
 
 def pending(run: RunDir) -> bool:
-    """Whether W&B lacks something of a tracked run: its upload did not end well, or files came after it."""
+    """Return True if W&B lacks something of a tracked run: its upload failed, or files were added after it."""
     if not run.tracker.exists():
         return False
     events = [event for event in read_events(run.events) if event["type"] in ("tracking", "step", "status")]
@@ -138,20 +139,20 @@ def pending(run: RunDir) -> bool:
 
 
 def attachments(run: RunDir) -> dict[str, Path]:
-    """Name on W&B -> file, of what belongs to the run and exists: plan, its pictures, the executed notebook."""
+    """Return the existing files to attach, by their names on W&B: plan, its pictures, the executed notebook."""
     files = {"plan.json": run.plan, "partition.html": run.plan_page, "notebook.ipynb": run.notebook}
     return {name: path for name, path in files.items() if path.exists()}
 
 
 def recording(run: RunDir) -> bool:
-    """Whether a recorder is at work on the run."""
+    """Return True if a recorder is at work on the run."""
     with recording_alone(run) as alone:
         return not alone
 
 
 @contextlib.contextmanager
 def recording_alone(run: RunDir) -> Iterator[bool]:
-    """Hold the run's W&B lock, which no crash can leave behind; yields whether it was free."""
+    """Hold the run's W&B lock, which no crash can leave behind; yield True if it was free."""
     run.tracking.mkdir(parents=True, exist_ok=True)
     with (run.tracking / "lock").open("a") as file:
         try:
@@ -163,19 +164,19 @@ def recording_alone(run: RunDir) -> Iterator[bool]:
 
 
 def offline_files(run: RunDir) -> list[Path]:
-    """The run's offline `.wandb` files, oldest first; the last one holds every step, also after a resumption."""
+    """Return the run's offline `.wandb` files, oldest first; the last one holds every step, also after a resumption."""
     return sorted(run.tracking.glob("wandb/offline-run-*/run-*.wandb"))
 
 
 def may_upload() -> bool:
-    """Whether this process would upload: somebody is logged in, and `WANDB_MODE` does not forbid it."""
+    """Return True if this process would upload: somebody is logged in, and `WANDB_MODE` does not forbid it."""
     return os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled") and has_key()
 
 
 def logged_in() -> bool:
-    """Whether this user has a key for the W&B server in use (`$WANDB_API_KEY`, or from `wandb login`).
+    """Return True if this user has a key for the W&B server in use (`$WANDB_API_KEY`, or from `wandb login`).
 
-    Asked in a process of its own: the client starts a service, and may wait for a server.
+    Another process asks the client, which starts a service and may wait for a server.
     """
     command = [sys.executable, "-m", "workbench.runs.tracking.wandb_run", "--logged-in"]
     try:
@@ -185,7 +186,7 @@ def logged_in() -> bool:
 
 
 def has_key() -> bool:
-    """As `logged_in`, in this process."""
+    """Return the same as `logged_in`, asked in this process."""
     import wandb
 
     try:
@@ -195,12 +196,12 @@ def has_key() -> bool:
 
 
 def sync_limit_s() -> float:
-    """Seconds that an upload may take after a run has ended."""
+    """Return the seconds that an upload may take after a run has ended."""
     return float(os.environ.get("WORKBENCH_SYNC_LIMIT_S") or SYNC_LIMIT_S)
 
 
 def tracking_note(run: RunDir) -> str:
-    """The run's W&B project and how far the upload has come: a line for people."""
+    """Return a line for people: the run's W&B project and the state of its upload."""
     if not run.tracker.exists():
         return "off"
     settings, told = read_json(run.tracker), delivery(run)

@@ -18,8 +18,7 @@ import pytest
 from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, read_events
 from workbench.runs import HistoryTail, Run
-from workbench.runs.launching import device_sampler as devices
-from workbench.runs.launching import supervisor
+from workbench.runs.launching import device_sampler, supervisor
 from workbench.runs.launching.device_sampler import CpuMeter, GpuMeter, Sample, sampled, write_sample
 from workbench.runs.records.history import read_history
 
@@ -69,7 +68,7 @@ def test_idle_and_departed_processes_keep_nothing_busy() -> None:
 
 
 def test_samples_are_recorded_while_the_processes_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(device_sampler, "SAMPLE_S", 0.1)
     run = RunDir(tmp_path)
     with process(BUSY) as busy, sampled(run, "cpu", ("cpu",), busy.pid):
         while not run.events.exists() or len(read_events(run.events)) < 3:
@@ -78,7 +77,7 @@ def test_samples_are_recorded_while_the_processes_live(tmp_path: Path, monkeypat
     time.sleep(0.3)
     found = read_events(run.events)
     assert len(found) == count, "nothing comes after the end"
-    assert {(event["type"], event["kind"], *event["names"]) for event in found} == {("device", "cpu", "CPU")}
+    assert {(event["type"], event["device_type"], *event["names"]) for event in found} == {("device", "cpu", "CPU")}
     assert max(event["shares"][0] for event in found) > 0
 
 
@@ -153,8 +152,8 @@ def _has_nvml() -> bool:
 
 
 def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "open_meter", lambda *_: time.sleep(60))
-    monkeypatch.setattr(devices, "LEAVES_S", 0.1)
+    monkeypatch.setattr(device_sampler, "open_meter", lambda *_: time.sleep(60))
+    monkeypatch.setattr(device_sampler, "LEAVES_S", 0.1)
     started = time.monotonic()
     with sampled(RunDir(tmp_path), "cuda", UUIDS, pid=1):
         pass
@@ -163,20 +162,20 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
 
 def test_a_busy_device_is_no_sign_of_life_of_the_ranks(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    watch = supervisor._Watch(run, EventTail(run.events))
-    watch.last_sign = 0.0
+    attempt = supervisor._Attempt(run, EventTail(run.events))
+    attempt.last_sign = 0.0
     write_sample(run, "cuda", Sample(("GPU 0",), (1.0,), (1,)))
-    watch.read()
-    assert watch.last_sign == 0.0
+    attempt.read()
+    assert attempt.last_sign == 0.0
     append_event(run.events, "phase", name="build", seconds=1.0)
-    watch.read()
-    assert watch.last_sign > 0
+    attempt.read()
+    assert attempt.last_sign > 0
 
 
 def sample_at(run: RunDir, time_s: float, *shares: float | None, node: int | None = None) -> None:
     facts = {"names": [f"GPU {index}" for index in range(len(shares))], "used_bytes": [2**30] * len(shares)}
     node_fact = {} if node is None else {"node": node}
-    append_event(run.events, "device", time=time_s, kind="cuda", shares=list(shares), **facts, **node_fact)
+    append_event(run.events, "device", time=time_s, device_type="cuda", shares=list(shares), **facts, **node_fact)
 
 
 def steps_at(run: RunDir, first: int, last: int) -> None:
@@ -196,7 +195,7 @@ def test_samples_count_while_the_run_trains(tmp_path: Path) -> None:
     sample_at(run, 4.5, 0.0, 0.0)
     tail = HistoryTail(run.events)
     tail.read()
-    assert tail.utilization.kind == "cuda"
+    assert tail.utilization.device_type == "cuda"
     assert tail.utilization.names == ("GPU 0", "GPU 1")
     assert tail.utilization.time.tolist() == [2.5, 2.5, 3.5, 3.5]
     assert tail.utilization.device.tolist() == [0, 1, 0, 1]
@@ -220,19 +219,16 @@ def test_a_resumption_forgets_samples_with_the_steps_they_belong_to(tmp_path: Pa
     assert tail.utilization.names == ("GPU 0", "node 1, GPU 0")
 
 
-def test_samples_of_a_long_run_are_kept_with_its_history(tmp_path: Path) -> None:
+def test_samples_of_a_long_run_are_read_as_a_tail_or_at_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     append_event(run.events, "start", time=0.0, devices=1, resumed_from=None)
     for step in range(1, 6000):
         steps_at(run, step, step)
         sample_at(run, step + 0.5, 0.25, 0.5)
-    first = HistoryTail(run.events)
-    first.read()
-    again = HistoryTail(run.events)
-    assert len(again.read()) == len(read_history(run.events)) == 5999
-    assert (tmp_path / "history.bin").exists()
+    tail = HistoryTail(run.events)
+    assert len(tail.read()) == len(read_history(run.events)) == 5999
+    first = tail.utilization
     sample_at(run, 6000.5, 1.0, 1.0)
-    again.read()
-    assert len(Run(tmp_path).utilization()) == len(again.utilization)
-    assert again.utilization.names == first.utilization.names
-    assert again.utilization.share.tolist() == [*first.utilization.share.tolist(), 1.0, 1.0]
+    tail.read()
+    assert len(Run(tmp_path).utilization()) == len(tail.utilization)
+    assert tail.utilization.share.tolist() == [*first.share.tolist(), 1.0, 1.0]

@@ -1,0 +1,213 @@
+"""Types of the records in a run directory: events, process records and the launcher's record.
+
+The values are plain dicts, as `json.loads` returns them; the types say which keys each of them has. Every event has
+`type` and `time` (Unix seconds). `workbench.rundir` writes and reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+ActionRow = tuple[str, int, int, float, float]
+"""Action type, stage, micro-batch, start and end in ms from the origin of the `actions` event."""
+
+
+class StatusEvent(TypedDict):
+    """The run has entered a state, one of `workbench.rundir.STATES`."""
+
+    type: Literal["status"]
+    time: float
+    state: str
+    message: str
+
+
+class StartEvent(TypedDict):
+    """The ranks are about to train. `devices` is their number or their names."""
+
+    type: Literal["start"]
+    time: float
+    devices: int | list[str]
+    world: NotRequired[int]
+    parameters: NotRequired[int]
+    flops_per_step: NotRequired[float]
+    peak_flops: NotRequired[float | None]
+    """Sum over the devices in FLOP/s; None where it is unknown."""
+    tokens_per_step: NotRequired[int]
+    samples_per_step: NotRequired[int]
+    resumed_from: NotRequired[str | int | None]
+    """Path of the checkpoint that training continues from, or its step."""
+
+
+class PhaseEvent(TypedDict):
+    """Rank 0 has finished a phase before the first step: `capture`, `build`, `compile` ..."""
+
+    type: Literal["phase"]
+    time: float
+    name: str
+    seconds: float
+
+
+class StepEvent(TypedDict):
+    """The figures of one logged step. Counts and `seconds` are cumulative over the whole training."""
+
+    type: Literal["step"]
+    time: float
+    step: int
+    """Number of the step, from 1."""
+    loss: float | None
+    learning_rate: NotRequired[float | None]
+    grad_norm: NotRequired[float | None]
+    step_ms: NotRequired[float | None]
+    tokens: NotRequired[float | None]
+    samples: NotRequired[float | None]
+    flops: NotRequired[float | None]
+    seconds: NotRequired[float | None]
+    """Training time so far, without start-up and without the pause before a resumption."""
+    tokens_per_s: NotRequired[float | None]
+    mfu: NotRequired[float | None]
+
+
+class MemoryEvent(TypedDict):
+    """The peak memory of one rank."""
+
+    type: Literal["memory"]
+    time: float
+    rank: int
+    stage: int
+    device: str
+    peak_bytes: int
+    reserved_bytes: int
+    limit_bytes: int | None
+
+
+class DeviceEvent(TypedDict):
+    """One sample of the devices of one node. A None in a list means that this device did not answer."""
+
+    type: Literal["device"]
+    time: float
+    device_type: Literal["cuda", "cpu"]
+    names: list[str]
+    shares: list[float | None]
+    """Utilisation of each device, from 0 to 1."""
+    used_bytes: list[int | None]
+    """Memory in use by any process on each device; on a CPU the resident memory of the run's processes."""
+    node: NotRequired[int]
+    """Rank of the node; absent for a run on one node."""
+
+
+class ActionsEvent(TypedDict):
+    """The timeline of one step on one pipeline rank; only one step in many is recorded."""
+
+    type: Literal["actions"]
+    time: float
+    rank: int
+    step: int
+    origin_s: float
+    """Unix seconds that the times of the actions count from."""
+    actions: list[ActionRow]
+
+
+class CheckpointEvent(TypedDict):
+    """A checkpoint is complete on disk."""
+
+    type: Literal["checkpoint"]
+    time: float
+    step: int
+    path: str
+    seconds: float
+    """Seconds that training paused."""
+    write_s: NotRequired[float]
+    """Seconds until the checkpoint was on disk."""
+
+
+class CheckpointProblemEvent(TypedDict):
+    """A checkpoint could not be written, or a damaged one was skipped."""
+
+    type: Literal["checkpoint_problem"]
+    time: float
+    step: int
+    path: str
+    message: str
+
+
+class EndEvent(TypedDict):
+    """The ranks have left their training loop in order, after `steps` steps and `seconds` of training."""
+
+    type: Literal["end"]
+    time: float
+    steps: int
+    seconds: float
+
+
+class TrackingEvent(TypedDict):
+    """Progress of the upload to Weights & Biases: `state` is offline, syncing, synced or failed."""
+
+    type: Literal["tracking"]
+    time: float
+    state: str
+    message: NotRequired[str]
+    step: NotRequired[int]
+    """The last step that the server has."""
+    files: NotRequired[dict[str, float]]
+    """Modification time of each attached file, by its name on the server."""
+
+
+Event = (
+    StatusEvent
+    | StartEvent
+    | PhaseEvent
+    | StepEvent
+    | MemoryEvent
+    | DeviceEvent
+    | ActionsEvent
+    | CheckpointEvent
+    | CheckpointProblemEvent
+    | EndEvent
+    | TrackingEvent
+)
+
+
+class ProcessRecord(TypedDict):
+    """The identity of a process: a pid alone may be used again, the pid with its start time is not."""
+
+    pid: int
+    created: float
+    """Start time in Unix seconds."""
+    ticks: NotRequired[int | None]
+    """Start time since boot, in clock ticks; None where the system does not tell."""
+    host: NotRequired[str]
+
+
+class RankRecord(ProcessRecord):
+    """The content of `ranks/<rank>.json`."""
+
+    rank: int
+    stage: NotRequired[int | None]
+    device: NotRequired[str]
+
+
+class PlanFacts(TypedDict):
+    """The facts of a plan that the launcher needs."""
+
+    world: int
+    device_type: str
+    precision: str
+
+
+class LauncherRecord(TypedDict, total=False):
+    """The content of `launcher.json`; it grows while the run starts."""
+
+    supervisor: ProcessRecord
+    worker: str
+    """Module that each rank executes."""
+    plan: PlanFacts
+    ticket: str
+    """Path of the run's ticket in the device queue; absent for a multi-node launch."""
+    devices: list[str] | tuple[str, ...]
+    """Devices that the run was given, as `CUDA_VISIBLE_DEVICES` names them."""
+    nodes: dict[str, Any]
+    """Fields of `Nodes`; absent for a run on one node."""
+    accelerate: ProcessRecord
+    command: Any
+    workers: list[ProcessRecord]
+    """Ranks and other processes below Accelerate's launcher."""

@@ -1,0 +1,271 @@
+"""Making a run directory: claimed for one run, described, and cleared of an earlier attempt when the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import inspect
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import CheckpointError, RunExists, RunNotFound, WorkbenchError
+from workbench.rundir import RunDir, read_json, runs_root, write_json
+from workbench.runs.launching import processes
+from workbench.runs.records.environment import data_fingerprint, environment
+from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
+from workbench.runs.tracking.wandb_run import tracker_settings
+from workbench.user_code import pickled, user_path
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+    from workbench.planning.plan import Plan
+
+LONGEST_NAME = 100
+"""Letters of an experiment's name that its directory takes over; file systems end at 255."""
+CODE_PATH = "path.json"
+"""File in `code/` that lists where the modules of a model or dataset lie; the run may be continued from elsewhere."""
+
+
+@contextlib.contextmanager
+def written(
+    experiment: Experiment,
+    plan: Plan,
+    directory: str | os.PathLike[str] | None,
+    resume: str | os.PathLike[str] | None,
+    facts: Mapping[str, Any] | None,
+    code: Mapping[str, bytes] | None,
+) -> Iterator[RunDir]:
+    """Write a run directory that ranks can start from; nobody else can start them while the block runs."""
+    code = user_code(experiment) if code is None else code
+    checkpoint = None if resume is None else checkpoint_of(Path(resume))
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    if step > experiment.steps:
+        raise CheckpointError(
+            f"{checkpoint} is of step {step:,}, after the {experiment.steps:,} steps asked for. Ask for more steps, or "
+            "launch the experiment anew.",
+            step=step,
+            steps=experiment.steps,
+        )
+    with _own_directory(experiment, directory, checkpoint) as run:
+        write_json(run.experiment, experiment.to_json())
+        write_json(run.plan, plan.to_json())
+        write_json(run.environment, {**environment(), **(facts or {})})
+        settings = tracker_settings(run, experiment)
+        if settings is None:
+            run.tracker.unlink(missing_ok=True)
+        else:
+            run.tracking.mkdir(exist_ok=True)
+            write_json(run.tracker, settings)
+        for name, content in code.items():
+            (run.code / name).write_bytes(content)
+        if checkpoint is not None:
+            write_json(run.resume, {"checkpoint": str(checkpoint), "step": step})
+        yield run
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint at `path`, which is a checkpoint's directory, or a run's: then its newest complete one."""
+    path = path.absolute()
+    if re.fullmatch(r"step-\d+", path.name):
+        if not path.is_dir():
+            raise CheckpointError(f"There is no checkpoint {path}. Its run lists those it has: run.checkpoints.")
+        return path
+    run = RunDir(path)
+    if not run.experiment.is_file():
+        raise RunNotFound(f"There is no run in {path}. wb.list_runs() shows those that there are.", run=str(path))
+    status, _ = read_status(run)
+    if status.final:
+        processes.wait_left(run)
+    if processes.run_alive(run) or written_elsewhere(run, read_status(run)[0]):
+        raise RunExists(f"Run {path.name} is still {status.state}. Stop it first: run.stop(wait=True).", run=str(path))
+    checkpoints = complete_checkpoints(run)
+    if not checkpoints:
+        raise CheckpointError(
+            f"Run {path.name} has no checkpoint to continue from. Launch the experiment anew, with checkpoint_every "
+            "set if it may be interrupted.",
+            run=str(path),
+        )
+    return checkpoints[-1].path
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint's directory."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+@contextlib.contextmanager
+def _own_directory(
+    experiment: Experiment, directory: str | os.PathLike[str] | None, checkpoint: Path | None
+) -> Iterator[RunDir]:
+    """Make the run's directory, or clear the last attempt's traces from the one that is continued."""
+    continued = None if checkpoint is None else checkpoint.parent.parent
+    if directory is not None:
+        run = RunDir(Path(directory).expanduser().absolute())
+        continued = continued if continued is not None and continued.resolve() == run.path.resolve() else None
+    else:
+        run = RunDir(continued or new_directory(str(experiment.name)))
+    if continued is None:
+        if run.path.is_dir() and any(run.path.iterdir()):
+            raise _taken(run)
+        if run.path.exists() and not run.path.is_dir():
+            raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
+        run.path.mkdir(parents=True, exist_ok=True)
+    with _locked(run):
+        if continued is not None:
+            clear_attempt(run)
+        elif run.experiment.exists():
+            raise _taken(run)
+        for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield run
+
+
+@contextlib.contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """Hold the run's lock: two kernels that started one run at once would train it twice, into the same files."""
+    try:
+        file = run.lock.open("a")
+    except OSError as error:
+        raise WorkbenchError(
+            f"{run.path} cannot be written: {error.strerror}. run.clone() trains the same in a folder of your own.",
+            directory=str(run.path),
+        ) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunExists(
+                f"{run.path} is being started by somebody else right now. Follow it: wb.load_run({str(run.path)!r}).",
+                directory=str(run.path),
+            ) from None
+        yield
+
+
+def new_directory(name: str) -> Path:
+    """Make `<runs>/<name>-<yyyymmdd-hhmmss>`, such that no two launches share one."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:LONGEST_NAME].strip("-.") or "run"
+    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    root = runs_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise WorkbenchError(
+            f"No run can be written to {root}: {error.strerror}. Set WORKBENCH_RUNS to a folder that can be written.",
+            folder=str(root),
+        ) from None
+    raise AssertionError("a thousand runs in one second")
+
+
+def _taken(run: RunDir) -> RunExists:
+    what = "holds a run" if run.experiment.exists() else "is not empty"
+    return RunExists(
+        f"{run.path} {what}. Choose another directory, leave it out, or continue that run with "
+        f"resume={str(run.path)!r}.",
+        directory=str(run.path),
+    )
+
+
+def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> None:
+    """Move the files of the last attempt (who ran it, what failed) to `attempts/<n>`; the events go on.
+
+    Set `among_nodes` for a multi-node launch, where other nodes, perhaps on this host, may already have begun the next
+    attempt. Raises `RunExists` for a run that still has processes.
+    """
+    if not processes.run_alive(run):
+        processes.wait_left(run)  # its last status belongs to this attempt
+    left = [*processes.survivors(run), *processes.supervisors(run)] if among_nodes else processes.strays(run)
+    if processes.run_alive(run) or left:
+        raise RunExists(f"{run.path} is still running. Stop it first: run.stop(wait=True).", directory=str(run.path))
+    number = max((int(path.name) for path in run.path.glob("attempts/*") if path.name.isdigit()), default=0) + 1
+    aside = run.path / "attempts" / str(number)
+    aside.mkdir(parents=True)
+    for path in (run.experiment, run.plan, run.environment, run.tracker):
+        if path.exists():  # copied, because the directory must be a readable run at every moment
+            shutil.copy2(path, aside)
+    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file, run.kill_file):
+        if path.exists():
+            path.rename(aside / path.name)
+
+
+def user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) -> dict[str, bytes]:
+    """Return the files of `code/`: the user's own model factory and dataset, pickled, and their source."""
+    from workbench.data import CustomData
+    from workbench.models import CustomModel
+
+    model, data = experiment.model, experiment.data
+    own: dict[str, Any] = {"model": model.factory} if isinstance(model, CustomModel) and "model" in only else {}
+    own |= {"data": data.dataset_or_factory} if isinstance(data, CustomData) and "data" in only else {}
+    files = {}
+    for name, value in own.items():
+        files[f"{name}.pkl"] = pickled(name, value)
+        files[f"{name}.py"] = _source(value).encode()
+    if files:
+        files[CODE_PATH] = path_json(user_path())
+    return files
+
+
+def code_of_clone(run: RunDir, experiment: Experiment, changed: Iterable[str]) -> dict[str, bytes]:
+    """Return the files of `code/` for a clone: stored code of the run, and new code of what `changed` names."""
+    changed = set(changed) & {"model", "data"}
+    names = [f"{part}.{ending}" for part in ("model", "data") if part not in changed for ending in ("pkl", "py")]
+    code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
+    code |= user_code(experiment, only=sorted(changed))
+    if code:
+        code[CODE_PATH] = path_json([*_code_path(run), *user_path()])
+    return code
+
+
+def continued_facts(run: RunDir, experiment: Experiment) -> dict[str, Any]:
+    """Return what `environment.json` says beside the machine, for a continuation of the run as `experiment`.
+
+    A dataset of the user's own is not read here, so its fingerprint is dropped when the last samples change.
+    """
+    before: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # a continuation needs none of these facts
+        before = read_json(run.environment)
+    known: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
+    if not experiment.data.is_custom:
+        known["data_fingerprint"] = data_fingerprint(experiment)
+    elif experiment.steps != read_json(run.experiment)["steps"]:
+        known["data_fingerprint"] = None
+    return known
+
+
+def path_json(entries: Iterable[str]) -> bytes:
+    """Return the content of `CODE_PATH`."""
+    return json.dumps(list(dict.fromkeys(entries)), indent=2).encode()
+
+
+def _code_path(run: RunDir) -> list[str]:
+    try:
+        return [str(entry) for entry in read_json(run.code / CODE_PATH)]
+    except (OSError, ValueError):
+        return []
+
+
+def worker_path(run: RunDir) -> Iterable[str]:
+    """Return the module search path of the ranks: this process's, then that of the run's own code."""
+    return dict.fromkeys([*user_path(), *_code_path(run)])
+
+
+def _source(value: Any) -> str:
+    """Return the source of what was pickled, for people, where Python can find it."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    described = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    try:
+        return inspect.getsource(described)
+    except (OSError, TypeError):
+        return f"# {described!r}: its source was not found\n"

@@ -1,0 +1,76 @@
+"""The Slurm job file of a run over several nodes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from workbench.errors import PlanInfeasible
+from workbench.home import cache_home
+from workbench.rundir import RunDir
+from workbench.runs.launching.run_directory import worker_path
+
+if TYPE_CHECKING:
+    from workbench.planning.plan import Plan
+
+CHECKPOINT_BEFORE_END_S = 180
+"""Seconds before the time limit at which Slurm sends SIGTERM; the ranks answer it with a checkpoint."""
+
+
+def job_file(
+    run: RunDir,
+    plan: Plan,
+    *,
+    time: str = "24:00:00",
+    partition: str | None = None,
+    account: str | None = None,
+    cpus_per_node: int | None = None,
+    options: Iterable[str] = (),
+) -> str:
+    """Return the text of a job file for `sbatch`; see `Run.slurm`."""
+    nodes, per_node = plan.cluster.nodes, ranks_per_node(plan.world, plan.cluster.nodes)
+    on_gpu = plan.cluster.device.type != "cpu"
+    wanted = {
+        "job-name": run.path.name,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": per_node if on_gpu else None,
+        "cpus-per-task": cpus_per_node or (None if on_gpu else per_node),
+        "time": time,
+        "signal": f"TERM@{CHECKPOINT_BEFORE_END_S}",
+        "partition": partition,
+        "account": account,
+        "output": str(run.log("slurm")).replace("%", "%%"),
+    }
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]
+    lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue", *(f"#SBATCH {option}" for option in options)]
+    launch = f"{shlex.quote(sys.executable)} -m workbench.runs.launching.multi_node {shlex.quote(str(run.path))}"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "# Submitted again, or requeued, it continues from the last good checkpoint.",
+            "set -euo pipefail",
+            f"export PYTHONPATH={shlex.quote(os.pathsep.join(worker_path(run)))}",
+            f"export WORKBENCH_HOME={shlex.quote(str(cache_home()))}",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+            "port=$((20000 + SLURM_JOB_ID % 10000))",
+            f'srun --kill-on-bad-exit=1 {launch} --nodes {nodes} --address "$first" --port "$port"',
+            "",
+        ]
+    )
+
+
+def ranks_per_node(world: int, nodes: int) -> int:
+    """Return the number of ranks on each node; raises `PlanInfeasible` where it differs between nodes."""
+    if world % nodes:
+        raise PlanInfeasible(
+            f"The plan's {world} ranks cannot be divided equally over {nodes} nodes. Plan for a cluster whose nodes "
+            f"are full: Cluster.of(…, gpus={nodes * -(-world // nodes)}, nodes={nodes}).",
+            world=world,
+            nodes=nodes,
+        )
+    return world // nodes

@@ -1,0 +1,164 @@
+"""The runs of a folder: finding one by name, listing all, and showing them as a table."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from workbench.errors import RunNotFound
+from workbench.rundir import RunDir, runs_root
+from workbench.runs.run import Run, step_text
+from workbench.runs.status import RunFacts, created_at, unreadable_facts
+from workbench.units import count, duration
+
+if TYPE_CHECKING:
+    from workbench.runs.tracking.wandb_run import Delivery
+
+HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when")
+"""Columns of a table of runs."""
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The runs of one folder, newest first; iterate over it, index it by position, slice or name, or show it."""
+
+    root: Path
+    runs: tuple[Run, ...]
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self.runs)
+
+    @overload
+    def __getitem__(self, key: int | str) -> Run: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[Run]: ...
+
+    def __getitem__(self, key: int | str | slice) -> Run | list[Run]:
+        if isinstance(key, slice):
+            return list(self.runs[key])
+        return self.runs[key] if isinstance(key, int) else load_run(self.root / key)
+
+    def rows(self) -> list[RunFacts]:
+        """Return `Run.summary()` of each run; one that cannot be read has failed, with the reason as its message."""
+        return [summary_or_reason(run) for run in self.runs]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the columns of `HEADER` for each run, as text."""
+        return [_cells(row) for row in self.rows()]
+
+    def sync(self) -> list[Delivery]:
+        """Upload to W&B whatever it lacks of the tracked runs that have ended.
+
+        Raises `WorkbenchError` if nobody is logged in.
+        """
+        from workbench.runs.tracking.wandb_run import pending, recording
+
+        waiting = [run for run in self.runs if run.status.final and pending(run.directory)]
+        return [run.sync() for run in waiting if not recording(run.directory)]
+
+    def __repr__(self) -> str:
+        if not self.runs:
+            return f"No runs in {self.root}."
+        table = [HEADER, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        )
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: tuple[str, ...]) -> str:
+            return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        body = "".join(line("td", cells) for cells in self.cells())
+        return f"<table><thead>{line('th', HEADER)}</thead><tbody>{body}</tbody></table>"
+
+
+def list_runs(root: str | os.PathLike[str] | None = None) -> RunTable:
+    """Return the runs in `root`, newest first; by default those in `$WORKBENCH_RUNS` or `./runs`."""
+    folder = runs_root() if root is None else Path(root).expanduser().absolute()
+    return RunTable(folder, tuple(Run(path) for path in sorted(_run_folders(folder), key=created_at, reverse=True)))
+
+
+def load_run(path: Run | str | os.PathLike[str]) -> Run:
+    """Return the run in a directory, of that name under the runs folder, or at `wandb:entity/project/id`.
+
+    The beginning of a name is enough if only one run has it. Nothing that lies in the run directory is executed.
+    Raises `RunNotFound`, with near matches.
+    """
+    if isinstance(path, Run):
+        return path
+    if isinstance(path, str) and path.startswith("wandb:"):
+        from workbench.runs.tracking.remote import download_run
+
+        return Run(download_run(path))
+    for candidate in (Path(path).expanduser(), runs_root() / path):
+        if _is_run(candidate):
+            return Run(candidate)
+    parent = Path(path).expanduser().absolute().parent
+    wanted = Path(path).name
+    searched = runs_root() if str(path) == wanted else parent
+    close = sorted(p.name for p in _run_folders(searched) if wanted and p.name.startswith(wanted))
+    if len(close) == 1:
+        return Run(searched / close[0])
+    names = sorted({p.name for root in (runs_root(), parent) for p in _run_folders(root)})
+    close = close[-3:] or difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
+    if close:
+        hint = f"Did you mean {' or '.join(repr(name) for name in close)}?"
+    elif names:
+        hint = f"There are {', '.join(names[-5:])}."
+    else:
+        hint = f"There are no runs in {runs_root()} yet; set WORKBENCH_RUNS if they are elsewhere."
+    raise RunNotFound(f"There is no run {str(path)!r}. {hint}", run=str(path), near=close)
+
+
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the runs' experiments if they differ and can be read, else the names of the runs."""
+    try:
+        names = [str(run.experiment["name"]) for run in runs]
+    except (RunNotFound, KeyError):
+        names = []
+    return names if len(set(names)) == len(runs) else [run.name for run in runs]
+
+
+def summary_or_reason(run: Run) -> RunFacts:
+    """Return `run.summary()`, or why it cannot be read: one damaged or deleted run must not hide the others."""
+    try:
+        return run.summary()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return unreadable_facts(run.directory, error)
+
+
+def _run_folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if _is_run(path)] if root.is_dir() else []
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return RunDir(path).experiment.is_file()
+    except OSError:  # a folder that this user may not read
+        return False
+
+
+def _cells(row: RunFacts) -> tuple[str, ...]:
+    devices = f"GPU {', '.join(map(str, row['gpus']))}" if row["gpus"] else str(row["devices"] or "")
+    return (
+        row["name"],
+        row["state"],
+        step_text(row),
+        "" if row["loss"] is None else f"{row['loss']:.4g}",
+        "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),
+        "" if not row["mfu"] else f"{row['mfu']:.1%}",
+        "" if row["eta_s"] is None else duration(row["eta_s"]),
+        devices,
+        f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
+    )

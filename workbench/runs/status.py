@@ -1,0 +1,284 @@
+"""The status of a run, deduced from its events and from the processes that still live."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from workbench.errors import RunNotFound
+from workbench.events import EndEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
+from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json
+from workbench.runs.launching import processes
+from workbench.runs.records.history import latest_events
+
+RECENT_STEPS = 20
+"""Number of latest steps over which the median speed is taken."""
+VANISHED = "The launcher vanished."
+DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
+DISK_FULL_BYTES = 2**20
+"""Free bytes below which a disk counts as full."""
+LAUNCH_LIMIT_S = 30.0
+"""Seconds from a new run's first file until its supervisor must be known."""
+SILENCE_S = 60.0
+"""Seconds without an event after which a run on another host is taken to be gone.
+
+The supervisor of a healthy run samples devices every two seconds.
+"""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run's state, one of queued, starting, running, finished, stopped, failed, with a message for people."""
+
+    state: str
+    message: str = ""
+    time: float = 0.0
+    """Unix seconds of the last change."""
+
+    @property
+    def final(self) -> bool:
+        """Return True if the run has ended."""
+        return self.state in FINAL_STATES
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.message}" if self.message else self.state
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of a run."""
+
+    step: int
+    path: Path
+
+
+class RunFacts(TypedDict):
+    """The figures that tables, lines of text and JSON output show of a run; None where a figure is unknown."""
+
+    name: str
+    path: str
+    state: str
+    message: str
+    step: int
+    steps: int | None
+    """Steps that the experiment asks for."""
+    loss: float | None
+    tokens: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    eta_s: float | None
+    """Training time left at the median speed of the last steps; None unless the run trains."""
+    devices: int | None
+    """Number of devices that the run has or waits for."""
+    gpus: list[int]
+    """Indices on this node of the GPUs that the run has."""
+    peak_bytes: int | None
+    """Highest peak memory of any rank."""
+    time: float
+    """Unix seconds of the last step, or of the last change of state."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The latest event of each type and the latest steps, read from the first `offset` bytes of the events.
+
+    Immutable, because several threads may read through one `Run`.
+    """
+
+    status: Status | None = None
+    start: StartEvent | None = None
+    steps: tuple[StepEvent, ...] = ()
+    end: EndEvent | None = None
+    memory: Mapping[int, MemoryEvent] = field(default_factory=dict)
+    """Latest `memory` event of each rank."""
+    problems: tuple[str, ...] = ()
+    """Sentences about checkpoints that failed since the last launch."""
+    offset: int = 0
+
+    def median(self, figure: str) -> float | None:
+        """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
+        known = [value for event in self.steps if (value := event.get(figure)) is not None]
+        return float(statistics.median(known)) if known else None  # type: ignore[type-var]
+
+
+def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
+    """Fold the events that arrived after `seen` into it."""
+    events, offset = latest_events(run.events, seen.offset, RECENT_STEPS)
+    status, start, steps, end = seen.status, seen.start, list(seen.steps), seen.end
+    memory, problems = dict(seen.memory), list(seen.problems)
+    for event in events:
+        if event["type"] == "status":
+            status = Status(event["state"], event.get("message", ""), event["time"])
+            if event["state"] in ("queued", "starting"):
+                end, problems = None, []
+        elif event["type"] == "start":
+            start, resumed_from = event, event.get("resumed_from")
+            if problems and resumed_from:
+                problems[-1] += f" Training goes on from {Path(str(resumed_from)).name}."
+            if status is not None and not status.final:  # the supervisor reports the new state a moment later
+                status = Status("running", "", event["time"])
+        elif event["type"] == "checkpoint_problem":
+            training = status is not None and status.state == "running"
+            failed = f"The checkpoint of step {event['step']} could not be written: "
+            problems.append((failed if training else "") + event["message"])
+        elif event["type"] == "step":
+            steps.append(event)
+        elif event["type"] == "end":
+            end = event
+        elif event["type"] == "memory":
+            memory[int(event["rank"])] = event
+    return Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory, tuple(problems), offset)
+
+
+def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progress]:
+    """Return the last recorded state, corrected by the processes that are really there, and the progress read for it.
+
+    `seen` is the progress of an earlier call, so that only new events are read.
+    """
+    supervised = any(map(process_alive, supervisor_record(run)))  # asked before the events are read
+    workers = bool(processes.live_workers(run))
+    progress = read_progress(run, seen)
+    recorded = progress.status or Status("queued")
+    if recorded.state == "running" and progress.problems:
+        recorded = replace(recorded, message=recorded.message or progress.problems[-1])
+    if recorded.final or supervised or run.remote.exists() or runs_elsewhere(run):
+        return recorded, progress
+    if not supervisor_record(run) and (workers or _is_prepared(run)):
+        return recorded, progress
+    if workers:
+        message = "The launcher vanished, its ranks train on; stop() ends them."
+        return Status("running", message, recorded.time), progress
+    return _status_without_processes(run, progress, recorded), progress
+
+
+def _status_without_processes(run: RunDir, progress: Progress, recorded: Status) -> Status:
+    """Deduce how a run ended that has no process left and no final status; the ranks' `end` event may tell."""
+    begun = recorded.time or created_at(run.path)
+    if not run.launcher.exists() and time.time() - begun < LAUNCH_LIMIT_S:
+        return recorded  # `launch` is about to start it
+    if progress.end is None:
+        if run.kill_file.exists():
+            return Status("stopped", KILLED, recorded.time)
+        return Status("failed", VANISHED + (DISK_FULL if _disk_is_full(run.path) else ""), recorded.time)
+    steps, target = int(progress.end["steps"]), int(read_experiment(run).get("steps", 0))
+    ended_at = progress.end["time"]
+    if steps >= target:
+        return Status("finished", f"{steps} steps (the launcher had vanished).", ended_at)
+    return Status("stopped", f"Stopped at step {steps} of {target} (the launcher had vanished).", recorded.time)
+
+
+def supervisor_record(run: RunDir) -> list[ProcessRecord]:
+    """Return the record of the run's supervisor in a list, which is empty when there is none."""
+    supervisor = processes.launcher_record(run).get("supervisor")
+    return [supervisor] if supervisor else []
+
+
+def runs_elsewhere(run: RunDir) -> bool:
+    """Return True if the process that writes the run's states is on another host.
+
+    This is the supervisor, or rank 0 of a run without one.
+    """
+    return any(map(is_elsewhere, supervisor_record(run) or processes.rank_records(run)[:1]))
+
+
+def written_elsewhere(run: RunDir, status: Status) -> bool:
+    """Return True if another host has written to the run lately; its processes cannot be asked from here."""
+    if not status.final and runs_elsewhere(run):
+        with contextlib.suppress(OSError):
+            return time.time() - run.events.stat().st_mtime < SILENCE_S
+    return False
+
+
+def _is_prepared(run: RunDir) -> bool:
+    """Return True if the run directory waits for somebody to start it."""
+    return run.launcher.exists() and not (processes.launcher_record(run) or processes.rank_records(run))
+
+
+def complete_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:
+    """Return the run's complete checkpoints, oldest first."""
+    events, _ = latest_events(run.events)
+    steps = {int(event["step"]) for event in events if event["type"] == "checkpoint"}
+    # The recorded path is not used, because the run directory may have been moved.
+    return tuple(Checkpoint(step, run.checkpoint(step)) for step in sorted(steps) if run.checkpoint(step).is_dir())
+
+
+def read_experiment(run: RunDir) -> dict[str, Any]:
+    """Return `experiment.json`; raises `RunNotFound` where it cannot be read."""
+    try:
+        value = read_json(run.experiment)
+    except (OSError, ValueError) as error:
+        raise RunNotFound(f"{run.experiment} cannot be read: {error}.", run=str(run.path)) from None
+    if not isinstance(value, dict):
+        raise RunNotFound(f"{run.experiment} describes no experiment.", run=str(run.path))
+    return value
+
+
+def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
+    """Return the figures that are shown of a run."""
+    steps = read_experiment(run).get("steps")
+    step = progress.steps[-1] if progress.steps else {}
+    step_ms = progress.median("step_ms")
+    known_speed = status.state == "running" and step_ms is not None and steps is not None
+    return {
+        "name": run.path.name,
+        "path": str(run.path),
+        "state": status.state,
+        "message": status.message,
+        "step": int(step.get("step", 0)),
+        "steps": steps,
+        "loss": step.get("loss"),
+        "tokens": step.get("tokens"),
+        "tokens_per_s": progress.median("tokens_per_s"),
+        "mfu": progress.median("mfu"),
+        "eta_s": float(max(0.0, (steps - step["step"]) * step_ms / 1e3)) if known_speed else None,
+        "devices": _device_count(run, progress),
+        "gpus": [] if status.final else _gpu_indices(run),
+        "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
+        "time": step.get("time", status.time),
+    }
+
+
+def unreadable_facts(run: RunDir, error: Exception) -> RunFacts:
+    """Return the figures of a run whose files cannot be read: it has failed, with the reason as its message."""
+    reason = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {type(error).__name__}: {error}."
+    known = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
+    return {**dict.fromkeys(RunFacts.__annotations__), **known, "step": 0, "gpus": [], "time": 0.0}  # type: ignore[typeddict-item]
+
+
+def _device_count(run: RunDir, progress: Progress) -> int | None:
+    devices = progress.start["devices"] if progress.start else None
+    if devices:
+        return devices if isinstance(devices, int) else len(devices)
+    planned = processes.launcher_record(run).get("plan")
+    return planned["world"] if planned else None
+
+
+def _gpu_indices(run: RunDir) -> list[int]:
+    given = processes.launcher_record(run).get("devices", ())
+    gpus = read_json(run.environment).get("gpus", ()) if given else ()
+    known = {gpu.get("uuid"): gpu.get("index") for gpu in gpus}
+    return [int(known[name]) for name in given if name in known]
+
+
+def _disk_is_full(path: Path) -> bool:
+    try:
+        return shutil.disk_usage(path).free < DISK_FULL_BYTES
+    except OSError:
+        return False
+
+
+def created_at(path: Path) -> float:
+    """Return when a run was described, in Unix seconds; 0 for one that is gone.
+
+    A run that is just being launched may not have `environment.json` yet.
+    """
+    for file in (RunDir(path).environment, RunDir(path).experiment):
+        with contextlib.suppress(OSError):
+            return file.stat().st_mtime
+    return 0.0
