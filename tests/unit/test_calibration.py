@@ -68,7 +68,7 @@ def test_a_calibration_of_other_hardware_or_another_torch_is_not_applied(
     assert cached_calibration() is None
 
 
-def test_what_is_not_a_calibration_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_calibration_is_refused(tmp_path: Path) -> None:
     for content in ("{}", "not json", json.dumps({"rates": 3})):
         file = tmp_path / "file.json"
         file.write_text(content)
@@ -115,7 +115,7 @@ def test_a_calibration_of_another_format_is_refused(tmp_path: Path) -> None:
         Calibration.load(file)
 
 
-def test_processes_share_what_was_measured_of_their_processor(measured: Calibration) -> None:
+def test_cpu_processes_share_their_processors_measured_speed(measured: Calibration) -> None:
     peak = measured.product_flops
     for processes in (1, 2, 8):
         for cluster in (local_cluster(processes), measured.cluster(processes)):
@@ -123,7 +123,7 @@ def test_processes_share_what_was_measured_of_their_processor(measured: Calibrat
             assert cluster.gpus * cluster.device.memory_bandwidth == pytest.approx(measured.memory_bandwidth)
 
 
-def test_a_calibrated_cluster_has_devices_whose_memory_is_known() -> None:
+def test_a_calibrated_cluster_needs_a_device_whose_memory_is_known() -> None:
     for none in (0, -1):
         with pytest.raises(PlanInfeasible, match="cannot train anything"):
             GPU.cluster(none)

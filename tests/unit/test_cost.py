@@ -66,12 +66,12 @@ def test_this_machine_survives_json_and_is_measured_once(tmp_path: Any, monkeypa
         ("NVIDIA H100 NVL", None),
     ],
 )
-def test_a_gpu_is_taken_for_the_tables_only_where_its_speed_and_links_are(torch_name: str, name: str | None) -> None:
+def test_a_gpu_matches_the_table_only_if_speed_and_links_match(torch_name: str, name: str | None) -> None:
     known = known_gpu(torch_name)
     assert (known[0].name if known else None) == name
 
 
-def test_a_listed_card_keeps_its_data_sheets_peak_and_is_as_efficient_as_it_was_measured() -> None:
+def test_a_listed_card_keeps_its_data_sheets_peak_and_takes_its_measured_efficiency() -> None:
     card = Cluster.of("rtx-4090", gpus=2).device
     found = with_measured_rates(card, {"bf16": 120e12, "fp32": 60e12, "bandwidth": 900e9})
     assert found.peak("bf16") == card.peak("bf16")
@@ -79,7 +79,7 @@ def test_a_listed_card_keeps_its_data_sheets_peak_and_is_as_efficient_as_it_was_
     assert found.efficiency.bandwidth == pytest.approx(900 / 1008)
 
 
-def test_an_unknown_device_is_answered_with_the_nearest() -> None:
+def test_an_unknown_device_name_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownParameter, match="Did you mean 'h200'"):
         Cluster.of("h20", gpus=1)
 
@@ -111,7 +111,7 @@ def test_a_devices_share_of_its_host_is_known_and_stored() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "4", True, None])
-def test_numbers_of_devices_are_whole(wrong: Any) -> None:
+def test_a_number_of_devices_that_is_not_whole_is_refused(wrong: Any) -> None:
     with pytest.raises(PlanInfeasible, match="cannot train anything"):
         Cluster.of("h200", gpus=wrong)
     if wrong is not None:
@@ -168,7 +168,7 @@ def test_model_flops_are_six_per_weight_and_token_plus_attention() -> None:
     assert found.flops_per_sample == pytest.approx(seq_len * per_token, rel=1e-6)
 
 
-def test_equal_layers_are_priced_once() -> None:
+def test_equal_layers_are_one_block_type() -> None:
     found = profile_graph(graph_of(bert(num_layers=5)), H200.device, "bf16", compiled=True)
     assert len(found.blocks) == 7
     assert len(found.block_types) == 3
@@ -202,10 +202,10 @@ def test_fusion_moves_no_more_bytes_than_single_operations() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("make", "left_out"), [(bert, 0), (partial(bert, layout="pre_ln"), 1), (gpt2, 1)])
-def test_checkpointing_computes_no_product_again_that_only_a_sum_reads(
+def test_checkpointing_recomputes_no_product_that_only_a_residual_sum_reads(
     make: Callable[..., Any], left_out: int, dropout: float
 ) -> None:
-    """What a block adds to its input at the end is no operand of its backward; what it then normalises is."""
+    """A block's backward does not read what its forward adds to the residual last, unless that is then normalised."""
     kind = profile_graph(graph_of(make(dropout=dropout), seq_len=32), H200.device, "bf16", compiled=True).block_types[1]
     query_key_value, attention_out, up, down = 3 * 64, 2 * 64, 256, 64
     assert sum(kernel.flops for kernel in kind.forward if not kernel.recomputed) == left_out * 2 * 32 * down * up
@@ -235,7 +235,7 @@ def test_selective_checkpointing_adds_less_to_a_compiled_backward() -> None:
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_saved_activations_are_what_autograd_saves(model: Any, precision: str) -> None:
-    """Every kind of block runs for real at another micro-batch; autograd's own saved tensors are the truth."""
+    """Every block type runs for real at another micro-batch; the tensors that autograd saves are the oracle."""
     costs = profile_graph(graph_of(model), CPU.device, precision, compiled=False)
     real = graph_of(model, samples=6)
     for index in {block.block_type: block.index for block in reversed(real.blocks)}.values():
@@ -244,7 +244,7 @@ def test_saved_activations_are_what_autograd_saves(model: Any, precision: str) -
 
 
 def _really_saved(graph: Graph, block: Block, precision: str) -> int:
-    """Bytes of distinct memory that the backward of one block keeps, parameters and their casts aside."""
+    """Return the bytes of distinct memory saved for one block's backward, without parameters and their casts."""
     weights = [torch.randn(graph.parameters[name].shape).requires_grad_() for name in block.parameters]
     buffers = [_zeros(graph.buffers[name]) for name in block.buffers]
     # Not leaves: autocast would keep one cast of a leaf for all its uses.
@@ -282,8 +282,8 @@ def _zeros(spec: Any) -> torch.Tensor:
 # Tensor parallelism
 
 
-def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() -> None:
-    """(12 + 24 / t) bytes a token and hidden unit, bf16 with an fp32 residual stream and masks that are computed again;
+def test_a_tensor_parallel_rank_has_its_share_of_products_and_activations() -> None:
+    """(12 + 24 / t) bytes per token and hidden unit: bf16 with an fp32 residual stream and recomputed masks;
     Megatron's 10 + 24 / t has half of such a stream and keeps masks (arXiv:2205.05198, section 4)."""
     hidden, samples, tokens = 256, 2, 128
     model = bert(hidden_size=hidden, num_heads=8, max_positions=tokens)
@@ -304,13 +304,13 @@ def test_a_tensor_parallel_rank_has_its_part_of_products_and_of_activations() ->
 
 
 def profile_of_bert(make: Callable[[], torch.nn.Module]) -> Profile:
-    """As `graph_of`'s, of a model that comes with real weights."""
+    """Return the profile of a model that has real weights."""
     batch = {name: spec_of(name, value) for name, value in zoo.batch("bert", 4).items()}
     return profile_graph(capture(make().train(), batch, name="bert"), H200.device, "bf16", compiled=True)
 
 
 def test_a_checkpointed_block_repeats_no_all_reduce_that_its_backward_does_not_need() -> None:
-    """BERT normalises the last sum of a layer; GPT hands it on."""
+    """BERT normalises the last sum of a layer; GPT passes it on."""
     for model, repeated in ((bert(), 2), (gpt2(), 1)):
         layer = profile_graph(graph_of(model), H200.device, "bf16", compiled=True).on_tensor_axis(2).block_types[1]
         assert len(layer.forward_reduced_bytes) == 2
@@ -362,7 +362,7 @@ def test_training_state_is_sixteen_bytes_a_parameter_without_sharding() -> None:
     assert state == 16 * found.parameter_count
 
 
-def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
+def test_zero_3_shards_all_state_and_zero_2_keeps_all_gathered_weights() -> None:
     found = layered_profile()
     whole = (0, len(found.blocks))
     two, three = state_of(found, zero=2, data=4), state_of(found, zero=3, data=4)
@@ -372,7 +372,7 @@ def test_zero_3_divides_all_state_and_zero_2_keeps_gathered_weights() -> None:
     assert three.parameters[whole] < two.parameters[whole]
 
 
-def test_bf16_copies_are_held_once_where_they_are_kept_for_a_step() -> None:
+def test_weight_copies_that_are_kept_for_a_step_are_counted_once() -> None:
     found = profile_graph(graph_of(bert(hidden_size=256, num_heads=8), 2, 64), H200.device, "bf16", compiled=True)
     whole, layer = (0, len(found.blocks)), found.block_types[1]
     matrices = 12 * 256 * 256
@@ -398,7 +398,7 @@ def test_each_further_micro_batch_in_flight_holds_as_much_as_the_last() -> None:
     assert memory.of(3)[stage] - memory.of(2)[stage] == pytest.approx(memory.held[stage])
 
 
-def test_gradients_of_a_steps_only_micro_batch_come_as_activations_go() -> None:
+def test_gradients_of_a_steps_only_micro_batch_appear_while_activations_are_freed() -> None:
     found = layered_profile(layers=4, elements=50_000_000, vocabulary=1000)
     whole, (embedding, layer, head) = (0, 0, len(found.blocks)), (kind.saved_bytes * 4 for kind in found.block_types)
 
@@ -469,8 +469,8 @@ def test_an_operation_that_does_not_take_bf16_is_refused_with_its_line() -> None
         profile_graph(graph, H200.device, "bf16", compiled=True)
 
 
-def test_what_launches_the_same_in_every_step_can_be_recorded() -> None:
-    """Not a head over labelled rows, unless tensor parallelism divides it; not what draws attention's dropout again."""
+def test_blocks_that_launch_the_same_in_every_step_can_be_captured() -> None:
+    """A head over labelled rows cannot, unless tensor parallelism divides it; nor can recomputed attention dropout."""
     found = profile_graph(graph_of(bert(dropout=0.1)), H200.device, "bf16", compiled=True)
     capturable = [found.block_types[block.block_type].capturable for block in found.blocks]
     assert set(capturable[1:-1]) == {("none", "selective")}

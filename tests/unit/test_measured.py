@@ -1,4 +1,4 @@
-"""Blocks that were run correct the profile that was counted; the probe runs every kind of block once."""
+"""Measured blocks correct an analytic profile, and probes measure every block type."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from workbench.measure.local_cluster import local_cluster
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
 from workbench.planning import Request as PlanRequest
 from workbench.planning import from_experiment, search, weigh
+from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
 from workbench.planning.times_basis import basis_of_times
 from workbench.tensors import TensorSpec
@@ -53,7 +54,7 @@ def layers_measured(*points: tuple[int, float, float], held: float = 0.0, once: 
     ]
 
 
-def test_a_measured_block_takes_what_was_measured_and_the_share_of_a_step() -> None:
+def test_a_measured_block_takes_its_measured_time_and_the_surcharge_of_a_step() -> None:
     found = corrected_profile(layered_profile(), H200.device, layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0)))
     for size, forward, backward in ((4, 3.0, 7.0), (16, 11.0, 25.0)):
         costs = found.at(size, H200.device)
@@ -61,7 +62,7 @@ def test_a_measured_block_takes_what_was_measured_and_the_share_of_a_step() -> N
         assert costs.backward_ms[LAYER] == pytest.approx(SLOWER * backward)
 
 
-def test_between_two_micro_batches_the_ratio_to_what_was_priced_is_interpolated() -> None:
+def test_the_ratio_of_measured_to_analytic_time_is_interpolated_between_micro_batches() -> None:
     counted = layered_profile()
     priced = {size: counted.analytic_ms(1, size, H200.device)[0] for size in (4, 8, 16, 64)}
     points = [(4, 2.0 * priced[4], 1.0), (16, 1.0 * priced[16], 1.0)]
@@ -70,8 +71,8 @@ def test_between_two_micro_batches_the_ratio_to_what_was_priced_is_interpolated(
     assert found.at(64, H200.device).forward_ms[LAYER] == pytest.approx(SLOWER * priced[64])
 
 
-def test_a_measured_host_takes_the_place_of_the_devices_constants() -> None:
-    """The least of the micro-batches; kinds without a measurement, and a CPU's, keep what is assumed."""
+def test_measured_host_times_replace_the_devices_constants() -> None:
+    """The least of all micro-batches counts; block types without host times keep the constants."""
     points = layers_measured((4, 3.0, 7.0), (16, 11.0, 25.0))
     seen = [replace(points[0], forward_host_ms=1.5, backward_host_ms=0.9), replace(points[1], forward_host_ms=1.6)]
     seen[1] = replace(seen[1], backward_host_ms=2.0)
@@ -84,19 +85,19 @@ def test_a_measured_host_takes_the_place_of_the_devices_constants() -> None:
     assert corrected_profile(layered_profile(), H200.device, points).measured_host_ms == {}
 
 
-def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
+def test_a_plan_states_the_basis_of_its_times(tmp_path: Path) -> None:
     counted = layered_profile()
     seen = corrected_profile(counted, H200.device, layers_measured((4, 3.0, 7.0)))
     asked: dict[str, Any] = {"global_batch": 64, "seq_len": 512, "precision": "bf16"}
     said = {
-        "this model's blocks, as they ran on H200": search(seen, cluster=H200, **asked),
+        "this model's blocks, as measured on H200": search(seen, cluster=H200, **asked),
         "fitted to training on H200": search(counted, cluster=H200, **asked),
         "the data sheet of RTX 4090": search(seen, cluster=Cluster.of("rtx-4090", gpus=4), **asked),
     }
     for words, plan in said.items():
         assert words in plan.prediction.basis
         assert Plan.load(plan.save(tmp_path / "plan.json")).prediction.basis == plan.prediction.basis
-        assert plan.prediction.basis in str(plan.explain())
+        assert plan.prediction.basis in str(explain(plan))
         assert plan.prediction.basis in describe_plan(plan)
     cards = [with_measured_rates(Cluster.of("l40s").device, {"bf16": 2e14, "bandwidth": 7e11}), local_cluster(2).device]
     assert [basis_of_times(counted, card).split(": ")[-1] for card in cards] == ["enough to rank plans."] * 2
@@ -105,7 +106,7 @@ def test_a_plan_says_what_its_times_come_from(tmp_path: Path) -> None:
     assert "fitted to training on H200" in table._repr_html_()
 
 
-def test_what_was_not_measured_and_other_devices_stay_as_priced() -> None:
+def test_unmeasured_block_types_and_other_devices_keep_analytic_times() -> None:
     counted = layered_profile()
     found = corrected_profile(counted, H200.device, layers_measured((4, 30.0, 70.0)))
     assert found.at(4, H200.device).forward_ms[-1] == counted.at(4, H200.device).forward_ms[-1]
@@ -130,10 +131,8 @@ def test_memory_held_is_a_line_through_the_measurements() -> None:
         (90.0, 50.0 * 90 / 86),
     ],
 )
-def test_what_the_compiler_does_not_save_is_taken_off_what_tensor_parallelism_divides(
-    seen: float, expected: float
-) -> None:
-    """A layer counted to save 86 of which 14 are on both devices; less than those 14 cannot be divided at all."""
+def test_bytes_that_the_compiler_does_not_save_are_taken_off_the_divided_share(seen: float, expected: float) -> None:
+    """A layer is counted to save 86 bytes, of which 14 are on both devices."""
     whole = layered_profile()
     kinds = tuple(replace(kind, saved_bytes=86.0) for kind in whole.block_types)
     halves = tuple(replace(kind, saved_bytes=50.0) for kind in whole.block_types)
@@ -158,7 +157,7 @@ def test_probed_micro_batches_fall_by_quarters_from_a_devices_share_of_the_globa
     assert probed_micro_batches(layered_profile(), H200, 1) == (1,)
 
 
-def test_the_guess_of_a_size_is_right_where_a_devices_share_is_quick_enough() -> None:
+def test_expected_micro_batches_are_right_if_a_devices_share_is_quick_enough() -> None:
     for global_batch in (1, 32, 100):
         assert probed_micro_batches(layered_profile(), H200, global_batch) == likely_micro_batches(H200, global_batch)
     assert likely_micro_batches(H200, 1 << 20)[0] > probed_micro_batches(layered_profile(), H200, 1 << 20)[0]
@@ -173,7 +172,7 @@ def request_of(model: models.Model, seq_len: int = 16) -> ProbeRequest:
 
 
 @pytest.mark.parametrize("make", [lambda: bert(num_layers=7), lambda: models.gpt2(64, 7, 4, vocab_size=512)])
-def test_the_probe_runs_each_kind_of_block_and_few_of_a_kind(make: object) -> None:
+def test_the_probe_runs_every_block_type_and_few_blocks_of_each(make: object) -> None:
     assert callable(make)
     probe = Probe(request_of(make()), 2, torch.device("cpu"))
     probe.compile()
@@ -183,8 +182,8 @@ def test_the_probe_runs_each_kind_of_block_and_few_of_a_kind(make: object) -> No
     assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in found)
 
 
-def test_frozen_layers_are_probed_apart_from_trained_ones() -> None:
-    """Without a backward; that of the lowest trained one ends with the whole."""
+def test_frozen_and_trained_layers_are_measured_separately() -> None:
+    """Frozen layers have no backward; the one of the lowest trained layer ends with the whole backward."""
     probe = Probe(replace(request_of(bert()), build=half_frozen_bert), 2, torch.device("cpu"))
     probe.compile()
     found = {one.first_block: one for one in probe.measure()}
@@ -193,8 +192,8 @@ def test_frozen_layers_are_probed_apart_from_trained_ones() -> None:
     assert {first for first, one in found.items() if one.backward_ms > 0} == {6, 7, 9}
 
 
-def test_every_block_that_is_run_has_a_backward_where_kinds_of_layers_take_turns() -> None:
-    """More layers of both kinds than are run: those that are passed over must not cut off what came before them."""
+def test_every_measured_block_has_a_backward_if_layers_of_two_types_alternate() -> None:
+    """Skipped layers must not cut the blocks before them off from the loss."""
     tokens = {f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
     sizes = {
         "hidden_size": 16,
@@ -223,7 +222,7 @@ def half_frozen_bert() -> torch.nn.Module:
     return model
 
 
-def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
+def test_the_first_few_blocks_of_each_type_are_sampled() -> None:
     from tests.unit.cost_values import graph_of
 
     graph = graph_of(bert(num_layers=7))
@@ -237,7 +236,7 @@ def test_of_each_kind_the_first_few_blocks_are_chosen() -> None:
 def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
     host_s: float, device_s: float, waited_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it does not wait, it computes: its clocks are then those of training."""
+    """A device that need not wait computes, so that its clocks are those of training."""
     slept: list[float] = []
     monkeypatch.setattr(block_probe, "SUSTAINED_S", 0.4)
     monkeypatch.setattr(block_probe, "_sleep", lambda _device, seconds: slept.append(seconds))
@@ -256,7 +255,7 @@ def test_a_device_waits_ahead_of_a_round_only_for_a_slower_host(
     assert 7 <= len(rounds.sustained) <= 10
 
 
-def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:
+def test_a_random_batch_has_the_given_share_of_labels() -> None:
     specs = {"input_ids": TensorSpec("input_ids", (500,), "int64"), "labels": TensorSpec("labels", (500,), "int64")}
     batch = random_batch(specs, 20, vocab_size=50, labelled_share=0.15, device=torch.device("cpu"))
     assert 0.13 < (batch["labels"] != IGNORED).float().mean() < 0.17
@@ -264,7 +263,7 @@ def test_a_random_batch_ignores_all_but_its_share_of_labels() -> None:
 
 
 class Answers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Of each sample the last `index % 4 + 1` labels stand."""
+    """Three samples of 16 tokens with labels at the last one, two and three."""
 
     def __len__(self) -> int:
         return 3
@@ -274,8 +273,8 @@ class Answers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(16) < 15 - index, IGNORED)}
 
 
-def test_data_of_ones_own_are_probed_with_their_samples_and_priced_for_their_labels() -> None:
-    """One sample of three more than a micro-batch holds: the last is paired with the first."""
+def test_custom_data_is_measured_with_its_samples_and_priced_for_its_labels() -> None:
+    """The micro-batch has one sample more than the data, so the first is repeated."""
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
     request = from_experiment.probe_request(experiment, local_cluster(1))
@@ -284,7 +283,7 @@ def test_data_of_ones_own_are_probed_with_their_samples_and_priced_for_their_lab
     assert from_experiment.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
 
 
-def test_where_no_head_can_pass_over_rows_all_labels_count() -> None:
+def test_all_labels_count_if_no_head_can_skip_rows() -> None:
     experiment = Experiment(model=Everything, data=Answers(), global_batch=8)
     assert from_experiment.profile(experiment, H200).labelled_share == 1
 
@@ -298,14 +297,14 @@ class Everything(torch.nn.Module):
         return (self.table(input_ids) * labels[..., None]).mean()
 
 
-def test_a_model_of_ones_own_is_probed_with_the_words_of_its_corpus() -> None:
+def test_a_custom_model_is_measured_with_its_corpus_vocabulary() -> None:
     corpus = data.corpus("demo", vocab_size=512, objective="clm")
     experiment = Experiment(model=models.gpt2(64, 2, 4, vocab_size=512).build, data=corpus, seq_len=16, global_batch=8)
     probe = Probe(from_experiment.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
     assert int(probe._batch["input_ids"].max()) > 256
 
 
-def test_helpers_leave_what_the_probe_compiles_in_the_compilers_cache(
+def test_helpers_compile_for_the_probe_through_the_compilers_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -330,7 +329,7 @@ def one_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_size")
-def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
+def test_a_probe_is_a_process_and_its_measurements_are_cached() -> None:
     cpu, counted, request = local_cluster(1), layered_profile(), request_of(bert(num_layers=12))
     assert cached_measurements(counted, cpu) == ()
     assert not has_cached_measurements(counted.model)
@@ -352,7 +351,7 @@ def test_a_probe_is_a_process_of_its_own_and_its_result_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("one_size")
-def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
+def test_a_probe_that_expected_another_micro_batch_measures_the_one_it_is_told() -> None:
     with BlockProbes() as probes:
         probes.ask(request_of(bert(num_layers=2)), local_cluster(1).device)
         found, reasons = probes.measure([2])
@@ -361,7 +360,7 @@ def test_a_probe_that_guessed_wrong_measures_what_it_is_told() -> None:
 
 
 @pytest.mark.usefixtures("one_size")
-def test_probes_that_were_never_told_what_to_measure_end_with_their_context() -> None:
+def test_probes_end_with_their_context() -> None:
     with BlockProbes() as probes:
         probes.ask(request_of(bert()), local_cluster(1).device)
         [process] = probes._processes
@@ -380,7 +379,7 @@ def test_a_model_that_cannot_be_probed_is_planned_from_constants_with_a_warning(
 
 
 @pytest.mark.usefixtures("one_size")
-def test_probes_that_started_before_it_was_known_that_there_is_no_gpu_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_end_if_this_machine_turns_out_to_have_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[BlockProbes] = []
 
     class Seen(BlockProbes):
