@@ -318,21 +318,21 @@ def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Pa
 class Named:
     """Pickle `getattr(…)`, as Python before 3.11.4 pickles members of enumerations and an attacker anything else."""
 
-    def __init__(self, kind: type, name: str) -> None:
-        self.kind, self.name = kind, name
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
 
     def __reduce__(self) -> Any:
-        return getattr, (self.kind, self.name)
+        return getattr, (self.owner, self.name)
 
 
 def test_members_of_enumerations_are_read_however_python_writes_them_and_nothing_else_is_reached() -> None:
-    def read(kind: type, name: str) -> Any:
-        return export._IndexUnpickler(io.BytesIO(pickle.dumps(Named(kind, name)))).load()
+    def read(owner: type, name: str) -> Any:
+        return export._IndexUnpickler(io.BytesIO(pickle.dumps(Named(owner, name)))).load()
 
     assert read(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
-    for kind, name in ((torch.Size, "__subclasses__"), (_MEM_FORMAT_ENCODING, "__init_subclass__")):
+    for owner, name in ((torch.Size, "__subclasses__"), (_MEM_FORMAT_ENCODING, "__init_subclass__")):
         with pytest.raises(DamagedCheckpoint, match="does not belong there"):
-            read(kind, name)
+            read(owner, name)
 
 
 class Bomb:
