@@ -12,20 +12,23 @@ ActionRow = tuple[str, int, int, float, float]
 """Action type, stage, micro-batch, start and end in ms from the origin of the `actions` event."""
 
 
-class StatusEvent(TypedDict):
+class _Timed(TypedDict):
+    time: float
+    """Unix seconds at which the event was written."""
+
+
+class StatusEvent(_Timed):
     """The run has entered a state, one of `workbench.rundir.STATES`."""
 
     type: Literal["status"]
-    time: float
     state: str
     message: str
 
 
-class StartEvent(TypedDict):
+class StartEvent(_Timed):
     """The ranks are about to train. `devices` is their number or their names."""
 
     type: Literal["start"]
-    time: float
     devices: int | list[str]
     world: NotRequired[int]
     parameters: NotRequired[int]
@@ -38,20 +41,18 @@ class StartEvent(TypedDict):
     """Path of the checkpoint that training continues from, or its step."""
 
 
-class PhaseEvent(TypedDict):
+class PhaseEvent(_Timed):
     """Rank 0 has finished a phase before the first step: `capture`, `build`, `compile` ..."""
 
     type: Literal["phase"]
-    time: float
     name: str
     seconds: float
 
 
-class StepEvent(TypedDict):
+class StepEvent(_Timed):
     """The figures of one logged step. Counts and `seconds` are cumulative over the whole training."""
 
     type: Literal["step"]
-    time: float
     step: int
     """Number of the step, from 1."""
     loss: float | None
@@ -67,11 +68,10 @@ class StepEvent(TypedDict):
     mfu: NotRequired[float | None]
 
 
-class MemoryEvent(TypedDict):
+class MemoryEvent(_Timed):
     """The peak memory of one rank."""
 
     type: Literal["memory"]
-    time: float
     rank: int
     stage: int
     device: str
@@ -80,11 +80,10 @@ class MemoryEvent(TypedDict):
     limit_bytes: int | None
 
 
-class DeviceEvent(TypedDict):
+class DeviceEvent(_Timed):
     """One sample of the devices of one node. A None in a list means that this device did not answer."""
 
     type: Literal["device"]
-    time: float
     device_type: Literal["cuda", "cpu"]
     names: list[str]
     shares: list[float | None]
@@ -95,11 +94,10 @@ class DeviceEvent(TypedDict):
     """Rank of the node; absent for a run on one node."""
 
 
-class ActionsEvent(TypedDict):
+class ActionsEvent(_Timed):
     """The timeline of one step on one pipeline rank; only one step in many is recorded."""
 
     type: Literal["actions"]
-    time: float
     rank: int
     step: int
     origin_s: float
@@ -107,11 +105,10 @@ class ActionsEvent(TypedDict):
     actions: list[ActionRow]
 
 
-class CheckpointEvent(TypedDict):
+class CheckpointEvent(_Timed):
     """A checkpoint is complete on disk."""
 
     type: Literal["checkpoint"]
-    time: float
     step: int
     path: str
     seconds: float
@@ -120,30 +117,27 @@ class CheckpointEvent(TypedDict):
     """Seconds until the checkpoint was on disk."""
 
 
-class CheckpointProblemEvent(TypedDict):
+class CheckpointProblemEvent(_Timed):
     """A checkpoint could not be written, or a damaged one was skipped."""
 
     type: Literal["checkpoint_problem"]
-    time: float
     step: int
     path: str
     message: str
 
 
-class EndEvent(TypedDict):
+class EndEvent(_Timed):
     """The ranks have left their training loop in order, after `steps` steps and `seconds` of training."""
 
     type: Literal["end"]
-    time: float
     steps: int
     seconds: float
 
 
-class TrackingEvent(TypedDict):
+class TrackingEvent(_Timed):
     """Progress of the upload to Weights & Biases: `state` is offline, syncing, synced or failed."""
 
     type: Literal["tracking"]
-    time: float
     state: str
     message: NotRequired[str]
     step: NotRequired[int]

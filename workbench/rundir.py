@@ -35,7 +35,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -53,101 +53,48 @@ def runs_root() -> Path:
     return Path(os.environ.get("WORKBENCH_RUNS") or "runs").expanduser().absolute()
 
 
+class _Entry:
+    """A path in a run directory, read as an attribute of `RunDir`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The names of everything inside one run's directory."""
 
     path: Path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
+    experiment = _Entry("experiment.json")
+    plan = _Entry("plan.json")
+    environment = _Entry("environment.json")
+    code = _Entry("code")
+    events = _Entry("events.jsonl")
+    model_code = _Entry("code/model.pkl")
+    data_code = _Entry("code/data.pkl")
+    tracker = _Entry("wandb.json")
+    remote = _Entry("remote.json")
+    plan_page = _Entry("plan.html")
+    notebook = _Entry("notebook.ipynb")
+    resume = _Entry("resume.json")
+    launcher = _Entry("launcher.json")
+    stop_file = _Entry("STOP")
+    kill_file = _Entry("KILL")
+    lock = _Entry("lock")
+    checkpoints = _Entry("checkpoints")
+    tracking = _Entry("tracking")
+    ranks = _Entry("ranks")
+    errors = _Entry("errors")
+    logs = _Entry("logs")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
 
-    @property
-    def experiment(self) -> Path:
-        return self.path / "experiment.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def model_code(self) -> Path:
-        return self.code / "model.pkl"
-
-    @property
-    def data_code(self) -> Path:
-        return self.code / "data.pkl"
-
-    @property
-    def tracker(self) -> Path:
-        return self.path / "wandb.json"
-
-    @property
-    def remote(self) -> Path:
-        return self.path / "remote.json"
-
-    @property
-    def plan_page(self) -> Path:
-        return self.path / "plan.html"
-
-    @property
-    def notebook(self) -> Path:
-        return self.path / "notebook.ipynb"
-
-    @property
-    def resume(self) -> Path:
-        return self.path / "resume.json"
-
-    @property
-    def launcher(self) -> Path:
-        return self.path / "launcher.json"
-
-    @property
-    def stop_file(self) -> Path:
-        return self.path / "STOP"
-
-    @property
-    def kill_file(self) -> Path:
-        return self.path / "KILL"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tracking(self) -> Path:
-        return self.path / "tracking"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks"
-
-    @property
-    def errors(self) -> Path:
-        return self.path / "errors"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"{rank}.json"
@@ -263,7 +210,8 @@ def read_events(path: Path) -> list[Event]:
 def parse_event(line: bytes) -> Event | None:
     """Return the event in a line, or None for a line that a full disk has torn."""
     try:
-        event = json.loads(line)
+        event: Any = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "type" in event else None
+    is_event = isinstance(event, dict) and "type" in event
+    return cast(Event, event) if is_event else None

@@ -103,8 +103,8 @@ class Progress:
 
     def median(self, figure: str) -> float | None:
         """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
-        known = [value for event in self.steps if (value := event.get(figure)) is not None]
-        return float(statistics.median(known)) if known else None  # type: ignore[type-var]
+        known: list[Any] = [value for event in self.steps if (value := event.get(figure)) is not None]
+        return float(statistics.median(known)) if known else None
 
 
 def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
@@ -222,9 +222,10 @@ def read_experiment(run: RunDir) -> dict[str, Any]:
 def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
     """Return the figures that are shown of a run."""
     steps = read_experiment(run).get("steps")
-    step = progress.steps[-1] if progress.steps else {}
-    step_ms = progress.median("step_ms")
-    known_speed = status.state == "running" and step_ms is not None and steps is not None
+    step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
+    step_ms, eta_s = progress.median("step_ms"), None
+    if status.state == "running" and step_ms is not None and steps is not None:
+        eta_s = float(max(0.0, (steps - step["step"]) * step_ms / 1e3))
     return {
         "name": run.path.name,
         "path": str(run.path),
@@ -236,7 +237,7 @@ def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
         "tokens": step.get("tokens"),
         "tokens_per_s": progress.median("tokens_per_s"),
         "mfu": progress.median("mfu"),
-        "eta_s": float(max(0.0, (steps - step["step"]) * step_ms / 1e3)) if known_speed else None,
+        "eta_s": eta_s,
         "devices": _device_count(run, progress),
         "gpus": [] if status.final else _gpu_indices(run),
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),

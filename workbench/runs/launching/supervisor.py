@@ -368,7 +368,7 @@ def _wait_until_known(run: RunDir) -> None:
     """Wait for `launcher.json`, which `launch` writes just after starting this process."""
     deadline = time.monotonic() + 30
     me = os.getpid()
-    while (processes.launcher_record(run).get("supervisor") or {}).get("pid") != me:
+    while (record := processes.launcher_record(run).get("supervisor")) is None or record["pid"] != me:
         if time.monotonic() > deadline:
             raise SystemExit("The kernel that launched this run went away before it was queued.")
         time.sleep(0.02)

@@ -92,7 +92,7 @@ def summary(runs: Sequence[Run]) -> Summary:
 
 def _row(run: Run) -> tuple[str, ...]:
     plan, history, measured = run.plan, run.history(), measurements(run)
-    start = next((event for event in run.milestones() if event["type"] == "start"), {})
+    start = next((event for event in run.milestones() if event["type"] == "start"), None)
     steps = len(history)
     peak = max(measured["peak_bytes"].values(), default=None)
     loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
