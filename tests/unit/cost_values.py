@@ -38,13 +38,13 @@ def graph_of(model: Any, samples: int = 2, seq_len: int = 32) -> Graph:
 
 
 def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: int = 60_000_000) -> Profile:
-    """Embedding, equal layers, head; the head shares the embedding's table. bf16, 512 tokens a sample."""
+    """Return a profile of an embedding, equal layers and a head that shares the embedding's table, in bf16."""
     layer = BlockTypeCost(
         block_type="layer",
         forward=(Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6), Kernel(STREAM, 0, 60e6, 6.0 * elements, 4)),
         backward=(
             Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6),
-            Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6, weight_gradient=True),
+            Kernel(GEMM, 1024.0 * elements, 30e6, 2.0 * elements, 6),
             Kernel(STREAM, 0, 90e6, 18.0 * elements, 6),
         ),
         model_flops=1024.0 * elements,
@@ -62,7 +62,7 @@ def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: in
         forward=(Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),),
         backward=(
             Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),
-            Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary, weight_gradient=True),
+            Kernel(GEMM, 1024.0 * vocabulary, 70e6, 2.0 * vocabulary),
         ),
         model_flops=1024.0 * vocabulary,
         model_backward_flops=2048.0 * vocabulary,
@@ -81,7 +81,7 @@ def layered_profile(layers: int = 12, elements: int = 50_000_000, vocabulary: in
 
 
 def uneven_profile(seed: int, layers: int = 6) -> Profile:
-    """As `layered_profile`, with layers that differ in time, parameters, activations and what they send."""
+    """Return `layered_profile` with layers that differ in time, parameters, activations and bytes sent."""
     rng = np.random.default_rng(seed)
     even = layered_profile(layers, elements=40_000_000, vocabulary=int(rng.integers(1, 120)) * 10**6)
     embedding, layer, head = even.block_types

@@ -76,11 +76,10 @@ class _KernelBuilder:
         flops = ran.share * ran.backward_flops / samples
         inputs = [values[identity(tensor)] for tensor in ran.inputs]
         for_weights = 1 if ran.family == GEMM and any(value.weight and value.gradient for value in inputs) else 0
-        for count, of_weights in ((launches - for_weights, False), (for_weights, True)):
+        for count in (launches - for_weights, for_weights):
             if count:
-                share = count / launches
                 self.backward.append(
-                    Kernel(ran.family, share * flops, batched * count, fixed * count, count, of_weights)
+                    Kernel(ran.family, count / launches * flops, batched * count, fixed * count, count)
                 )
 
     def add_weight_casts(self, ran: Operation) -> None:

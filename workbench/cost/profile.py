@@ -44,8 +44,6 @@ class Kernel:
     fixed_bytes: float
     """Bytes read and written for any micro-batch: weights."""
     launches: int = 1
-    weight_gradient: bool = False
-    """True for a backward product whose result only the optimiser needs."""
     recomputed: bool = True
     """True for a forward kernel that full activation checkpointing repeats, because the backward needs its result."""
 
@@ -144,8 +142,6 @@ class BlockCosts:
     backward_ms: Array
     host_ms: tuple[Array, Array]
     """Time of the host for a forward and a backward: measured, or from `Efficiency.block_forward_s` and its like."""
-    weight_ms: Array
-    """Part of `backward_ms` that computes gradients of weights; a zero-bubble schedule may delay it."""
     full_recompute_ms: Array
     """Time of what full activation checkpointing recomputes: the part of the forward that the backward needs."""
     selective_recompute_ms: Array
@@ -230,7 +226,7 @@ class Profile:
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Return time and memory of each block for `micro_batch` samples on `device`."""
         of, types = self._type_of_block, range(len(self.block_types))
-        forward, backward, weight, full, selective = np.array(
+        forward, backward, full, selective = np.array(
             [self._device_ms(index, micro_batch, device) for index in types]
         ).T[:, of]
         host_forward, host_backward = np.array([self._host_ms(index, device) for index in types]).T[:, of]
@@ -242,7 +238,6 @@ class Profile:
             forward_ms=forward,
             backward_ms=backward,
             host_ms=(host_forward, host_backward),
-            weight_ms=weight,
             full_recompute_ms=full,
             selective_recompute_ms=selective,
             casts_ms=(
@@ -271,18 +266,16 @@ class Profile:
         """Return the share of its time alone that selective recomputation adds to a backward."""
         return device.efficiency.selective_recompute if self.compiled else 1.0
 
-    def _device_ms(self, index: int, micro_batch: int, device: Device) -> tuple[float, float, float, float, float]:
+    def _device_ms(self, index: int, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
         """Return `_analytic_ms`, corrected by what was measured on this device."""
         times = self._analytic_ms(self.block_types[index], micro_batch, device)
         if self.measured_on != device.name or index not in self.time_ratios:
             return times
         forward, backward = self.time_ratios[index].at(micro_batch)
-        return times[0] * forward, times[1] * backward, times[2] * backward, times[3] * forward, times[4] * forward
+        return times[0] * forward, times[1] * backward, times[2] * forward, times[3] * forward
 
-    def _analytic_ms(
-        self, cost: BlockTypeCost, micro_batch: int, device: Device
-    ) -> tuple[float, float, float, float, float]:
-        """Return the time of forward, backward, its weight gradients, full and selective recomputation."""
+    def _analytic_ms(self, cost: BlockTypeCost, micro_batch: int, device: Device) -> tuple[float, float, float, float]:
+        """Return the time of forward, backward, full and selective recomputation."""
 
         def total(kernels: Iterable[Kernel], backward: bool) -> float:
             return 1e3 * sum(
@@ -290,13 +283,11 @@ class Profile:
                 for kernel in kernels
             )
 
-        weights = [kernel for kernel in cost.backward if kernel.weight_gradient]
         full = [kernel for kernel in cost.forward if kernel.recomputed]
         selective = [kernel for kernel in full if kernel.family == STREAM]
         return (
             total(cost.forward, False),
             total(cost.backward, True),
-            total(weights, True),
             total(full, False),
             self.selective_recompute_share(device) * total(selective, False),
         )
