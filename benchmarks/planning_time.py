@@ -28,7 +28,7 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import PlanInfeasible
 from workbench.models import Model
 from workbench.planning import Request, weigh, what_if
-from workbench.planning.searching import uncollected
+from workbench.planning.search import uncollected
 from workbench.tensors import TensorSpec
 
 Result = TypeVar("Result")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack, get_args, get_type_hints
+from typing import Any, TypedDict, Unpack, cast, get_args, get_type_hints
 
 from workbench.errors import PlanInfeasible, UnknownParameter, checked_keywords, suggestion
 from workbench.units import plain
@@ -32,7 +32,7 @@ ZERO = {
 
 
 class Choices(TypedDict, total=False):
-    """What a user may fix of a plan. The planner searches what is left out or None."""
+    """The choices that a user may fix of a plan. The planner searches those that are left out or None."""
 
     pipeline: int | None
     """Pipeline-parallel degree: the number of ranks that the model's stages are spread over."""
@@ -212,4 +212,4 @@ def choices_from(pairs: Sequence[str]) -> Choices:
         else:
             expected = "true or false" if types[name] is bool else "a whole number"
             raise PlanInfeasible(f"--fix {pair}: {name} must be {expected}, not {text!r}.", **{name: text})
-    return Choices(**choices)  # type: ignore[typeddict-item]
+    return cast(Choices, choices)

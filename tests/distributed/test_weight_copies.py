@@ -67,7 +67,7 @@ def _outcomes(_rank: int, name: str, cases: tuple[Case, ...]) -> list[tuple[Outc
 @contextmanager
 def autocast_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Plan, "keeps_halves", False)
+        patch.setattr(Plan, "keeps_weight_copies", lambda _plan, _precision: False)
         yield
 
 

@@ -177,7 +177,7 @@ def _loosened_plans(plan: Plan, profile: Profile, request: Request, *, asked: bo
     loosened = [*_loosened_hardware(request), *_loosened_batch(request)]
     for name, value in request.fixed.items() if asked else ():
         words = f"{name} were left to the search"
-        loosened.append((f"{name}={value!r}", "request", words, request.fixing(**{name: None})))  # type: ignore[arg-type]
+        loosened.append((f"{name}={value!r}", "request", words, request.fixing(**{name: None})))
     changes = []
     for constraint, category, words, other_request in loosened:
         try:

@@ -1,4 +1,4 @@
-"""From an experiment to its plan, one step after the other: capture, cost, measure, search."""
+"""The way from an experiment to its plan: capture, cost, measurements, search."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
 
 def _is_here(cluster: Cluster) -> bool:
     """Return True if this machine has the cluster's GPU."""
-    from workbench.measure.local_cluster import local_gpu
+    from workbench.measure.detection import local_gpu
 
     return cluster.device.type == "cuda" and local_gpu() == cluster.device.name
 
@@ -152,7 +152,7 @@ def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
         experiment.model.name,
         experiment.model.build,
         dict(experiment.data.batch_specs(experiment)),
-        experiment.model.vocab_size or getattr(experiment.data, "vocab_size", 0),
+        experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)),
         experiment.data.labelled_share(experiment),
         resolved_precision(experiment, cluster),
         _is_compiled(experiment, cluster),

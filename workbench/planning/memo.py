@@ -21,7 +21,7 @@ def memoised(
     """
 
     @functools.wraps(method)
-    def cached(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def cached(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         results: dict[Any, Result] = vars(self).setdefault(f"_results_of_{method.__name__}", {})
         key = (args, tuple(kwargs.items()))
         if key not in results:

@@ -299,7 +299,7 @@ class _Priced:
     def __init__(self, state: Array, activations: Activations, busy: Array, ranges: Mapping[int, StageRange]) -> None:
         self.busy = busy
         self.ranges = ranges
-        """For each number of micro-batches held, the stages that can hold it."""
+        """Stages that can hold each number of micro-batches."""
         self._state = state
         self._activations = activations
 
