@@ -75,6 +75,7 @@ class RunDir:
     events = _Entry("events.jsonl")
     model_code = _Entry("code/model.pkl")
     data_code = _Entry("code/data.pkl")
+    eval_data_code = _Entry("code/eval_data.pkl")
     tracker = _Entry("wandb.json")
     remote = _Entry("remote.json")
     plan_page = _Entry("plan.html")

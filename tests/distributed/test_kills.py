@@ -24,7 +24,7 @@ EVERYTHING = os.environ.get("WORKBENCH_TEST_ALL") == "1"
 KILLS = 50 if EVERYTHING else 3
 ENDLESS = 1_000_000
 GONE_WITHIN_S = 60.0
-"""For everything of a run to end after a kill; a lone machine needs a few seconds."""
+"""Seconds for every process of a run to end after a kill; an idle machine needs a few."""
 VICTIMS = ("kernel", "supervisor", "launcher", "rank 0", "rank 1")
 
 KERNEL = f"""
@@ -39,7 +39,7 @@ KERNEL = f"""
 
 @pytest.fixture(autouse=True)
 def node(tmp_path, monkeypatch):
-    """A node of this test's own: nobody else's queue, and no process left over whatever happens."""
+    """Give the test a device queue and a runs folder of its own, and kill every process that it leaves."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -54,7 +54,7 @@ def node(tmp_path, monkeypatch):
 
 
 def of_this_test(folder: Path) -> list[psutil.Process]:
-    """Every process whose command line names something in the test's folder."""
+    """Return every process whose command line names something in the test's folder."""
     mine = []
     for process in psutil.process_iter(["cmdline", "status"]):
         named = any(str(folder) in word for word in process.info["cmdline"] or ())
@@ -112,7 +112,7 @@ class Attempt:
 
 
 def random_moment(attempt: Attempt, dice: random.Random, before_the_first_step: bool) -> None:
-    """While processes come up, or within a second of the attempt's first step."""
+    """Sleep until some moment while processes start, or within a second of the attempt's first step."""
     if not before_the_first_step:
         seen = len(attempt.run.history())
         eventually(lambda: len(attempt.run.history()) > seen or attempt.run.status.final)

@@ -1,4 +1,4 @@
-"""Launching for real: detached supervisors, Accelerate's launcher, two ranks on gloo."""
+"""Launches with real processes: detached supervisors, Accelerate's launcher, two ranks on gloo."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def experiment(steps: int = 3) -> Experiment:
 
 @pytest.fixture(autouse=True)
 def node(tmp_path, monkeypatch):
-    """A node of this test's own: nobody else's queue, and no run left over."""
+    """Give the test a device queue and a runs folder of its own, and end the processes that it leaves."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -193,7 +193,7 @@ def test_a_killed_run_ends_at_once_and_frees_its_devices(monkeypatch):
 
 
 def orphaned(monkeypatch):
-    """A run that trains on, its supervisor killed with -9."""
+    """Return a run that trains on after its supervisor was killed with -9."""
     monkeypatch.setenv("STANDIN_STEP_S", "0.05")
     run = start(steps=10_000)
     first_step(run)
@@ -292,7 +292,7 @@ def test_ranks_that_had_only_just_started_do_not_outlive_their_launcher():
 
 
 def test_what_has_its_launcher_is_no_survivor_though_no_file_knows_it(tmp_path, monkeypatch):
-    """As the other node's, where two nodes of a run share a host."""
+    """Two nodes of a run may share a host: the ranks of the other node have a live launcher."""
     child = "import sys, time; sys.argv[1:2] == ['child'] and time.sleep(60)\n"
     spawn = "import subprocess; subprocess.run([sys.executable, '-m', 'node', 'child', sys.argv[-1]])\n"
     (tmp_path / "node.py").write_text(child + spawn)

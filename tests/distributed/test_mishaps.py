@@ -1,4 +1,4 @@
-"""Two starts of one run at once, a model that lies elsewhere: with real processes."""
+"""Mishaps with real processes: two starts of one run at once, a model in another folder."""
 
 import os
 import signal

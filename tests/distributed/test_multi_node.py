@@ -39,7 +39,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two machines as far as the network goes, joined by a cable and by nothing else."""
+    """Yield two network namespaces that only a virtual cable joins, like two machines."""
     names = tuple(f"wb{os.getpid()}-{number}" for number in (0, 1))
     cables = tuple(f"wb{os.getpid() % 10**6}e{number}" for number in (0, 1))
     try:
@@ -69,7 +69,7 @@ def prepare(*args, **kwargs) -> Run:
 
 
 def two_nodes(steps: int) -> Plan:
-    """A stage on each node."""
+    """Return a plan with one stage on each node."""
     cluster = Cluster(DEVICE, 2, 1, LINK, LINK)
     return make_plan(experiment(steps=steps), cluster, pipeline=2, micro_batch=2)
 

@@ -15,9 +15,9 @@ SERVER = {"cliVersionInfo": VERSIONS, "latestLocalVersionInfo": None, "features"
 
 
 class FakeWandb:
-    """Listens on `url` until `close`; `histories` maps a run's id to the rows that were uploaded for it.
+    """A server that listens on `url` until `close`; `histories` maps a run's id to the rows uploaded for it.
 
-    `delay_s` answers that late, `refuses` answers every upload of steps with that HTTP status.
+    `delay_s` is the delay of every answer, `refuses` the HTTP status that answers every upload of steps.
     """
 
     def __init__(self, delay_s: float = 0.0, refuses: int | None = None) -> None:

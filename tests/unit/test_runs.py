@@ -1,4 +1,4 @@
-"""The handle, the registry, the queue and the failure report, on run directories written here."""
+"""The handle of a run, the registry, the device queue and the failure report, on run directories written here."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def make_run(folder, name="bert-1", steps=100, supervisor=DEAD) -> RunDir:
 
 @pytest.fixture
 def sleeper():
-    """A process that does nothing, to stand for one that runs."""
+    """Yield a process that does nothing, in the place of a rank."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield process
     process.kill()

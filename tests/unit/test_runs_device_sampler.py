@@ -1,4 +1,4 @@
-"""How busy devices are: measured for real on CPUs, asked of NVML on GPUs, recorded beside a training and read back."""
+"""Device utilisation is measured on CPUs, asked of NVML on GPUs, recorded beside a training and read back."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ UUIDS = ("GPU-aaaa-1", "GPU-bbbb-2", "GPU-cccc-3")
 
 
 class FakeNvml(SimpleNamespace):
-    """Three GPUs; the last does not tell its utilisation, as slices of a GPU do not. For the mapping of fields only."""
+    """An NVML with three GPUs; the last one does not report its utilisation, like a slice of a GPU."""
 
     class NVMLError(Exception):
         pass
@@ -179,7 +179,7 @@ def sample_at(run: RunDir, time_s: float, *shares: float | None, node: int | Non
 
 
 def steps_at(run: RunDir, first: int, last: int) -> None:
-    """One a second, at the second of their number."""
+    """Append one step a second, each at the second of its number."""
     for step in range(first, last + 1):
         append_event(run.events, "step", time=float(step), step=step, loss=1.0, seconds=float(step))
 

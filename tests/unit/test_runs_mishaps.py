@@ -1,4 +1,4 @@
-"""What happens to runs beside training: torn and foreign files, two kernels, other hosts, odd environments."""
+"""Mishaps of runs: torn and foreign files, two kernels, other hosts, unusual environments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAR = {"pid": 1, "created": 0.0, "host": "another-host"}
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts processes that sleep, with further words on their command line."""
+    """Yield a function that starts a sleeping process with further words on its command line."""
     started = []
 
     def one(*words: str, seconds: float = 60) -> subprocess.Popen[bytes]:
@@ -113,7 +113,7 @@ def test_a_supervisor_that_cannot_go_on_leaves_no_rank_behind(tmp_path, begin):
 
 
 def checkpointed(folder: Path, step: int = 2, **facts: Any) -> RunDir:
-    """A run that was stopped, and left a checkpoint."""
+    """Return a run that was stopped and left a checkpoint."""
     found = make_run(folder, **facts)
     found.checkpoint(step).mkdir(parents=True)
     append_event(found.events, "checkpoint", step=step, path="", seconds=0.0)
@@ -235,7 +235,7 @@ def test_a_home_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch) -> Callable[[str], None]:
-    """Answers for the driver's tool, which is not here."""
+    """Return a function that sets the output of `nvidia-smi`."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
 
     def answer(text: str) -> None:

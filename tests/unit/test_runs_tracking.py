@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from fake_wandb import FakeWandb
+from wandb_log import offline_history
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
 from workbench.runs import load_run
 from workbench.runs.tracking import wandb_run as tracking
-from workbench.runs.tracking.wandb_log import offline_history
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = SimpleNamespace(name="bert", project="bert-scaling", tags=("trial",))
@@ -25,7 +25,7 @@ DEAD_PORT = "http://127.0.0.1:9"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A tracked run of 30 steps whose supervisor lives, and nobody logged in."""
+    """Return a tracked run of 30 steps whose supervisor lives; nobody is logged in."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -101,7 +101,7 @@ def test_without_a_key_every_step_is_in_the_offline_file_once_also_after_a_resum
     append_event(run.events, "start", devices=2, resumed_from="checkpoints/step-00000010")
     train(run, 11, 30)
     assert again.wait(60) == 0
-    (file,) = tracking.offline_files(run)
+    (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
     assert losses(offline_history(file)) == EXPECTED
     torn = file.with_name("torn")
     torn.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -147,7 +147,7 @@ def test_a_dead_port_costs_no_point_and_sync_delivers_them_later_with_the_notebo
     assert dead.wait(90) == 1
     assert states(run) == ["offline"]
     assert "W&B did not answer" in tracking.delivery(run).message
-    (file,) = tracking.offline_files(run)
+    (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
     assert losses(offline_history(file)) == EXPECTED
 
     fake = server(delay_s=0.1)

@@ -89,8 +89,8 @@ def _line(finding: Finding, width: int) -> str:
 def _python() -> Finding:
     needed = ".".join(map(str, PYTHON_NEEDED))
     ok = sys.version_info[:2] >= PYTHON_NEEDED
-    found = f"{platform.python_version()} ({sys.executable})"
-    return Finding("Python", ok, found, "" if ok else f"Make an environment with Python {needed} or newer.")
+    version = f"{platform.python_version()} ({sys.executable})"
+    return Finding("Python", ok, version, "" if ok else f"Make an environment with Python {needed} or newer.")
 
 
 def _torch() -> Finding:
@@ -143,8 +143,8 @@ def _gpu_users() -> dict[str, str]:
 
 def _machine() -> Finding:
     memory = psutil.virtual_memory()
-    found = f"{available_cores()} cores, {gib(memory.available)} of {gib(memory.total)} free"
-    return Finding("Machine", True, f"{cpu_model()}, {found}")
+    cores = f"{available_cores()} cores, {gib(memory.available)} of {gib(memory.total)} free"
+    return Finding("Machine", True, f"{cpu_model()}, {cores}")
 
 
 def _disk() -> Finding:
@@ -180,7 +180,9 @@ def _wandb() -> Finding:
         return Finding("W&B login", True, "switched off by WANDB_MODE=disabled")
     if logged_in():
         return Finding("W&B login", True, "a key is there: runs are uploaded beside the training")
-    return Finding("W&B login", True, "no key: runs are kept as offline files", "`wandb login` uploads them as well.")
+    return Finding(
+        "W&B login", True, "no key: runs are recorded offline", "`wandb login` uploads them as well."
+    )
 
 
 def _templates() -> Finding:

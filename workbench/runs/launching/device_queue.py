@@ -139,7 +139,7 @@ def queue_folder() -> Path:
             return folder
     except OSError as error:
         raise WorkbenchError(
-            f"This machine's queue of runs cannot be kept in {folder}: {error.strerror}. Set WORKBENCH_HOME to a "
+            f"This machine's queue of runs cannot be written to {folder}: {error.strerror}. Set WORKBENCH_HOME to a "
             "folder that can be written.",
             folder=str(folder),
         ) from None

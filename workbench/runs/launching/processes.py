@@ -109,14 +109,14 @@ def _named(run: RunDir) -> list[tuple[str, ProcessRecord]]:
     MODULE is one of ours or the run's worker: other programs (TensorBoard, a web server) may name the directory too.
     """
     modules = (SUPERVISOR, RECORDER, launcher_record(run).get("worker", WORKER))
-    directory, found = run.path.resolve(), []
+    directory, named = run.path.resolve(), []
     for process in psutil.process_iter(["cmdline"]):
         words: list[str] = process.info["cmdline"] or []
         module = next((word for word in modules if word in words), None)
         if module and os.path.isabs(words[-1]) and Path(words[-1]).resolve() == directory:
             with contextlib.suppress(psutil.Error):
-                found.append((module, process_record(process.pid)))
-    return found
+                named.append((module, process_record(process.pid)))
+    return named
 
 
 def descendants(pid: int) -> list[ProcessRecord]:
@@ -124,13 +124,13 @@ def descendants(pid: int) -> list[ProcessRecord]:
 
     Each elastic rank leads a session of its own, which is why a signal to the launcher's group misses it.
     """
-    found = []
+    workers = []
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if child.ppid() == pid or os.getsid(child.pid) == child.pid:
-                    found.append(process_record(child.pid))
-    return found
+                    workers.append(process_record(child.pid))
+    return workers
 
 
 def send_signal(records: Iterable[ProcessRecord], number: int) -> None:

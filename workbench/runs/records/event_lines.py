@@ -125,10 +125,10 @@ def _line_ends(block: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _begin_with(block: bytes, starts: NDArray[np.int64], prefix: bytes) -> NDArray[np.bool_]:
     text = np.frombuffer(block, np.uint8)
-    found = np.ones(len(starts), dtype=np.bool_)
+    begins = np.ones(len(starts), dtype=np.bool_)
     for position, letter in enumerate(prefix):
-        found &= text.take(starts + position, mode="clip") == letter
-    return found
+        begins &= text.take(starts + position, mode="clip") == letter
+    return begins
 
 
 def _columns(lines: bytes, count: int) -> NDArray[np.float64]:

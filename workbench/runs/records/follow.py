@@ -1,4 +1,4 @@
-"""The progress of runs as lines of text, for a shell, a batch job, or a notebook that nobody looks at."""
+"""The progress of runs as lines of text, for a shell, a batch job, or a notebook that runs unattended."""
 
 from __future__ import annotations
 

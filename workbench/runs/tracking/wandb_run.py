@@ -84,8 +84,8 @@ def _spawn(run: RunDir, *options: str) -> subprocess.Popen[bytes]:
 
 def own_environment() -> dict[str, str]:
     """Return this process's environment without the variables of a W&B run of its own."""
-    mine = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_PROJECT")
-    return {name: value for name, value in os.environ.items() if name not in mine}
+    own_run = ("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_NAME", "WANDB_RUN_GROUP", "WANDB_PROJECT")
+    return {name: value for name, value in os.environ.items() if name not in own_run}
 
 
 def sync(run: RunDir, limit_s: float | None = None) -> Delivery:
@@ -163,11 +163,6 @@ def recording_alone(run: RunDir) -> Iterator[bool]:
         yield True
 
 
-def offline_files(run: RunDir) -> list[Path]:
-    """Return the run's offline `.wandb` files, oldest first; the last one holds every step, also after a resumption."""
-    return sorted(run.tracking.glob("wandb/offline-run-*/run-*.wandb"))
-
-
 def may_upload() -> bool:
     """Return True if this process would upload: somebody is logged in, and `WANDB_MODE` does not forbid it."""
     return os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled") and has_key()
@@ -204,8 +199,8 @@ def tracking_note(run: RunDir) -> str:
     """Return a line for people: the run's W&B project and the state of its upload."""
     if not run.tracker.exists():
         return "off"
-    settings, told = read_json(run.tracker), delivery(run)
-    return f"{settings['project']}/{settings['id']}, {told.state}{': ' + told.message if told.message else ''}"
+    settings, last = read_json(run.tracker), delivery(run)
+    return f"{settings['project']}/{settings['id']}, {last.state}{': ' + last.message if last.message else ''}"
 
 
 if __name__ == "__main__":
