@@ -180,9 +180,7 @@ def _wandb() -> Finding:
         return Finding("W&B login", True, "switched off by WANDB_MODE=disabled")
     if logged_in():
         return Finding("W&B login", True, "a key is there: runs are uploaded beside the training")
-    return Finding(
-        "W&B login", True, "no key: runs are recorded offline", "`wandb login` uploads them as well."
-    )
+    return Finding("W&B login", True, "no key: runs are recorded offline", "`wandb login` uploads them as well.")
 
 
 def _templates() -> Finding:
