@@ -132,6 +132,11 @@ class Strategy:
         return self.cuda_graphs
 
     @property
+    def uses_ddp(self) -> bool:
+        """Return True if DistributedDataParallel all-reduces the gradients, and holds them in its buckets."""
+        return self.zero == 0 and self.data > 1 and not self.all_reduces_gradients
+
+    @property
     def can_capture_cuda_graphs(self) -> bool:
         """Return True if weights stay where they are, as a captured CUDA graph needs: FSDP2 moves them."""
         return not self.shards

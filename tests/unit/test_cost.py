@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cost_values import bert, gpt2, graph_of, layered_profile
+from plan_values import strategy_of
 
 from tests.distributed import zoo
 from workbench.capture import Block, Graph, capture, spec_of
@@ -20,7 +21,7 @@ from workbench.cost import Cluster, Link, Profile
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s, reduce_scatter_s
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.hardware import NODES
-from workbench.cost.memory import Activations, ParameterTable, Shares, StageState, activations, stage_state
+from workbench.cost.memory import Activations, ParameterTable, StageState, activations, stage_state
 from workbench.cost.profile import BlockTypeCost
 from workbench.errors import CaptureError, PlanInfeasible, UnknownParameter
 from workbench.measure.detection import GEMM_SHARE, known_gpu, with_measured_rates
@@ -337,13 +338,13 @@ def _flops(kind: BlockTypeCost) -> float:
 
 
 def state_of(found: Profile, **changes: Any) -> StageState:
-    shares = Shares(**{"zero": 0, "data": 1, "num_microbatches": 8, **changes})
-    return stage_state(found, ParameterTable(found), 4, shares)
+    strategy = strategy_of(**{"micro_batch": 4, "num_microbatches": 8, **changes})
+    return stage_state(found, ParameterTable(found), strategy)
 
 
 def activations_of(found: Profile, **changes: Any) -> Activations:
-    shares = Shares(**{"zero": 0, "data": 1, "num_microbatches": 8, **changes})
-    return activations(found.at(4, H200.device), ParameterTable(found), shares, ("none", "full"))
+    strategy = strategy_of(**{"micro_batch": 4, "num_microbatches": 8, **changes})
+    return activations(found.at(4, H200.device), ParameterTable(found), strategy, "bf16", ("none", "full"))
 
 
 def test_a_tied_parameter_is_counted_once_in_a_stage_and_once_in_each_that_holds_it() -> None:
@@ -377,10 +378,10 @@ def test_weight_copies_that_are_kept_for_a_step_are_counted_once() -> None:
     whole, layer = (0, len(found.blocks)), found.block_types[1]
     matrices = 12 * 256 * 256
     assert layer.cast_elements == pytest.approx(matrices, rel=0.01), "and their biases"
-    more = state_of(found, keeps_weight_copies=True).parameters[whole] - state_of(found).parameters[whole]
+    more = state_of(found).parameters[whole] - state_of(found, data=2).parameters[whole]
     own = sum(min(found.block_types[b.block_type].cast_elements, 2 * matrices) for b in found.blocks)
     assert 0.9 * own <= more / 2 <= own
-    cast, kept = (activations_of(found, keeps_weight_copies=halves) for halves in (False, True))
+    cast, kept = (activations_of(found, data=data) for data in (2, 1))
     assert (cast.of(3) - kept.of(3))[0, 1, 2] == pytest.approx(3 * 2 * layer.cast_elements, rel=0.01)
 
 

@@ -10,7 +10,7 @@ from cost_values import layered_profile
 from plan_values import CAPTURABLE, H200, PROFILE, costs_of, divided_profile, plan_of, strategy_of, with_host
 
 from workbench.cost import Cluster, Link
-from workbench.cost.memory import ParameterTable, Shares, activations
+from workbench.cost.memory import ParameterTable, activations
 from workbench.errors import PlanInfeasible
 from workbench.planning import (
     explain,
@@ -310,8 +310,8 @@ def test_what_is_reduced_over_the_tensor_axis_is_kept_and_reduced_again_only_whe
     assert selective.prediction.communication_ms == pytest.approx(none.prediction.communication_ms)
     assert full.prediction.communication_ms > none.prediction.communication_ms
     costs = divided_profile().on_tensor_axis(2).at(16, H200.device)
-    table, shares = ParameterTable(divided_profile().on_tensor_axis(2)), Shares(0, 2, 2)
-    held = activations(costs, table, shares, ("selective",)).held[0, 1, 2]
+    table, strategy = ParameterTable(divided_profile().on_tensor_axis(2)), strategy_of(data=2, num_microbatches=2)
+    held = activations(costs, table, strategy, "bf16", ("selective",)).held[0, 1, 2]
     assert costs.forward_reduced[1], "a layer"
     assert held == costs.input_bytes[1] + costs.products_bytes[1] + sum(costs.forward_reduced[1])
 

@@ -271,10 +271,10 @@ def test_degrees_that_were_fixed_are_not_taken_for_a_slow_device() -> None:
     fixed = plan_of(pipeline=4, micro_batch=1)
     assert explain(fixed, PROFILE).changes == explain(fixed).changes, "the request is known here"
     found = {change.constraint: change for change in explain(Plan.from_json(fixed.to_json()), PROFILE).changes}
-    assert found["strategy"].plan.division() == plan_of().division()
-    assert found["strategy"].gain > 0.5
+    assert found["degrees"].plan.division() == plan_of().division()
+    assert found["degrees"].gain > 0.5
     assert found["memory"].gain == pytest.approx(0, abs=1e-9)
-    assert all(change.plan.pipeline == 4 for name, change in found.items() if name != "strategy")
+    assert all(change.plan.pipeline == 4 for name, change in found.items() if name != "degrees")
 
 
 # Words

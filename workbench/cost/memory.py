@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from workbench.cost.profile import BlockCosts, Profile
+from workbench.strategy import Strategy
 
 Array = npt.NDArray[np.float64]
 
@@ -46,40 +47,17 @@ PREFETCHED_BLOCKS = 2
 """Blocks that are whole at once under ZeRO 3: the one that runs and the one all-gathered ahead."""
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The division of a stage's state among devices, and the schedule's demands on it."""
+def gradient_bytes(strategy: Strategy) -> float:
+    """Return the bytes per trained element on one device, between micro-batches and after the last backward."""
+    whole = not strategy.shards or (strategy.zero == 1 and strategy.num_microbatches > 1)
+    # DistributedDataParallel's buckets are a second copy beside the gradients that earlier ones accumulate.
+    copies = 2 if strategy.uses_ddp and strategy.num_microbatches > 1 else 1
+    return FP32 * copies / (1 if whole else strategy.data)
 
-    zero: int
-    data: int
-    num_microbatches: int
-    offload_optimizer: bool = False
-    keeps_weight_copies: bool = False
-    """True if bf16 copies of the weights of products are kept all step long."""
-    all_reduces_gradients: bool = False
-    """True if replicas all-reduce gradients at the end of the step, without DistributedDataParallel."""
 
-    @property
-    def sharded(self) -> bool:
-        return self.zero >= 1 and self.data > 1
-
-    @property
-    def in_buckets(self) -> bool:
-        """True if DistributedDataParallel's buckets hold the gradients."""
-        return self.zero == 0 and self.data > 1 and not self.all_reduces_gradients
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes per trained element on one device, between micro-batches and after the last backward."""
-        whole = not self.sharded or (self.zero == 1 and self.num_microbatches > 1)
-        # DistributedDataParallel's buckets are a second copy beside the gradients that earlier ones accumulate.
-        copies = 2 if self.in_buckets and self.num_microbatches > 1 else 1
-        return FP32 * copies / (1 if whole else self.data)
-
-    @property
-    def pending_gradient_bytes(self) -> float:
-        """Part of `gradient_bytes` that does not exist before a block's backward: all of it, or nothing."""
-        return 0.0 if self.in_buckets or self.num_microbatches > 1 else self.gradient_bytes
+def pending_gradient_bytes(strategy: Strategy) -> float:
+    """Return the part of `gradient_bytes` that does not exist before a block's backward: all of it, or nothing."""
+    return 0.0 if strategy.uses_ddp or strategy.num_microbatches > 1 else gradient_bytes(strategy)
 
 
 @dataclass(frozen=True)
@@ -168,38 +146,37 @@ def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int)
     return np.asarray(total[None, :] - total[:, None] - again)
 
 
-def stage_state(profile: Profile, table: ParameterTable, micro_batch: int, shares: Shares) -> StageState:
-    """Return the state of every stage for one micro-batch size and division."""
-    sharded = shares.sharded
-    divisor = shares.data if sharded else 1
+def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> StageState:
+    """Return the state of every stage under one strategy."""
     compute_bytes = BF16 if profile.precision == "bf16" else FP32
-    largest = table.largest
-    parameters = FP32 * table.elements / divisor
-    if sharded and shares.zero <= 2:
+    parameters = FP32 * table.elements / strategy.shard_count
+    if strategy.shards_parameters:
+        parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * table.largest
+    elif strategy.shards:
         parameters = parameters + compute_bytes * table.elements
-    elif sharded:
-        parameters = parameters + PREFETCHED_BLOCKS * compute_bytes * largest
-    elif shares.keeps_weight_copies:
+    elif strategy.keeps_weight_copies(profile.precision):
         parameters = parameters + BF16 * table.cast
     # One block's whole gradients, and the fp32 buffer that the reduce-scatter or all-reduce uses.
-    reduction = ((compute_bytes + FP32) if shares.data > 1 else FP32) * table.largest_trained
-    moments = ADAMW * table.trained / divisor
+    reduction = ((compute_bytes + FP32) if strategy.data > 1 else FP32) * table.largest_trained
+    moments = ADAMW * table.trained / strategy.shard_count
     return StageState(
         parameters=parameters,
-        gradients=shares.gradient_bytes * table.trained,
-        optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if shares.offload_optimizer else moments,
-        workspace=reduction + _boundary(profile, micro_batch, shares.num_microbatches),
+        gradients=gradient_bytes(strategy) * table.trained,
+        optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if strategy.offload_optimizer else moments,
+        workspace=reduction + _boundary(profile, strategy.micro_batch, strategy.num_microbatches),
     )
 
 
-def activations(costs: BlockCosts, table: ParameterTable, shares: Shares, modes: tuple[str, ...]) -> Activations:
+def activations(
+    costs: BlockCosts, table: ParameterTable, strategy: Strategy, precision: str, modes: tuple[str, ...]
+) -> Activations:
     """Return the activations of every stage whose blocks all use the same of `modes` (keys of `RECOMPUTE`).
 
     A stage with two modes is two such stages, one after the other. Where gradients appear block by block, a block
     whose backward is still to come holds that much less than the stage's state, which counts all gradients.
     """
-    copied = not shares.sharded and not shares.keeps_weight_copies
-    return _activations(costs, table, modes, copied=copied, pending_bytes=shares.pending_gradient_bytes)
+    copied = not strategy.shards and not strategy.keeps_weight_copies(precision)
+    return _activations(costs, table, modes, copied=copied, pending_bytes=pending_gradient_bytes(strategy))
 
 
 @lru_cache(maxsize=64)

@@ -51,9 +51,10 @@ def least_sum(cost: Sequence[Array]) -> float:
 
 def _each(work: Callable[[Array, Array], Array], first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
     """Return `work` for every stage, computed once for stages that share their matrices."""
-    pairs = {(id(one), id(other)): (one, other) for one, other in zip(first, second, strict=True)}
-    done = {key: work(one, other) for key, (one, other) in pairs.items()}
-    return [done[id(one), id(other)] for one, other in zip(first, second, strict=True)]
+    pairs = list(zip(first, second, strict=True))
+    distinct = {(id(one), id(other)): (one, other) for one, other in pairs}
+    done = {key: work(one, other) for key, (one, other) in distinct.items()}
+    return [done[id(one), id(other)] for one, other in pairs]
 
 
 @lru_cache(maxsize=16)

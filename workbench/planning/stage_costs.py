@@ -21,9 +21,9 @@ from workbench.cost.memory import (
     FP32,
     Activations,
     ParameterTable,
-    Shares,
     StageState,
     activations,
+    gradient_bytes,
     spans,
     stage_state,
 )
@@ -156,18 +156,6 @@ class StrategyCosts:
         return self.model.device.table(self.strategy.tensor)
 
     @cached_property
-    def shares(self) -> Shares:
-        strategy = self.strategy
-        return Shares(
-            strategy.zero,
-            strategy.data,
-            strategy.num_microbatches,
-            strategy.offload_optimizer,
-            keeps_weight_copies=strategy.keeps_weight_copies(self.profile.precision),
-            all_reduces_gradients=strategy.all_reduces_gradients,
-        )
-
-    @cached_property
     def _alike(self) -> Strategy:
         """Strategy that stands for all whose micro-batches take the same time: the number of stages per rank and the
         place of the optimiser's state make no difference to a micro-batch."""
@@ -197,7 +185,7 @@ class StrategyCosts:
 
     def state(self) -> StageState:
         """Return the bytes of every stage that stay allocated for the whole step."""
-        state = stage_state(self.profile, self.table, self.strategy.micro_batch, self.shares)
+        state = stage_state(self.profile, self.table, self.strategy)
         if not self.strategy.cuda_graphs:
             return state
         reductions = zip(self.blocks.forward_reduced, self.blocks.backward_reduced, strict=True)
@@ -207,14 +195,14 @@ class StrategyCosts:
 
     def activations(self) -> Activations:
         """Return the bytes of activations of every stage, for each mode."""
-        return activations(self.blocks, self.table, self.shares, self.model.modes)
+        return activations(self.blocks, self.table, self.strategy, self.profile.precision, self.model.modes)
 
     @property
     def state_bytes(self) -> float:
         """Bytes of all blocks' parameters, gradients and optimiser state, which the ranks of a pipeline share."""
         moments = 0.0 if self.strategy.offload_optimizer else ADAMW / self.strategy.shard_count
         elements, trained = float(self.table.elements[0, -1]), float(self.table.trained[0, -1])
-        return FP32 * elements / self.strategy.shard_count + (self.shares.gradient_bytes + moments) * trained
+        return FP32 * elements / self.strategy.shard_count + (gradient_bytes(self.strategy) + moments) * trained
 
     # CUDA graphs
 
@@ -277,7 +265,7 @@ class StrategyCosts:
             self.model.modes,
             (1e3 * hooks, 1e3 * (hooks + gathered_again)),
             self.cluster.group_link(strategy.tensor),
-            low_precision=is_bf16 and (strategy.shards or self.shares.keeps_weight_copies),
+            low_precision=is_bf16 and (strategy.shards or strategy.keeps_weight_copies(self.profile.precision)),
             sharded=strategy.shards,
             cuda_graphs=strategy.cuda_graphs,
         )
@@ -301,7 +289,7 @@ class StrategyCosts:
         device = self.cluster.device
         elements = stages.whole(self.table.trained) / self.strategy.shard_count
         traffic = OPTIMIZER_BYTES * elements
-        if self.shares.keeps_weight_copies:
+        if self.strategy.keeps_weight_copies(self.profile.precision):
             traffic = traffic + (FP32 + BF16) * stages.whole(self.table.cast)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
         if self.strategy.offload_optimizer:

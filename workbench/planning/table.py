@@ -23,7 +23,7 @@ REJECTED_SHOWN = 6
 
 COLUMNS = {
     "": "number: plans[number] is that plan",
-    "PP": "pipeline-parallel degree: the model's stages are spread over this many ranks",
+    "PP": "pipeline-parallel degree: the stages are spread over this many ranks",
     "DP": "data-parallel degree: this many replicas share the global batch",
     "TP": "tensor-parallel degree: this many devices share each matrix product",
     "ZeRO": "what the replicas shard: 0 nothing, 1 the optimiser, 2 also gradients, 3 also parameters",
@@ -32,7 +32,7 @@ COLUMNS = {
     "micro-batches": "forwards of one step on one replica, and samples in each",
     "step": "predicted time of one step; ≥: a lower bound, which was enough to rule the option out",
     "memory": "predicted peak of the fullest device",
-    "bubble": "share of the pipeline's time during which devices are idle",
+    "bubble": "share of a step's time during which devices are idle",
     "verdict": "why it was chosen or not",
 }
 
