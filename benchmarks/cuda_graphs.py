@@ -29,10 +29,10 @@ import torch.distributed as dist
 from training import random_batch, trainer_for
 
 import workbench as wb
-from workbench import api
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
 from workbench.execution.trainer import Trainer
 from workbench.planning import search
+from workbench.planning.from_experiment import analytic_profile
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -99,7 +99,7 @@ def main() -> None:
 def _compared(case: Case, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
     experiment = _experiment(case, arguments)
     cluster = wb.Cluster.of("h200", gpus=dist.get_world_size())
-    costs = api._counted(experiment, cluster)
+    costs = analytic_profile(experiment, cluster)
     sizes = {"global_batch": experiment.global_batch, "seq_len": experiment.seq_len, "micro_batch": case.micro_batch}
     asked = {"recompute": "none"} | dict(case.fixed) | sizes
     found: dict[str, Any] = {}
