@@ -73,6 +73,10 @@ class CheckpointError(WorkbenchError):
     """A checkpoint that is missing, damaged, or of another model."""
 
 
+class NonFiniteLoss(WorkbenchError):
+    """A training whose loss or gradient norm is not a finite number; carries the step and both values."""
+
+
 def root_exception(error: BaseException) -> BaseException:
     """Return the first of several exceptions that were raised because of each other: the one to report.
 

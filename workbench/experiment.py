@@ -76,6 +76,9 @@ class Experiment:
     """Steps between checkpoints; `None` writes only one, at the end or when the run is stopped."""
     keep_checkpoints: int = 3
     """Number of complete checkpoints to keep; older ones are deleted as new ones are written."""
+    stop_on_non_finite: bool = True
+    """End the run as failed at the first step whose loss or gradient norm is NaN or infinite, before a checkpoint of
+    its weights is written. False trains on."""
     name: str | None = None
     tags: tuple[str, ...] = ()
     project: str = "workbench"
@@ -91,11 +94,8 @@ class Experiment:
             object.__setattr__(self, "name", self.model.name)
         for field, least in _MINIMA.items():
             _require_number(field, getattr(self, field), least)
-        if not isinstance(self.deterministic, bool):
-            raise InvalidExperiment(
-                f"deterministic={self.deterministic!r} is neither True nor False. Give one of them.",
-                parameter="deterministic",
-            )
+        for field in ("deterministic", "stop_on_non_finite"):
+            _require_bool(field, getattr(self, field))
         _require_known("precision", self.precision, PRECISIONS)
         _require_known("lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
@@ -168,6 +168,11 @@ def _require_number(name: str, value: Any, least: int | None) -> None:
         raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)
     if least is not None and not value >= least:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be {least} or more.", parameter=name, value=value)
+
+
+def _require_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidExperiment(f"{name}={value!r} is neither True nor False. Give one of them.", parameter=name)
 
 
 def _require_pair_below_one(name: str, value: Any) -> None:

@@ -149,6 +149,7 @@ def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywh
         ({"betas": (0.9,)}, ("betas=(0.9,)", "two numbers")),
         ({"betas": (0.9, 1.5)}, ("betas=(0.9, 1.5)", "below 1")),
         ({"deterministic": "yes"}, ("deterministic='yes'", "True nor False")),
+        ({"stop_on_non_finite": 1}, ("stop_on_non_finite=1", "True nor False")),
         ({"weight_decay": -0.1}, ("weight_decay=-0.1", "0 or more")),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from workbench.errors import NonFiniteLoss
 from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
@@ -59,7 +61,11 @@ class StepLog:
         return stop
 
     def flush(self) -> bool:
-        """Wait for the pending step, if there is one, and log it. Returns True if a rank asked in it to stop."""
+        """Wait for the pending step, if there is one, and log it. Returns True if a rank asked in it to stop.
+
+        Raises `NonFiniteLoss` on every rank if the experiment says so and the loss or the gradient norm is NaN or
+        infinite: the update with such a gradient has already destroyed the weights.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return False
@@ -69,7 +75,8 @@ class StepLog:
         self._previous_end = pending.ended
         self.seconds += step_s
         done, experiment, plan = pending.step + 1, self._experiment, self._plan
-        is_logged = done % experiment.log_every == 0 or done == experiment.steps or stops > 0
+        is_finite = math.isfinite(loss) and math.isfinite(squared_norm)
+        is_logged = done % experiment.log_every == 0 or done == experiment.steps or stops > 0 or not is_finite
         if self._events is not None and is_logged:
             peak = peak_flops(plan)
             append_event(
@@ -87,8 +94,22 @@ class StepLog:
                 tokens_per_s=experiment.tokens_per_step / step_s,
                 mfu=plan.flops_per_step / step_s / peak if peak else None,
             )
+        if experiment.stop_on_non_finite and not is_finite:
+            raise _non_finite(done, loss, squared_norm**0.5)
         return bool(stops > 0)
 
     def restart_clock(self) -> None:
         """Leave the time since the last step, such as the pause for a checkpoint, out of the next step's time."""
         self._previous_end = Timestamp.now(self._device)
+
+
+def _non_finite(step: int, loss: float, grad_norm: float) -> NonFiniteLoss:
+    return NonFiniteLoss(
+        f"Step {step:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. Checkpoints of "
+        "earlier steps are kept. Launch from one of them with a lower learning rate or a longer warm-up: "
+        "wb.launch(experiment, plan, resume=run.checkpoints[-1].path, directory=...); stop_on_non_finite=False trains "
+        "on.",
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+    )

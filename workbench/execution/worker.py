@@ -28,21 +28,31 @@ from accelerate.utils import ProjectConfiguration, send_to_device
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
-from workbench.errors import PlanMismatch, root_exception
+from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.data import held_out
+from workbench.errors import NonFiniteLoss, PlanMismatch, root_exception
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.labelled_head import LabelCounts
-from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler, turn_to_build
+from workbench.execution.build import (
+    build_model,
+    build_stage,
+    capture_for,
+    evaluation_programs,
+    prepare_compiler,
+    turn_to_build,
+)
 from workbench.execution.checkpoint.files import step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, SaveResult, TrainingProgress
 from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
+from workbench.execution.evaluate import EvaluationLog, Evaluator
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import record_actions
 from workbench.execution.trainer import Trainer
-from workbench.experiment import Experiment
+from workbench.experiment import USER_FUNCTIONS, Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
 from workbench.units import GIB, gib
@@ -96,8 +106,16 @@ class Worker:
 
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
-        own_model, own_data = (_unpickled(path) for path in (run_dir.model_code, run_dir.data_code))
-        self.experiment = Experiment.from_json(read_json(run_dir.experiment), model=own_model, data=own_data)
+        code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
+        own_model, own_data, own_eval_data = map(_unpickled, code)
+        functions = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in USER_FUNCTIONS}
+        self.experiment = Experiment.from_json(
+            read_json(run_dir.experiment),
+            model=own_model,
+            data=own_data,
+            eval_data=own_eval_data,
+            functions=functions,
+        )
         started = time.perf_counter()
         if self.experiment.deterministic:
             use_deterministic_kernels()
@@ -123,7 +141,7 @@ class Worker:
 
     def run(self) -> int:
         """Train, and return the number of completed steps."""
-        trainer, extras = self._build()
+        trainer, extras, evaluation = self._build()
         checkpoints = Checkpoints(
             trainer, self.run_dir, self.experiment.keep_checkpoints, extras, self._report_checkpoint
         )
@@ -134,7 +152,7 @@ class Worker:
                 progress, resumed_from = checkpoints.load_newest(requested, self._report_rejected)
         self._start_event(trainer, resumed_from)
         try:
-            progress = self._train(trainer, checkpoints, progress)
+            progress = self._train(trainer, checkpoints, progress, evaluation)
             dist.barrier()
         finally:
             self.accelerator.end_training()
@@ -146,22 +164,28 @@ class Worker:
 
     # Building
 
-    def _build(self) -> tuple[Trainer, CheckpointExtras]:
+    def _build(self) -> tuple[Trainer, CheckpointExtras, EvaluationLog | None]:
         """Build and capture the model, and return a trainer of this rank's stages; the rest of the model is freed."""
         context = StepContext(self.experiment.seed, self.device)
         compile = self.experiment.compile if self.experiment.compile is not None else _on_gpu()
         if compile:
             prepare_compiler()
         with turn_to_build(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
-            graph, stages, extras = self._build_stages(context, compile)
+            graph, evaluated, stages, extras = self._build_stages(context, compile)
         trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
         if _on_gpu():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             cap_memory(self.plan, self.device)
-        return trainer, extras
+        if evaluated is None:
+            return trainer, extras, None
+        programs = evaluation_programs(self.plan, self.coordinate, evaluated, context, compile=compile)
+        evaluator = Evaluator(trainer, evaluated, programs, held_out(self.experiment))
+        return trainer, extras, EvaluationLog(evaluator, self.run_dir.events if self.is_main else None)
 
-    def _build_stages(self, context: StepContext, compile: bool) -> tuple[Graph, RankStages, CheckpointExtras]:
+    def _build_stages(
+        self, context: StepContext, compile: bool
+    ) -> tuple[Graph, Graph | None, RankStages, CheckpointExtras]:
         """Build the model and take this rank's stages out of it. The model is freed when this function returns."""
         plan, experiment = self.plan, self.experiment
         specs = experiment.data.batch_specs(experiment)
@@ -169,6 +193,7 @@ class Worker:
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         with self._timed_phase("capture"):
             graph = capture_for(plan, model, specs)
+            evaluated = capture_for_evaluation(model, graph) if experiment.evaluate is not None else None
         if graph.signature != plan.signature or len(graph.blocks) != len(plan.block_names):
             raise PlanMismatch(
                 f"The plan was made for {plan.model} of {len(plan.block_names)} blocks (signature {plan.signature}); "
@@ -176,11 +201,13 @@ class Worker:
                 planned=plan.signature,
                 found=graph.signature,
             )
+        if evaluated is not None:
+            require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
         with self._timed_phase("stage"):
             extras = self._checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             autocast = self.accelerator.autocast
             stages = build_stage(plan, self.coordinate, model, graph, context, compile=compile, autocast=autocast)
-        return graph, stages, extras
+        return graph, evaluated, stages, extras
 
     def _checkpoint_extras(self, model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
         """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
@@ -191,27 +218,41 @@ class Worker:
 
     # Training
 
-    def _train(self, trainer: Trainer, checkpoints: Checkpoints, progress: TrainingProgress) -> TrainingProgress:
+    def _train(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        progress: TrainingProgress,
+        evaluation: EvaluationLog | None,
+    ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
         steps, every = self.experiment.steps, self.experiment.checkpoint_every
         events = self.run_dir.events if self.is_main else None
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
         step = progress.step
-        for batch, label_counts in self._batches(trainer, progress.step):
-            with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
-                wants_stop = self._stop_requested or self.run_dir.stop_file.exists()
-                result = trainer.step(step, batch, wants_stop, label_counts)
-            stop = log.add(step, result)
-            step += 1
-            is_last = stop or step == steps
-            if step == min(progress.step + WARM_STEPS, steps):
-                self._memory_event()
-            if is_last or (every is not None and step % every == 0):
-                log.flush()
-                checkpoints.save(TrainingProgress(step, log.seconds))
-                log.restart_clock()
-            if is_last:
-                break
+        if evaluation is not None and step == 0:
+            evaluation.run(step, log)
+        try:
+            for batch, label_counts in self._batches(trainer, progress.step):
+                with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
+                    wants_stop = self._stop_requested or self.run_dir.stop_file.exists()
+                    result = trainer.step(step, batch, wants_stop, label_counts)
+                stop = log.add(step, result)
+                step += 1
+                is_last = stop or step == steps
+                if step == min(progress.step + WARM_STEPS, steps):
+                    self._memory_event()
+                if evaluation is not None and evaluation.is_due(step):
+                    evaluation.run(step, log)  # before a checkpoint of this step, so that a resumption has the point
+                if is_last or (every is not None and step % every == 0):
+                    log.flush()
+                    checkpoints.save(TrainingProgress(step, log.seconds))
+                    log.restart_clock()
+                if is_last:
+                    break
+        except NonFiniteLoss:  # Every rank raises it at the same step, so that all can wait for the last good save.
+            checkpoints.wait()
+            raise
         checkpoints.finish()
         self._memory_event()
         return TrainingProgress(step, log.seconds)

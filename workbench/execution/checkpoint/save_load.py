@@ -99,7 +99,7 @@ class Checkpoints:
     def save(self, progress: TrainingProgress) -> None:
         """Start to write a checkpoint; waits for the previous save and for the copy to the host's memory."""
         began = time.perf_counter()
-        self._join()
+        self.wait()
         staged = self._staged()
         pause_s = time.perf_counter() - began
         # The thread is a daemon: a rank that dies must not wait for a save with ranks that no longer answer.
@@ -110,7 +110,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the last save; raise `CheckpointError` on every rank if it failed."""
-        self._join()
+        self.wait()
         if self._last is not None and self._last.error is not None:
             raise CheckpointError(
                 f"The checkpoint of step {self._last.step} could not be written: {self._last.error} Make room under "
@@ -124,7 +124,8 @@ class Checkpoints:
         """Return True if this rank is not writing a checkpoint."""
         return self._thread is None or not self._thread.is_alive()
 
-    def _join(self) -> None:
+    def wait(self) -> None:
+        """Wait until the save that is being written, if there is one, has succeeded or failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

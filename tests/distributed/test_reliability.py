@@ -1,0 +1,45 @@
+"""What happens to real ranks when a training goes wrong: it diverges, is rewound, or its disk is full."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
+from workbench.execution.checkpoint.files import complete_checkpoints, step_of
+from workbench.execution.checkpoint.model_export import export_checkpoint
+from workbench.rundir import read_events, read_json
+from workbench.runs import Run
+
+DIVERGING = {"learning_rate": 1e30, "warmup_steps": 2, "steps": 8, "checkpoint_every": 1, "keep_checkpoints": 2}
+"""The first step of the warm-up changes nothing, and the second one destroys the weights."""
+
+
+def test_a_loss_that_is_not_finite_fails_the_run_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    asked = experiment(**DIVERGING)
+    run = directory(tmp_path / "run", asked, plan(asked, pipeline=2))
+    ranks = Ranks(run, 2)
+    for process in ranks.processes:
+        process.join(60)
+    assert [process.exitcode for process in ranks.processes] == [1, 1]
+    error, logged = read_json(run.error(0)), curve(run)
+    step = max(logged)
+    assert error["type"] == "NonFiniteLoss"
+    assert f"Step {step} has loss " in error["message"]
+    assert not all(math.isfinite(value) for value in logged[step])
+    assert all(math.isfinite(value) for earlier in range(1, step) for value in logged[earlier])
+    assert Run(run.path).status.state == "failed"
+    last = complete_checkpoints(run.checkpoints)[-1]
+    assert step_of(last) == step - 1
+    [weights] = [file for file in export_checkpoint(last, tmp_path / "model") if file.suffix == ".safetensors"]
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(weights).values())
+
+
+def test_a_run_that_asks_for_it_trains_on_without_a_finite_loss(tmp_path: Path) -> None:
+    asked = experiment(**DIVERGING, stop_on_non_finite=False)
+    run = trained(tmp_path, asked, plan(asked))
+    assert len(curve(run)) == 8
+    assert not math.isfinite(curve(run)[8][0])
+    assert [event["state"] for event in read_events(run.events) if event["type"] == "status"][-1] == "finished"
