@@ -72,9 +72,9 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
     costs = ClusterCosts(device_costs(profile, request.cluster.device), request.cluster, modes)
     asked = request.fixed.cuda_graphs
     for strategy in _strategies(profile, request):
-        without = costs.of(replace(strategy, recompute=modes[0] if len(modes) == 1 else "any"))
+        without = costs.of(strategy)
         if asked is not False and without.can_capture and (asked or without.is_host_bound):
-            yield costs.of(replace(without.strategy, cuda_graphs=True))
+            yield costs.of(replace(strategy, cuda_graphs=True))
         if not asked:
             yield without
 
@@ -99,7 +99,7 @@ def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
                             chunks=chunks,
                             micro_batch=micro_batch,
                             num_microbatches=num_microbatches,
-                            recompute="any",
+                            recompute=fixed.recompute or "any",
                             offload_optimizer=offload,
                         )
 
