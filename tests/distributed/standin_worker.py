@@ -66,7 +66,7 @@ def _train(run: RunDir, rank: int, world: int) -> None:
 
 
 def _checkpoint(run: RunDir, step: int) -> None:
-    run.checkpoint(step).mkdir(parents=True, exist_ok=True)
+    write_json(run.checkpoint(step) / "complete.json", {"step": step})
     append_event(run.events, "checkpoint", step=step, path=str(run.checkpoint(step)), seconds=0.0)
 
 

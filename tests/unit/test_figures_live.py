@@ -159,7 +159,7 @@ def test_every_update_reaches_the_figure(directory: RunDir) -> None:
 
 def checkpoint(run: RunDir, step: int) -> None:
     path = run.checkpoint(step)
-    path.mkdir(parents=True)
+    write_json(path / "complete.json", {"step": step})
     append_event(run.events, "checkpoint", step=step, path=str(path), seconds=0.1)
 
 

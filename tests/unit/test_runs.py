@@ -16,6 +16,7 @@ import workbench as wb
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
+from workbench.execution.checkpoint import files
 from workbench.execution.deterministic import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
@@ -25,7 +26,7 @@ from workbench.rundir import RunDir, append_event, process_alive, process_record
 from workbench.runs import Run, list_runs, load_run
 from workbench.runs import doctor as doctor_module
 from workbench.runs.doctor import SHOWN_PACKAGES, doctor
-from workbench.runs.launching import device_queue
+from workbench.runs.launching import device_queue, run_directory
 from workbench.runs.launching.failure import record_silent_death, root_cause
 from workbench.runs.launching.launcher import prepare
 from workbench.runs.launching.run_directory import continued_facts
@@ -180,11 +181,21 @@ def test_a_row_of_the_registry_has_what_a_live_table_shows(tmp_path):
 
 def test_only_checkpoints_that_are_complete_and_still_there_are_listed(tmp_path):
     run = make_run(tmp_path)
-    for step in (10, 20):
-        append_event(run.events, "checkpoint", step=step, path=f"/moved/{step}", seconds=1.0)
-    run.checkpoint(20).mkdir(parents=True)
+    append_event(run.events, "checkpoint", step=10, path="/moved/10", seconds=1.0)  # deleted since
+    write_json(run.checkpoint(20) / "complete.json", {})  # its rank was killed before it could say so
     run.checkpoint(30).mkdir(parents=True)  # still being written
+    write_json(run.checkpoints / "step-old" / "complete.json", {})  # somebody's copy
     assert [(c.step, c.path) for c in Run(run.path).checkpoints] == [(20, run.checkpoint(20))]
+    assert run_directory.checkpoint_of(run.path) == run.checkpoint(20)
+
+
+def test_a_checkpoint_whose_deletion_was_interrupted_is_not_complete(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    for step in (1, 2):
+        write_json(run.checkpoint(step) / "complete.json", {})
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # killed before the first file was gone
+    files.prune(run.checkpoints, keep=1, step=2)
+    assert [checkpoint.step for checkpoint in Run(run.path).checkpoints] == [2]
 
 
 def test_the_earliest_error_is_the_root_cause(tmp_path):

@@ -115,8 +115,7 @@ def test_a_supervisor_that_cannot_go_on_leaves_no_rank_behind(tmp_path, begin):
 def checkpointed(folder: Path, step: int = 2, **facts: Any) -> RunDir:
     """Return a run that was stopped and left a checkpoint."""
     found = make_run(folder, **facts)
-    found.checkpoint(step).mkdir(parents=True)
-    append_event(found.events, "checkpoint", step=step, path="", seconds=0.0)
+    write_json(found.checkpoint(step) / "complete.json", {"step": step})
     append_event(found.events, "status", state="stopped", message="")
     return found
 

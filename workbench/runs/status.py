@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from workbench.errors import RunNotFound
 from workbench.events import EndEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
+from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json
 from workbench.runs.launching import processes
 from workbench.runs.records.history import latest_events
@@ -201,11 +202,12 @@ def _is_prepared(run: RunDir) -> bool:
 
 
 def complete_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:
-    """Return the run's complete checkpoints, oldest first."""
-    events, _ = latest_events(run.events)
-    steps = {int(event["step"]) for event in events if event["type"] == "checkpoint"}
-    # The recorded path is not used, because the run directory may have been moved.
-    return tuple(Checkpoint(step, run.checkpoint(step)) for step in sorted(steps) if run.checkpoint(step).is_dir())
+    """Return the run's complete checkpoints, oldest first.
+
+    The disk is asked and not the events: a rank may be killed after it has completed a checkpoint and before it could
+    report it.
+    """
+    return tuple(Checkpoint(files.step_of(path), path) for path in files.complete_checkpoints(run.checkpoints))
 
 
 def read_experiment(run: RunDir) -> dict[str, Any]:

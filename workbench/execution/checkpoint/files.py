@@ -31,7 +31,8 @@ def step_of(path: Path) -> int:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that were written completely, oldest step first."""
-    return sorted(path.parent for path in folder.glob(f"step-*/{COMPLETE}"))
+    found = (path.parent for path in folder.glob(f"step-*/{COMPLETE}") if path.parent.name[5:].isdigit())
+    return sorted(found, key=step_of)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
@@ -75,9 +76,15 @@ def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | Non
     return None
 
 
+def remove(path: Path) -> None:
+    """Delete the folder of a checkpoint if it exists; one that is deleted in part is not complete any more."""
+    (path / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def prune(folder: Path, keep: int, step: int) -> None:
     """Delete all but the last `keep` checkpoints up to `step`, and the remains of interrupted saves before it."""
     known = [path for path in folder.glob("step-*") if path.name[5:].isdigit() and step_of(path) <= step]
     finished = [path for path in complete_checkpoints(folder) if path in known]
     for path in set(known) - set(finished[-keep:]):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
