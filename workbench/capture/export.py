@@ -21,11 +21,11 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.context_managers import inline_regions
-from workbench.capture.graph import spec_of
 from workbench.capture.operations import schema_of
+from workbench.capture.returned_loss import LossChoice, find_loss
 from workbench.capture.source_lines import line_of_frames
 from workbench.capture.torch_internals import SYMBOLIC_SHAPES_LOG, exportable, move_meta_to_cpu, remove_checks
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, WorkbenchError
 from workbench.tensors import TensorSpec
 
 
@@ -37,35 +37,41 @@ class Exported:
     loss: fx.Node
 
 
-def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str) -> Exported:
-    """Export `model(**batch)`, on the device of its parameters.
+def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str, loss: LossChoice = None) -> Exported:
+    """Export `model(**batch)`, on the device of its parameters; `loss` chooses among what forward returns.
 
     If a model on the meta device meets tensors of the CPU in its forward (a table from NumPy, `torch.arange` without a
-    device), its tensors are moved to the CPU, without values, and it is exported again.
+    device), its tensors are moved to the CPU, without values, and it is exported again. The same is tried if forward
+    depends on values: kernels of the meta device compare sizes that those of the CPU accept unknown (cross-entropy over
+    a selection).
 
     Raises:
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     try:
-        return _export_on(device, model, batch, name)
+        return _export_on(device, model, batch, name, loss)
     except CaptureError as error:
-        if not any(p.is_meta for p in model.parameters()) or not _mixes_devices(str(error.__cause__)):
+        cause = error.__cause__
+        is_of_meta = cause is not None and (_mixes_devices(str(cause)) or _depends_on_values(cause))
+        if not any(p.is_meta for p in model.parameters()) or not is_of_meta:
             raise
     move_meta_to_cpu(model)
-    return _export_on(torch.device("cpu"), model, batch, name)
+    return _export_on(torch.device("cpu"), model, batch, name, loss)
 
 
-def _export_on(device: torch.device, model: nn.Module, batch: Mapping[str, TensorSpec], name: str) -> Exported:
+def _export_on(
+    device: torch.device, model: nn.Module, batch: Mapping[str, TensorSpec], name: str, choice: LossChoice
+) -> Exported:
     # Zeros are valid indices and labels.
     example = {
         key: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for key, spec in batch.items()
     }
-    with exportable(model, name, partial(_loss_of, name=name, batch=batch)), _quiet_failure():
+    with exportable(model, name, partial(find_loss, choice=choice, name=name)), _quiet_failure():
         before = _random_states()
         try:
             program = torch.export.export(model, (), example, strict=False)
-        except CaptureError:
+        except WorkbenchError:
             raise
         except Exception as error:
             raise _explained(error, name, batch) from error
@@ -93,6 +99,12 @@ def _mixes_devices(message: str) -> bool:
     return "on the same device" in message or "found two different devices" in message
 
 
+def _depends_on_values(error: BaseException) -> bool:
+    """Return True if export failed because something depends on the values of a tensor."""
+    reason = str(error).lower()
+    return "datadependent" in type(error).__name__.lower() or "data-dependent" in reason or "unbacked" in reason
+
+
 def _make_gradients_dense(module: fx.GraphModule) -> None:
     """Ignore `sparse=True` of embeddings: neither an all-reduce nor AdamW takes the sparse form of the gradient."""
     for node in module.graph.nodes:
@@ -101,32 +113,6 @@ def _make_gradients_dense(module: fx.GraphModule) -> None:
         if "sparse" in names[: len(node.args)]:
             node.update_arg(names.index("sparse"), False)
     module.recompile()
-
-
-def _loss_of(result: Any, *, name: str, batch: Mapping[str, TensorSpec]) -> torch.Tensor:
-    """Return the scalar to minimise: `.loss`, `["loss"]`, the first of a tuple, or the output itself."""
-    if isinstance(result, Mapping) and "loss" in result:
-        loss = result["loss"]
-    elif hasattr(result, "loss"):
-        loss = result.loss
-    elif isinstance(result, (tuple, list)) and result:
-        loss = result[0]
-    else:
-        loss = result
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss
-    if loss is None and result is not None:
-        raise CaptureError(
-            f"{name} returned no loss for a batch of {', '.join(batch)}. Most models compute it where they are given "
-            f"labels: add the field to the items of the dataset.",
-            model=name,
-        )
-    returned = spec_of("loss", loss).shape if isinstance(loss, torch.Tensor) else type(result).__name__
-    raise CaptureError(
-        f"{name} returned {returned} where its loss should be. Let forward return a scalar loss: as `.loss`, "
-        f'`["loss"]`, the first item of a tuple, or alone.',
-        model=name,
-    )
 
 
 @contextlib.contextmanager
@@ -150,7 +136,7 @@ def _explained(error: Exception, name: str, batch: Mapping[str, TensorSpec]) -> 
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "").rstrip(".")
     error_type = type(error).__name__
     fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
-    if "datadependent" in error_type.lower() or "data-dependent" in reason.lower() or "unbacked" in reason.lower():
+    if _depends_on_values(error):
         message = (
             f"what it does{line.where or ' in its forward'} depends on the values of a tensor. Replace a branch by "
             f"torch.where or torch.cond and a selection by a mask, or decide before training."

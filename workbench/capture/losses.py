@@ -7,6 +7,7 @@ count that the runtime supplies. The count of labels is itself a small graph ove
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,7 @@ def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
     if node.target not in _OVER_LABELS | _OVER_ELEMENTS:
         return None
     given = arguments_of(node)
-    target, weight = given["target"], given.get("weight")
+    target, weight = _before_broadcast(given["target"]), given.get("weight")
     if given["reduction"] != _MEAN or target not in flow.recomputable:
         return None
     if node.target in _OVER_ELEMENTS:
@@ -62,6 +63,21 @@ def _mean_loss(node: fx.Node, flow: Dataflow) -> MeanLoss | None:
     if target.meta["val"].is_floating_point() or (weight is not None and weight not in flow.recomputable):
         return None
     return MeanLoss(node, target, weight, int(given["ignore_index"]))
+
+
+def _before_broadcast(target: fx.Node) -> fx.Node:
+    """Return the target as it was before the loss function broadcast it with the prediction, if that changed no size.
+
+    `torch.nn.functional.mse_loss` and its kin broadcast both first, so that the target seems to depend on the model.
+    """
+    if target.target is not operator.getitem or target.args[0].target is not aten.broadcast_tensors.default:
+        return target
+    before = target.args[0].args[0][target.args[1]]
+    sizes = list(zip(shape_of(before), shape_of(target), strict=False))
+    is_same = len(shape_of(before)) == len(shape_of(target)) and all(
+        one == other or not (isinstance(one, int) or isinstance(other, int)) for one, other in sizes
+    )
+    return before if is_same else target
 
 
 def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.Node:

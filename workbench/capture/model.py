@@ -21,6 +21,7 @@ from workbench.capture.graph import Graph, spec_of
 from workbench.capture.losses import label_count, mean_losses
 from workbench.capture.mutations import place_buffer_updates
 from workbench.capture.operations import reachable, storage_of
+from workbench.capture.returned_loss import LossChoice
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import refuse_backward_hooks
 from workbench.errors import CaptureError
@@ -46,7 +47,9 @@ def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | None = None) -> Graph:
+def capture(
+    model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | None = None, loss: LossChoice = None
+) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
 
     The model is exported as it is (train mode, its own dropout), on the device of its parameters; nothing is computed.
@@ -54,6 +57,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     Args:
         batch: the shape of each keyword argument, *with* the leading micro-batch dim.
         name: the model's name in errors; its class by default.
+        loss: the loss in what forward returns: a name, an index, or a function of the outputs and the batch.
 
     Raises:
         CaptureError: the model cannot be captured; names the line of its code that stops it.
@@ -62,7 +66,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     refuse_backward_hooks(model, name)
-    exported = export(model, batch, name)
+    exported = export(model, batch, name, loss)
     place_buffer_updates(exported.module, name)
     simplify_attention(exported.module)
     unify_grouped_matmuls(exported.module)
@@ -104,6 +108,7 @@ def capture(model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | No
         frozen=frozenset(used - trained_names),
         differentiated=frozenset(values) & _computed_from(trained, passed, flow),
         constants=dict(extractor.constants),
+        loss_choice=loss,
     )
 
 

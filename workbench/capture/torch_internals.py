@@ -54,7 +54,7 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exportable(model: nn.Module, name: str, loss_of: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def exportable(model: nn.Module, name: str, loss_of: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace functions of torch, and `model.forward`, while a model is exported.
 
     Three replacements refuse what export would silently drop or cannot follow. The others let it follow more:
@@ -63,13 +63,13 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[[Any], torch.Tenso
     `_without_layerdrop`.
 
     Args:
-        loss_of: returns the loss, given what `forward` returned.
+        loss_of: returns the loss, given what `forward` returned and its keyword arguments as `batch`.
     """
     forward = model.forward
 
     @functools.wraps(forward)
     def forward_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return loss_of(forward(*args, **kwargs))
+        return loss_of(forward(*args, **kwargs), batch=kwargs)
 
     def is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
         return is_causal is True

@@ -24,7 +24,7 @@ from workbench.execution.blocks.tensor_parallel import all_gather_shards
 from workbench.execution.optimizer import build_optimizer, clip, learning_rate_factor, squared_norm
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.pipeline import PipeStage, build_schedule
+from workbench.execution.parallel.pipeline import PipeStage, as_fields, build_schedule
 from workbench.execution.parallel.sharding import distribute, full, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.experiment import Experiment
@@ -164,8 +164,7 @@ class Trainer:
             context.cuda_graphs.begin_step()
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
-        inputs: dict[str, Any] = dict(batch)
-        self._schedule.step(target=target, losses=losses, return_outputs=False, **inputs)
+        self._schedule.step(target=target, losses=losses, return_outputs=False, **as_fields(batch))
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
         self._reduce_tied_gradients()

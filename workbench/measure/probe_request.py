@@ -38,3 +38,5 @@ class ProbeRequest:
     """Expected micro-batch of each probe, which captures and compiles for it before it is told the final one."""
     examples: Mapping[str, Any] | None = None
     """Batch of real samples to repeat instead of random tokens."""
+    loss: Any = None
+    """Loss among what forward returns: a name, an index, a function of the outputs and the batch, or None."""

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.parallel.stage import StageModule
 from workbench.tensors import TensorSpec
+
+FIELD = "field "
+"""Prefix of batch fields on their way through a schedule, whose `step` has arguments of its own: `target`, `losses`."""
+
+
+def as_fields(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return a batch as keyword arguments of a schedule's `step`; `PipeStage` gives its module the original names."""
+    return {f"{FIELD}{name}": value for name, value in batch.items()}
 
 
 class _HiddenFsdpModule(nn.Module):
@@ -69,10 +77,13 @@ class PipeStage(PipelineStage):
         self._context = context
         self._zero = zero
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> Any:
         self._context.microbatch = fwd_chunk_id
+        fields = {name.removeprefix(FIELD): value for name, value in (kwargs or {}).items()}
         with self._context.action("F", self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, args, fields, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False

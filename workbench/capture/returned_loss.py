@@ -1,0 +1,139 @@
+"""The loss among the values that forward returns: found, or chosen by the experiment's `loss`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from workbench.capture.graph import spec_of
+from workbench.errors import CaptureError
+
+LossChoice = str | int | Callable[..., Any] | None
+"""Name or index of the loss in what forward returns, or a callable of the outputs and the batch; None finds it."""
+Path = tuple[str | int, ...]
+MAX_DEPTH = 4
+"""Depth to which the returned tuples, dicts and dataclasses are searched for scalars."""
+
+
+def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the scalar to minimise.
+
+    Without a choice it is `.loss`, `["loss"]`, the first item of a tuple, the output itself, or else the only scalar
+    that a gradient reaches, wherever it stands.
+
+    Args:
+        result: what forward returned.
+        batch: the arguments of forward, for a choice that is a callable.
+        name: the model's name in errors.
+
+    Raises:
+        CaptureError: there is no such scalar, or there are several; names them and the `loss=` that chooses each.
+    """
+    if choice is not None:
+        return _checked(_chosen(result, choice, batch, name), result, batch, name)
+    named = _named_loss(result)
+    if named is not _MISSING:
+        return _checked(named, result, batch, name)
+    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    if _is_scalar(first) and first.ndim == 0:
+        return first
+    candidates = _candidates(result)
+    if len(candidates) > 1:
+        raise CaptureError(
+            f"{name} returned {len(candidates)} scalars that could be its loss. Choose one in the experiment: "
+            f"{', or '.join(_as_choice(path) for path in candidates)}; or combine them in a function of the outputs "
+            f"and the batch.",
+            model=name,
+            candidates=[_as_choice(path) for path in candidates],
+        )
+    return _checked(next(iter(candidates.values()), first), result, batch, name)
+
+
+_MISSING = object()
+
+
+def _named_loss(result: Any) -> Any:
+    if isinstance(result, Mapping):
+        return result.get("loss", _MISSING)
+    return getattr(result, "loss", _MISSING)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _checked(loss: Any, result: Any, batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    if _is_scalar(loss):
+        return loss  # type: ignore[no-any-return]
+    if loss is None and result is not None:
+        raise CaptureError(
+            f"{name} returned no loss for a batch of {', '.join(batch)}. Most models compute it where they are given "
+            f"labels: add the field to the items of the dataset.",
+            model=name,
+        )
+    returned = spec_of("loss", loss).shape if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise CaptureError(
+        f"{name} returned {returned} where its loss should be. Let forward return a scalar loss (alone, or anywhere in "
+        f"a tuple, dict or dataclass), or make one with loss=lambda outputs, batch: … in the experiment.",
+        model=name,
+    )
+
+
+def _candidates(result: Any) -> dict[Path, torch.Tensor]:
+    """Return the scalars in what forward returned; only those that a gradient reaches, if it reaches any.
+
+    Tensors of one element but with dims are left out: at a micro-batch of 1, logits may be such.
+    """
+    found = {path: value for path, value in _leaves(result, ()) if _is_scalar(value) and value.ndim == 0}
+    distinct = {id(value): path for path, value in reversed(found.items())}
+    found = {path: found[path] for path in reversed(distinct.values())}
+    learned = {path: value for path, value in found.items() if value.requires_grad}
+    return learned or found
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    items: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        yield path, value
+    for key, item in items:
+        if len(path) < MAX_DEPTH:
+            yield from _leaves(item, (*path, key))
+
+
+def _as_choice(path: Path) -> str:
+    """Return the `loss=…` that chooses the scalar at a path."""
+    if len(path) == 1:
+        return f"loss={path[0]!r}"
+    return f"loss=lambda outputs, batch: outputs{''.join(f'[{key!r}]' for key in path)}"
+
+
+def _chosen(result: Any, choice: Any, batch: Mapping[str, torch.Tensor], name: str) -> Any:
+    """Return what `choice` takes out of `result`; raise `CaptureError` if there is no such entry."""
+    if callable(choice):
+        return choice(result, batch)
+    is_sequence = isinstance(result, (tuple, list))
+    if isinstance(choice, str) and isinstance(result, Mapping) and choice in result:
+        return result[choice]
+    if isinstance(choice, str) and not isinstance(result, (Mapping, torch.Tensor)) and hasattr(result, choice):
+        return getattr(result, choice)
+    if isinstance(choice, int) and is_sequence and -len(result) <= choice < len(result):
+        return result[choice]
+    candidates = ", ".join(_as_choice(path) for path in _candidates(result) if path)
+    if isinstance(result, (tuple, list, Mapping)):
+        returned = f"a {type(result).__name__} of {len(result)} entries"
+    else:
+        returned = f"a {type(result).__name__}"
+    advice = f"Give one of its scalars: {candidates}." if candidates else "Leave loss out if forward returns it alone."
+    raise CaptureError(
+        f"The experiment chooses loss={choice!r}, and {name} returned {returned} without it. {advice}",
+        model=name,
+    )
