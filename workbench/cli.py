@@ -189,6 +189,9 @@ def resume(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Continue under another plan, which `workbench plan --save` wrote.")
     ] = None,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="Go on although the text has changed since the start.")
+    ] = False,
     wait: Wait = False,
     as_json: AsJson = False,
 ) -> None:
@@ -197,7 +200,7 @@ def resume(
     from workbench.runs import load_run
 
     chosen = None if plan_file is None else Plan.load(plan_file)
-    _print_started(load_run(run).resume(chosen, steps=steps), wait, as_json)
+    _print_started(load_run(run).resume(chosen, steps=steps, accept_changed_data=accept_changed_data), wait, as_json)
 
 
 @app.command()

@@ -4,6 +4,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
 
     experiment.json      what was asked for
     plan.json            how it was divided, with the prediction
+    started.json         copy of what determines the training in the two files above, as the run was started
     environment.json     machine, versions, git state
     code/                the user's own model or dataset: model.pkl, data.pkl for the workers, their source beside
                          them, and path.json, which lists the folders of their modules
@@ -39,6 +40,7 @@ from typing import Any, cast
 
 import psutil
 
+from workbench.errors import PlanMismatch
 from workbench.events import Event, ProcessRecord
 
 STATES = ("queued", "starting", "running", "finished", "stopped", "failed")
@@ -70,6 +72,7 @@ class RunDir:
     path: Path
     experiment = _Entry("experiment.json")
     plan = _Entry("plan.json")
+    started = _Entry("started.json")
     environment = _Entry("environment.json")
     code = _Entry("code")
     events = _Entry("events.jsonl")
@@ -121,6 +124,49 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file."""
     return json.loads(path.read_text())
+
+
+def what_was_started(run: RunDir) -> dict[str, Any]:
+    """Return what determines the training: `experiment.json`, and `plan.json` without what the planner predicted."""
+    plan = read_json(run.plan)
+    return {
+        "experiment": read_json(run.experiment),
+        "plan": {name: value for name, value in plan.items() if name not in ("candidates", "prediction", "cluster")},
+    }
+
+
+def changes_since_start(run: RunDir) -> list[str]:
+    """Return what was edited in `experiment.json` and `plan.json` since the start: `"seed: 0, now 1"`."""
+    if not run.started.exists():
+        return []
+    changes = []
+    now = what_was_started(run)
+    for name, before in read_json(run.started).items():
+        for field in sorted(before.keys() | now[name].keys()):
+            old, new = before.get(field), now[name].get(field)
+            if old != new:
+                changes.append(f"{field} of {name}.json: {_short(old)}, now {_short(new)}")
+    return changes
+
+
+def check_unedited(run: RunDir) -> None:
+    """Raise `PlanMismatch` if somebody edited `experiment.json` or `plan.json` since the run was started."""
+    try:
+        changes = changes_since_start(run)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        changes = [f"{type(error).__name__} while the two were compared with started.json: {error}"]
+    if changes:
+        raise PlanMismatch(
+            f"The files of {run.path.name} were edited since it was started: {'; '.join(changes)}. Undo the edit. "
+            "run.clone(learning_rate=...) trains with other values, from the start.",
+            run=str(run.path),
+            changes=tuple(changes),
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def this_process() -> ProcessRecord:

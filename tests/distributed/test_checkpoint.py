@@ -24,6 +24,7 @@ from workbench.execution.checkpoint.files import (
     COMPLETE,
     DamagedCheckpoint,
     complete_checkpoints,
+    digest_of,
     find_damage,
     prune,
     read_facts,
@@ -309,7 +310,8 @@ def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Pa
     path = run.checkpoint(12)
     (path / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "executed"))))
     facts = read_facts(path)
-    write_json(path / COMPLETE, {**facts, "files": {}})
+    edited = {**facts, "files": {}}
+    write_json(path / COMPLETE, {**edited, "digest": digest_of(edited)})
     with pytest.raises(CheckpointError, match="does not belong there"):
         export_checkpoint(path, tmp_path / "model")
     assert not (tmp_path / "executed").exists()

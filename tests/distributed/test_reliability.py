@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
+from tests.distributed.real_worker import Ranks, curve, directory, eventually, experiment, plan, trained
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.rundir import read_events, read_json
 from workbench.runs import Run
+from workbench.runs.launching import run_directory
+from workbench.runs.launching.launcher import prepare
 
 DIVERGING = {"learning_rate": 1e30, "warmup_steps": 2, "steps": 8, "checkpoint_every": 1, "keep_checkpoints": 2}
 """The first step of the warm-up changes nothing, and the second one destroys the weights."""
@@ -43,3 +46,28 @@ def test_a_run_that_asks_for_it_trains_on_without_a_finite_loss(tmp_path: Path) 
     assert len(curve(run)) == 8
     assert not math.isfinite(curve(run)[8][0])
     assert [event["state"] for event in read_events(run.events) if event["type"] == "status"][-1] == "finished"
+
+
+def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
+    asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9)
+    chosen = plan(asked)
+    run = prepare(asked, chosen, directory=tmp_path / "run")
+    Ranks(run, 1).wait()
+    whole = curve(run)
+    with monkeypatch.context() as killed:  # between setting the later checkpoints aside and the rest
+        killed.setattr(run_directory, "what_was_started", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(asked, chosen, resume=run.checkpoint(3))
+    assert run_directory.checkpoint_of(run.path) == run.checkpoint(3)
+    prepare(asked, chosen, resume=run.checkpoint(3))
+    ranks = Ranks(run, 1)
+    eventually(lambda: 3 < max(curve(run)) < 12)
+    ranks.kill(0)
+    assert run.checkpoint(12) not in complete_checkpoints(run.checkpoints)
+    assert (run.path / "attempts" / "1" / "checkpoints" / "step-00000012" / "complete.json").exists()
+    prepare(asked, chosen, resume=run.path)
+    Ranks(run, 1).wait()
+    assert curve(run) == whole

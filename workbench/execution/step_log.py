@@ -106,9 +106,8 @@ class StepLog:
 def _non_finite(step: int, loss: float, grad_norm: float) -> NonFiniteLoss:
     return NonFiniteLoss(
         f"Step {step:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. Checkpoints of "
-        "earlier steps are kept. Launch from one of them with a lower learning rate or a longer warm-up: "
-        "wb.launch(experiment, plan, resume=run.checkpoints[-1].path, directory=...); stop_on_non_finite=False trains "
-        "on.",
+        "earlier steps are kept. Train with a lower learning rate or a longer warm-up: "
+        "run.clone(learning_rate=..., warmup_steps=...). stop_on_non_finite=False trains on after such a step.",
         step=step,
         loss=loss,
         grad_norm=grad_norm,

@@ -54,7 +54,7 @@ from workbench.execution.step_timeline import record_actions
 from workbench.execution.trainer import Trainer
 from workbench.experiment import USER_FUNCTIONS, Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
+from workbench.rundir import RunDir, append_event, check_unedited, read_json, this_process, write_json
 from workbench.units import GIB, gib
 
 SUGGESTED_LIMIT = 0.9
@@ -106,6 +106,7 @@ class Worker:
 
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
+        check_unedited(run_dir)
         code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
         own_model, own_data, own_eval_data = map(_unpickled, code)
         functions = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in USER_FUNCTIONS}
@@ -192,7 +193,7 @@ class Worker:
         with self._timed_phase("build"):
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         with self._timed_phase("capture"):
-            graph = capture_for(plan, model, specs)
+            graph = capture_for(plan, model, specs, experiment.loss)
             evaluated = capture_for_evaluation(model, graph) if experiment.evaluate is not None else None
         if graph.signature != plan.signature or len(graph.blocks) != len(plan.block_names):
             raise PlanMismatch(

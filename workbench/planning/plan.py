@@ -14,7 +14,7 @@ from typing import Any
 from workbench.cost.cluster import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
-from workbench.errors import PlanMismatch
+from workbench.errors import PlanMismatch, WorkbenchError
 from workbench.planning.request import Request
 from workbench.rundir import read_json, write_json
 from workbench.strategy import RECOMPUTE, SCHEDULES, Strategy
@@ -197,12 +197,18 @@ class Plan(Strategy):
             fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
             fields["prediction"] = Prediction(**fields["prediction"])
             fields["candidates"] = tuple(Candidate(**c) for c in fields["candidates"])
-            return Plan(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
+            plan = Plan(**fields)
+            problem = _arithmetic_problem(plan)
+        except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+            if isinstance(error, WorkbenchError):
+                raise
             raise PlanMismatch(
                 f"This is not a whole plan ({type(error).__name__}: {error}). Give what plan.save(path) or a run "
                 f"directory holds, or plan again with wb.plan(experiment)."
             ) from error
+        if problem is not None:
+            raise PlanMismatch(f"The plan contradicts itself: {problem} Plan again: wb.plan(experiment).")
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON that `Plan.load` reads, and return the file."""
@@ -254,6 +260,30 @@ class Plan(Strategy):
 
     def __repr__(self) -> str:
         return f"Plan({self.model} on {self.cluster.describe()}: {self.describe()})"
+
+
+def _arithmetic_problem(plan: Plan) -> str | None:
+    """Return a sentence on the first number of a plan that does not fit the others, or None if all fit."""
+    counts = ("pipeline", "data", "tensor", "num_microbatches", "micro_batch", "global_batch", "seq_len")
+    for name in counts:
+        value = getattr(plan, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return f"{name} is {value!r} and must be a whole number from 1."
+    samples = plan.data * plan.num_microbatches * plan.micro_batch
+    if samples != plan.global_batch:
+        return (
+            f"{plan.data} replicas × {plan.num_microbatches} micro-batches × {plan.micro_batch} samples are {samples} "
+            f"samples a step, and global_batch is {plan.global_batch}."
+        )
+    if plan.schedule not in SCHEDULES:
+        return f"There is no schedule {plan.schedule!r}."
+    if not plan.stages or len(plan.stages) % plan.pipeline:
+        return f"{len(plan.stages)} stages cannot be divided over {plan.pipeline} pipeline ranks."
+    ends = [0, *(stage.end_block for stage in plan.stages)]
+    cuts = [(stage.index, stage.first_block) for stage in plan.stages]
+    if cuts != list(enumerate(ends[:-1])) or ends != sorted(ends) or ends[-1] != len(plan.block_names):
+        return f"Its stages do not hold each of the {len(plan.block_names)} blocks once, in order."
+    return None
 
 
 def common_recompute(blocks: Mapping[str, int]) -> str:

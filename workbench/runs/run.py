@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError, checked_keywords
 from workbench.events import Event
-from workbench.rundir import RunDir, read_events, read_json
+from workbench.rundir import RunDir, check_unedited, read_events, read_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, run_failed
 from workbench.runs.status import (
@@ -29,7 +29,7 @@ from workbench.units import count, gib
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
-    from workbench.runs.records.history import History, Utilization
+    from workbench.runs.records.history import Evaluations, History, Utilization
     from workbench.runs.tracking.wandb_run import Delivery
 
 POLL_S = 0.2
@@ -76,8 +76,7 @@ class Run:
     @property
     def environment(self) -> dict[str, Any]:
         """Return machine, versions and git state of the launch."""
-        value: dict[str, Any] = read_json(self._dir.environment)
-        return value
+        return dict(read_json(self._dir.environment))
 
     @property
     def alive(self) -> bool:
@@ -143,23 +142,24 @@ class Run:
         return run_failed(self._dir, status.message) if status.state == "failed" else None
 
     @checked_keywords
-    def resume(self, plan: Plan | None = None, *, steps: int | None = None) -> Run:
+    def resume(self, plan: Plan | None = None, *, steps: int | None = None, accept_changed_data: bool = False) -> Run:
         """Continue a stopped or failed run from its last checkpoint, in the same directory.
 
         `plan` may differ from the run's own, because checkpoints do not depend on the plan. `steps` extends the
         training. A model or dataset of the user's own is the code that the run stored, which is not loaded here.
-        Raises `PlanMismatch` for a plan of another model, and `CheckpointError` for a run without a checkpoint.
+        `accept_changed_data` goes on although the text has changed since. Raises `PlanMismatch` for a plan of another
+        model or files edited since the start, `CheckpointError` without a checkpoint, `DataError` for a changed text.
         """
         from workbench.experiment import Experiment
         from workbench.runs.launching.launcher import launch
         from workbench.runs.launching.run_directory import continued_facts
 
-        experiment = Experiment.from_json(self.experiment)
-        if steps is not None:
-            experiment = experiment.replace(steps=steps)
+        check_unedited(self._dir)
+        experiment = Experiment.from_json({**self.experiment, **({} if steps is None else {"steps": steps})})
         chosen = self.plan if plan is None else plan
         _check_model(self, experiment, chosen)
-        launch(experiment, chosen, resume=self.path, code={}, facts=continued_facts(self._dir, experiment))
+        facts = continued_facts(self._dir, experiment, accept_changed_data)
+        launch(experiment, chosen, resume=self.path, code={}, facts=facts)
         return self
 
     def clone(self, plan: Plan | None = None, **changes: Any) -> Run:
@@ -254,6 +254,14 @@ class Run:
         from workbench.runs.records.history import read_history
 
         return read_history(self._dir.events)
+
+    def evaluations(self) -> Evaluations:
+        """Return the held-out losses as NumPy columns, one row an evaluation; empty without `evaluate`."""
+        from workbench.runs.records.history import HistoryTail
+
+        tail = HistoryTail(self._dir.events)
+        tail.read()
+        return tail.evaluations
 
     def utilization(self) -> Utilization:
         """Return how busy the devices were as NumPy columns, one row per sample of one device."""

@@ -6,7 +6,9 @@ and a file that differs from it is damaged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,7 +51,24 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{path / COMPLETE} is not JSON. Resume from an earlier checkpoint.", path=str(path)
         ) from None
+    if not isinstance(facts, dict) or facts.get("digest", digest_of(facts)) != digest_of(facts):
+        raise DamagedCheckpoint(
+            f"{path / COMPLETE} does not hold what was written to it. Resume from an earlier checkpoint.",
+            path=str(path),
+        )
+    if "step" in facts and facts["step"] != step_of(path):
+        raise DamagedCheckpoint(
+            f"{path} holds the checkpoint of step {facts['step']}, and its name says {step_of(path)}. Give the folder "
+            "its own name, or resume from an earlier checkpoint.",
+            path=str(path),
+        )
     return facts
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """Return the digest of what `complete.json` says beside its own digest."""
+    text = json.dumps({name: value for name, value in facts.items() if name != "digest"}, sort_keys=True)
+    return hashlib.blake2b(text.encode()).hexdigest()[:32]
 
 
 def digests(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
@@ -78,7 +97,8 @@ def find_damage(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | Non
 
 def remove(path: Path) -> None:
     """Delete the folder of a checkpoint if it exists; one that is deleted in part is not complete any more."""
-    (path / COMPLETE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (path / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ its own gloo group, so that training goes on. `workbench.execution.checkpoint.fi
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -28,10 +29,12 @@ from workbench.execution.checkpoint.files import (
     MODEL,
     DamagedCheckpoint,
     complete_checkpoints,
+    digest_of,
     digests,
     find_damage,
     prune,
     read_facts,
+    remove,
     step_of,
 )
 from workbench.execution.parallel.sharding import local
@@ -141,7 +144,10 @@ class Checkpoints:
             self._together(lambda: self._mark_complete(path, progress, files) if self._is_main else None)
         except Exception as failure:
             error = _sentence(failure)
-            print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
+            if self._is_main:
+                remove(path)  # Nobody writes there any more, and a full disk gets its room back.
+            with contextlib.suppress(OSError):  # The log may lie on the same full disk.
+                print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
         self._last = SaveResult(progress.step, path, pause_s, time.perf_counter() - began, error)
         if self._is_main:
             self._report(self._last)
@@ -157,7 +163,7 @@ class Checkpoints:
     def _mark_complete(self, path: Path, progress: TrainingProgress, files: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
         facts = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
-        write_json(path / COMPLETE, facts)
+        write_json(path / COMPLETE, {**facts, "digest": digest_of(facts)})
         prune(self._run.checkpoints, self._keep, progress.step)
 
     @property

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import CheckpointError, RunExists, RunNotFound, WorkbenchError
-from workbench.rundir import RunDir, read_json, runs_root, write_json
+from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
+from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json
 from workbench.runs.launching import processes
 from workbench.runs.records.environment import data_fingerprint, environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
@@ -53,6 +53,8 @@ def written(
             step=step,
             steps=experiment.steps,
         )
+    if checkpoint is not None:
+        _check_data(RunDir(checkpoint.parent.parent), experiment, facts or {})
     with _own_directory(experiment, directory, checkpoint) as run:
         write_json(run.experiment, experiment.to_json())
         write_json(run.plan, plan.to_json())
@@ -65,6 +67,7 @@ def written(
             write_json(run.tracker, settings)
         for name, content in code.items():
             (run.code / name).write_bytes(content)
+        write_json(run.started, what_was_started(run))
         if checkpoint is not None:
             write_json(run.resume, {"checkpoint": str(checkpoint), "step": step})
         yield run
@@ -118,8 +121,8 @@ def _own_directory(
             raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
         run.path.mkdir(parents=True, exist_ok=True)
     with _locked(run):
-        if continued is not None:
-            clear_attempt(run)
+        if continued is not None and checkpoint is not None:
+            _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
         elif run.experiment.exists():
             raise _taken(run)
         for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
@@ -177,11 +180,11 @@ def _taken(run: RunDir) -> RunExists:
     )
 
 
-def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> None:
+def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> Path:
     """Move the files of the last attempt (who ran it, what failed) to `attempts/<n>`; the events go on.
 
     Set `among_nodes` for a multi-node launch, where other nodes, perhaps on this host, may already have begun the next
-    attempt. Raises `RunExists` for a run that still has processes.
+    attempt. Returns that folder. Raises `RunExists` for a run that still has processes.
     """
     if not processes.run_alive(run):
         processes.wait_left(run)  # its last status belongs to this attempt
@@ -197,6 +200,48 @@ def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> None:
     for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file, run.kill_file):
         if path.exists():
             path.rename(aside / path.name)
+    return aside
+
+
+def _set_aside_later(run: RunDir, aside: Path, step: int) -> None:
+    """Move the checkpoints after `step` to `aside`: they belong to a curve that the run is about to abandon.
+
+    The latest goes first, so that after an interruption the newest one that is left is still of one curve.
+    """
+    for checkpoint in reversed(complete_checkpoints(run)):
+        if checkpoint.step > step:
+            (aside / "checkpoints").mkdir(exist_ok=True)
+            checkpoint.path.rename(aside / "checkpoints" / checkpoint.path.name)
+
+
+def _check_data(run: RunDir, experiment: Experiment, facts: Mapping[str, Any]) -> None:
+    """Raise `DataError` if the files that the run was trained on hold another text now.
+
+    An experiment that names other data asks for the change. Data of the user's own is not executed here.
+    """
+    from workbench.experiment import Experiment as Read
+
+    recorded = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a run that does not say what it was trained on
+        recorded, then = read_json(run.environment).get("data_fingerprint"), read_json(run.experiment)
+    if not recorded or facts.get("accepted_changed_data") or experiment.data.is_custom:
+        return
+    if then.get("data") != json.loads(json.dumps(experiment.data.to_json())):
+        return
+    before = Read.from_json(then)
+    found = None if _has_own_data(before) else data_fingerprint(before)
+    if found is not None and found != recorded:
+        raise DataError(
+            f"{experiment.data.name} has changed since {run.path.name} was trained on it: its first and last samples "
+            f"have the fingerprint {found[:12]} instead of {recorded[:12]}. Restore the text, or continue with the new "
+            "one: run.resume(accept_changed_data=True).",
+            recorded=recorded,
+            found=found,
+        )
+
+
+def _has_own_data(experiment: Experiment) -> bool:
+    return experiment.data.is_custom or (experiment.eval_data is not None and experiment.eval_data.is_custom)
 
 
 def user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) -> dict[str, bytes]:
@@ -227,7 +272,7 @@ def code_of_clone(run: RunDir, experiment: Experiment, changed: Iterable[str]) -
     return code
 
 
-def continued_facts(run: RunDir, experiment: Experiment) -> dict[str, Any]:
+def continued_facts(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:
     """Return what `environment.json` says beside the machine, for a continuation of the run as `experiment`.
 
     A dataset of the user's own is not read here, so its fingerprint is dropped when the last samples change.
@@ -240,6 +285,8 @@ def continued_facts(run: RunDir, experiment: Experiment) -> dict[str, Any]:
         known["data_fingerprint"] = data_fingerprint(experiment)
     elif experiment.steps != read_json(run.experiment)["steps"]:
         known["data_fingerprint"] = None
+    if accepts_changed_data:
+        known["accepted_changed_data"] = True
     return known
 
 
