@@ -29,6 +29,10 @@ from .runs.doctor import doctor as doctor
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run
+from .sweeps.rules import diverged as diverged
+from .sweeps.start import sweep as sweep
+from .sweeps.sweep import Sweep as Sweep
+from .sweeps.sweep import load_sweep as load_sweep
 
 __all__: list[str]
 __version__: str

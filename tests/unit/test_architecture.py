@@ -42,6 +42,7 @@ HOMES = {
     "cloudpickle": {"user_code"},
     "pyarrow": {"runs"},
     "xxhash": {"runs"},
+    "optuna": {"sweeps"},
     "papermill": {"notebooks"},
     "typer": {"cli"},
 }

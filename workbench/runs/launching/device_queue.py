@@ -1,5 +1,7 @@
 """The device queue of a node: runs that need the same devices wait for each other, first come, first served.
 
+A run may ask for a share of its devices, so that runs of a sweep train side by side on one CPU.
+
 Each run holds a numbered ticket, a small JSON file in one folder per host. A ticket counts for as long as a process of
 its run is alive (supervisor, launcher or rank), so no crash can leave the node locked, and a launcher killed with -9
 whose ranks train on still keeps its devices.
@@ -14,6 +16,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,8 @@ from workbench.rundir import RunDir, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
 
 CPU = ("cpu",)
+ROUNDING = 1e-6
+"""Tolerated excess of the sum of shares of a device over 1: three shares of a third are one device."""
 
 
 def node_devices(device_type: str) -> tuple[str, ...]:
@@ -88,8 +93,11 @@ class Ticket:
             rivals = self._rivals(mine)
             if any(t["devices"] is None for t in rivals):
                 return None
-            taken = {device for t in rivals for device in t["devices"]}
-            free = [device for device in mine["pool"] if device not in taken]
+            taken = defaultdict[str, float](float)
+            for rival in rivals:
+                for device in rival["devices"]:
+                    taken[device] += rival.get("share", 1.0)
+            free = [device for device in mine["pool"] if taken[device] + mine["share"] <= 1 + ROUNDING]
             if len(free) < mine["count"]:
                 return None
             devices = tuple(free[: mine["count"]])
@@ -112,8 +120,10 @@ class Ticket:
         self.path.unlink(missing_ok=True)
 
 
-def take_ticket(run: RunDir, *, pool: Sequence[str], count: int, supervisor: ProcessRecord) -> Ticket:
-    """Queue the run for `count` devices out of `pool`, behind every run that asked before.
+def take_ticket(
+    run: RunDir, *, pool: Sequence[str], count: int, supervisor: ProcessRecord, share: float = 1.0
+) -> Ticket:
+    """Queue the run for a share of each of `count` devices out of `pool`, behind every run that asked before.
 
     No process of the run may be alive. A ticket that a kill left behind is removed: it would count again as soon as the
     run lives, and the run would wait for itself.
@@ -123,7 +133,7 @@ def take_ticket(run: RunDir, *, pool: Sequence[str], count: int, supervisor: Pro
         _live_tickets(folder)  # removes the others
         number = max((int(path.stem) for path in _tickets(folder)), default=0) + 1
         ticket = Ticket(folder / f"{number:06d}.json")
-        fields = {"run": str(run.path), "pool": list(pool), "count": count}
+        fields = {"run": str(run.path), "pool": list(pool), "count": count, "share": share}
         write_json(ticket.path, {**fields, "devices": None, "supervisor": supervisor})
     return ticket
 

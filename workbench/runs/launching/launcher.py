@@ -43,13 +43,15 @@ def launch(
     facts: Mapping[str, Any] | None = None,
     code: Mapping[str, bytes] | None = None,
     worker: str = processes.WORKER,
+    cpu_share: float = 1.0,
 ) -> RunDir:
     """Start training in processes of its own and return at once; the kernel stays free, and may go away.
 
     The run lives in `directory`, by default `<name>-<date>-<time>` in `$WORKBENCH_RUNS` or `./runs`. `resume` (a run
     directory or one of its checkpoints) continues training, in the same directory unless another is given. Runs that
     need the same devices queue. `facts` are added to `environment.json`; `code` becomes `code/` in place of the
-    experiment's own model and dataset. `worker` is the module that each rank executes.
+    experiment's own model and dataset. `worker` is the module that each rank executes. A run on
+    CPU processes trains beside others as long as their `cpu_share`s add up to 1; a run on GPUs has its own.
 
     Raises `RunExists`, `RunNotFound`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError` before any process starts.
     """
@@ -59,7 +61,7 @@ def launch(
     device_queue.queue_folder()
     with written(experiment, plan, directory, resume, facts, code) as run:
         append_event(run.events, "status", state="queued", message="")
-        _start_supervisor(run, plan, devices, worker)
+        _start_supervisor(run, plan, devices, worker, cpu_share)
     if os.environ.get(LAUNCHES):
         with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
             file.write(f"{run.path}\n")
@@ -140,14 +142,14 @@ def _check_host(plan: Plan) -> None:
         raise refusal
 
 
-def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str) -> None:
+def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, cpu_share: float) -> None:
     """Start the detached process that sees the run through, and queue it before any later launch."""
     process = _spawn_supervisor(run)
     try:
         supervisor = process_record(process.pid)
         device_type = plan.cluster.device.type
-        devices_needed = 1 if device_type == "cpu" else plan.world
-        ticket = device_queue.take_ticket(run, pool=devices, count=devices_needed, supervisor=supervisor)
+        needed, share = (1, cpu_share) if device_type == "cpu" else (plan.world, 1.0)
+        ticket = device_queue.take_ticket(run, pool=devices, count=needed, supervisor=supervisor, share=share)
         facts = {"world": plan.world, "device_type": device_type, "precision": plan.precision}
         record = {"supervisor": supervisor, "ticket": str(ticket.path), "worker": worker, "plan": facts}
         write_json(run.launcher, record)

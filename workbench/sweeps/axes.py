@@ -1,0 +1,97 @@
+"""Axes of a sweep: fields of an experiment with the values to try, checked by building every experiment of the grid."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
+from workbench.experiment import Experiment
+
+OTHERWISE = {
+    "seed": "Give the number of seeds: seeds=3",
+    "name": "Runs of a sweep are named after their values",
+    "tags": "Give the tags to the experiment",
+    "project": "Give the project to the experiment",
+}
+"""Fields of an experiment that are no axes, and what to do instead."""
+PLAN_FREE = frozenset(
+    {"learning_rate", "warmup_steps", "lr_schedule", "rate_scale", "betas", "eps", "weight_decay", "steps", "log_every"}
+    | {"checkpoint_every", "keep_checkpoints", "stop_on_non_finite"}
+)
+"""Fields of an experiment that change no plan; runs that differ in no other field share one."""
+LARGEST_GRID = 10_000
+Choice = Mapping[str, int]
+"""Position of the chosen value on each axis, by the axis' name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes of a sweep with their values, of one experiment."""
+
+    experiment: Experiment
+    values: Mapping[str, Sequence[Any]]
+
+    def __post_init__(self) -> None:
+        known = {field.name for field in dataclasses.fields(Experiment)}
+        for name, values in self.values.items():
+            _check_axis(name, values, known)
+        if not self.values:
+            raise InvalidExperiment("A sweep needs an axis. Give one, such as learning_rate=[1e-4, 3e-4].")
+        object.__setattr__(self, "values", {name: tuple(values) for name, values in self.values.items()})
+        size = len(list(itertools.islice(self.choices(), LARGEST_GRID + 1)))
+        if size > LARGEST_GRID:
+            raise InvalidExperiment(f"The axes have more than {LARGEST_GRID:,} combinations. Give fewer values.")
+        for choice in self.choices():
+            self.experiment_of(choice)
+        for name in self.values:
+            self._check_distinct(name)
+
+    def choices(self) -> Iterator[dict[str, int]]:
+        """Return every combination of values, the last axis first."""
+        ranges = (range(len(values)) for values in self.values.values())
+        return (dict(zip(self.values, positions, strict=True)) for positions in itertools.product(*ranges))
+
+    def experiment_of(self, choice: Choice, **changes: Any) -> Experiment:
+        """Return the experiment with the chosen values and `changes`; raises `InvalidExperiment` for bad values."""
+        chosen = {name: self.values[name][position] for name, position in choice.items()}
+        return self.experiment.replace(**chosen, **changes)
+
+    def json_values(self, name: str) -> list[Any]:
+        """Return the values of an axis as `Experiment.to_json` writes them."""
+        first = dict.fromkeys(self.values, 0)
+        one_axis = ({**first, name: position} for position in range(len(self.values[name])))
+        return [self.experiment_of(choice).to_json()[name] for choice in one_axis]
+
+    def _check_distinct(self, name: str) -> None:
+        written = [json.dumps(value, sort_keys=True, default=str) for value in self.json_values(name)]
+        twice = [value for value, text in zip(self.values[name], written, strict=True) if written.count(text) > 1]
+        if twice:
+            raise InvalidExperiment(
+                f"{name} has the value {twice[0]!r} more than once. Give each value once.", axis=name
+            )
+
+
+def _check_axis(name: str, values: Any, known: set[str]) -> None:
+    if name not in known:
+        raise UnknownParameter(
+            f"Experiment has no parameter {name!r} to sweep. {suggestion(name, known)}", parameter=name
+        )
+    if name in OTHERWISE:
+        raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.", axis=name)
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise InvalidExperiment(f"{name}={values!r} is not a list of values. Write {name}=[{values!r}].", axis=name)
+    if not len(values):
+        raise InvalidExperiment(f"{name}=[] has no value. Give at least one, or leave the axis out.", axis=name)
+
+
+def label(value: Any) -> Any:
+    """Return a value of an axis, as JSON, for tables and figures: itself if it is plain, else a short text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return str(value.get("name") or ", ".join(f"{key}={item}" for key, item in value.items()))
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)

@@ -1,0 +1,132 @@
+"""The directory of a sweep, the only contract between a notebook and the sweep's supervisor.
+
+sweep.json           experiment, axes, seeds, sampler, rule, objective and placement, written once
+queue.json           the runs to train, as (choice on each axis, seed); a sampler appends to it
+optuna.jsonl         Optuna's journal: the state of the sampler and of the pruner
+plans/<key>.json     plan of the runs whose choices on the axes that change a plan have this key
+code/<key>/          the user's own model, dataset or functions, as in a run directory
+runs/<run>/          the run directories
+results/<index>.json how each run ended, and its objective
+interrupted/         directories of runs that were killed before they wrote a checkpoint
+supervisor.json      process record of the supervisor; supervisor.log what it printed
+STOP                 asks the supervisor to stop the runs and leave
+lock                 held by the supervisor
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.rundir import read_json, write_json
+from workbench.sweeps.axes import PLAN_FREE, label
+
+OWN_CODE = ("model", "data", "eval_data", "lr_schedule", "optimizer")
+"""Axes whose values may be the user's own code."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a sweep: its position in the queue, its choice on each axis, and its seed."""
+
+    index: int
+    choice: Mapping[str, int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of one run. `state` is finished, stopped early (by the rule), stopped (by hand) or failed."""
+
+    state: str
+    objective: float | None
+    steps: int
+    seconds: float
+    """Training time of the run."""
+    saved_steps: int = 0
+    saved_s: float = 0.0
+    """Steps that the rule spared, and their time at the speed of the run."""
+    reason: str = ""
+
+
+class SweepDir:
+    """The names of everything inside one sweep's directory, and the values of what was written once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings_file, self.queue_file = path / "sweep.json", path / "queue.json"
+        self.journal, self.stop_file, self.lock = path / "optuna.jsonl", path / "STOP", path / "lock"
+        self.supervisor, self.log = path / "supervisor.json", path / "supervisor.log"
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        value: dict[str, Any] = read_json(self.settings_file)
+        return value
+
+    def queue(self) -> list[Entry]:
+        return [Entry(index, **entry) for index, entry in enumerate(read_json(self.queue_file))]
+
+    def write_queue(self, entries: list[Entry]) -> None:
+        write_json(self.queue_file, [{"choice": dict(entry.choice), "seed": entry.seed} for entry in entries])
+
+    def labels(self, entry: Entry) -> dict[str, Any]:
+        """Return the values of a run on each axis, as plain values or short texts."""
+        return {name: label(self.settings["axes"][name][at]) for name, at in entry.choice.items()}
+
+    def experiment(self, entry: Entry) -> Experiment:
+        """Return the experiment of a run; the user's own code is only named in it."""
+        axes = self.settings["axes"]
+        chosen = {name: axes[name][position] for name, position in entry.choice.items()}
+        named = {"name": self.path.name, "seed": entry.seed}  # runs of one name are a group on W&B
+        return Experiment.from_json({**self.settings["experiment"], **chosen, **named})
+
+    def run(self, entry: Entry) -> Path:
+        """Return the directory of a run."""
+        words = "-".join(f"{name}={value}" for name, value in (*self.labels(entry).items(), ("seed", entry.seed)))
+        return self.path / "runs" / f"{entry.index:04d}-{re.sub(r'[^A-Za-z0-9.=_+-]+', '_', words)[:120]}"
+
+    def plan_file(self, choice: Mapping[str, int]) -> Path:
+        return self.path / "plans" / f"{plan_key(choice)}.json"
+
+    def plan(self, entry: Entry) -> Plan:
+        return Plan.load(self.plan_file(entry.choice))
+
+    def code_folder(self, choice: Mapping[str, int]) -> Path:
+        return self.path / "code" / _key(choice, {name for name in choice if name in OWN_CODE})
+
+    def code(self, entry: Entry) -> dict[str, bytes]:
+        """Return the files of `code/` for a run."""
+        return {file.name: file.read_bytes() for file in self.code_folder(entry.choice).glob("*")}
+
+    def result_file(self, entry: Entry) -> Path:
+        return self.path / "results" / f"{entry.index:04d}.json"
+
+    def result(self, entry: Entry) -> Result | None:
+        try:
+            return Result(**read_json(self.result_file(entry)))
+        except FileNotFoundError:
+            return None
+
+    def write_result(self, entry: Entry, result: Result) -> None:
+        write_json(self.result_file(entry), asdict(result))
+
+
+def plan_key(choice: Mapping[str, int]) -> str:
+    """Return the name of the plan of a choice: its positions on the axes that change a plan."""
+    return _key(choice, choice.keys() - PLAN_FREE)
+
+
+def _key(choice: Mapping[str, int], names: set[str]) -> str:
+    return "-".join(f"{name}.{choice[name]}" for name in sorted(names)) or "all"
+
+
+def configuration_key(choice: Mapping[str, int]) -> str:
+    """Return a text that is equal for the runs that differ in their seed only."""
+    return json.dumps(dict(choice), sort_keys=True)

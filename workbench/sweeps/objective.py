@@ -1,0 +1,52 @@
+"""The number that a sweep minimises: held-out loss where the experiment evaluates, else the last training losses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from workbench.runs.records.history import History
+
+TAIL = 0.1
+"""Share of the steps, at the end, whose mean training loss is the objective of a run without evaluation."""
+HELD_OUT = "held-out loss"
+TRAINING = "mean training loss of the last 10 % of the steps"
+
+
+def describe(evaluates: bool) -> str:
+    """Return what the objective is, in words."""
+    return HELD_OUT if evaluates else TRAINING
+
+
+def objective(history: History, steps: int, evaluates: bool) -> float | None:
+    """Return the objective of a run with this history and number of steps; None if nothing was measured."""
+    if evaluates:
+        values = np.asarray(getattr(history, "eval_loss", ()), dtype=np.float64)
+        known = values[np.isfinite(values)]
+        return float(known[-1]) if len(known) else None
+    return window_mean(history, (1 - TAIL) * steps, steps)
+
+
+def window_mean(history: History, after: float, until: float) -> float | None:
+    """Return the mean training loss of the steps after `after`, up to `until`; None without a logged step there."""
+    losses = history.loss[(history.step > after) & (history.step <= until)]
+    if not len(losses):
+        losses = history.loss[history.step <= until][-1:]
+    mean = float(losses.mean()) if len(losses) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def reports(history: History, steps: int, evaluates: bool) -> list[tuple[int, float]]:
+    """Return (step, value) pairs at which runs are compared while they train.
+
+    They are the evaluations, or the mean training loss of each tenth of the steps.
+    """
+    if evaluates:
+        values = np.asarray(getattr(history, "eval_loss", ()), dtype=np.float64)
+        return [(int(s), float(v)) for s, v in zip(history.step, values, strict=False) if np.isfinite(v) and s < steps]
+    tenth = max(1, steps // 10)
+    reached = int(history.step[-1]) if len(history) else 0
+    means = [(end, window_mean(history, end - tenth, end)) for end in range(tenth, min(reached, steps - 1) + 1, tenth)]
+    return [(end, mean) for end, mean in means if mean is not None]
+

@@ -1,0 +1,77 @@
+"""The choice between one run on all devices and several side by side, by the predicted time of the whole sweep."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.cost.cluster import Cluster
+from workbench.errors import PlanInfeasible
+from workbench.experiment import Experiment
+from workbench.planning.from_experiment import search
+from workbench.planning.plan import Plan
+from workbench.units import duration
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The number of runs side by side, their plans, and the predicted training time of the whole sweep."""
+
+    side_by_side: int
+    devices_each: int
+    plans: Mapping[str, Plan]
+    """Plan by the key of `directory.plan_key`."""
+    seconds: float
+
+    def describe(self, runs: int) -> str:
+        """Return words such as `"2 runs side by side on 1 device each take 3 min"`."""
+        each = f"{self.devices_each} device{'s' * (self.devices_each > 1)}"
+        if self.side_by_side == 1:
+            return f"{runs} runs one after another on {each} take {duration(self.seconds)}"
+        return f"{self.side_by_side} runs side by side on {each} each take {duration(self.seconds)}"
+
+
+def choose(
+    experiments: Mapping[str, Experiment], runs: Sequence[tuple[str, int]], cluster: Cluster
+) -> tuple[Placement, str]:
+    """Return the placement with the shortest predicted time, and the sentence that says why.
+
+    Args:
+        experiments: one experiment for each plan that is needed, by its key.
+        runs: key and steps of each run of the sweep, in the order in which they start.
+        cluster: the devices that the sweep may use.
+
+    Raises `PlanInfeasible` if no plan fits even on all devices.
+    """
+    options, refusal = [], None
+    for each in (count for count in range(cluster.gpus, 0, -1) if cluster.gpus % count == 0):
+        try:
+            options.append(_placement(experiments, runs, cluster, each))
+        except PlanInfeasible as error:
+            refusal = refusal or error
+    if not options:
+        assert refusal is not None
+        raise refusal
+    best = min(options, key=lambda option: option.seconds)  # of equals, the one with fewer runs side by side
+    others = [f"{option.describe(len(runs))}" for option in options if option is not best]
+    beside = f"; {'; '.join(others)}" if others else ""
+    missing = len(_divisors(cluster.gpus)) - len(options)
+    tight = f"; {missing} other division{'s' * (missing > 1)} would not fit in memory" if missing else ""
+    return best, f"Predicted training time on {cluster.describe()}: {best.describe(len(runs))}{beside}{tight}."
+
+
+def _divisors(count: int) -> list[int]:
+    return [one for one in range(1, count + 1) if count % one == 0]
+
+
+def _placement(
+    experiments: Mapping[str, Experiment], runs: Sequence[tuple[str, int]], cluster: Cluster, each: int
+) -> Placement:
+    # `Cluster.resized` would give a CPU process the cores of the others, which run beside it here.
+    part = replace(cluster, gpus=each, gpus_per_node=min(each, cluster.gpus_per_node))
+    plans = {key: search(experiment, part).best for key, experiment in experiments.items()}
+    slots = [0.0] * (cluster.gpus // each)
+    for key, steps in runs:
+        heapq.heapreplace(slots, slots[0] + steps * plans[key].prediction.step_ms / 1e3)
+    return Placement(len(slots), each, plans, max(slots))

@@ -1,0 +1,61 @@
+"""Rules that end hopeless runs of a sweep early."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any
+
+from workbench.errors import InvalidExperiment
+
+PRUNERS = ("median", "halving")
+"""Rules that compare a run with the others: Optuna's `MedianPruner` and `SuccessiveHalvingPruner`."""
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """Rule that ends a run whose training loss is above a value after a step, or is not finite."""
+
+    above: float
+    after: int
+
+    def reason(self, step: int, loss: float) -> str | None:
+        """Return why a run with this loss at this step ends, or None if it goes on."""
+        if not math.isfinite(loss):
+            return f"The loss was {loss} at step {step}."
+        if step > self.after and loss > self.above:
+            return f"The loss was {loss:.4g} at step {step}, above {self.above:g} after step {self.after}."
+        return None
+
+
+Rule = Diverged | str | None
+
+
+def diverged(above: Any, after: Any = 0) -> Diverged:
+    """Return the rule that ends a run whose training loss is above `above` after step `after`, or is not finite."""
+    if isinstance(above, bool) or not isinstance(above, Real) or not math.isfinite(above):
+        raise InvalidExperiment(f"above={above!r} is not a number. Give a loss, such as 6.5.", parameter="above")
+    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
+        raise InvalidExperiment(f"after={after!r} is not a step. Give a whole number, such as 500.", parameter="after")
+    return Diverged(float(above), int(after))
+
+
+def check_rule(rule: Any) -> None:
+    """Raise `InvalidExperiment` for a value of `stop` that is no rule."""
+    if rule is not None and not isinstance(rule, Diverged) and rule not in PRUNERS:
+        raise InvalidExperiment(
+            f"stop={rule!r} is no rule. Give wb.diverged(above=6.5, after=500), 'median', 'halving' or None.",
+            parameter="stop",
+        )
+
+
+def rule_to_json(rule: Rule) -> Any:
+    """Return the rule as JSON."""
+    return asdict(rule) if isinstance(rule, Diverged) else rule
+
+
+def rule_from_json(value: Any) -> Rule:
+    """Return the rule that `rule_to_json` wrote."""
+    return Diverged(**value) if isinstance(value, Mapping) else value

@@ -1,0 +1,222 @@
+"""The process that sees a sweep through: it launches the runs, ends the hopeless ones, and writes down how each ended.
+
+Started detached as `python -m workbench.sweeps.supervisor SWEEP_DIR`. Every decision is on disk before it takes effect,
+so that a supervisor that was killed is replaced by another, which adopts the runs that still train.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from workbench.errors import WorkbenchError
+from workbench.machine import available_cores
+from workbench.rundir import this_process, write_json
+from workbench.runs.launching import launcher
+from workbench.runs.records.history import History, HistoryTail
+from workbench.runs.run import Run
+from workbench.sweeps.directory import Entry, Result, SweepDir
+from workbench.sweeps.objective import objective, reports
+from workbench.sweeps.rules import Diverged, rule_from_json
+from workbench.sweeps.study import Study
+
+POLL_S = 0.3
+AHEAD = 1
+"""Runs of a grid that wait in the device queue behind those that train, so that no device waits for a start."""
+
+
+@dataclass
+class _Active:
+    """A run that was launched and has not ended, as far as the supervisor has seen it."""
+
+    entry: Entry
+    run: Run
+    tail: HistoryTail = field(init=False)
+    steps: int = 0
+    seen: int = 0
+    """Logged steps that the divergence rule has looked at."""
+    verdict: str = ""
+    """Why the rule ends the run; empty while it may go on."""
+
+    def __post_init__(self) -> None:
+        self.tail = HistoryTail(self.run.directory.events)
+        self.steps = int(self.run.experiment["steps"])
+
+
+class Supervisor:
+    """One pass through the queue of a sweep."""
+
+    def __init__(self, directory: SweepDir) -> None:
+        self.directory = directory
+        settings = directory.settings
+        self.rule = rule_from_json(settings["stop"])
+        self.evaluates = bool(settings["experiment"].get("evaluate"))
+        self.sampled = settings["sampler"] != "grid"
+        self.slots = int(settings["placement"]["side_by_side"])
+        interval = max(1, int(settings["experiment"]["steps"]) // 10)
+        self.study = Study(directory.journal, settings["axes"], settings["sampler"], self.rule, interval)
+        self.active: dict[int, _Active] = {}
+
+    def work(self) -> None:
+        """Train what is missing; return when every run has ended, or a stop was asked for."""
+        self._tell_known()
+        while not self.directory.stop_file.exists():
+            self._look()
+            if not self._fill() and not self.active:
+                return
+            time.sleep(POLL_S)
+        for active in self.active.values():
+            active.run.stop()
+        while self.active:
+            time.sleep(POLL_S)
+            self._look(stopping=True)
+
+    def _tell_known(self) -> None:
+        """Give the study every end that a killed supervisor wrote down and did not tell it."""
+        known = self.study.known()
+        for entry in self.directory.queue():
+            result = self.directory.result(entry)
+            if result is not None and entry.index not in known and result.state in ("finished", "stopped early"):
+                self.study.begin(entry.index, entry.choice)
+                self.study.end(entry.index, result.objective, pruned=result.state == "stopped early")
+
+    def _fill(self) -> bool:
+        """Launch runs while there is room; return True if more are to come."""
+        room = self.slots + (0 if self.sampled else AHEAD)
+        while len(self.active) < room:
+            entry = self._next()
+            if entry is None:
+                return False
+            try:
+                self._start(entry)
+            except WorkbenchError as error:  # a run that cannot start must not end the others
+                self.directory.write_result(entry, Result("failed", None, 0, 0.0, reason=str(error)))
+        return True
+
+    def _next(self) -> Entry | None:
+        queue = self.directory.queue()
+        for entry in queue:
+            if entry.index not in self.active and self.directory.result(entry) is None:
+                return entry
+        return self._sample(queue) if self.sampled else None
+
+    def _sample(self, queue: list[Entry]) -> Entry | None:
+        """Let the sampler choose the next configuration, and queue it with every seed."""
+        settings = self.directory.settings
+        seeds = settings["seeds"]
+        if len(queue) >= settings["trials"] * len(seeds):
+            return None
+        choice = self.study.propose(len(queue), [entry.choice for entry in queue])
+        if choice is None:
+            return None
+        added = [Entry(len(queue) + position, choice, seed) for position, seed in enumerate(seeds)]
+        self.directory.write_queue([*queue, *added])
+        return added[0]
+
+    def _start(self, entry: Entry) -> None:
+        """Launch a run, adopt it if it still trains, or continue it if it was interrupted."""
+        run = Run(self.directory.run(entry))
+        if run.directory.launcher.exists() and (run.alive or run.status.state == "finished"):
+            pass
+        elif run.directory.launcher.exists() and run.checkpoints:
+            self._launch(entry, resume=run.path)
+        else:
+            self._set_aside(run)
+            self._launch(entry, resume=None)
+        self.study.begin(entry.index, entry.choice)
+        self.active[entry.index] = _Active(entry, run)
+
+    def _launch(self, entry: Entry, resume: Path | None) -> None:
+        settings = self.directory.settings
+        launcher.launch(
+            self.directory.experiment(entry),
+            self.directory.plan(entry),
+            directory=self.directory.run(entry),
+            resume=resume,
+            facts={"sweep": self.directory.path.name},
+            code={} if resume else self.directory.code(entry),
+            worker=settings["worker"],
+            cpu_share=1 / self.slots,
+        )
+
+    def _set_aside(self, run: Run) -> None:
+        """Move the directory of a run that was killed before its first checkpoint out of the way."""
+        if run.path.exists():
+            folder = self.directory.path / "interrupted"
+            folder.mkdir(exist_ok=True)
+            run.path.rename(folder / f"{run.name}.{len(list(folder.iterdir())) + 1}")
+
+    def _look(self, stopping: bool = False) -> None:
+        for active in list(self.active.values()):
+            status = active.run.status  # asked before the history, which is complete once the run has ended
+            history = active.tail.read()
+            if status.final:
+                del self.active[active.entry.index]
+                if stopping and status.state == "stopped" and not active.verdict:
+                    continue  # `resume` goes on with it
+                self._conclude(active, history, status.state, status.message)
+            elif not active.verdict and not stopping:
+                active.verdict = self._verdict(active, history)
+                if active.verdict:
+                    active.run.stop()
+
+    def _verdict(self, active: _Active, history: History) -> str:
+        """Return why the rule ends the run now, or an empty text."""
+        if isinstance(self.rule, Diverged):
+            new = zip(history.step[active.seen :], history.loss[active.seen :], strict=True)
+            active.seen = len(history)
+            reasons = (self.rule.reason(int(step), float(loss)) for step, loss in new)
+            return next((reason for reason in reasons if reason), "")
+        values = reports(history, active.steps, self.evaluates)
+        if self.rule is not None and self.study.is_behind(active.entry.index, values):
+            return f"Behind the other runs by the {self.rule} rule."
+        return ""
+
+    def _conclude(self, active: _Active, history: History, state: str, message: str) -> None:
+        """Write the result of a run that has ended, and close its trial."""
+        steps = int(history.step[-1]) if len(history) else 0
+        seconds = float(history.seconds[-1]) if len(history) else 0.0
+        # A run whose loss is not finite ends itself, perhaps before the rule could stop it.
+        if isinstance(self.rule, Diverged) and state == "failed" and len(history) and not np.isfinite(history.loss[-1]):
+            active.verdict = active.verdict or message
+        early = bool(active.verdict) and state != "finished"
+        value = objective(history, active.steps, self.evaluates) if state == "finished" else None
+        left = active.steps - steps if early else 0
+        named = "stopped early" if early else state
+        reason = active.verdict if early else "" if state == "finished" else message
+        saved_s = left * seconds / steps if steps else 0.0
+        result = Result(named, value, steps, seconds, left, saved_s, reason)
+        self.directory.write_result(active.entry, result)
+        self.study.end(active.entry.index, value, pruned=early)
+
+
+def main(path: str) -> int:
+    directory = SweepDir(Path(path))
+    with directory.lock.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0  # another supervisor is at work
+        write_json(directory.supervisor, this_process())
+        os.environ.update(thread_limit(directory.settings["placement"], os.environ))
+        Supervisor(directory).work()
+    return 0
+
+
+def thread_limit(placement: Mapping[str, int | str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `OMP_NUM_THREADS` such that runs side by side share the cores of the CPU, unless the user set it."""
+    if placement["side_by_side"] == 1 or "OMP_NUM_THREADS" in environment:
+        return {}
+    processes = int(placement["side_by_side"]) * int(placement["devices_each"])
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
