@@ -6,9 +6,11 @@ An `Experiment` says nothing about devices; `wb.plan` and `wb.launch` add those.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 from workbench import data as _data
@@ -16,9 +18,14 @@ from workbench import models as _models
 from workbench.data import DataSource
 from workbench.errors import InvalidExperiment, UnknownParameter, checked_keywords, suggestion
 from workbench.models import ModelSource
+from workbench.user_code import UserFunction, as_user_function
 
+BATCH_COUPLING = ("keep", "allow")
 PRECISIONS = ("auto", "fp32", "bf16")
-LR_SCHEDULES = ("linear", "cosine", "constant")
+OPTIMIZERS = ("adamw", "lamb", "sgd")
+LR_SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
+USER_FUNCTIONS = ("lr_schedule", "loss")
+"""Fields that may hold a callable of the user, which travels to the workers in `code/<field>.pkl`."""
 _MINIMA: Mapping[str, int | None] = {
     **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "keep_checkpoints"), 1),
     **dict.fromkeys(("warmup_steps", "seed", "weight_decay"), 0),
@@ -32,13 +39,30 @@ _OPTIONAL = ("checkpoint_every", "warmup_steps", "clip_norm")
 
 
 @dataclass(frozen=True)
+class Evaluate:
+    """When and on how many held-out samples the loss of a model is computed while it trains.
+
+    The loss is computed before the first step, every `every` steps and after the last one.
+    """
+
+    every: int = 100
+    """Steps between two evaluations."""
+    samples: int = 2048
+    """Held-out samples of each evaluation; `eval_data` with fewer items is used whole."""
+
+    def __post_init__(self) -> None:
+        for field in ("every", "samples"):
+            _require_number(f"Evaluate.{field}", getattr(self, field), 1)
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A model, its data, and the optimisation that trains the one on the other.
 
     `model` is one of `wb.models.…`, or any callable that returns an `nn.Module`; `data` is one of `wb.data.…`, a
     map-style dataset whose items are dicts of tensors, or a callable that returns one. Callables and datasets become
     a `CustomModel` and a `CustomData`. The model must return its loss: as `.loss`, `["loss"]`, the first item of a
-    tuple, or a scalar.
+    tuple, or the only scalar of what it returns; `loss` chooses among several.
 
     One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all devices, however a
     plan divides them. Losses are means over the whole global batch, so that curves do not depend on the plan.
@@ -55,8 +79,15 @@ class Experiment:
     learning_rate: float = 1e-4
     warmup_steps: int | None = None
     """Steps of linear warm-up from 0; `None` takes a tenth of `steps`."""
-    lr_schedule: str = "linear"
-    """Decay after the warm-up, to zero at `steps`: `linear`, `cosine`, or `constant`."""
+    lr_schedule: str | Callable[[int], float] | UserFunction = "linear"
+    """Decay after the warm-up: `linear` or `cosine` to zero at `steps`, `wsd` (constant, then linear to zero in the
+    last fifth of the steps), `inverse_sqrt` of the step, or `constant`. A callable gives the multiple of
+    `learning_rate` for each step (from 0), without a warm-up."""
+    rate_scale: Mapping[str, float] | None = None
+    """Multiple of `learning_rate` by pattern of the parameter's name (`fnmatch`); the first pattern that matches
+    counts, and a parameter that none matches has 1."""
+    optimizer: str = "adamw"
+    """`adamw`, `lamb` (arXiv:1904.00962), or `sgd` with momentum 0.9."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -79,6 +110,16 @@ class Experiment:
     stop_on_non_finite: bool = True
     """End the run as failed at the first step whose loss or gradient norm is NaN or infinite, before a checkpoint of
     its weights is written. False trains on."""
+    evaluate: Evaluate | None = None
+    """Compute the loss on held-out samples while training; text gives up about 5 % of its documents for them."""
+    eval_data: DataSource | None = None
+    """Held-out data, of the same kinds and with the same fields as `data`; by default a part of the text."""
+    loss: str | int | Callable[[Any, Mapping[str, Any]], Any] | UserFunction | None = None
+    """Loss among what forward returns: its name, its index, or a function of the outputs and the batch that returns a
+    scalar. `None` takes `.loss`, `["loss"]`, the first item of a tuple, or else the only scalar."""
+    batch_coupling: str = "keep"
+    """What becomes of a loss that compares samples of one batch: `keep` plans the whole batch as one micro-batch on one
+    replica, `allow` divides it like any other, so that the loss compares the samples of one micro-batch."""
     name: str | None = None
     tags: tuple[str, ...] = ()
     project: str = "workbench"
@@ -87,6 +128,17 @@ class Experiment:
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", _models.as_model(self.model))
         object.__setattr__(self, "data", _data.as_data(self.data))
+        if self.eval_data is not None:
+            object.__setattr__(self, "eval_data", _data.as_data(self.eval_data))
+        _check_evaluation(self)
+        object.__setattr__(self, "lr_schedule", as_user_function(self.lr_schedule))
+        object.__setattr__(self, "loss", as_user_function(self.loss))
+        if isinstance(self.loss, bool) or not isinstance(self.loss, (str, int, UserFunction, type(None))):
+            raise InvalidExperiment(
+                f"loss={self.loss!r} is neither a name, an index nor a function of the outputs and the batch. Give one "
+                f"of these, or None for the only scalar that forward returns.",
+                parameter="loss",
+            )
         _require_pair_below_one("betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
         object.__setattr__(self, "tags", tuple(self.tags))
@@ -97,7 +149,9 @@ class Experiment:
         for field in ("deterministic", "stop_on_non_finite"):
             _require_bool(field, getattr(self, field))
         _require_known("precision", self.precision, PRECISIONS)
-        _require_known("lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        _require_known("batch_coupling", self.batch_coupling, BATCH_COUPLING)
+        _require_known("optimizer", self.optimizer, OPTIMIZERS)
+        _check_rates(self)
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
             raise InvalidExperiment(
                 f"warmup_steps={self.warmup_steps} lies outside the {self.steps} steps of the experiment. "
@@ -144,17 +198,114 @@ class Experiment:
         value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         value["model"] = self.model.to_json()
         value["data"] = self.data.to_json()
+        value["evaluate"] = None if self.evaluate is None else dataclasses.asdict(self.evaluate)
+        value["eval_data"] = None if self.eval_data is None else self.eval_data.to_json()
         value["betas"], value["tags"] = list(self.betas), list(self.tags)
+        for name in USER_FUNCTIONS:
+            value[name] = value[name].to_json() if isinstance(value[name], UserFunction) else value[name]
+        value["rate_scale"] = None if self.rate_scale is None else dict(self.rate_scale)
         return value
 
     @staticmethod
-    def from_json(value: Mapping[str, Any], *, model: Callable[[], Any] | None = None, data: Any = None) -> Experiment:
-        """Rebuild an experiment; `model` and `data` supply the user's own objects, which the JSON only names."""
+    def from_json(
+        value: Mapping[str, Any],
+        *,
+        model: Callable[[], Any] | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        functions: Mapping[str, Callable[..., Any] | None] = MappingProxyType({}),
+    ) -> Experiment:
+        """Rebuild an experiment; the other arguments supply the user's own objects, which the JSON only names.
+
+        `functions` holds callables by field (`USER_FUNCTIONS`).
+        """
         fields = dict(value)
         fields["model"] = _models.from_json(fields["model"], factory=model)
         fields["data"] = _data.from_json(fields["data"], dataset=data)
+        if fields.get("evaluate") is not None:
+            fields["evaluate"] = Evaluate(**fields["evaluate"])
+        if fields.get("eval_data") is not None:
+            fields["eval_data"] = _data.from_json(fields["eval_data"], dataset=eval_data)
         fields["betas"], fields["tags"] = tuple(fields["betas"]), tuple(fields["tags"])
+        for name in USER_FUNCTIONS:
+            if name in fields:
+                fields[name] = as_user_function(fields[name], functions.get(name))
         return Experiment(**fields)
+
+
+def _check_evaluation(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless `evaluate` and `eval_data` fit each other and the data."""
+    evaluate, held_out = experiment.evaluate, experiment.eval_data
+    if evaluate is not None and not isinstance(evaluate, Evaluate):
+        raise InvalidExperiment(
+            f"evaluate={evaluate!r} is no Evaluate. Write evaluate=wb.Evaluate(every=100, samples=2048).",
+            parameter="evaluate",
+        )
+    if evaluate is None and held_out is not None:
+        raise InvalidExperiment(
+            "eval_data is given, and evaluate is None, so that nothing would read it. "
+            "Add evaluate=wb.Evaluate(every=100), or remove eval_data.",
+            parameter="eval_data",
+        )
+    if evaluate is not None and held_out is None and experiment.data.is_custom:
+        raise InvalidExperiment(
+            f"evaluate is given, but a dataset of your own ({experiment.data.name}) is not split. "
+            "Give held-out samples: eval_data=my_validation_dataset.",
+            parameter="eval_data",
+        )
+    if held_out is not None and experiment.data.is_custom and not held_out.is_custom:
+        raise InvalidExperiment(
+            f"eval_data is the text {held_out.name}, but data is a dataset of your own ({experiment.data.name}), which "
+            "has another tokeniser or none. Give a dataset with the same fields as eval_data.",
+            parameter="eval_data",
+        )
+
+
+def _check_rates(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless the schedule and the scales of the learning rate can be used."""
+    schedule, scales = experiment.lr_schedule, experiment.rate_scale
+    if not isinstance(schedule, UserFunction):
+        _require_known("lr_schedule", str(schedule), LR_SCHEDULES)
+    elif experiment.warmup_steps is not None:
+        raise InvalidExperiment(
+            f"warmup_steps={experiment.warmup_steps} is given, and lr_schedule is a callable, which decides the rate "
+            "of every step itself. Leave warmup_steps out, and let the callable warm up.",
+            warmup_steps=experiment.warmup_steps,
+        )
+    elif schedule.function is not None:
+        for step in sorted({0, experiment.steps // 2, experiment.steps - 1}):
+            _require_factor(schedule, step)
+    if scales is None:
+        return
+    is_mapping = isinstance(scales, Mapping) and len(scales) > 0 and all(isinstance(name, str) for name in scales)
+    if not is_mapping or not all(_is_finite(scale) and scale > 0 for scale in scales.values()):
+        raise InvalidExperiment(
+            f"rate_scale={scales!r} does not map patterns of parameter names to numbers greater than 0. Write, for "
+            'instance, rate_scale={"*embed*": 1.0, "*": 0.5}.',
+            rate_scale=repr(scales),
+        )
+    object.__setattr__(experiment, "rate_scale", dict(scales))
+
+
+def _require_factor(schedule: UserFunction, step: int) -> None:
+    try:
+        factor = schedule(step)
+    except Exception as error:
+        raise InvalidExperiment(
+            f"lr_schedule raised {type(error).__name__} for step {step}: {error}. It is called with the number of the "
+            "step, from 0, and must return the multiple of learning_rate.",
+            step=step,
+        ) from error
+    if not _is_finite(factor) or factor < 0:
+        raise InvalidExperiment(
+            f"lr_schedule returned {factor!r} for step {step}. It must return a number of at least 0: the multiple of "
+            "learning_rate for that step.",
+            step=step,
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require_number(name: str, value: Any, least: int | None) -> None:
@@ -187,4 +338,5 @@ def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
         raise InvalidExperiment(f"{name}={value!r} is not one of the choices. {suggestion(value, known)}", value=value)
 
 
+Evaluate.__init__ = checked_keywords(Evaluate.__init__)  # type: ignore[method-assign]
 Experiment.__init__ = checked_keywords(Experiment.__init__)  # type: ignore[method-assign]

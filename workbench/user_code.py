@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,64 @@ def pickled(name: str, value: Any) -> bytes:
             "when it is called (open files, connections, locks) instead of capturing it.",
             part=name,
         ) from error
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A callable of the user that an experiment holds: an optimiser or a learning-rate schedule."""
+
+    function: Callable[..., Any] | None = field(repr=False)
+    """The callable; None if it was only read from the description of a run."""
+    name: str = ""
+    source: str | None = field(default=None, repr=False, compare=False)
+    """Source code of the callable, if Python can find it."""
+
+    def __post_init__(self) -> None:
+        if self.function is not None and not self.name:
+            object.__setattr__(self, "name", name_of(self.function))
+            object.__setattr__(self, "source", source_of(self.function))
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.function is None:
+            raise InvalidExperiment(
+                f"Only the description of {self.name} is here, not the callable itself. Give it to the experiment "
+                "again: experiment.replace(…).",
+                function=self.name,
+            )
+        return self.function(*arguments)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "custom", "name": self.name, "source": self.source}
+
+
+def as_user_function(value: Any, function: Callable[..., Any] | None = None) -> Any:
+    """Wrap a callable, or the description of one with its `function`, in a `UserFunction`; return others unchanged."""
+    if isinstance(value, UserFunction):
+        return value
+    if isinstance(value, Mapping) and value.get("type") == "custom":
+        return UserFunction(function, value["name"], value["source"])
+    return UserFunction(value) if callable(value) else value
+
+
+def innermost(function: Callable[..., Any]) -> Any:
+    """Return what `functools.partial` objects bind."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a callable, or of its type."""
+    inner = innermost(function)
+    return str(getattr(inner, "__name__", None) or type(inner).__name__)
+
+
+def source_of(function: Callable[..., Any]) -> str | None:
+    """Return the source code of a callable, if Python can find it."""
+    try:
+        return inspect.getsource(innermost(function))
+    except (OSError, TypeError):
+        return None
 
 
 def required_arguments(function: Callable[..., Any]) -> tuple[str, ...]:

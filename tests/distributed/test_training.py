@@ -21,10 +21,11 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
 from workbench.execution.checkpoint.files import COMPLETE
 from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
-from workbench.execution.optimizer import build_optimizer, learning_rate_factor
 from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
+from workbench.optimizers.building import build_optimizer
+from workbench.optimizers.schedules import learning_rate_factor
 from workbench.rundir import RunDir
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS = 2, 8, 6
@@ -291,13 +292,21 @@ def test_a_frozen_first_stage_and_batch_norm_train_as_on_one_process(
         ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
         ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("wsd", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("inverse_sqrt", [0.5, 1.0, 0.816497, 0.707107, 0.632456, 0.577350]),
     ],
 )
 def test_the_learning_rate_warms_up_and_decays(schedule: str, expected: list[float]) -> None:
     found = [learning_rate_factor(step, 2, 6, schedule) for step in range(6)]
     assert found == pytest.approx(expected, abs=1e-6)
     assert learning_rate_factor(0, 0, 6, schedule) == 1.0, "no warm-up starts at the peak"
-    assert learning_rate_factor(6, 2, 6, schedule) == pytest.approx(1.0 if schedule == "constant" else 0.0)
+    ends = {"constant": 1.0, "inverse_sqrt": 0.534522}
+    assert learning_rate_factor(6, 2, 6, schedule) == pytest.approx(ends.get(schedule, 0.0), abs=1e-6)
+
+
+def test_wsd_decays_in_the_last_fifth_of_the_steps() -> None:
+    found = [learning_rate_factor(step, 5, 50, "wsd") for step in (39, 40, 41, 45, 49, 50)]
+    assert found == pytest.approx([1.0, 1.0, 0.9, 0.5, 0.1, 0.0])
 
 
 def test_weight_decay_spares_biases_norms_and_frozen_parameters() -> None:

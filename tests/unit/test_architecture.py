@@ -23,9 +23,9 @@ HEAVY = ("torch", "transformers", "plotly", "wandb", "datasets", "ipywidgets", "
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 HOMES = {
-    "torch": {"capture", "cost", "measure", "execution", "models", "data"},
+    "torch": {"capture", "optimizers", "cost", "measure", "execution", "models", "data"},
     "torch.export": {"capture"},
-    "torch.distributed": {"measure", "execution"},
+    "torch.distributed": {"optimizers", "measure", "execution"},
     "accelerate": {"execution"},
     "transformers": {"models"},
     "datasets": {"data"},
@@ -178,3 +178,19 @@ def test_the_locks_hold_one_version_of_everything_within_the_ranges() -> None:
         requirement = Requirement(line)
         assert requirement.specifier.contains((run | test)[requirement.name.lower()]), requirement
     assert all(Requirement(line).name.lower() in run for line in PROJECT["dependencies"])
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to add what")[2].partition("\n## ")[0]
+    paths = re.findall(r"`((?:workbench|tests|templates|docs)/[^`]*)`", table)
+    assert len(paths) >= 20
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_tree_of_the_readme_names_what_exists() -> None:
+    tree = (ROOT / "README.md").read_text().partition("## What is where")[2].split("```")[1]
+    files = re.findall(r"\b(?:[a-z_]+/)?[a-z_]+\.(?:py|md)\b", tree)
+    named = {file.partition("/")[2] if file.startswith("docs/") else file for file in files}
+    existing = {path.name for folder in ("workbench", "docs") for path in (ROOT / folder).rglob("*.*")}
+    assert len(named) >= 15
+    assert not named - existing

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,16 @@ from workbench.capture.label_counting import count_labels
 from workbench.capture.operations import retarget
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
-from workbench.execution.blocks.tensor_parallel import all_gather_shards
-from workbench.execution.optimizer import build_optimizer, clip, learning_rate_factor, squared_norm
+from workbench.execution.gradient_norm import clip, squared_norm
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import PipeStage, as_fields, build_schedule
-from workbench.execution.parallel.sharding import distribute, full, is_sharded, local
+from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
+from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.experiment import Experiment
+from workbench.optimizers.building import build_optimizer
+from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
 
 
@@ -57,7 +58,11 @@ class Trainer:
         pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
         self._schedule = build_schedule(plan.schedule, pipe_stages, plan.num_microbatches)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
-        self.optimizer = build_optimizer(self._parameters, experiment, plan.offload_optimizer)
+        self._whole = ShardedTensors(stages, coordinate)
+        self.optimizer = build_optimizer(
+            self._parameters, experiment, offload=plan.offload_optimizer, whole=self._whole
+        )
+        self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
         # The wrappers of the data-parallel axis reduce all gradients but these.
         parameters = [parameter for stage in stages.stages for parameter in stage.parameters()]
@@ -134,13 +139,11 @@ class Trainer:
         experiment = self.experiment
         if experiment.clip_norm is not None:
             clip(self._parameters.values(), scalars[1].sqrt(), experiment.clip_norm)
-        learning_rate = experiment.learning_rate * learning_rate_factor(
-            step, experiment.warmup, experiment.steps, experiment.lr_schedule
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        factor = learning_rate_factor(step, experiment.warmup, experiment.steps, experiment.lr_schedule)
+        for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = rate * factor
         self.optimizer.step()
-        return StepResult(scalars, learning_rate)
+        return StepResult(scalars, experiment.learning_rate * factor)
 
     def gradients(
         self, step: int, batch: Mapping[str, torch.Tensor], label_counts: LabelCounts | None = None
@@ -157,9 +160,7 @@ class Trainer:
         context.step = step
         context.first_microbatch = self.coordinate.data_rank * self.plan.num_microbatches
         self._compute_loss_denominators(batch)
-        self._refresh_duplicates()
-        self.stages.refresh_weight_copies()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.prepare_forward()
         if context.cuda_graphs is not None:
             context.cuda_graphs.begin_step()
         losses: list[torch.Tensor] = []
@@ -172,6 +173,12 @@ class Trainer:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
 
+    def prepare_forward(self) -> None:
+        """Update every copy of a parameter after the last update, and free the gradients of the last step."""
+        self._refresh_duplicates()
+        self.stages.refresh_weight_copies()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def full_gradient(self, name: str) -> torch.Tensor | None:
         """Return the whole gradient of a parameter of this rank, gathered from its shards (a collective)."""
         gradient = self._parameters[name].grad
@@ -179,10 +186,7 @@ class Trainer:
 
     def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
-        gathered, sharding = full(tensor.detach()), self.stages.sharding(name)
-        if sharding is None or tensor.ndim == 0:
-            return gathered
-        return all_gather_shards(gathered, sharding, self.coordinate.tensor_group)
+        return self._whole.gathered(name, tensor.detach())
 
     def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model
-from workbench.user_code import required_arguments
+from workbench.user_code import name_of, required_arguments, source_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +38,7 @@ class CustomModel:
         if not self.name:
             object.__setattr__(self, "name", _name_of(self.factory))
         if self.source is None:
-            object.__setattr__(self, "source", _source_of(self.factory))
+            object.__setattr__(self, "source", source_of(self.factory))
 
     def build(self) -> nn.Module:
         """Call the factory and return its module in train mode, on the ambient device.
@@ -108,23 +106,9 @@ def as_model(value: Any) -> Model | CustomModel:
     return CustomModel(value)
 
 
-def _innermost(factory: Callable[..., Any]) -> Any:
-    while isinstance(factory, functools.partial):
-        factory = factory.func
-    return factory
-
-
 def _name_of(factory: Callable[..., Any]) -> str:
-    inner = _innermost(factory)
-    name = getattr(inner, "__name__", None) or type(inner).__name__
-    return "model" if name == "<lambda>" else str(name)
-
-
-def _source_of(factory: Callable[..., Any]) -> str | None:
-    try:
-        return inspect.getsource(_innermost(factory))
-    except (OSError, TypeError):
-        return None
+    name = name_of(factory)
+    return "model" if name == "<lambda>" else name
 
 
 def _user_line(error: BaseException) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
+import math
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from workbench.cost.cluster import Cluster
-from workbench.errors import PlanMismatch, checked_keywords
+from workbench.errors import DataError, InvalidExperiment, PlanInfeasible, PlanMismatch, checked_keywords, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request, check_cluster, memory_limit_bytes
@@ -40,7 +44,30 @@ def plan(
     Raises `PlanInfeasible` if nothing fits, `CaptureError` if the model cannot be captured, `DataError` if the data
     cannot feed it.
     """
-    return search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best
+    best = search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best
+    if experiment.evaluate is None:
+        return best
+    predicted = dataclasses.replace(best.prediction, evaluation_s=evaluation_seconds(experiment, best))
+    plan = dataclasses.replace(best, prediction=predicted)
+    object.__setattr__(plan, "origin", best.origin)
+    return plan
+
+
+def evaluation_seconds(experiment: Experiment, plan: Plan) -> float:
+    """Return the predicted seconds of one evaluation: forwards of all held-out samples in the plan's stages.
+
+    In each tick a pipeline rank runs each of its stages once; the slowest rank sets the pace. The peak memory of an
+    evaluation is not predicted, because it lies below that of training: the same weights and optimiser state, no
+    gradients, and the values of one micro-batch between two blocks instead of all that the backward needs.
+    """
+    from workbench.data import held_out
+
+    assert experiment.evaluate is not None
+    own = experiment.eval_data is not None and experiment.eval_data.is_custom
+    samples = len(held_out(experiment)) if own else experiment.evaluate.samples
+    ticks = math.ceil(samples / plan.micro_batch / plan.data) + len(plan.stages) - 1
+    ranks = range(plan.pipeline)
+    return ticks * max(sum(stage.forward_ms for stage in plan.stages_of(rank)) for rank in ranks) / 1e3
 
 
 @checked_keywords
@@ -55,6 +82,8 @@ def search(
 
     Arguments and errors are those of `wb.plan`.
     """
+    if experiment.optimizer != "adamw":
+        choices = {**choices, "offload_optimizer": _kept_on_device(experiment, choices.get("offload_optimizer"))}
     costs, cluster = profile_and_cluster(experiment, cluster)
     limit = memory_limit_bytes(memory_limit_gib)
     request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, Fixed(**choices))
@@ -77,7 +106,8 @@ def graph(experiment: Experiment, micro_batch: int = CAPTURE_BATCH) -> Graph:
     from workbench.capture import build_meta, capture
 
     model = build_meta(experiment.model.build)
-    return capture(model, _batch(experiment, micro_batch), name=experiment.model.name)
+    batch = _batch(experiment, micro_batch)
+    return capture(model, batch, name=experiment.model.name, loss=experiment.loss)
 
 
 def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
@@ -123,7 +153,8 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     from workbench.capture.label_counting import labelled_share
     from workbench.cost.graph_profiler import profile_graph
 
-    captured, examples = graph(experiment), experiment.data.examples(experiment)
+    captured, examples = _planned_graph(experiment), experiment.data.examples(experiment)
+    _check_rate_scale(experiment, captured)
     return profile_graph(
         captured,
         cluster.device,
@@ -134,6 +165,42 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         ),
         deterministic=experiment.deterministic,
     )
+
+
+def _kept_on_device(experiment: Experiment, offload: bool | None) -> bool | None:
+    """Return the choice of `offload_optimizer` for an optimiser that cannot be offloaded; raises for `True`."""
+    if offload is True:
+        raise PlanInfeasible(
+            f"offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
+            f"{experiment.optimizer}, whose state stays on the device. Leave offload_optimizer out, or choose "
+            "optimizer='adamw'.",
+            optimizer=experiment.optimizer,
+        )
+    return False if offload is None else offload
+
+
+def _check_rate_scale(experiment: Experiment, captured: Graph) -> None:
+    """Raise `InvalidExperiment` for a pattern of `rate_scale` that matches no parameter of the model."""
+    names = list(captured.parameters)
+    for pattern in experiment.rate_scale or {}:
+        if not fnmatch.filter(names, pattern):
+            raise InvalidExperiment(
+                f"The pattern {pattern!r} of rate_scale matches none of the {len(names)} parameters of "
+                f"{experiment.model.name}. {suggestion(pattern, names)} They are in wb.graph(experiment).parameters.",
+                pattern=pattern,
+            )
+
+
+def _planned_graph(experiment: Experiment) -> Graph:
+    """Return the model's graph; where the user allows it, samples that influence one another are a note only."""
+    captured = graph(experiment)
+    if not captured.coupled or experiment.batch_coupling != "allow":
+        return captured
+    note = (
+        f"The loss compares samples of one batch ({captured.coupled[0]}) and batch_coupling is 'allow': it compares "
+        f"those of one micro-batch, so that its value depends on the plan."
+    )
+    return replace(captured, coupled=(), notes=(*captured.notes, note))
 
 
 def _is_here(cluster: Cluster) -> bool:
@@ -159,6 +226,7 @@ def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
         experiment.deterministic,
         likely_micro_batches(cluster, experiment.global_batch),
         experiment.data.examples(experiment),
+        experiment.loss,
     )
 
 
@@ -176,6 +244,30 @@ def _is_compiled(experiment: Experiment, cluster: Cluster) -> bool:
 def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
     specs = experiment.data.batch_specs(experiment)
     return {name: spec.batched(micro_batch) for name, spec in specs.items()}
+
+
+def check_evaluation(experiment: Experiment, plan: Plan) -> None:
+    """Raise unless the experiment's held-out loss can be computed in the plan's stages.
+
+    Raises `DataError` if there are too few held-out samples, and `CaptureError` if the model in eval mode does not
+    consist of the same blocks.
+    """
+    from workbench.capture import build_meta, capture
+    from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+    from workbench.data import held_out
+
+    samples = len(held_out(experiment))
+    if samples < plan.micro_batch:
+        raise DataError(
+            f"There are {samples:,} held-out samples, fewer than the {plan.micro_batch:,} of one micro-batch of the "
+            "plan. Give more eval_data, raise Evaluate.samples, or plan with a smaller micro_batch.",
+            samples=samples,
+            micro_batch=plan.micro_batch,
+        )
+    model = build_meta(experiment.model.build)
+    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name)
+    evaluation = capture_for_evaluation(model, training)
+    require_same_stages(training, evaluation, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
 
 
 def check_signature(experiment: Experiment, plan: Plan) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.execution.parallel.stage import StageModule
+from workbench.optimizers.shards import local as local
 
 
 def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) -> nn.Module:
@@ -118,11 +119,6 @@ def _fix_buckets(replica: DistributedDataParallel) -> None:
     for parameter in parameters:
         parameter.grad = None
     replica.reducer._rebuild_buckets()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a distributed tensor, or a plain tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(parameter: nn.Parameter | torch.Tensor) -> bool:

@@ -117,6 +117,15 @@ def check_plan(experiment: Experiment, plan: Plan) -> None:
             experiment=experiment.precision,
             plan=plan.precision,
         )
+    if plan.offload_optimizer and experiment.optimizer != "adamw":
+        raise PlanMismatch(
+            f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
+            f"{experiment.name} trains with {experiment.optimizer}, whose state stays on the device. Plan it anew: "
+            "wb.plan(experiment).",
+            field="optimizer",
+            experiment=experiment.optimizer,
+            plan="adamw",
+        )
 
 
 def _check_machine(plan: Plan) -> tuple[str, ...]:

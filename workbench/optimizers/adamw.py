@@ -1,9 +1,8 @@
-"""AdamW over sharded parameters, its learning-rate schedule, and the gradient norm over all stages and shards."""
+"""AdamW over sharded parameters, whose moments may stay in the host's memory."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,51 +10,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from workbench.execution.parallel.sharding import local
-from workbench.experiment import Experiment
+from workbench.optimizers.shards import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OFFLOAD_ELEMENTS = 32 << 20
-"""Number of parameter elements whose offloaded moments are on the device at once during an update."""
+BATCH_ELEMENTS = 32 << 20
+"""Number of parameter elements that are updated at once where an update needs memory: that of offloaded moments on the
+device, or of intermediate results."""
 
 
-def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str) -> float:
-    """Return the multiple of the peak learning rate for the update after `step` completed steps.
-
-    A linear warm-up reaches 1 at update `warmup`. Then the schedule decays (`linear`, `cosine`) to 0 at `steps`, or
-    stays (`constant`).
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
-
-
-def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], experiment: Experiment, offload: bool = False
-) -> PartwiseAdamW:
-    """Return AdamW over the trainable parameters, with weight decay on tensors of two or more dims only.
-
-    With `offload`, its moments stay in the host's memory.
-    """
-    trainable = [p for p in parameters.values() if p.requires_grad]
-    decayed = [p for p in trainable if p.ndim >= 2]
-    plain = [p for p in trainable if p.ndim < 2]
-    groups = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((decayed, experiment.weight_decay), (plain, 0.0))
-        if group
-    ]
-    on_gpu = any(p.device.type == "cuda" for p in trainable)
-    return (OffloadedAdamW if offload else PartwiseAdamW)(
-        groups or [{"params": []}],
-        lr=experiment.learning_rate,
-        betas=experiment.betas,
-        eps=experiment.eps,
-        fused=True if on_gpu and not offload else None,
-    )
+def batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Divide parameters, in order, into lists of about `BATCH_ELEMENTS`."""
+    batch: list[nn.Parameter] = []
+    for parameter in parameters:
+        if batch and sum(local(p).numel() for p in batch) + local(parameter).numel() > BATCH_ELEMENTS:
+            yield batch
+            batch = []
+        batch.append(parameter)
+    if batch:
+        yield batch
 
 
 class PartwiseAdamW(torch.optim.AdamW):
@@ -102,15 +74,7 @@ class OffloadedAdamW(PartwiseAdamW):
     """
 
     def _batches(self, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Divide parameters, in order, into lists of about `OFFLOAD_ELEMENTS`."""
-        batch: list[nn.Parameter] = []
-        for parameter in parameters:
-            if batch and sum(local(p).numel() for p in batch) + local(parameter).numel() > OFFLOAD_ELEMENTS:
-                yield batch
-                batch = []
-            batch.append(parameter)
-        if batch:
-            yield batch
+        return batches(parameters)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state(parameter) for parameter in parameters]
@@ -158,28 +122,3 @@ def _adamw(
         eps=group["eps"],
         maximize=False,
     )
-
-
-@torch.no_grad()  # With autograd, reading the shards of DTensors would take 5 times the host's time.
-def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
-    """Return this rank's share of the squared global norm, which is the sum of the shares of all ranks.
-
-    Each gradient (or this rank's shard of it) comes with the number of ranks that hold the same values, and counts for
-    1 / that number on each of them.
-    """
-    by_holders: dict[int, list[torch.Tensor]] = {}
-    for gradient, holders in gradients:
-        by_holders.setdefault(holders, []).append(local(gradient))
-    total = torch.zeros((), device=device)
-    for holders, shards in by_holders.items():
-        norms = torch._foreach_norm(shards)
-        total = total + torch.stack(norms).float().square().sum() / holders
-    return total
-
-
-@torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Scale every gradient by `limit / norm` if the norm exceeds the limit (Pascanu et al., arXiv:1211.5063)."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))

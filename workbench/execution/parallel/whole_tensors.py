@@ -1,0 +1,48 @@
+"""Whole tensors behind the shards of a rank: sums over shards, and all-gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.execution.blocks.tensor_parallel import all_gather_shards
+from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.parallel.sharding import full, is_sharded
+from workbench.execution.parallel.stage import RankStages
+
+
+class ShardedTensors:
+    """Whole tensors of parameters that the data-parallel axis (ZeRO) and the tensor-parallel axis divide.
+
+    All ranks of both axes must call a method in the same order.
+    """
+
+    def __init__(self, stages: RankStages, coordinate: MeshCoordinate) -> None:
+        self._stages, self._coordinate = stages, coordinate
+
+    def summed(self, names: Sequence[str], parameters: Sequence[nn.Parameter], shares: torch.Tensor) -> torch.Tensor:
+        """Return `shares` (…, one column for each parameter), each summed over the shards of its parameter.
+
+        Of a parameter that an axis does not divide, the first rank of that axis counts alone.
+        """
+        here = self._coordinate
+        axes = (
+            ([is_sharded(p) for p in parameters], here.data_rank, here.data_mesh),
+            ([self._stages.sharding(name) is not None for name in names], here.tensor_rank, here.tensor_mesh),
+        )
+        for divided, rank, mesh in axes:
+            if any(divided):
+                counts = torch.tensor([rank == 0 or each for each in divided], device=shares.device)
+                shares = torch.where(counts, shares, 0.0)
+                dist.all_reduce(shares, group=mesh.get_group())
+        return shares
+
+    def gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a tensor that is sharded like the parameter `name`."""
+        whole, sharding = full(tensor), self._stages.sharding(name)
+        if sharding is None or tensor.ndim == 0:
+            return whole
+        return all_gather_shards(whole, sharding, self._coordinate.tensor_group)

@@ -1,0 +1,22 @@
+"""Shards of tensors, and sums over them for optimisers that need the norms of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a distributed tensor, or a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WholeTensors(Protocol):
+    """Access to the whole tensors of which this rank holds shards."""
+
+    def summed(self, names: Sequence[str], parameters: Sequence[nn.Parameter], shares: torch.Tensor) -> torch.Tensor:
+        """Return `shares` (…, one column for each parameter), each summed over the shards of its parameter."""
