@@ -49,7 +49,7 @@ test-all: lint
 	WORKBENCH_TEST_ALL=1 $(BIN)/python -m pytest
 
 docs: $(VENV)/.documented
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel is installed by the same lock, so that a build of torch for CPUs stays one.
 wheel: $(VENV)/.documented
