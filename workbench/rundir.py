@@ -30,10 +30,15 @@ Events are dicts with `type` and `time` (Unix seconds); `workbench.events` lists
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import socket
+import threading
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -48,6 +53,14 @@ FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
 _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
+
+
+_CHECKSUM = b', "crc32": "'
+"""Beginning of the last field of an event's line: the CRC-32 of what stands before it."""
+_SUFFIX = len(_CHECKSUM) + 10
+_WAITING: dict[Path, list[bytes]] = {}
+"""Lines of this process that a full disk has not taken yet."""
+_WAITING_LOCK = threading.Lock()
 
 
 def runs_root() -> Path:
@@ -215,16 +228,56 @@ def process_alive(record: ProcessRecord | None) -> bool:
 
 
 def append_event(path: Path, type: str, /, **fields: Any) -> None:
-    """Append one event with a single `write` of a whole line, so that several processes may share the file.
+    """Append one event as a line with its checksum; several processes may share the file.
 
-    A line that a full disk left unfinished is ended first, because it would spoil this one as well.
+    Lines that `log_event` could not write are written first. Raises `OSError` if nothing can be written.
     """
-    line = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True) + "\n"
+    text = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True)[:-1].encode()
+    with _WAITING_LOCK:
+        lines = _WAITING.setdefault(path, [])
+        lines.append(b'%s%s%08x"}\n' % (text, _CHECKSUM, zlib.crc32(text)))
+        try:
+            _append(path, b"".join(lines))
+        except OSError:
+            lines.pop()
+            raise
+        lines.clear()
+
+
+def log_event(path: Path, type: str, /, **fields: Any) -> None:
+    """Append one event as `append_event` does; on a full disk it waits in memory until a later one can be written.
+
+    Training thus goes on, and loses no step if the disk gets room again before it ends.
+    """
+    fields = {"time": time.time(), **fields}
+    try:
+        append_event(path, type, **fields)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = json.dumps({"type": type, **fields}, allow_nan=True)[:-1].encode()
+        with _WAITING_LOCK:
+            _WAITING.setdefault(path, []).append(b'%s%s%08x"}\n' % (text, _CHECKSUM, zlib.crc32(text)))
+
+
+def _append(path: Path, lines: bytes) -> None:
+    """Append whole lines or nothing; a lock keeps the lines of other processes from the middle of these.
+
+    A line that a killed process left unfinished is ended first, because it would spoil the next one as well.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * torn + line.encode())
+        left = memoryview(b"\n" * torn + lines)
+        try:
+            while left:  # a disk with little room takes a part
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
     finally:
         os.close(descriptor)
 
@@ -255,10 +308,28 @@ def read_events(path: Path) -> list[Event]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Return the event in a line, or None for a line that a full disk has torn."""
+    """Return the event in a line, or None for a line that is torn or differs from what was written."""
+    if not is_intact(line):
+        return None
     try:
         event: Any = json.loads(line)
     except ValueError:
         return None
-    is_event = isinstance(event, dict) and "type" in event
-    return cast(Event, event) if is_event else None
+    if not (isinstance(event, dict) and "type" in event):
+        return None
+    event.pop("crc32", None)
+    return cast(Event, event)
+
+
+def is_intact(line: bytes) -> bool:
+    """Return True for a line, without its end, that agrees with its checksum.
+
+    A line without a checksum, which an earlier version or another program wrote, must look like a JSON object.
+    """
+    if line[-_SUFFIX:-10] == _CHECKSUM:
+        return b'%08x"}' % zlib.crc32(line[:-_SUFFIX]) == line[-10:]
+    if b"crc" in line[-40:] or b'32": "' in line[-40:]:  # the checksum itself is damaged
+        with contextlib.suppress(ValueError):
+            return isinstance(json.loads(line), dict)
+        return False
+    return line[:1] == b"{" and line[-1:] == b"}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.real_worker import Ranks, curve, directory, eventually, experiment, plan, trained
+from tests.distributed.real_worker import Ranks, curve, directory, eventually, experiment, plan, reach, trained
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.rundir import read_events, read_json
@@ -71,3 +73,16 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
     prepare(asked, chosen, resume=run.path)
     Ranks(run, 1).wait()
     assert curve(run) == whole
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupt_or_a_closed_terminal_saves_as_a_request_to_stop_does(tmp_path: Path, number: int) -> None:
+    asked = experiment(steps=100_000)
+    run = directory(tmp_path, asked, plan(asked))
+    ranks = Ranks(run, 1)
+    reach(run, 2)
+    os.kill(ranks.processes[0].pid or 0, number)
+    ranks.wait()
+    [end] = [event for event in read_events(run.events) if event["type"] == "end"]
+    assert [step_of(path) for path in complete_checkpoints(run.checkpoints)] == [end["steps"]]
+    assert Run(run.path).status.state == "stopped"

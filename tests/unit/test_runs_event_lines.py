@@ -164,6 +164,6 @@ def test_the_latest_of_a_long_run_is_what_its_events_say(events: Path) -> None:
     write_steps(events, STEPS + 31, STEPS + 31, loss=0.125)
     append_event(events, "end", steps=STEPS + 31, seconds=1.0)
     assert follower.summary()["loss"] == 0.125
-    events_now, offset = latest_events(events)
+    events_now, offset, _ = latest_events(events)
     assert offset == events.stat().st_size
     assert [event["type"] for event in events_now if event["type"] != "step"] == ["start", "status", "memory", "end"]

@@ -13,7 +13,7 @@ from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import append_event
+from workbench.rundir import log_event
 
 
 def peak_flops(plan: Plan) -> float | None:
@@ -79,7 +79,7 @@ class StepLog:
         is_logged = done % experiment.log_every == 0 or done == experiment.steps or stops > 0 or not is_finite
         if self._events is not None and is_logged:
             peak = peak_flops(plan)
-            append_event(
+            log_event(
                 self._events,
                 "step",
                 step=done,

@@ -16,7 +16,7 @@ import torch
 from workbench.events import ActionRow
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.rundir import RunDir, append_event
+from workbench.rundir import RunDir, log_event
 
 STEPS_BETWEEN_RECORDS = 200
 FIRST_RECORDED = 5
@@ -104,6 +104,4 @@ def record_actions(
         yield
     finally:
         context.actions = None
-    append_event(
-        run_dir.events, "actions", rank=coordinate.rank, step=step + 1, origin_s=log.origin_s, actions=log.rows()
-    )
+    log_event(run_dir.events, "actions", rank=coordinate.rank, step=step + 1, origin_s=log.origin_s, actions=log.rows())

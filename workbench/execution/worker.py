@@ -54,7 +54,7 @@ from workbench.execution.step_timeline import record_actions
 from workbench.execution.trainer import Trainer
 from workbench.experiment import USER_FUNCTIONS, Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, check_unedited, read_json, this_process, write_json
+from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
 from workbench.units import GIB, gib
 
 SUGGESTED_LIMIT = 0.9
@@ -136,7 +136,8 @@ class Worker:
         self.is_main = dist.get_rank() == 0
         self._stop_requested = False
         self._initial_rss = psutil.Process().memory_info().rss
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_stop_signal)
         torch.set_float32_matmul_precision("high" if plan.precision == "bf16" else "highest")
         self._phase_event("start", time.perf_counter() - started)
 
@@ -282,14 +283,14 @@ class Worker:
         for batch in skip_first_batches(sharded, first_step):
             yield send_to_device(batch, self.device, non_blocking=True), trainer.count_labels_on_host(batch)
 
-    def _on_sigterm(self, *_: Any) -> None:
+    def _on_stop_signal(self, *_: Any) -> None:
         self._stop_requested = True
 
     # Events
 
     def _start_event(self, trainer: Trainer, resumed_from: Path | None) -> None:
         if self.is_main:
-            append_event(
+            log_event(
                 self.run_dir.events,
                 "start",
                 devices=self.plan.world,
@@ -304,7 +305,7 @@ class Worker:
 
     def _phase_event(self, name: str, seconds: float) -> None:
         if self.is_main:
-            append_event(self.run_dir.events, "phase", name=name, seconds=seconds)
+            log_event(self.run_dir.events, "phase", name=name, seconds=seconds)
 
     @contextmanager
     def _timed_phase(self, name: str) -> Iterator[None]:
@@ -318,7 +319,7 @@ class Worker:
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         else:
             peak = reserved = max(0, psutil.Process().memory_info().rss - self._initial_rss)
-        append_event(
+        log_event(
             self.run_dir.events,
             "memory",
             rank=dist.get_rank(),
@@ -332,13 +333,13 @@ class Worker:
     def _report_checkpoint(self, saved: SaveResult) -> None:
         facts: dict[str, Any] = {"step": saved.step, "path": str(saved.path)}
         if saved.error is None:
-            append_event(self.run_dir.events, "checkpoint", **facts, seconds=saved.pause_s, write_s=saved.write_s)
+            log_event(self.run_dir.events, "checkpoint", **facts, seconds=saved.pause_s, write_s=saved.write_s)
         else:
-            append_event(self.run_dir.events, "checkpoint_problem", **facts, message=saved.error)
+            log_event(self.run_dir.events, "checkpoint_problem", **facts, message=saved.error)
 
     def _report_rejected(self, path: Path, reason: str) -> None:
         print(f"skipped a checkpoint: {reason}", flush=True)
-        append_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
+        log_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:

@@ -150,16 +150,7 @@ class Run:
         `accept_changed_data` goes on although the text has changed since. Raises `PlanMismatch` for a plan of another
         model or files edited since the start, `CheckpointError` without a checkpoint, `DataError` for a changed text.
         """
-        from workbench.experiment import Experiment
-        from workbench.runs.launching.launcher import launch
-        from workbench.runs.launching.run_directory import continued_facts
-
-        check_unedited(self._dir)
-        experiment = Experiment.from_json({**self.experiment, **({} if steps is None else {"steps": steps})})
-        chosen = self.plan if plan is None else plan
-        _check_model(self, experiment, chosen)
-        facts = continued_facts(self._dir, experiment, accept_changed_data)
-        launch(experiment, chosen, resume=self.path, code={}, facts=facts)
+        _resume(self, plan, steps, accept_changed_data)
         return self
 
     def clone(self, plan: Plan | None = None, **changes: Any) -> Run:
@@ -293,6 +284,20 @@ class Run:
         return _run_html(facts, self._progress.problems, tracking_note(self._dir))
 
 
+def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
+    """Launch the run again from its last checkpoint."""
+    from workbench.experiment import Experiment
+    from workbench.runs.launching.launcher import launch
+    from workbench.runs.launching.run_directory import continued_facts
+
+    check_unedited(run._dir)
+    experiment = Experiment.from_json({**run.experiment, **({} if steps is None else {"steps": steps})})
+    chosen = run.plan if plan is None else plan
+    _check_model(run, experiment, chosen)
+    facts = continued_facts(run._dir, experiment, accept_changed_data)
+    launch(experiment, chosen, resume=run.path, code={}, facts=facts)
+
+
 def _check_model(run: Run, experiment: Experiment, plan: Plan) -> None:
     """Raise `PlanMismatch` unless the plan was made for the model that the run trains."""
     from workbench.planning.from_experiment import check_signature
@@ -324,6 +329,8 @@ def _figures(facts: RunFacts) -> list[str]:
         figures.append(f"MFU {facts['mfu']:.0%}")
     if facts["peak_bytes"]:
         figures.append(f"{gib(facts['peak_bytes'])} at most on a device")
+    if facts["damaged_lines"]:
+        figures.append(f"{facts['damaged_lines']:,} damaged lines of events.jsonl skipped")
     return figures
 
 

@@ -81,6 +81,8 @@ class RunFacts(TypedDict):
     """Indices on this node of the GPUs that the run has."""
     peak_bytes: int | None
     """Highest peak memory of any rank."""
+    damaged_lines: int
+    """Lines of `events.jsonl` that differ from what was written; the curve lacks what they held."""
     time: float
     """Unix seconds of the last step, or of the last change of state."""
 
@@ -101,6 +103,8 @@ class Progress:
     problems: tuple[str, ...] = ()
     """Sentences about checkpoints that failed since the last launch."""
     offset: int = 0
+    damaged: int = 0
+    """Lines of the events that differ from what was written, and were skipped."""
 
     def median(self, figure: str) -> float | None:
         """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
@@ -110,7 +114,7 @@ class Progress:
 
 def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
     """Fold the events that arrived after `seen` into it."""
-    events, offset = latest_events(run.events, seen.offset, RECENT_STEPS)
+    events, offset, damaged = latest_events(run.events, seen.offset, RECENT_STEPS)
     status, start, steps, end = seen.status, seen.start, list(seen.steps), seen.end
     memory, problems = dict(seen.memory), list(seen.problems)
     for event in events:
@@ -134,7 +138,9 @@ def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
             end = event
         elif event["type"] == "memory":
             memory[int(event["rank"])] = event
-    return Progress(status, start, tuple(steps[-RECENT_STEPS:]), end, memory, tuple(problems), offset)
+    steps.sort(key=lambda event: event["time"])  # a line may stand in the wrong place
+    latest, damaged = tuple(steps[-RECENT_STEPS:]), seen.damaged + damaged
+    return Progress(status, start, latest, end, memory, tuple(problems), offset, damaged)
 
 
 def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progress]:
@@ -243,6 +249,7 @@ def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
         "devices": _device_count(run, progress),
         "gpus": [] if status.final else _gpu_indices(run),
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
+        "damaged_lines": progress.damaged,
         "time": step.get("time", status.time),
     }
 
@@ -251,7 +258,7 @@ def unreadable_facts(run: RunDir, error: Exception) -> RunFacts:
     """Return the figures of a run whose files cannot be read: it has failed, with the reason as its message."""
     reason = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {type(error).__name__}: {error}."
     known = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
-    return {**dict.fromkeys(RunFacts.__annotations__), **known, "step": 0, "gpus": [], "time": 0.0}  # type: ignore[typeddict-item]
+    return {**dict.fromkeys(RunFacts.__annotations__), **known, "step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}  # type: ignore[typeddict-item]
 
 
 def _device_count(run: RunDir, progress: Progress) -> int | None:

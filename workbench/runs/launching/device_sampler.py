@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from workbench.machine import available_cores
-from workbench.rundir import RunDir, append_event
+from workbench.rundir import RunDir, log_event
 
 SAMPLE_S = 2.0
 LEAVES_S = 1.0
@@ -141,4 +141,4 @@ def write_sample(run: RunDir, device_type: str, sample: Sample, node: int | None
     """Append one `device` event."""
     shares = [None if share is None else round(share, 3) for share in sample.shares]
     facts = {"names": list(sample.names), "shares": shares, "used_bytes": list(sample.used_bytes)}
-    append_event(run.events, "device", device_type=device_type, **({} if node is None else {"node": node}), **facts)
+    log_event(run.events, "device", device_type=device_type, **({} if node is None else {"node": node}), **facts)

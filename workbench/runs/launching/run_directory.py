@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import inspect
@@ -55,7 +56,7 @@ def written(
         )
     if checkpoint is not None:
         _check_data(RunDir(checkpoint.parent.parent), experiment, facts or {})
-    with _own_directory(experiment, directory, checkpoint) as run:
+    with _full_disk_named(), _own_directory(experiment, directory, checkpoint) as run:
         write_json(run.experiment, experiment.to_json())
         write_json(run.plan, plan.to_json())
         write_json(run.environment, {**environment(), **(facts or {})})
@@ -120,7 +121,7 @@ def _own_directory(
         if run.path.exists() and not run.path.is_dir():
             raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
         run.path.mkdir(parents=True, exist_ok=True)
-    with _locked(run):
+    with _removed_if_full(run if continued is None else None), _locked(run):
         if continued is not None and checkpoint is not None:
             _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
         elif run.experiment.exists():
@@ -128,6 +129,32 @@ def _own_directory(
         for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         yield run
+
+
+@contextlib.contextmanager
+def _full_disk_named() -> Iterator[None]:
+    """Turn the error of a disk without room into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise WorkbenchError(
+            f"The run could not be written: {error.strerror}. Free some space there, or set WORKBENCH_RUNS to a folder "
+            "on another disk.",
+            path=error.filename,
+        ) from None
+
+
+@contextlib.contextmanager
+def _removed_if_full(new: RunDir | None) -> Iterator[None]:
+    """Remove the directory of a new run again if the disk has no room for its files."""
+    try:
+        yield
+    except OSError as error:
+        if new is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            shutil.rmtree(new.path, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager

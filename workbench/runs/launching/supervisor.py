@@ -37,6 +37,8 @@ TERMINATE_GRACE_S = 60.0
 ELASTIC_SHUTDOWN_S = "30"
 ELASTIC_ENDED = 1
 """Exit code of torchrun's launcher, also after SIGTERM; a rank that fails leaves its error file besides."""
+ENDED_IN_ORDER = (0, ELASTIC_ENDED, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 128 + signal.SIGINT)
+"""Exit codes of the launcher that do not contradict the `end` event of the ranks."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """Variables by which a user may configure torch's CUDA allocator; the second is the older name."""
 GROWING = "expandable_segments:True"
@@ -95,7 +97,8 @@ class _Attempt:
 
 def main(directory: str) -> int:
     run = RunDir(Path(directory))
-    signal.signal(signal.SIGTERM, lambda *_: run.stop_file.touch())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: run.stop_file.touch())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _wait_until_known(run)
     with _last_words(run):
@@ -349,11 +352,11 @@ def _conclude(attempt: _Attempt, exit_code: int, launcher_output: str) -> int:
 def _orderly_ending(attempt: _Attempt, exit_code: int) -> tuple[str, str] | None:
     """Return state and message if the ranks left of their own accord, or because a stop was asked for.
 
-    A scheduler, or a machine that shuts down, sends SIGTERM to every process: the ranks answer with a checkpoint, and
-    their launcher dies of it.
+    A scheduler, a terminal that closes, or a machine that shuts down, sends a signal to every process: the ranks
+    answer with a checkpoint, and their launcher dies of it.
     """
     target = read_json(attempt.run.experiment)["steps"]
-    if exit_code in (0, ELASTIC_ENDED, -signal.SIGTERM) and attempt.steps is not None:
+    if exit_code in ENDED_IN_ORDER and attempt.steps is not None:
         if attempt.steps >= target:
             return "finished", f"{attempt.steps} steps."
         return "stopped", f"Stopped at step {attempt.steps} of {target}."

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import Event
-from workbench.rundir import parse_event
+from workbench.rundir import is_intact, parse_event
 
 MEASURED = (
     "step",
@@ -87,6 +87,11 @@ def recent_steps(block: bytes, count: int) -> list[Event]:
     return [event for line in lines[-count:] if (event := parse_event(line)) is not None]
 
 
+def damaged_lines(block: bytes) -> int:
+    """Return the number of lines that differ from what was written; readers skip them."""
+    return sum(not is_intact(line) for line in block.splitlines() if line)
+
+
 def milestones(block: bytes) -> list[Event]:
     """Return every event of some whole lines that is neither a step, a device sample nor `actions`."""
     starts, ends = _line_ends(block)
@@ -115,6 +120,8 @@ def _in_bulk(block: bytes) -> Block:
                 raise _Unusual
             others.append((int(steps_before[line]), event))
     steps.append(block[begin:])
+    if not all(is_intact(line) for part in steps for line in part.splitlines()):
+        raise _Unusual
     return Block(_columns(b"".join(steps), int(is_step.sum())), tuple(others))
 
 

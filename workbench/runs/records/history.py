@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import DeviceEvent, Event, StartEvent
-from workbench.runs.records.event_lines import MEASURED, blocks, milestones, number, parsed, recent_steps
+from workbench.runs.records.event_lines import MEASURED, blocks, damaged_lines, milestones, number, parsed, recent_steps
 
 Column = NDArray[np.float64]
 _TIME, _SECONDS = MEASURED.index("time"), MEASURED.index("seconds")
@@ -49,9 +49,20 @@ class History:
     def __repr__(self) -> str:
         if not len(self):
             return "History(no step yet)"
+        missing = f", {self.missing:,} missing" if self.missing else ""
         return (
-            f"History({len(self):,} steps to step {self.step[-1]:.0f}, loss {self.loss[0]:.4g} → {self.loss[-1]:.4g})"
+            f"History({len(self):,} steps to step {self.step[-1]:.0f}{missing}, "
+            f"loss {self.loss[0]:.4g} → {self.loss[-1]:.4g})"
         )
+
+    @property
+    def missing(self) -> int:
+        """Return the number of steps that should be logged between two others, and are not."""
+        distances = np.diff(self.step)
+        if not len(distances):
+            return 0
+        usual = float(np.median(distances))
+        return int(sum(distance // usual - 1 for distance in distances if distance > usual))
 
     def __iter__(self) -> Iterator[str]:
         return iter(column.name for column in fields(self))
@@ -107,6 +118,13 @@ class _Table:
         self._values[:, self.length : self.length + count] = columns
         self.length += count
 
+    def insert(self, column: Column) -> None:
+        """Insert a column in the order of the first row, unless one with the same value there exists."""
+        at = int(np.searchsorted(self.view()[0], column[0]))
+        if self.view()[0, at] != column[0]:
+            self._values = np.insert(self._values[:, : self.length], at, column, axis=1)
+            self.length += 1
+
     def cut(self, length: int) -> None:
         if length < self.length:
             self._values = self._values[:, :length].copy()  # columns handed out earlier keep their rows
@@ -124,6 +142,7 @@ class HistoryTail:
         self._offset = 0
         self._steps, self._samples = _Table(len(MEASURED) + 1), _Table(_SAMPLE_ROWS)
         self._devices, self._training = 1, False
+        self._started_at = set[float]()
         self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
         self._device_type, self._names = "", dict[str, int]()
         self.events: list[Event] = []
@@ -165,6 +184,9 @@ class HistoryTail:
 
     def _restart(self, event: StartEvent) -> None:
         """Drop the steps that the new attempt repeats: those after its checkpoint, or all in a fresh start."""
+        if event["time"] in self._started_at:  # the line stands in the file twice
+            return
+        self._started_at.add(event["time"])
         devices = event.get("devices")
         self._devices = devices if isinstance(devices, int) else len(devices or ()) or int(event.get("world") or 1)
         self._training = True
@@ -176,15 +198,30 @@ class HistoryTail:
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
 
     def _append(self, steps: Column) -> None:
-        """Append steps; those whose numbers do not rise were repeated without a `start` and replace earlier ones."""
+        """Append steps; those whose numbers do not rise were repeated without a `start` and replace earlier ones.
+
+        A line that stands in the wrong place is older than the line before it. It fills a gap or says nothing new.
+        """
         repeats = np.flatnonzero(np.diff(steps[0]) <= 0) + 1
         for rising in np.split(steps, repeats, axis=1) if len(repeats) else [steps]:
             if not rising.shape[1]:
                 continue
-            self._forget_after(int(np.ceil(rising[0, 0])) - 1)
             before_s, before_h = self._before
             gpu_hours = before_h + (rising[_SECONDS] - before_s) * self._devices / 3600
-            self._steps.append(np.concatenate([rising, gpu_hours[None]]))
+            rows = np.concatenate([rising, gpu_hours[None]])
+            while rows.shape[1] and self._is_misplaced(rows[:, 0]):
+                self._steps.insert(rows[:, 0])
+                rows = rows[:, 1:]
+            if rows.shape[1]:
+                self._forget_after(int(np.ceil(rows[0, 0])) - 1)
+                self._steps.append(rows)
+
+    def _is_misplaced(self, row: Column) -> bool:
+        """Return True for a step that is neither after the last one nor written later than that."""
+        if not self._steps.length:
+            return False
+        last = self._steps.view()[:, -1]
+        return bool(row[0] <= last[0] and row[_TIME] <= last[_TIME])
 
     def _forget_after(self, step: int) -> None:
         self._steps.cut(int(np.searchsorted(self._steps.view()[0], step, side="right")))
@@ -201,23 +238,31 @@ class HistoryTail:
             self._samples.append(np.array(samples, dtype=np.float64).T)
 
 
-def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Event], int]:
+def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Event], int, int]:
     """Return the events from `offset` on without device samples, `actions` and all but the last `steps` steps.
 
-    The second value is the offset to go on from. The steps come last.
+    The second value is the offset to go on from, the third one the number of damaged lines. The steps come last.
     """
-    events, latest = list[Event](), list[Event]()
+    events, latest, damaged = list[Event](), list[Event](), 0
     for block in blocks(path, offset):
         offset += len(block)
         events += milestones(block)
+        damaged += damaged_lines(block)
         if steps:
             latest = [*latest, *recent_steps(block, steps)][-steps:]
-    return [*events, *latest], offset
+    return [*events, *latest], offset, damaged
 
 
 def read_history(path: Path) -> History:
     """Return the history in an `events.jsonl`; empty where there is none yet."""
     return HistoryTail(path).read()
+
+
+def read_tail(path: Path) -> HistoryTail:
+    """Return a reader that has read all of an `events.jsonl`."""
+    tail = HistoryTail(path)
+    tail.read()
+    return tail
 
 
 def resumed_step(value: str | int | None) -> int:

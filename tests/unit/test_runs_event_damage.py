@@ -1,0 +1,151 @@
+"""Damaged event files: no mutation of a finished run's events leaves a wrong value or an unmentioned hole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed.real_worker import experiment, plan
+from tests.unit.test_runs import make_run
+from workbench.errors import WorkbenchError
+from workbench.rundir import RunDir, append_event, log_event, read_events
+from workbench.runs import Run
+from workbench.runs.launching import run_directory
+from workbench.runs.records import event_lines
+from workbench.runs.records.history import read_history
+
+STEPS, MUTATIONS = 60, 300
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> RunDir:
+    """Return a run of 60 steps that has finished."""
+    run = make_run(tmp_path, steps=STEPS)
+    append_event(run.events, "status", state="starting", message="")
+    append_event(run.events, "start", devices=1, resumed_from=None)
+    for step in range(1, STEPS + 1):
+        append_event(run.events, "step", step=step, loss=7.0 / step, grad_norm=1.0, seconds=0.5 * step, tokens=8 * step)
+    append_event(run.events, "end", steps=STEPS, seconds=30.0)
+    append_event(run.events, "status", state="finished", message="60 steps.")
+    return run
+
+
+def _flip(lines: list[bytes], dice: random.Random) -> bytes:
+    data = bytearray(b"".join(lines))
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    return bytes(data)
+
+
+def _delete_bytes(lines: list[bytes], dice: random.Random) -> bytes:
+    data = b"".join(lines)
+    at = dice.randrange(len(data) - 40)
+    return data[:at] + data[at + dice.randint(1, 40) :]
+
+
+def _insert_bytes(lines: list[bytes], dice: random.Random) -> bytes:
+    data = b"".join(lines)
+    at = dice.randrange(len(data))
+    return data[:at] + dice.randbytes(dice.randint(1, 9)) + data[at:]
+
+
+def _digit(lines: list[bytes], dice: random.Random) -> bytes:
+    data = bytearray(b"".join(lines))
+    at = dice.choice([i for i, byte in enumerate(data) if chr(byte).isdigit()])
+    data[at] = ord(dice.choice("0123456789"))
+    return bytes(data)
+
+
+def _repeat(lines: list[bytes], dice: random.Random) -> bytes:
+    at = dice.randrange(1, len(lines))
+    return b"".join([*lines[:at], lines[dice.randrange(1, at + 1)], *lines[at:]])
+
+
+def _swap(lines: list[bytes], dice: random.Random) -> bytes:
+    first, second = dice.randrange(3, STEPS), dice.randrange(3, STEPS)
+    lines = list(lines)
+    lines[first], lines[second] = lines[second], lines[first]
+    return b"".join(lines)
+
+
+def _drop(lines: list[bytes], dice: random.Random) -> bytes:
+    at = dice.randrange(4, STEPS)
+    return b"".join([*lines[:at], *lines[at + 1 :]])
+
+
+@pytest.mark.parametrize("in_bulk", [False, True])
+@pytest.mark.parametrize("mutate", [_flip, _delete_bytes, _insert_bytes, _digit, _repeat, _swap, _drop])
+def test_no_mutation_is_silent(
+    mutate: Callable[..., bytes], in_bulk: bool, finished: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_bulk:
+        monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
+    lines = finished.events.read_bytes().splitlines(keepends=True)
+    dice, found = random.Random(mutate.__name__), 0
+    for _ in range(MUTATIONS // 7):
+        finished.events.write_bytes(mutate(lines, dice))
+        history, facts = read_history(finished.events), Run(finished.path).summary()
+        wrong = history.loss != 7.0 / history.step
+        assert not wrong.any(), history.step[wrong]
+        assert np.all(np.diff(history.step) > 0)
+        if len(history) < STEPS:
+            assert facts["damaged_lines"] or history.missing, history
+            found += 1
+    assert found or mutate in (_repeat, _swap, _digit, _insert_bytes), "the mutations did nothing"
+
+
+def test_an_intact_file_is_called_intact(finished: RunDir) -> None:
+    assert len(read_history(finished.events)) == STEPS
+    assert read_history(finished.events).missing == 0
+    assert Run(finished.path).summary()["damaged_lines"] == 0
+    assert "damaged" not in repr(Run(finished.path))
+    finished.events.write_bytes(finished.events.read_bytes().replace(b'"step": 30, ', b'"step": 3, '))
+    assert "1 damaged lines of events.jsonl skipped" in repr(Run(finished.path))
+    assert "1 missing" in repr(read_history(finished.events))
+
+
+def test_a_disk_that_takes_only_a_part_of_a_line_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, room = os.write, [0]
+
+    def little(descriptor: int, data: bytes) -> int:
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = min(len(data), 7, room[0])
+        room[0] -= count
+        return write(descriptor, bytes(data[:count]))
+
+    events = tmp_path / "events.jsonl"
+    monkeypatch.setattr(os, "write", little)
+    for episode in range(8):
+        for step in range(10 * episode, 10 * episode + 10):
+            log_event(events, "step", step=step, loss=1.0)
+            room[0] += 13  # the disk fills up faster than room is made
+        room[0] = 50
+    room[0] = 10**6
+    append_event(events, "end", steps=80, seconds=1.0)
+    assert [event["step"] for event in read_events(events) if event["type"] == "step"] == list(range(80))
+    room[0] = 5
+    with pytest.raises(OSError, match="No space left"):
+        append_event(events, "end", steps=80, seconds=1.0)
+    assert events.read_bytes().endswith(b"}\n"), "nothing is left of what could not be written"
+
+
+def test_a_launch_into_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> dict[str, str]:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr(run_directory, "environment", full)
+    asked = experiment()
+    chosen = plan(asked)
+    with (
+        pytest.raises(WorkbenchError, match=r"No space left on device\. Free some space"),
+        run_directory.written(asked, chosen, None, None, None, None),
+    ):
+        pass
+    assert list((tmp_path / "runs").iterdir()) == []
