@@ -15,7 +15,7 @@ from tests.distributed.real_worker import experiment, plan
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, append_event, log_event, read_events
-from workbench.runs import Run
+from workbench.runs import Run, list_runs
 from workbench.runs.launching import run_directory
 from workbench.runs.records import event_lines
 from workbench.runs.records.history import read_history
@@ -149,3 +149,25 @@ def test_a_launch_into_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, mo
     ):
         pass
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+ODDITIES = {
+    "experiment.json": ("[]", "{}", '{"steps": "many"}', '{"steps": 1e400}', "[" * 100_000, "\x00"),
+    "launcher.json": ("[]", '{"plan": 5}', '{"supervisor": "me"}', '{"workers": 7}'),
+    "environment.json": ("5",),
+    "events.jsonl": (
+        '{"type": "status", "state": 5, "time": "now", "message": {}}\n',
+        '{"type": "step", "step": "x", "loss": [], "time": 1}\n',
+        '{"type": "memory", "rank": {}}\n',
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "text"), [(file, text) for file, texts in ODDITIES.items() for text in texts])
+def test_one_odd_run_never_hides_the_table(file: str, text: str, finished: RunDir, tmp_path: Path) -> None:
+    odd = make_run(tmp_path, name="odd")
+    (odd.path / file).write_text(text)
+    table = list_runs(tmp_path)
+    assert "bert-1  finished" in repr(table)
+    assert "odd" in repr(table)
+    assert "bert-1" in table._repr_html_()

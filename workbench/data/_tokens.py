@@ -106,6 +106,8 @@ def tokenised(key: TokensKey, name: str, source: Callable[[], TextSource], progr
         shutil.rmtree(part, ignore_errors=True)  # A process that was killed may have left one.
         part.mkdir()
         _fill(part, key, name, source(), progress)
+        if folder.exists():  # Its files are damaged: processes that have them open keep what they opened.
+            shutil.rmtree(folder)
         part.rename(folder)
     store = _opened(folder)
     assert store is not None
@@ -118,11 +120,44 @@ def is_tokenised(key: TokensKey) -> bool:
 
 
 def _opened(folder: Path) -> TokenStore | None:
+    """Return the tokens in a folder of the cache, or None if there are none or they are damaged."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
-    except FileNotFoundError:
+        store = TokenStore(folder, **{key: facts[key] for key in ("tokens", "documents", "vocabulary", "seconds")})
+        intact = _is_intact(folder, facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return TokenStore(folder, **{key: facts[key] for key in ("tokens", "documents", "vocabulary", "seconds")})
+    return store if intact else None
+
+
+def _is_intact(folder: Path, facts: dict[str, Any]) -> bool:
+    """Return True if the files of a folder are those that were written.
+
+    A file is read only if it was touched since. Folders of an earlier version know no digests; their sizes are checked.
+    """
+    if (folder / "tokens.bin").stat().st_size != facts["tokens"] * np.dtype(_dtype(facts["vocabulary"])).itemsize:
+        return False
+    if not all((folder / name).is_file() for name in ("documents.npy", "tokenizer.json")):
+        return False
+    if facts.get("digest", _digest_of_facts(facts)) != _digest_of_facts(facts):
+        return False
+    for name, written in facts.get("files", {}).items():
+        found = (folder / name).stat()
+        if found.st_size != written["bytes"]:
+            return False
+        if found.st_mtime_ns != written["mtime_ns"] and _digest(folder / name) != written["blake2b"]:
+            return False
+    return True
+
+
+def _digest_of_facts(facts: dict[str, Any]) -> str:
+    text = json.dumps({name: value for name, value in facts.items() if name != "digest"}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
 
 
 @contextlib.contextmanager
@@ -152,7 +187,7 @@ def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: b
     tokenizer.save(str(part / "tokenizer.json"))
     starts = _write_tokens(part / "tokens.bin", tokenizer, source, key.tokenizer_type, progress)
     np.save(part / "documents.npy", starts[:-1])
-    facts = {
+    facts: dict[str, Any] = {
         "name": name,
         "type": key.tokenizer_type,
         "tokens": int(starts[-1]),
@@ -160,6 +195,12 @@ def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: b
         "vocabulary": tokenizer.get_vocab_size(),
         "seconds": time.monotonic() - begun,
     }
+    facts["files"] = {
+        name: {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "blake2b": _digest(part / name)}
+        for name in ("tokens.bin", "documents.npy", "tokenizer.json")
+        if (found := (part / name).stat())
+    }
+    facts["digest"] = _digest_of_facts(facts)
     (part / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
