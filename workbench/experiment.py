@@ -118,8 +118,8 @@ class Experiment:
     """Loss among what forward returns: its name, its index, or a function of the outputs and the batch that returns a
     scalar. `None` takes `.loss`, `["loss"]`, the first item of a tuple, or else the only scalar."""
     batch_coupling: str = "keep"
-    """What becomes of a loss that compares samples of one batch: `keep` plans the whole batch as one micro-batch on one
-    replica, `allow` divides it like any other, so that the loss compares the samples of one micro-batch."""
+    """Treatment of a loss that compares samples of one batch: `keep` plans the whole batch as one micro-batch on one
+    replica; `allow` divides it like any other, so that the loss compares the samples of one micro-batch."""
     name: str | None = None
     tags: tuple[str, ...] = ()
     project: str = "workbench"
@@ -305,7 +305,7 @@ def _require_factor(schedule: UserFunction, step: int) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def _require_number(name: str, value: Any, least: int | None) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import workbench as wb
+from workbench.cost.optimizer_cost import optimizer_cost
+from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
 from workbench.optimizers.building import parameter_groups
@@ -51,7 +53,7 @@ def tiny(**changes: Any) -> wb.Experiment:
     [
         ({"optimizer": "adam"}, "optimizer='adam' is not one of the choices"),
         ({"lr_schedule": "steps"}, "lr_schedule='steps' is not one of the choices"),
-        ({"lr_schedule": lambda step: -1.0}, "lr_schedule returned -1.0 for step 0"),
+        ({"lr_schedule": lambda _step: -1.0}, "lr_schedule returned -1.0 for step 0"),
         ({"lr_schedule": lambda: 1.0}, "lr_schedule raised TypeError for step 0"),
         ({"lr_schedule": float, "warmup_steps": 2}, "warmup_steps=2 is given, and lr_schedule is a callable"),
         ({"rate_scale": {"*": 0.0}}, "to numbers greater than 0"),
@@ -104,4 +106,26 @@ def test_only_adamw_can_be_offloaded() -> None:
     plan = wb.plan(tiny(), cluster, offload_optimizer=True)
     with pytest.raises(PlanMismatch, match="trains with lamb, whose state stays on the device"):
         wb.launch(tiny(optimizer="lamb"), plan)
-    assert not any(row.strategy.offload_optimizer for row in wb.search(tiny(optimizer="sgd"), cluster).candidates)
+    assert not wb.plan(tiny(optimizer="sgd"), cluster, memory_limit_gib=1.0).offload_optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state", "update"),
+    [
+        ("sgd", 4, 44),  # 11 passes: weight decay 3, momentum 2 + 3, update 3
+        ("lamb", 8, 132),
+    ],
+)
+def test_state_and_traffic_are_found_by_running_the_optimizer(optimizer: str, state: int, update: int) -> None:
+    found = optimizer_cost(tiny(optimizer=optimizer))
+    assert (found.state_bytes, found.update_bytes) == (state, update)
+    assert optimizer_cost(tiny()).state_bytes == ADAMW
+
+
+def test_a_plan_holds_the_state_of_its_optimizer() -> None:
+    cluster = wb.Cluster.of("h200", gpus=1)
+    adamw, sgd = (
+        wb.plan(tiny(optimizer=name), cluster, offload_optimizer=False).stages[0].memory for name in ("adamw", "sgd")
+    )
+    assert sgd.optimizer == adamw.optimizer // 2
+    assert sgd.parameters == adamw.parameters

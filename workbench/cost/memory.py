@@ -39,8 +39,6 @@ Array = npt.NDArray[np.float64]
 
 FP32, BF16 = 4, 2
 """Bytes of one element."""
-ADAMW = 8
-"""Bytes of AdamW's state per element: two fp32 moments."""
 IN_TRANSIT_BYTES = 256 << 20
 """Bytes of optimiser state on the device at once, where it is offloaded to the host."""
 PREFETCHED_BLOCKS = 2
@@ -158,7 +156,7 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
         parameters = parameters + BF16 * table.cast
     # One block's whole gradients, and the fp32 buffer that the reduce-scatter or all-reduce uses.
     reduction = ((compute_bytes + FP32) if strategy.data > 1 else FP32) * table.largest_trained
-    moments = ADAMW * table.trained / strategy.shard_count
+    moments = profile.optimizer_state_bytes * table.trained / strategy.shard_count
     return StageState(
         parameters=parameters,
         gradients=gradient_bytes(strategy) * table.trained,

@@ -21,6 +21,10 @@ Array = npt.NDArray[np.float64]
 GEMM, ATTENTION, STREAM = "gemm", "attention", "stream"
 """Families of kernels: matrix products, fused attention, and those bound by memory."""
 
+ADAMW = 8
+"""Bytes of AdamW's state per element: two fp32 moments."""
+ADAMW_UPDATE = 28
+"""Bytes per element that AdamW's fused update moves: it reads parameter, gradient and two moments and writes three."""
 ACCUMULATE_BYTES = 12
 """Bytes of gradient accumulation per element and micro-batch: two fp32 reads and one write."""
 CASTS_FORWARD_BYTES, CASTS_BACKWARD_BYTES = 6, 3
@@ -191,6 +195,14 @@ class Profile:
     """True if measurements must use deterministic kernels; constants are those of the others."""
     code: str = ""
     """Digest of the blocks' code: measurements of other code are of another model, whatever its parameters."""
+    coupled: tuple[str, ...] = ()
+    """Operations that mix the samples of a batch: plans must keep the global batch in one micro-batch."""
+    notes: tuple[str, ...] = ()
+    """Sentences of capture on what a user may not expect, for the plan."""
+    optimizer_state_bytes: float = ADAMW
+    """Bytes of the optimiser's state per trained element."""
+    optimizer_update_bytes: float = ADAMW_UPDATE
+    """Bytes that one update of the optimiser reads and writes per trained element."""
     measured_on: str = ""
     """`Device.name` that `time_ratios` were measured on; empty if nothing was measured."""
     time_ratios: Mapping[int, TimeRatios] = field(default_factory=dict, hash=False)

@@ -45,7 +45,7 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                directions = [local(parameter.grad) for parameter in parameters]
+                directions = [local(p.grad) for p in parameters if p.grad is not None]
                 torch._foreach_add_([local(p) for p in parameters], directions, alpha=-group["lr"])
         return loss
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-
-from workbench.user_code import UserFunction
+from collections.abc import Callable
 
 DECAY_SHARE = 0.2
 """Last fraction of the steps in which `wsd` decays to 0, the share that Hägele et al. recommend (arXiv:2405.18392)."""
 
 
-def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str | UserFunction) -> float:
+def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str | Callable[[int], float]) -> float:
     """Return the multiple of the peak learning rate for the update after `step` completed steps.
 
     A linear warm-up reaches 1 at update `warmup`. Then the schedule decays to 0 at `steps` (`linear`, `cosine`), stays
@@ -18,7 +17,7 @@ def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str | Use
     arXiv:2404.06395), or falls with the square root of the step (`inverse_sqrt`, arXiv:1706.03762). A function of the
     user's own gives the factor of every step, and there is no warm-up.
     """
-    if isinstance(schedule, UserFunction):
+    if not isinstance(schedule, str):
         return float(schedule(step))
     if step < warmup:
         return (step + 1) / warmup

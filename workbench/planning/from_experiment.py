@@ -152,10 +152,11 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.label_counting import labelled_share
     from workbench.cost.graph_profiler import profile_graph
+    from workbench.cost.optimizer_cost import optimizer_cost
 
     captured, examples = _planned_graph(experiment), experiment.data.examples(experiment)
     _check_rate_scale(experiment, captured)
-    return profile_graph(
+    costs = profile_graph(
         captured,
         cluster.device,
         resolved_precision(experiment, cluster),
@@ -164,6 +165,12 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
             experiment.data.labelled_share(experiment) if examples is None else labelled_share(captured, examples)
         ),
         deterministic=experiment.deterministic,
+    )
+    if experiment.optimizer == "adamw":
+        return costs
+    optimizer = optimizer_cost(experiment)
+    return dataclasses.replace(
+        costs, optimizer_state_bytes=optimizer.state_bytes, optimizer_update_bytes=optimizer.update_bytes
     )
 
 

@@ -16,7 +16,6 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.communication import all_reduce_s, point_to_point_s
 from workbench.cost.device import Link
 from workbench.cost.memory import (
-    ADAMW,
     BF16,
     FP32,
     Activations,
@@ -27,7 +26,7 @@ from workbench.cost.memory import (
     spans,
     stage_state,
 )
-from workbench.cost.profile import BlockCosts
+from workbench.cost.profile import ADAMW, BlockCosts
 from workbench.planning.checkpointing import MixedStages, Stages, UniformStages
 from workbench.planning.device_costs import Array, Compute, DeviceCosts
 from workbench.planning.memo import memoised
@@ -56,9 +55,9 @@ GRAPH_BYTES = 256 << 10
 """Device memory outside of the allocator for each CUDA graph: 0.2 MB measured with BERT-1920 on an H200."""
 GRAPH_ALL_REDUCE_BYTES = 176 << 10
 """Device memory outside of the allocator for each all-reduce in a CUDA graph: graphs with two took 0.6 MB in all."""
-OPTIMIZER_BYTES = 4 * FP32 + 3 * FP32 + 3 * FP32
-"""Bytes read and written for each trained element: AdamW reads parameter, gradient and two moments and writes three;
-the norm reads a gradient, and clipping reads and writes it."""
+CLIP_BYTES = 3 * FP32
+"""Bytes read and written for each trained element besides the optimiser's update: the norm reads a gradient, and
+clipping reads and writes it."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,9 @@ class StrategyCosts:
     @property
     def state_bytes(self) -> float:
         """Bytes of all blocks' parameters, gradients and optimiser state, which the ranks of a pipeline share."""
-        moments = 0.0 if self.strategy.offload_optimizer else ADAMW / self.strategy.shard_count
+        moments = (
+            0.0 if self.strategy.offload_optimizer else self.profile.optimizer_state_bytes / self.strategy.shard_count
+        )
         elements, trained = float(self.table.elements[0, -1]), float(self.table.trained[0, -1])
         return FP32 * elements / self.strategy.shard_count + (gradient_bytes(self.strategy) + moments) * trained
 
@@ -288,7 +289,7 @@ class StrategyCosts:
         """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
         device = self.cluster.device
         elements = stages.whole(self.table.trained) / self.strategy.shard_count
-        traffic = OPTIMIZER_BYTES * elements
+        traffic = (self.profile.optimizer_update_bytes + CLIP_BYTES) * elements
         if self.strategy.keeps_weight_copies(self.profile.precision):
             traffic = traffic + (FP32 + BF16) * stages.whole(self.table.cast)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)

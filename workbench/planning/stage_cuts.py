@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import ADAMW, Activations, StageState, pending_gradient_bytes
+from workbench.cost.memory import Activations, StageState, pending_gradient_bytes
+from workbench.cost.profile import ADAMW
 from workbench.planning.balanced_partition import SLACK, least_sum, partition, smallest
 from workbench.planning.checkpointing import Indices, MixedStages, StageRange, levelled_activations, levelled_stages
 from workbench.planning.device_costs import Array
