@@ -17,6 +17,8 @@ from .api import what_if as what_if
 from .cost.cluster import Cluster as Cluster
 from .errors import WorkbenchError as WorkbenchError
 from .experiment import Experiment as Experiment
+from .figures.sweep_view import heat_map as heat_map
+from .figures.sweep_view import seed_bands as seed_bands
 from .measure.calibration import calibrate as calibrate
 from .measure.local_cluster import local_cluster as local_cluster
 from .planning.explanation import explain as explain

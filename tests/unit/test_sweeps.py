@@ -10,11 +10,12 @@ import pytest
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, experiment
 from workbench.cost.cluster import Cluster
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.rundir import RunDir, append_event, write_json
 from workbench.runs.records.history import History
 from workbench.sweeps import placement
 from workbench.sweeps.axes import Axes
-from workbench.sweeps.directory import plan_key
+from workbench.sweeps.directory import Entry, Result, SweepDir, plan_key
 from workbench.sweeps.objective import objective, reports
 from workbench.sweeps.rules import Diverged, rule_from_json, rule_to_json
 from workbench.sweeps.study import FIRST_RUNS, Study
@@ -125,3 +126,54 @@ def test_runs_side_by_side_share_the_cores_unless_the_user_set_the_threads():
     assert thread_limit({"side_by_side": 1, "devices_each": 2}, {}) == {}
     assert thread_limit({"side_by_side": 2, "devices_each": 1}, {"OMP_NUM_THREADS": "3"}) == {}
     assert int(thread_limit({"side_by_side": 1000, "devices_each": 1}, {})["OMP_NUM_THREADS"]) == 1
+
+
+@pytest.fixture
+def sweep(tmp_path) -> wb.Sweep:
+    """A sweep of two rates, two batches and two seeds, of which one configuration was not trained."""
+    directory = SweepDir(tmp_path / "sweep")
+    settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4], "global_batch": [8, 16]}}
+    settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "placement": {"why": "Because."}}
+    write_json(directory.settings_file, settings)
+    choices = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    named = [{"learning_rate": rate, "global_batch": batch} for rate, batch in choices]
+    queue = [Entry(4 * seed + at, choice, seed) for seed in range(2) for at, choice in enumerate(named)]
+    directory.write_queue(queue)
+    for entry in queue:
+        if entry.index % 4 != 3:
+            run = RunDir(directory.run(entry))
+            write_json(run.experiment, {"steps": 3, "name": "sweep"})
+            append_event(run.events, "start", devices=1, world=1)
+            for step in (1, 2, 3):
+                append_event(run.events, "step", step=step, loss=4.0 + entry.seed, tokens=step * 100.0)
+            directory.write_result(entry, Result("finished", 4.0 + entry.index % 4 + entry.seed, 3, 1.0))
+    directory.write_result(queue[3], Result("stopped early", None, 1, 2.0, 2, 4.0, "The loss was high."))
+    return wb.load_sweep(directory.path)
+
+
+def test_the_table_ranks_configurations_by_their_mean_and_tells_what_stopping_saved(sweep):
+    assert [row.mean for row in sweep.rows()] == [4.5, 5.5, 6.5, None]
+    assert sweep.rows()[0].spread == pytest.approx(0.5**0.5)
+    assert sweep.saved == "1 run was stopped early, which saved 2 steps (4.0 s of training)."
+    assert [run.name[:4] for run in sweep.best(2)] == ["0000", "0004", "0001", "0005"]
+    assert "7 of 8 runs have ended, not at work; resume() goes on" in repr(sweep)
+    assert "1 stopped early, 1 waiting" in sweep._repr_html_()
+
+
+def test_a_heat_map_has_a_cell_for_each_pair_of_values_and_leaves_out_what_was_not_trained(sweep):
+    [cells] = wb.heat_map(sweep).data
+    assert (list(cells.x), list(cells.y)) == (["0.0001", "0.001"], ["8", "16"])
+    np.testing.assert_array_equal(cells.z, [[6.5, 4.5], [np.nan, 5.5]])
+    [cells] = wb.heat_map(sweep, x="global_batch").data
+    np.testing.assert_array_equal(cells.z, [[6.5, np.nan], [4.5, 5.5]])
+    with pytest.raises(UnknownParameter, match="learning_rate"):
+        wb.heat_map(sweep, x="learning_rat")
+
+
+def test_the_band_of_a_mean_curve_holds_every_seed(sweep):
+    figure = wb.seed_bands(sweep)
+    bands = [trace for trace in figure.data if trace.meta == "band"]
+    lines = [trace for trace in figure.data if trace.meta != "band"]
+    assert (len(bands), len(lines)) == (3, 3)
+    assert (min(bands[0].y), max(bands[0].y)) == (4.0, 5.0)
+    assert set(lines[0].y) == {4.5}
