@@ -16,6 +16,7 @@ from .api import timeline as timeline
 from .api import what_if as what_if
 from .cost.cluster import Cluster as Cluster
 from .errors import WorkbenchError as WorkbenchError
+from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
 from .figures.sweep_view import heat_map as heat_map
 from .figures.sweep_view import seed_bands as seed_bands

@@ -72,6 +72,8 @@ def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> di
     """Check that the plan is for the experiment, prepare the data, and return facts for the run's environment."""
     check_signature(experiment, plan)
     experiment.data.prepare(experiment, progress=progress)
+    if experiment.evaluate is not None:
+        from_experiment.check_evaluation(experiment, plan)
     return {"data_fingerprint": data_fingerprint(experiment)}
 
 
@@ -105,7 +107,8 @@ def compare(
     Args:
         runs: the runs, as handles, names or directories.
         x: the x axis that is shown first: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`.
-        y: the recorded column to draw.
+        y: the recorded column to draw: `loss` (with the held-out loss, where a run has one), `eval_loss`,
+            `perplexity` of the held-out samples, `grad_norm`, ...
         smoothing: width of the moving average as a share of the longest run; by default 0.01.
         title: title of the figure.
 
@@ -233,7 +236,10 @@ def _handles(runs: Runs) -> list[Run]:
 def _curves(runs: Sequence[Run]) -> list[Curve]:
     from workbench.figures import Curve
 
-    return [Curve(name, run.history()) for name, run in zip(distinct_names(runs), runs, strict=True)]
+    return [
+        Curve(name, run.history(), evaluations=run.evaluations())
+        for name, run in zip(distinct_names(runs), runs, strict=True)
+    ]
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -68,6 +68,22 @@ class StepEvent(_Timed):
     mfu: NotRequired[float | None]
 
 
+class EvaluationEvent(_Timed):
+    """The loss on the held-out samples after `step` steps. Counts and `seconds` are those of the training so far."""
+
+    type: Literal["evaluation"]
+    step: int
+    """Number of completed steps, from 0."""
+    loss: float
+    tokens: float
+    samples: float
+    flops: float
+    seconds: float
+    """Training time so far, without evaluations."""
+    eval_seconds: float
+    """Time that this evaluation took."""
+
+
 class MemoryEvent(_Timed):
     """The peak memory of one rank."""
 
@@ -151,6 +167,7 @@ Event = (
     | StartEvent
     | PhaseEvent
     | StepEvent
+    | EvaluationEvent
     | MemoryEvent
     | DeviceEvent
     | ActionsEvent

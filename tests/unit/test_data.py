@@ -38,6 +38,9 @@ class Training:
     global_batch: int = 8
     seq_len: int = 64
     seed: int = 0
+    data: object = None
+    evaluate: object = None
+    eval_data: object = None
 
 
 @pytest.fixture(scope="module")

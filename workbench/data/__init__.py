@@ -8,15 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.data._corpora import DEMO, Corpus
 from workbench.data._custom import CustomData, as_data
 from workbench.data._hub import HubText
-from workbench.data._source import DataSource, Prepared
+from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError, checked_keywords
 
-__all__ = ["Corpus", "CustomData", "DataSource", "HubText", "Prepared", "as_data", "corpus", "from_json", "hub"]
+if TYPE_CHECKING:
+    from workbench.data._datasets import TrainingDataset
+
+__all__ = [
+    "Corpus",
+    "CustomData",
+    "DataSource",
+    "HubText",
+    "Prepared",
+    "as_data",
+    "corpus",
+    "from_json",
+    "held_out",
+    "hub",
+]
+
+
+def held_out(request: SampleRequest) -> TrainingDataset:
+    """Return the held-out samples of an experiment with `evaluate`, in a fixed order.
+
+    They come from `eval_data`, or from the part of the text that training does not read. Raises `DataError` if there
+    are too few of them, or if their fields differ from those of the training data.
+    """
+    if request.eval_data is not None:
+        return request.eval_data.held_out(request, request.data)
+    return request.data.held_out(request)
 
 
 @checked_keywords

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.data import _text
-from workbench.data._source import Prepared, SampleRequest
+from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError, suggestion
 from workbench.tensors import TensorSpec
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from workbench.data._datasets import TextDataset
     from workbench.data._sampling import Samples
+    from workbench.data._split import SplicedTokens
     from workbench.data._tokens import TokenStore
 
 DEMO = "demo"
@@ -55,6 +56,10 @@ class TextData(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return a description from which `workbench.data.from_json` rebuilds this value."""
+
+    @abstractmethod
     def _source(self) -> _text.TextSource: ...
 
     def check(self, request: SampleRequest) -> None:
@@ -89,17 +94,13 @@ class TextData(ABC):
         read or holds less than one sequence.
         """
         store, reused = self._store(request, progress)
-        samples = self._samples(store, request)
-        if store.tokens < samples.width:
-            raise DataError(
-                f"{self.name} holds {store.tokens} tokens, fewer than the {samples.width} of one sequence "
-                f"(seq_len={request.seq_len}). Give more text, or a shorter seq_len.",
-                tokens=store.tokens,
-                seq_len=request.seq_len,
-            )
+        self._require_a_sequence(store, request)
+        samples = self._samples(self._trained_on(store, request), request)
+        if request.eval_data is not None:
+            request.eval_data.held_out(request, self)
         return Prepared(
             name=self.name,
-            samples=store.tokens // samples.width,
+            samples=samples.store.tokens // samples.width,
             tokens=store.tokens,
             documents=store.documents,
             vocabulary=store.vocabulary,
@@ -119,7 +120,30 @@ class TextData(ABC):
 
         self.prepare(request, progress=False)
         store, _ = self._store(request, progress=False)
-        return TextDataset(self._samples(store, request), request.steps * request.global_batch)
+        samples = self._samples(self._trained_on(store, request), request)
+        return TextDataset(samples, request.steps * request.global_batch)
+
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TextDataset:
+        """Return held-out windows in the order of the text, each masked the same way in every experiment.
+
+        They are a part of this text, or windows of all of it if the experiment is `trained_on` another text, whose
+        tokeniser is used.
+        """
+        from workbench.data._datasets import TextDataset
+        from workbench.data._sampling import EVALUATION_SEED, SAMPLES
+
+        assert request.evaluate is not None
+        stream: TokenStore | SplicedTokens
+        if trained_on is None:
+            _, stream = self._split(self._store(request, progress=False)[0], request)
+        else:
+            assert isinstance(trained_on, TextData)
+            stream = self._tokenised_by(trained_on, request)
+            self._require_a_sequence(stream, request)
+        width = request.seq_len - SAMPLES[self._objective(request)].SPECIAL_POSITIONS
+        count = min(request.evaluate.samples, stream.tokens // width)
+        samples = SAMPLES[self._objective(request)](stream, request.seq_len, EVALUATION_SEED, in_order=count)
+        return TextDataset(samples, count)
 
     def tokenizer(self, request: SampleRequest) -> Tokenizer:
         """Return the trained tokeniser, which turns samples back into text."""
@@ -152,7 +176,42 @@ class TextData(ABC):
         key = _tokens.TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size)
         return _tokens.tokenised(key, self.name, self._source, progress)
 
-    def _samples(self, store: TokenStore, request: SampleRequest) -> Samples:
+    def _tokenised_by(self, other: TextData, request: SampleRequest) -> TokenStore:
+        """Return this text tokenised with the tokeniser of `other`."""
+        from workbench.data import _tokens
+
+        tokenizer_of = other._store(request, progress=False)[0].folder
+        tokenizer_type = TOKENIZER_OF_OBJECTIVE[other._objective(request)]
+        key = _tokens.TokensKey(self._fingerprint(), tokenizer_type, other.vocab_size, tokenizer_of)
+        return _tokens.tokenised(key, self.name, self._source, progress=False)[0]
+
+    def _trained_on(self, store: TokenStore, request: SampleRequest) -> TokenStore | SplicedTokens:
+        """Return the text that training reads: all of it, unless a part is held out."""
+        if request.evaluate is None or request.eval_data is not None:
+            return store
+        return self._split(store, request)[0]
+
+    def _split(self, store: TokenStore, request: SampleRequest) -> tuple[SplicedTokens, SplicedTokens]:
+        """Return the text for training and the held-out text; raise `DataError` if either is too small."""
+        from workbench.data._sampling import SAMPLES
+        from workbench.data._split import split
+
+        assert request.evaluate is not None
+        width = request.seq_len - SAMPLES[self._objective(request)].SPECIAL_POSITIONS
+        return split(store, self.name, request.evaluate.samples, width)
+
+    def _require_a_sequence(self, store: TokenStore, request: SampleRequest) -> None:
+        """Raise `DataError` if the text is shorter than one sequence."""
+        width = self._samples(store, request).width
+        if store.tokens < width:
+            raise DataError(
+                f"{self.name} holds {store.tokens} tokens, fewer than the {width} of one sequence "
+                f"(seq_len={request.seq_len}). Give more text, or a shorter seq_len.",
+                tokens=store.tokens,
+                seq_len=request.seq_len,
+            )
+
+    def _samples(self, store: TokenStore | SplicedTokens, request: SampleRequest) -> Samples:
         from workbench.data._sampling import SAMPLES
 
         return SAMPLES[self._objective(request)](store, request.seq_len, request.seed)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.data._corpora import Corpus
 from workbench.data._hub import HubText
-from workbench.data._source import Prepared, SampleRequest
+from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
-    from workbench.data._datasets import Batch, CustomDataset
+    from workbench.data._datasets import Batch, CustomDataset, HeldOutDataset
 
 EXAMPLES = 16
 """Upper limit of the items in `CustomData.examples`."""
@@ -42,8 +42,10 @@ class CustomData:
         return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
 
     def check(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the dataset is empty or its items are not dicts of tensors."""
+        """Raise `DataError` if the dataset is empty, its items are not dicts of tensors, or eval_data's differ."""
         self.batch_specs(request)
+        if request.eval_data is not None:
+            request.eval_data.held_out(request, self)
 
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
         """Return the fields of item 0, without a batch dim, in its own order."""
@@ -74,6 +76,22 @@ class CustomData:
         from workbench.data._datasets import CustomDataset
 
         return CustomDataset(self._items, request.steps * request.global_batch, request.seed)
+
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> HeldOutDataset:
+        """Return the items in their own order; raise `DataError` unless their fields are those of the training data."""
+        from workbench.data._datasets import HeldOutDataset
+
+        assert request.evaluate is not None
+        assert trained_on is not None
+        own, trained = (source.batch_specs(request) for source in (self, trained_on))
+        if {spec.name: spec for spec in own.values()} != {spec.name: spec for spec in trained.values()}:
+            raise DataError(
+                f"eval_data has the fields {_fields(own)}, and data has {_fields(trained)}. Give both the same fields "
+                "with the same shapes and types.",
+                eval_data=_fields(own),
+                data=_fields(trained),
+            )
+        return HeldOutDataset(self._items, request.evaluate.samples)
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "custom", "name": self.name}
@@ -112,6 +130,10 @@ class CustomData:
         if len(value) == 0:
             raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.", data=self.name, items=0)
         return value
+
+
+def _fields(specs: dict[str, TensorSpec]) -> str:
+    return ", ".join(f"{name} {list(spec.shape)} {spec.dtype}" for name, spec in specs.items())
 
 
 def as_data(value: Any) -> Corpus | HubText | CustomData:

@@ -69,6 +69,18 @@ class CustomDataset(TrainingDataset):
         return stacked([require_tensors(self.items[index], index) for index in order])
 
 
+class HeldOutDataset(TrainingDataset):
+    """Items of the user's own held-out dataset in their order, spread evenly if it has more than are asked for."""
+
+    def __init__(self, items: Any, length: int) -> None:
+        super().__init__(min(length, len(items)))
+        self.items = items
+
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+        order = (index_B * len(self.items) // self.length).tolist()
+        return stacked([require_tensors(self.items[index], index) for index in order])
+
+
 def stacked(items: Sequence[Batch]) -> Batch:
     """Stack items into one tensor per field, with a leading batch dim.
 

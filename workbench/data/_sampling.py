@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.data._split import SplicedTokens
 from workbench.data._tokens import CLS, MASK, SEP, SPECIAL_TOKENS, TokenStore
 
 U64 = NDArray[np.uint64]
@@ -27,6 +28,9 @@ MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT = range(7)
 """Purposes of the random numbers; each is part of the hash, so that no two share their numbers."""
+
+EVALUATION_SEED = 0x4556414C
+"""Seed of the masks of held-out samples, the same in every experiment."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -83,9 +87,12 @@ def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
 class Samples(ABC):
     """Samples of a token stream that is cut into windows of `width`, which are read in a new order each epoch."""
 
-    store: TokenStore
+    store: TokenStore | SplicedTokens
     seq_len: int
     seed: int
+    in_order: int | None = None
+    """Number of samples that are read in the order of the text, spread evenly over it; None for a new order each
+    epoch."""
 
     SPECIAL_POSITIONS: ClassVar[int] = 0
     """Positions of a sample that special tokens take."""
@@ -97,7 +104,10 @@ class Samples(ABC):
 
     def starts(self, index_B: I64) -> I64:
         """Return the offset in the stream of each sample's window."""
-        return shuffled(self.seed, index_B, self.store.tokens // self.width) * self.width
+        windows = self.store.tokens // self.width
+        if self.in_order is not None:
+            return index_B * windows // self.in_order * self.width
+        return shuffled(self.seed, index_B, windows) * self.width
 
     @abstractmethod
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:

@@ -27,6 +27,13 @@ class DescribedModel(Protocol):
     def vocab_size(self) -> int | None: ...
 
 
+class HeldOutSamples(Protocol):
+    """The field of an experiment's `Evaluate` that a data source reads."""
+
+    @property
+    def samples(self) -> int: ...
+
+
 class SampleRequest(Protocol):
     """The fields of an `Experiment` that a data source reads."""
 
@@ -40,6 +47,12 @@ class SampleRequest(Protocol):
     def seq_len(self) -> int: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def data(self) -> DataSource: ...
+    @property
+    def evaluate(self) -> HeldOutSamples | None: ...
+    @property
+    def eval_data(self) -> DataSource | None: ...
 
 
 class DataSource(Protocol):
@@ -73,6 +86,13 @@ class DataSource(Protocol):
 
     def dataset(self, request: SampleRequest) -> TrainingDataset:
         """Return every sample of the training in order, `steps * global_batch` of them."""
+
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TrainingDataset:
+        """Return the samples for evaluation in a fixed order, the same in every experiment on this data.
+
+        They are those that `dataset` leaves out, or all of this data if it is the `eval_data` of an experiment that is
+        `trained_on` other data.
+        """
 
     def to_json(self) -> dict[str, Any]:
         """Return a description from which `workbench.data.from_json` rebuilds this value."""

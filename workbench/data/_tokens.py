@@ -53,11 +53,15 @@ class TokensKey:
     tokenizer_type: str
     """`wordpiece` or `bpe`."""
     vocab_size: int
+    tokenizer_of: Path | None = None
+    """Folder of another text whose tokeniser is used; None trains one on the text itself."""
 
     @property
     def folder(self) -> Path:
         """Folder of the cache that holds the tokens."""
         key = f"{FORMAT} {self.fingerprint} {self.tokenizer_type} {self.vocab_size}"
+        if self.tokenizer_of is not None:
+            key += f" {self.tokenizer_of.name}"
         return cache_home() / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -180,10 +184,13 @@ def _only_process(folder: Path) -> Iterator[None]:
 def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: bool) -> None:
     """Train a vocabulary on the text, tokenise it, and write the files of its folder."""
     begun = time.monotonic()
-    sample = _training_sample(source, progress)
-    train = _wordpiece if key.tokenizer_type == "wordpiece" else _byte_level_bpe
-    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
-        tokenizer = train(sample, key.vocab_size, advance)
+    if key.tokenizer_of is not None:
+        tokenizer = Tokenizer.from_file(str(key.tokenizer_of / "tokenizer.json"))
+    else:
+        sample = _training_sample(source, progress)
+        train = _wordpiece if key.tokenizer_type == "wordpiece" else _byte_level_bpe
+        with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
+            tokenizer = train(sample, key.vocab_size, advance)
     tokenizer.save(str(part / "tokenizer.json"))
     starts = _write_tokens(part / "tokens.bin", tokenizer, source, key.tokenizer_type, progress)
     np.save(part / "documents.npy", starts[:-1])

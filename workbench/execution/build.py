@@ -13,20 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from workbench.capture import Graph, capture
+from workbench.capture import Block, Graph, capture
 from workbench.capture.operations import retarget
+from workbench.capture.returned_loss import LossChoice
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.autocast_types import match_autocast_types
+from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
-from workbench.execution.blocks.weight_copies import WeightCopies
+from workbench.execution.blocks.weight_copies import WeightCopies, read_only_by_products
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
@@ -74,10 +76,13 @@ def turn_to_build(model_bytes: int, device: torch.device, local_rank: int) -> It
         dist.barrier()
 
 
-def capture_for(plan: Plan, model: nn.Module, samples: Mapping[str, TensorSpec]) -> Graph:
-    """Capture the model at the plan's micro-batch; `samples` are the specs of one sample's fields."""
+def capture_for(plan: Plan, model: nn.Module, samples: Mapping[str, TensorSpec], loss: LossChoice = None) -> Graph:
+    """Capture the model at the plan's micro-batch; `samples` are the specs of one sample's fields.
+
+    `loss` chooses the loss among what forward returns, as `Experiment.loss` does.
+    """
     batch = {name: spec.batched(plan.micro_batch) for name, spec in samples.items()}
-    return capture(model, batch, name=plan.model)
+    return capture(model, batch, name=plan.model, loss=loss)
 
 
 def build_stage(
@@ -135,6 +140,29 @@ def build_stage(
     copied = modules if plan.keeps_weight_copies(plan.precision) else []
     copies = [WeightCopies([*m.block_modules()], m.model_parameters(), codes, accumulator) for m in copied]
     return RankStages(modules, copies)
+
+
+def evaluation_programs(
+    plan: Plan, coordinate: MeshCoordinate, graph: Graph, context: StepContext, *, compile: bool = False
+) -> list[list[BlockProgram]]:
+    """Return the code of each block of this rank's stages for evaluation, in the order of `build_stage`.
+
+    `graph` is the model captured in eval mode, which `require_same_stages` has compared with the training graph.
+    """
+    division = plan_tensor_parallel(graph, plan.tensor)
+    codes = _block_codes(graph, division, coordinate)
+    runs = runners(graph, codes, context.device, compile, "none", plan.shards and plan.precision == "bf16")
+    constants = {name: tensor.detach().to(context.device) for name, tensor in graph.constants.items()}
+
+    def program(block: Block) -> BlockProgram:
+        products_only = read_only_by_products(codes[block.block_type], len(block.parameters))
+        copied = frozenset(name for name, only in zip(block.parameters, products_only, strict=True) if only)
+        own_constants = {name: constants[name] for name in block.buffers if name in constants}
+        sharding = division.blocks[block.index]
+        return BlockProgram(block, runs[block.block_type], "none", sharding, compile, own_constants, copied)
+
+    stages = plan.stages_of(coordinate.pipeline_rank)
+    return [[program(block) for block in graph.blocks[stage.first_block : stage.end_block]] for stage in stages]
 
 
 def _block_codes(graph: Graph, division: ModelSharding, coordinate: MeshCoordinate) -> dict[str, fx.GraphModule]:

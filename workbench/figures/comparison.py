@@ -209,7 +209,8 @@ def _shared_grid(curves: Sequence[CurveLike], axis: str) -> Array:
 
 def _binned_loss(curve: CurveLike, axis: str) -> tuple[Array, Array]:
     """Return finite (x, loss) pairs, at most `MAX_POINTS`; a longer run is averaged in bins."""
-    x, y = column(curve, X_AXES[axis].column), column(curve, "loss")
+    held_out = column(curve, "eval_loss")
+    x, y = column(curve, X_AXES[axis].column), held_out if len(held_out) else column(curve, "loss")
     if len(x) != len(y):
         return np.empty(0), np.empty(0)
     finite = np.isfinite(x) & np.isfinite(y)

@@ -13,13 +13,15 @@ import plotly.graph_objects as go
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES
 from workbench.figures.comparison import CONFIDENCE, Difference, Standing, difference, standings, with_unique_names
-from workbench.figures.curve import CurveLike
+from workbench.figures.curve import CurveLike, column, evaluations_of
 from workbench.figures.curves_view import MAX_INSIDE
 from workbench.figures.legend_placement import place_legend
 from workbench.figures.smoothing import SMOOTHING
 
 NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 """Largest number of characters of a run's name in a sentence, which holds two names, and in the y axis' title."""
+LEAST_EVALUATIONS = 5
+"""Smallest number of held-out losses of each run from which they are compared in place of training losses."""
 IGNORED_SETTINGS = (
     *("candidates", "prediction", "stages", "block_names", "signature", "flops_per_step"),
     *("time", "started", "command", "directory", "executable", "name", "run"),
@@ -85,9 +87,11 @@ def contrast(
 ) -> Contrast:
     """Compare runs at equal cost, each run with the first over `x`, and list the settings that differ.
 
+    The held-out losses are compared if every run has at least `LEAST_EVALUATIONS` of them, else the training losses.
+
     `described` holds nested JSON for every run: its experiment, plan and environment.
     """
-    curves = with_unique_names(curves)
+    curves = with_unique_names(_comparable(curves))
     first, *others = curves
     return Contrast(
         tuple(curve.name for curve in curves),
@@ -95,6 +99,12 @@ def contrast(
         tuple(difference(other, first, x, smoothing) for other in others),
         setting_differences(described),
     )
+
+
+def _comparable(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
+    held_out = [evaluations_of(curve) for curve in curves]
+    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= LEAST_EVALUATIONS]
+    return enough if len(enough) == len(curves) else curves
 
 
 def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -52,6 +52,8 @@ class Curve:
     columns: Columns = field(repr=False)
     color: str | None = None
     marks: tuple[Mark, ...] = ()
+    evaluations: Columns | None = field(default=None, repr=False)
+    """Columns with one value per evaluation: eval_loss and those of the x axes; None without evaluation."""
 
 
 def column(curve: CurveLike, name: str) -> Array:
@@ -61,6 +63,14 @@ def column(curve: CurveLike, name: str) -> Array:
     except (KeyError, AttributeError):
         return np.empty(0)
     return np.asarray(values, dtype=np.float64)
+
+
+def evaluations_of(curve: CurveLike) -> CurveLike | None:
+    """Return the held-out losses of a run as a curve of their own, or None if it has none."""
+    columns = getattr(curve, "evaluations", None)
+    if columns is None or not len(columns["step"]):
+        return None
+    return Curve(curve.name, columns, getattr(curve, "color", None))
 
 
 def column_or_nan(curve: CurveLike, name: str, length: int) -> Array:

@@ -11,13 +11,15 @@ import plotly.graph_objects as go
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES, AxisUnit, check_axis, shared_axes
-from workbench.figures.curve import Array, CurveLike, Indices, column
+from workbench.figures.curve import Array, CurveLike, Indices, column, evaluations_of
 from workbench.figures.legend_placement import CORNERS, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
 from workbench.figures.smoothing import SMOOTHING
 
 Y_LABELS = {
     "loss": "Loss",
+    "eval_loss": "Held-out loss",
+    "perplexity": "Held-out perplexity",
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm",
     "step_ms": "Step time (ms)",
@@ -75,6 +77,8 @@ def loss_curves(
     Raises:
         UnknownParameter: the x axis does not exist, a run did not record it, or no run recorded `y`.
     """
+    if y in OF_EVALUATIONS:
+        curves, smoothing = _held_out(curves, y), 0.0
     axes = shared_axes(curves)
     check_axis(x)
     if x not in axes:
@@ -98,6 +102,24 @@ def loss_curves(
         middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
         figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)
     return figure
+
+
+OF_EVALUATIONS = ("eval_loss", "perplexity")
+"""Columns with one value per evaluation instead of one per step."""
+
+
+def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
+    """Return the held-out losses of runs as their curves; raise `UnknownParameter` if one of the runs has none."""
+    found = [evaluations_of(curve) for curve in curves]
+    without = [curve.name for curve, held_out in zip(curves, found, strict=True) if held_out is None]
+    if without:
+        raise UnknownParameter(
+            f"y={y!r} was not recorded by {', '.join(without)}. Compare runs that were launched with "
+            "evaluate=wb.Evaluate(), or draw y='loss'.",
+            parameter="y",
+            value=y,
+        )
+    return [held_out for held_out in found if held_out is not None]
 
 
 def loss_layout(curves: Sequence[CurveLike], x: str) -> go.Figure:
@@ -149,7 +171,7 @@ def _x_menu(
 
     def values(axis: str, trace: Any) -> list[float | None]:
         curve = by_key[trace.legendgroup]
-        positions = curve.x[axis][curve.points(trace.meta)]
+        positions = curve.positions(axis, trace.meta)
         # Six significant digits are finer than a pixel and take a third of the file.
         return [float(f"{value:.6g}") if np.isfinite(value) else None for value in positions]
 
@@ -213,14 +235,17 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
     """Return one trace of each role with one legend entry for all."""
     line = curve.line if smooth else curve.raw
     visible = visible_points(curve, x, smooth)
+    held_out = curve.evaluations.get("eval_loss", np.empty(0))
+    line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
+    few = y in OF_EVALUATIONS or np.isfinite(curve.raw).sum() == 1
     traces = {
         "raw": go.Scatter(
             **visible["raw"], mode="lines", line={"color": theme.pale(curve.color, 0.62), "width": 1}, hoverinfo="skip"
         ),
         "line": go.Scatter(
             **visible["line"],
-            mode="lines+markers" if np.isfinite(curve.raw).sum() == 1 else "lines",
-            line={"color": curve.color, "width": 2.2, "dash": curve.dash},
+            mode="lines+markers" if few else "lines",
+            line={"color": line_color, "width": 2.2, "dash": curve.dash},
             marker={"color": curve.color, "size": 7},
             hovertemplate=_hover(curve, y, smooth),
         ),
@@ -230,6 +255,14 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
             mode="markers",
             marker={"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
             hovertemplate=f"{_label(y).lower()} is NaN or infinite from here",
+        ),
+        "evaluation": go.Scatter(
+            x=curve.positions(x, "evaluation"),
+            y=held_out,
+            mode="lines+markers",
+            line={"color": curve.color, "width": 1.6, "dash": curve.dash},
+            marker={"color": curve.color, "size": 6, "symbol": "diamond"},
+            hovertemplate="held-out loss %{y:.4g}",
         ),
         "mark": _mark_trace(curve, x, line),
         "end": _end_trace(curve, x, line, label_position),
@@ -277,6 +310,7 @@ def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
     """Return the explanation of the symbols on the curves; None if there are none."""
     types = {mark.type for curve in prepared for mark in curve.marks}
     words = [look.words for mark_type, look in MARK_LOOKS.items() if mark_type in types]
+    words += ["◆ held-out loss"] if any(curve.evaluations for curve in prepared) else []
     words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
     return " · ".join(words) or None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -13,15 +13,16 @@ import numpy as np
 
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES
-from workbench.figures.curve import Array, CurveLike, Indices, Mark, color_of, column, column_or_nan
+from workbench.figures.curve import Array, CurveLike, Indices, Mark, color_of, column, column_or_nan, evaluations_of
 from workbench.figures.decimation import CONTEXT_POINTS, MAX_GAPS, decimated, focused, gap_starts, points_per_trace
 from workbench.figures.smoothing import smoothed, smoothing_axis, smoothing_width
 from workbench.machine import available_cores
 
 Result = TypeVar("Result")
 
-TRACE_ROLES = ("raw", "line", "nan", "mark", "end")
-"""Traces of one curve from back to front: values, their average, starts of gaps, events, the last value."""
+TRACE_ROLES = ("raw", "line", "nan", "evaluation", "mark", "end")
+"""Traces of one curve from back to front: values, their average, starts of gaps, held-out losses, events, the last
+value."""
 MAX_MARKS = 100
 """Largest number of recorded events that are drawn on a curve."""
 DIVERGENCE_POINTS = 20
@@ -51,6 +52,14 @@ class PreparedCurve:
     step: Array
     tokens: Array
     marks: tuple[Mark, ...]
+    evaluations: Mapping[str, Array] = field(default_factory=dict)
+    """Positions of the held-out losses by axis name, and the losses as `eval_loss`; empty if there are none."""
+
+    def positions(self, axis: str, role: str) -> Array:
+        """Return the x values that the trace of this role (one of `TRACE_ROLES`) shows on an axis."""
+        if role == "evaluation":
+            return self.evaluations.get(axis, np.empty(0))
+        return np.asarray(self.x[axis][self.points(role)])
 
     @property
     def hover(self) -> Array:
@@ -133,7 +142,19 @@ class Preparation:
             step=column_or_nan(curve, "step", len(raw)),
             tokens=column_or_nan(curve, "tokens", len(raw)),
             marks=_marks(curve, raw, line) if y == "loss" and len(raw) else (),
+            evaluations=self._evaluations(curve) if y == "loss" else {},
         )
+
+    def _evaluations(self, curve: CurveLike) -> dict[str, Array]:
+        held_out = evaluations_of(curve)
+        if held_out is None:
+            return {}
+        losses = column(held_out, "eval_loss")
+        positions = {
+            axis: column_or_nan(held_out, X_AXES[axis].column, len(losses)) / scale
+            for axis, scale in self.scales.items()
+        }
+        return {"eval_loss": losses, **positions}
 
     def prepare_all(self, curves: Sequence[CurveLike], y: str) -> list[PreparedCurve]:
         """Return column `y` of every curve, ready to draw."""

@@ -96,6 +96,8 @@ class Prediction:
     """Time that the device waits for the host, which needs longer to launch kernels than the device to run them."""
     basis: str = ""
     """Sentence that says what the times are based on."""
+    evaluation_s: float = 0.0
+    """Seconds of one evaluation of the held-out loss, which is no part of `step_ms`; 0 without `evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,8 @@ class Plan(Strategy):
     """Model FLOPs of one step over the whole global batch, forward and backward, without recomputation."""
     prediction: Prediction
     candidates: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
     chunks: int = field(init=False)
     recompute: str = field(init=False)
     origin: tuple[Profile, Request] | None = field(default=None, init=False, repr=False, compare=False)
@@ -178,6 +182,8 @@ class Plan(Strategy):
         derived = ("chunks", "recompute", "origin")
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in derived}
         rows = {name: [asdict(row) for row in fields[name]] for name in ("stages", "candidates")}
+        if not self.notes:
+            del fields["notes"]
         values = {"cluster": self.cluster.to_json(), "prediction": asdict(self.prediction)}
         return {"format": FORMAT, **fields, **rows, **values}
 
@@ -193,6 +199,7 @@ class Plan(Strategy):
                     format=stored,
                 )
             fields["cluster"] = Cluster.from_json(fields["cluster"])
+            fields["notes"] = tuple(fields.get("notes", ()))
             fields["block_names"] = tuple(fields["block_names"])
             fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
             fields["prediction"] = Prediction(**fields["prediction"])

@@ -178,8 +178,8 @@ class Run:
         from workbench.experiment import Experiment
 
         experiment = Experiment.from_json(self.experiment).replace(**changes)
-        own_model = experiment.model.is_custom and "model" not in changes
-        if own_model or (experiment.data.is_custom and "data" not in changes):
+        parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
+        if any(part is not None and part.is_custom and name not in changes for name, part in parts.items()):
             raise WorkbenchError(
                 f"{self.name} trains a model or dataset of your own, which is stored as code in {self._dir.code} and "
                 "is not loaded from there. Build the Experiment again and launch it."
@@ -248,19 +248,15 @@ class Run:
 
     def evaluations(self) -> Evaluations:
         """Return the held-out losses as NumPy columns, one row an evaluation; empty without `evaluate`."""
-        from workbench.runs.records.history import HistoryTail
+        from workbench.runs.records.history import read_tail
 
-        tail = HistoryTail(self._dir.events)
-        tail.read()
-        return tail.evaluations
+        return read_tail(self._dir.events).evaluations
 
     def utilization(self) -> Utilization:
         """Return how busy the devices were as NumPy columns, one row per sample of one device."""
-        from workbench.runs.records.history import HistoryTail
+        from workbench.runs.records.history import read_tail
 
-        tail = HistoryTail(self._dir.events)
-        tail.read()
-        return tail.utilization
+        return read_tail(self._dir.events).utilization
 
     def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""

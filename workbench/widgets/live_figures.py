@@ -65,7 +65,7 @@ class CurveCache:
             width = WIDTH_STEP ** math.ceil(math.log(preparation.width, WIDTH_STEP))
             preparation = replace(preparation, width=width)
         shared = (x, unit.scale, preparation.width, preparation.along)
-        states = [(len(s.history), s.step, s.marks, *shared) for s in snapshots]
+        states = [(len(s.history), s.step, s.marks, len(s.evaluations or ()), *shared) for s in snapshots]
         changed = [index for index, state in enumerate(states) if self._cached.get((y, index), (None,))[0] != state]
         fresh = map_in_threads(lambda index: preparation.prepare(curves[index], index, y), changed)
         for index, curve in zip(changed, fresh, strict=True):
@@ -185,7 +185,7 @@ def _set_fields(trace: go.Scatter, fields: Mapping[str, Any]) -> None:
 def _copy_changing_fields(source: go.Scatter, trace: go.Scatter) -> None:
     """Copy the fields that change while a run trains; setting any other field would send it again."""
     by_role = {
-        "line": ("customdata", "mode", "hovertemplate"),
+        "line": ("customdata", "mode", "hovertemplate", "line"),
         "mark": ("customdata", "marker"),
         "end": ("text", "mode", "textposition"),
     }

@@ -15,7 +15,7 @@ import numpy as np
 from workbench.errors import RunFailed
 from workbench.figures.curve import Curve, Mark
 from workbench.rundir import RunDir, read_json
-from workbench.runs.records.history import History, HistoryTail, Utilization, resumed_step
+from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, resumed_step
 from workbench.runs.run import Run
 from workbench.runs.status import Status
 from workbench.units import count, duration
@@ -46,6 +46,8 @@ class Snapshot:
     """True if the run ended early and left a checkpoint."""
     utilization: Utilization | None = None
     """Samples of how busy the run's devices were."""
+    evaluations: Evaluations | None = None
+    """The held-out losses."""
 
     @property
     def step(self) -> int:
@@ -86,7 +88,7 @@ class Snapshot:
     @property
     def curve(self) -> Curve:
         """The run as figures take it."""
-        return Curve(self.name, self.history, marks=self.marks)
+        return Curve(self.name, self.history, marks=self.marks, evaluations=self.evaluations)
 
     @property
     def failure_html(self) -> str:
@@ -154,6 +156,7 @@ class RunReader:
             memory=dict(self._memory),
             resumable=status.final and self._can_resume(history),
             utilization=self._tail.utilization,
+            evaluations=self._tail.evaluations,
         )
 
     def has_grown(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,27 @@ from workbench.execution.blocks.dropout import has_active_dropout
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
 
 Values = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """The code of one block for training or for evaluation, and how it is run."""
+
+    block: Block
+    run: Runner
+    recompute: str
+    """Activation checkpointing that the plan asks for."""
+    division: BlockSharding
+    compiled: bool
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors read in place of the module's buffers of these names: evaluation has unnamed constants of its own."""
+    copied: frozenset[str] | None = None
+    """Parameters whose bf16 copies the code may read; None for all that have copies."""
+
+    @property
+    def mode(self) -> str:
+        """Activation checkpointing that the code supports."""
+        return supported_mode(self.block.code, self.recompute)
 
 
 class BlockModule(nn.Module):
@@ -44,30 +66,34 @@ class BlockModule(nn.Module):
         """`parameters` are those that only this block uses; it borrows the others that it reads from its stage."""
         super().__init__()
         self.block = block
-        mode = supported_mode(block.code, recompute)
-        self.recompute = "none" if compiled else mode
-        """Checkpointing around the code; compiled code has its recomputation inside."""
-        self.is_capturable = compiled and is_replayable(block.code, mode) and not isinstance(run, LabelledRows)
-        """True if every step launches the same kernels, so that a CUDA graph can replay them."""
-        self._run = run
         self._context = context
-        self._is_random = any(is_random(node) for node in block.code.graph.nodes)
-        self._has_device_seed = division.random
-        self._hashes_dropout = compiled and has_active_dropout(block.code)
+        self.weight_copies: Mapping[str, torch.Tensor] = {}
+        """bf16 copies that are read in place of parameters (`workbench.execution.blocks.weight_copies`)."""
+        self.use(BlockProgram(block, run, recompute, division, compiled))
         self._static: tuple[list[torch.Tensor], list[nn.Parameter | None], list[torch.Tensor]] | None = None
         """Arguments of a captured block that are the same in every step: weights, their owners, buffers."""
         self.own_parameters = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
         """The model's names of the block's own parameters -> attributes of this module."""
         self.borrowed_parameters = tuple(name for name in block.parameters if name not in parameters)
         """The model's names of the stage's shared parameters that the block reads."""
-        self.weight_copies: Mapping[str, torch.Tensor] = {}
-        """bf16 copies that are read in place of parameters (`workbench.execution.blocks.weight_copies`)."""
         self.model_buffers = {name: f"b{i}" for i, name in enumerate(block.buffers)}
         """The model's names of the block's buffers -> attributes of this module."""
         for name, attribute in self.own_parameters.items():
             self.register_parameter(attribute, parameters[name])
         for name, attribute in self.model_buffers.items():
             self.register_buffer(attribute, buffers[name], persistent=False)
+
+    def use(self, program: BlockProgram) -> None:
+        """Run this code from now on, over the same parameters and buffers."""
+        self.program, self.block = program, program.block
+        self.recompute = "none" if program.compiled else program.mode
+        """Checkpointing around the code; compiled code has its recomputation inside."""
+        is_replayable_code = program.compiled and is_replayable(program.block.code, program.mode)
+        self.is_capturable = is_replayable_code and not isinstance(program.run, LabelledRows)
+        """True if every step launches the same kernels, so that a CUDA graph can replay them."""
+        self._is_random = any(is_random(node) for node in program.block.code.graph.nodes)
+        self._has_device_seed = program.division.random
+        self._hashes_dropout = program.compiled and has_active_dropout(program.block.code)
 
     def forward(self, shared: Mapping[str, torch.Tensor], values: Values) -> Values:
         context = self._context
@@ -85,12 +111,14 @@ class BlockModule(nn.Module):
     @property
     def selecting_loss(self) -> int | None:
         """The mean loss (an index into `Graph.label_counts`) by whose labels the block selects rows, or None."""
-        return self.block.counts[self._run.part.count] if isinstance(self._run, LabelledRows) else None
+        run = self.program.run
+        return self.block.counts[run.part.count] if isinstance(run, LabelledRows) else None
 
     def _runner(self) -> Runner:
         loss = self.selecting_loss
         labels = None if loss is None else self._context.num_labels(loss)
-        return self._run if labels is None else cast(LabelledRows, self._run).for_labels(labels)
+        run = self.program.run
+        return run if labels is None else cast(LabelledRows, run).for_labels(labels)
 
     def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         device = self._context.device
@@ -106,11 +134,17 @@ class BlockModule(nn.Module):
 
     def _read_weights(self, shared: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         own = {name: getattr(self, attribute) for name, attribute in self.own_parameters.items()}
-        weights = {**shared, **own, **self.weight_copies}
+        copied = self.program.copied
+        copies = {name: copy for name, copy in self.weight_copies.items() if copied is None or name in copied}
+        weights = {**shared, **own, **copies}
         return [weights[name] for name in self.block.parameters]
 
     def _read_buffers(self) -> list[torch.Tensor]:
-        return [getattr(self, attribute) for attribute in self.model_buffers.values()]
+        constants = self.program.constants
+        return [
+            constants[name] if name in constants else getattr(self, self.model_buffers[name])
+            for name in self.block.buffers
+        ]
 
     def _seeds(self, seed: int | None) -> Iterator[int]:
         """Seed this device's generator and yield the seeds for `run`; do nothing for a deterministic block."""

@@ -75,7 +75,6 @@ class StageModule(nn.Module):
     ) -> None:
         """`parameters` and `buffers` go by the model's names; `runners` and `recompute` have one entry per block."""
         super().__init__()
-        self.graph = graph
         self.first, self.end = first, end
         self._options = options
         blocks = graph.blocks[first:end]
@@ -98,12 +97,22 @@ class StageModule(nn.Module):
             )
             for block, run, mode in zip(blocks, runners, recompute, strict=True)
         )
-        self._receives = graph.crossing(first) if first else ()
-        self._sends = graph.crossing(end) if end < len(graph.blocks) else ()
-        self._finished = graph.last_uses(first, end)
+        self.use(graph)
+
+    def use(self, graph: Graph) -> None:
+        """Pass values between blocks as this graph does, from now on; it has the same boundaries as the stage's own."""
+        self.graph = graph
+        self._receives = graph.crossing(self.first) if self.first else ()
+        self._sends = graph.crossing(self.end) if self.end < len(graph.blocks) else ()
+        self._finished = graph.last_uses(self.first, self.end)
 
     def block_modules(self) -> Iterator[BlockModule]:
         return (cast(BlockModule, module) for module in self.blocks)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number by which `forward` divides the loss."""
+        return self._options.num_microbatches
 
     @property
     def is_last(self) -> bool:

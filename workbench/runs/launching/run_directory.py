@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
+from workbench.experiment import USER_FUNCTIONS
 from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json
 from workbench.runs.launching import processes
 from workbench.runs.records.environment import data_fingerprint, environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
-from workbench.user_code import pickled, user_path
+from workbench.user_code import UserFunction, pickled, user_path
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 100
 """Letters of an experiment's name that its directory takes over; file systems end at 255."""
+OWN_CODE = ("model", "data", "eval_data", *USER_FUNCTIONS)
+"""Fields of an experiment that may hold objects of the user, which travel in `code/`."""
 CODE_PATH = "path.json"
 """File in `code/` that lists where the modules of a model or dataset lie; the run may be continued from elsewhere."""
 
@@ -271,14 +274,19 @@ def _has_own_data(experiment: Experiment) -> bool:
     return experiment.data.is_custom or (experiment.eval_data is not None and experiment.eval_data.is_custom)
 
 
-def user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) -> dict[str, bytes]:
-    """Return the files of `code/`: the user's own model factory and dataset, pickled, and their source."""
+def user_code(experiment: Experiment, only: Sequence[str] = OWN_CODE) -> dict[str, bytes]:
+    """Return the files of `code/`: the user's own model factory, datasets and functions, pickled, and their source."""
     from workbench.data import CustomData
     from workbench.models import CustomModel
 
-    model, data = experiment.model, experiment.data
+    model = experiment.model
     own: dict[str, Any] = {"model": model.factory} if isinstance(model, CustomModel) and "model" in only else {}
-    own |= {"data": data.dataset_or_factory} if isinstance(data, CustomData) and "data" in only else {}
+    for name, data in (("data", experiment.data), ("eval_data", experiment.eval_data)):
+        if isinstance(data, CustomData) and name in only:
+            own[name] = data.dataset_or_factory
+    for name in USER_FUNCTIONS:
+        if isinstance(function := getattr(experiment, name), UserFunction) and name in only:
+            own[name] = function.function
     files = {}
     for name, value in own.items():
         files[f"{name}.pkl"] = pickled(name, value)
@@ -290,8 +298,8 @@ def user_code(experiment: Experiment, only: Sequence[str] = ("model", "data")) -
 
 def code_of_clone(run: RunDir, experiment: Experiment, changed: Iterable[str]) -> dict[str, bytes]:
     """Return the files of `code/` for a clone: stored code of the run, and new code of what `changed` names."""
-    changed = set(changed) & {"model", "data"}
-    names = [f"{part}.{ending}" for part in ("model", "data") if part not in changed for ending in ("pkl", "py")]
+    changed = set(changed) & set(OWN_CODE)
+    names = [f"{part}.{ending}" for part in OWN_CODE if part not in changed for ending in ("pkl", "py")]
     code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
     code |= user_code(experiment, only=sorted(changed))
     if code:

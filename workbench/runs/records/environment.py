@@ -50,19 +50,29 @@ def environment() -> dict[str, Any]:
 def data_fingerprint(experiment: Any) -> str | None:
     """Return SHA-256 over the first and the last samples that training will see; None for data that raises.
 
-    Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training.
+    Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training, and of the
+    held-out samples if there are any.
     """
+    from workbench.data import held_out
+
     try:
-        dataset = experiment.data.dataset(experiment)
-        indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
-        digest = hashlib.sha256(str(len(dataset)).encode())
-        for index in sorted(indices):
-            for name, value in sorted(dataset[index].items()):
-                array = np.ascontiguousarray(value)
-                digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+        digest = _digest_of_ends(experiment.data.dataset(experiment), hashlib.sha256())
+        if experiment.evaluate is not None:
+            digest = _digest_of_ends(held_out(experiment), digest)
     except Exception:  # the user's own data may raise anything; training will report it
         return None
-    return digest.hexdigest()
+    return str(digest.hexdigest())
+
+
+def _digest_of_ends(dataset: Any, digest: Any) -> Any:
+    """Add the length of a dataset, its first and its last samples to a digest, and return it."""
+    indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
+    digest.update(str(len(dataset)).encode())
+    for index in sorted(indices):
+        for name, value in sorted(dataset[index].items()):
+            array = np.ascontiguousarray(value)
+            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return digest
 
 
 def masked(text: str) -> str:

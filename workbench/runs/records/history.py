@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import DeviceEvent, Event, StartEvent
+from workbench.events import DeviceEvent, EvaluationEvent, Event, StartEvent
 from workbench.runs.records.event_lines import MEASURED, blocks, damaged_lines, milestones, number, parsed, recent_steps
 
 Column = NDArray[np.float64]
@@ -66,6 +66,37 @@ class History:
 
     def __iter__(self) -> Iterator[str]:
         return iter(column.name for column in fields(self))
+
+    def __getitem__(self, name: str) -> Column:
+        return np.asarray(getattr(self, name))
+
+
+EVALUATED = ("step", "loss", "tokens", "samples", "flops", "seconds", "eval_seconds")
+"""The figures of an `evaluation` event that become columns, in this order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluations:
+    """The held-out losses of a run: float64 columns of equal length, in order of `step`, which begins at 0."""
+
+    step: Column
+    eval_loss: Column
+    tokens: Column
+    samples: Column
+    flops: Column
+    seconds: Column
+    """Training time so far, without evaluations."""
+    eval_seconds: Column
+    """Time that the evaluation took."""
+    gpu_hours: Column
+
+    @property
+    def perplexity(self) -> Column:
+        """The exponential of the loss."""
+        return np.asarray(np.exp(self.eval_loss))
+
+    def __len__(self) -> int:
+        return len(self.step)
 
     def __getitem__(self, name: str) -> Column:
         return np.asarray(getattr(self, name))
@@ -145,6 +176,7 @@ class HistoryTail:
         self._started_at = set[float]()
         self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
         self._device_type, self._names = "", dict[str, int]()
+        self._evaluations: dict[int, list[float]] = {}
         self.events: list[Event] = []
 
     def read(self) -> History:
@@ -160,6 +192,12 @@ class HistoryTail:
         """Return how busy the devices were, as far as `read()` has come."""
         return Utilization(self._device_type, tuple(self._names), *self._samples.view())
 
+    @property
+    def evaluations(self) -> Evaluations:
+        """Return the held-out losses, as far as `read()` has come."""
+        rows = [self._evaluations[step] for step in sorted(self._evaluations)]
+        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T)
+
     def _take(self, block: bytes) -> None:
         arrived = parsed(block)
         if arrived.steps.shape[1] and not self._steps.length:
@@ -171,6 +209,8 @@ class HistoryTail:
                 if self._training:  # samples before the first step of an attempt, or after its last, are left out
                     samples += self._sample(event)
                 continue
+            if event["type"] == "evaluation":
+                self._evaluations[int(event["step"])] = self._evaluated(event)
             if event["type"] == "start":
                 self._append(arrived.steps[:, taken:steps_before])
                 self._append_samples(samples)
@@ -190,12 +230,19 @@ class HistoryTail:
         devices = event.get("devices")
         self._devices = devices if isinstance(devices, int) else len(devices or ()) or int(event.get("world") or 1)
         self._training = True
-        self._forget_after(resumed_step(event.get("resumed_from")))
+        resumed = resumed_step(event.get("resumed_from"))
+        self._forget_after(resumed)
+        self._evaluations = {step: row for step, row in self._evaluations.items() if resumed and step <= resumed}
         seconds, hours = self._steps.view()[[_SECONDS, -1]]
         known = np.flatnonzero(np.isfinite(hours))
         self._before = (float(seconds[known[-1]]), float(hours[known[-1]])) if len(known) else (0.0, 0.0)
         last = self._steps.view()[_TIME, -1] if self._steps.length else -np.inf
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
+
+    def _evaluated(self, event: EvaluationEvent) -> list[float]:
+        before_s, before_h = self._before
+        gpu_hours = before_h + (event["seconds"] - before_s) * self._devices / 3600
+        return [*(number(event.get(name)) for name in EVALUATED), gpu_hours]
 
     def _append(self, steps: Column) -> None:
         """Append steps; those whose numbers do not rise were repeated without a `start` and replace earlier ones.

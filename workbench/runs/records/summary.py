@@ -75,6 +75,7 @@ COLUMNS = (
     "plan",
     "tokens",
     "final loss",
+    "held-out loss",
     "training time",
     "tokens/s",
     "MFU",
@@ -93,7 +94,7 @@ def summary(runs: Sequence[Run]) -> Summary:
 def _row(run: Run) -> tuple[str, ...]:
     plan, history, measured = run.plan, run.history(), measurements(run)
     start = next((event for event in run.milestones() if event["type"] == "start"), None)
-    steps = len(history)
+    steps, held_out = len(history), run.evaluations().eval_loss
     peak = max(measured["peak_bytes"].values(), default=None)
     loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
     return (
@@ -102,6 +103,7 @@ def _row(run: Run) -> tuple[str, ...]:
         _degrees(plan),
         count(history["tokens"][-1]) if steps else "–",
         _number(loss, "{:.3f}"),
+        _number(float(held_out[-1]) if len(held_out) else float("nan"), "{:.3f}"),
         duration(history["seconds"][-1]) if steps else "–",
         _number(measured["tokens_per_s"], "{:,.0f}"),
         _number(100 * measured["mfu"], "{:.1f} %"),

@@ -9,17 +9,18 @@ everything, `--upload` delivers later whatever is missing.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.events import StepEvent
+from workbench.events import EvaluationEvent, StepEvent
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json
 from workbench.runs.launching.processes import run_alive
 from workbench.runs.records.history import resumed_step
@@ -40,6 +41,8 @@ CONFIRM_LIMIT_S = 15.0
 """Seconds that the server has to count the last rows."""
 PICTURE_LIMIT_S = 120.0
 POLL_S = 0.5
+LARGEST_EXPONENT = 700.0
+"""Loss from which the perplexity exceeds the largest float64."""
 _NOT_METRICS = ("type", "step", "time")
 
 
@@ -183,12 +186,30 @@ def _log_steps(run: RunDir, session: Any, follow: bool) -> int:
     while True:
         over = not follow or not run_alive(run)
         for row in steps.read():
+            held_out = steps.evaluations_before(row["step"])
             if row["step"] >= first:
                 metrics = {key: value for key, value in row.items() if key not in _NOT_METRICS and value is not None}
+                metrics |= _evaluation_metrics(held_out, session)
                 session.log({**metrics, "_timestamp": row["time"]}, step=row["step"], commit=True)
         if over or steps.ended:
+            held_out = steps.evaluations_before(steps.last + 1)
+            if held_out and steps.last + 1 >= first:
+                session.log(_evaluation_metrics(held_out, session), step=steps.last + 1, commit=True)
             return steps.last
         time.sleep(POLL_S)
+
+
+def _evaluation_metrics(evaluations: Sequence[EvaluationEvent], session: Any) -> dict[str, float]:
+    """Return the metrics of the last of some evaluations, whose x axis is the step that was evaluated.
+
+    W&B's rows only grow, and the row of that step was sent before it was evaluated: the next row takes them.
+    """
+    if not evaluations:
+        return {}
+    session.define_metric("eval/*", step_metric="eval/step")
+    loss = evaluations[-1]["loss"]
+    perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/step": evaluations[-1]["step"]}
 
 
 class StepTail:
@@ -198,6 +219,7 @@ class StepTail:
         self._run = run
         self._tail = EventTail(run.events)
         self._caught_up = False
+        self._evaluations: dict[int, EvaluationEvent] = {}
         self.last = 0
         self.ended = False
 
@@ -215,10 +237,17 @@ class StepTail:
                 if rows and event["step"] <= rows[-1]["step"]:
                     rows = _up_to(rows, event["step"] - 1)
                 rows.append(event)
+            elif event["type"] == "evaluation":
+                self._evaluations[event["step"]] = event
         self._caught_up = True
         rows = [row for row in rows if row["step"] > self.last]
         self.last = rows[-1]["step"] if rows else self.last
         return rows
+
+    def evaluations_before(self, step: int) -> list[EvaluationEvent]:
+        """Return the evaluations of earlier steps that no call has returned yet, in order."""
+        known = sorted(number for number in self._evaluations if number < step)
+        return [self._evaluations.pop(number) for number in known]
 
 
 def _up_to(rows: list[StepEvent], step: int) -> list[StepEvent]:

@@ -1,0 +1,255 @@
+"""The held-out loss equals plain PyTorch's in eval mode under every plan, and computing it leaves training alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from tests.distributed import zoo
+from tests.distributed.harness import coordinate, forced_plan, launch
+from workbench.capture import capture, spec_of
+from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.data._datasets import HeldOutDataset
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.build import build_stage, evaluation_programs
+from workbench.execution.evaluate import Evaluator, micro_batches
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
+
+MICRO_BATCH, GLOBAL_BATCH, HELD_OUT, STEPS = 2, 8, 11, 4
+"""Held-out samples fill neither whole micro-batches nor replicas."""
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The part of a plan that a test chooses."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    zero: int = 0
+    chunks: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+
+class Normalised(nn.Module):
+    """A model whose eval mode differs: BatchNorm reads its running statistics, and a head for training is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.3)) for _ in range(4)
+        )
+        self.auxiliary, self.head = nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        loss = functional.cross_entropy(self.head(x), labels)
+        return loss + 0.3 * functional.mse_loss(self.auxiliary(x), self.head(x)) if self.training else loss
+
+
+class Squared(nn.Module):
+    """A loss that is a mean over elements, with no label to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.layers(x), x)
+
+
+MODELS: dict[str, Any] = {
+    "bert": lambda: zoo.bert_pretraining(0.1),
+    "normalised": Normalised,
+    "squared": Squared,
+}
+
+
+def batch_of(name: str, size: int, seed: int) -> Tensors:
+    if name == "bert":
+        return zoo.batch("bert", size, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    fields = {"x": torch.randn(size, 8, generator=generator), "labels": torch.arange(size) % 5}
+    return fields if name == "normalised" else {"x": fields["x"]}
+
+
+def held_out(name: str) -> list[Tensors]:
+    batch = batch_of(name, HELD_OUT, seed=99)
+    return [{key: value[index] for key, value in batch.items()} for index in range(HELD_OUT)]
+
+
+def train(
+    _rank: int, name: str, division: Division, every: int, held_out_size: int = HELD_OUT
+) -> tuple[list[float], list[float], list[float], Tensors]:
+    """Train; return the losses of steps, of evaluations by Workbench and by plain PyTorch, and the parameters."""
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(name, GLOBAL_BATCH, 0).items()}
+    graph, evaluated = capture(model, specs, name=name), None
+    evaluated = capture_for_evaluation(model, graph)
+    assert model.training
+    plan = forced_plan(
+        graph,
+        pipeline=division.pipeline,
+        data=division.data,
+        tensor=division.tensor,
+        chunks=division.chunks,
+        zero=division.zero,
+        schedule="interleaved" if division.chunks > 1 else "1f1b",
+        micro_batch=MICRO_BATCH,
+        num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
+    )
+    require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
+    here = coordinate(division.pipeline, division.data, division.tensor)
+    context = StepContext(seed=7, device=torch.device("cpu"))
+    stages = build_stage(plan, here, model, graph, context)
+    experiment = Experiment(
+        model=MODELS[name], data=lambda: None, global_batch=GLOBAL_BATCH, steps=STEPS, learning_rate=3e-3, name=name
+    )
+    trainer = Trainer(experiment, plan, graph, stages, context, here)
+    programs = evaluation_programs(plan, here, evaluated, context)
+    evaluator = Evaluator(trainer, evaluated, programs, HeldOutDataset(held_out(name), held_out_size))
+    losses, found, expected = [], [], []
+    for step in range(STEPS):
+        if step % every == 0:
+            state = torch.get_rng_state()
+            found.append(evaluator.loss())
+            assert torch.equal(state, torch.get_rng_state())
+            expected.append(plain_loss(name, trainer))
+        batch = batch_of(name, GLOBAL_BATCH, seed=step)
+        first = here.data_rank * trainer.samples
+        part = {key: value[first : first + trainer.samples] for key, value in batch.items()}
+        losses.append(trainer.step(step, part).scalars[0].item())
+    return losses, found, expected, whole_tensors(trainer)
+
+
+def whole_tensors(trainer: Trainer) -> Tensors:
+    """Return every parameter and buffer of the model, gathered from all ranks."""
+    own = {key: trainer.full(key, value) for key, value in trainer.stages.model_parameters().items()}
+    own |= {key: value.clone() for key, value in trainer.stages.model_buffers().items()}
+    everybody: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everybody, own)
+    return {key: value for part in everybody for key, value in part.items()}
+
+
+def plain_loss(name: str, trainer: Trainer) -> float:
+    """Return the loss of the unmodified model in eval mode, over the whole set in one batch."""
+    state = whole_tensors(trainer)
+    with torch.random.fork_rng([]):
+        model = MODELS[name]().eval()
+    model.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        output = model(**batch_of(name, HELD_OUT, seed=99))
+    if isinstance(output, torch.Tensor):
+        return float(output)
+    return float(output[0] if isinstance(output, tuple) else output.loss)
+
+
+DIVISIONS = {
+    "one process": Division(),
+    "PP 2": Division(pipeline=2),
+    "DP 2": Division(data=2),
+    "ZeRO 3": Division(data=2, zero=3),
+    "TP 2": Division(tensor=2),
+    "PP 2 × DP 2": Division(pipeline=2, data=2, zero=1),
+    "interleaved": Division(pipeline=2, chunks=2),
+}
+
+
+TRIED = list(DIVISIONS) if os.environ.get("WORKBENCH_TEST_ALL") else ["TP 2", "ZeRO 3", "PP 2 × DP 2", "interleaved"]
+"""Divisions that are tested; the others, which are parts of these, only if WORKBENCH_TEST_ALL is set."""
+
+
+@pytest.mark.parametrize("division", [DIVISIONS[name] for name in TRIED], ids=TRIED)
+def test_the_held_out_loss_equals_plain_pytorch_in_eval_mode(division: Division) -> None:
+    _, found, expected, _ = launch(train, division.world, "bert", division, 2)
+    assert len(found) == 2
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert abs(found[1] - found[0]) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["normalised", "squared"])
+def test_models_that_differ_in_eval_mode_equal_plain_pytorch(name: str) -> None:
+    _, found, expected, _ = launch(train, 2, name, Division(pipeline=2), 1)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "division"),
+    [("bert", Division(data=2, zero=3)), ("normalised", Division()), ("normalised", Division(pipeline=2))],
+    ids=["bert under ZeRO 3", "BatchNorm in one process", "BatchNorm under PP 2"],
+)
+def test_training_with_evaluation_is_bitwise_the_training_without(name: str, division: Division) -> None:
+    often, _, _, parameters = launch(train, division.world, name, division, 1)
+    seldom, _, _, others = launch(train, division.world, name, division, 10**9)
+    assert often == seldom
+    assert parameters.keys() == others.keys()
+    assert all(torch.equal(parameters[key], others[key]) for key in parameters)
+
+
+@pytest.mark.parametrize(("samples", "size", "replicas"), [(11, 2, 2), (8, 2, 2), (3, 4, 1), (13, 4, 3)])
+def test_weighted_micro_batches_count_every_sample_once(samples: int, size: int, replicas: int) -> None:
+    divided = micro_batches(samples, size, replicas)
+    counted = [0.0] * samples
+    for item in divided:
+        assert len(item.samples) == size
+        for sample in item.samples:
+            counted[sample] += item.weight
+    assert counted == pytest.approx([1.0] * samples)
+    assert len(divided) % replicas == 0
+
+
+def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(40):
+        (folder / f"{index}.txt").write_text(
+            f"Document {index} says that {index} birds sing in tree {index % 7}.\n" * 20
+        )
+    experiment = wb.Experiment(
+        model=wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=32),
+        data=wb.data.corpus(folder, vocab_size=200),
+        steps=4,
+        global_batch=4,
+        seq_len=32,
+        checkpoint_every=2,
+        evaluate=wb.Evaluate(every=2, samples=9),
+    )
+    plan = wb.plan(experiment, pipeline=2, data=1, micro_batch=2)
+    assert plan.prediction.evaluation_s > 0
+    run = wb.launch(experiment, plan)
+    run.wait(timeout=120)
+    assert run.evaluations().step.tolist() == [0, 2, 4], run.logs()
+    assert run.evaluations().eval_loss[0] == pytest.approx(math.log(200) + math.log(2), rel=0.2)
+    assert run.history().step.tolist() == [1, 2, 3, 4]
+    figure = wb.compare(run)
+    [markers] = [trace for trace in figure.data if trace.meta == "evaluation"]
+    assert markers.y == pytest.approx(run.evaluations().eval_loss)
+    assert "◆ held-out loss" in figure.layout.title.subtitle.text
+    perplexities = [trace for trace in wb.compare(run, y="perplexity").data if trace.meta == "line"]
+    assert perplexities[0].y == pytest.approx(run.evaluations().perplexity)
+    assert "held-out loss" in repr(wb.summary(run))
+    run.resume(steps=6)
+    run.wait(timeout=120)
+    assert run.evaluations().step.tolist() == [0, 2, 4, 6]
