@@ -35,6 +35,8 @@ class Exported:
 
     module: fx.GraphModule
     loss: fx.Node
+    notes: tuple[str, ...] = ()
+    """Sentences on what was left out of the graph."""
 
 
 def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str, loss: LossChoice = None) -> Exported:

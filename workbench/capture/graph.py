@@ -81,6 +81,10 @@ class Graph:
     """Values, the loss included, that need a gradient because some trained parameter lies before them."""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     """Unnamed tensors that forward made from Python numbers; empty of values on the meta device."""
+    coupled: tuple[str, ...] = ()
+    """Operations, with their lines, through which the samples of a batch influence one another's loss."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what capture did that a user may not expect."""
     loss_choice: Any = field(default=None, repr=False, compare=False)
     """The `loss` that capture was given, so that the model is captured again in the same way."""
 

@@ -75,7 +75,7 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
     before = target.args[0].args[0][target.args[1]]
     sizes = list(zip(shape_of(before), shape_of(target), strict=False))
     is_same = len(shape_of(before)) == len(shape_of(target)) and all(
-        one == other or not (isinstance(one, int) or isinstance(other, int)) for one, other in sizes
+        not (isinstance(one, int) and isinstance(other, int)) or one == other for one, other in sizes
     )
     return before if is_same else target
 

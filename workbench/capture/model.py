@@ -10,13 +10,14 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.attention import simplify_attention
+from workbench.capture.batch_coupling import batch_norms, coupled_lines
 from workbench.capture.bf16_compatibility import cast_written_values, clamp_to_bf16_range
 from workbench.capture.block_boundaries import canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
 from workbench.capture.context_managers import passes_gradient
 from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
-from workbench.capture.export import export
+from workbench.capture.export import Exported, export
 from workbench.capture.graph import Graph, spec_of
 from workbench.capture.losses import label_count, mean_losses
 from workbench.capture.mutations import place_buffer_updates
@@ -108,8 +109,21 @@ def capture(
         frozen=frozenset(used - trained_names),
         differentiated=frozenset(values) & _computed_from(trained, passed, flow),
         constants=dict(extractor.constants),
+        coupled=coupled_lines(flow, exported.loss),
+        notes=_notes(flow, exported),
         loss_choice=loss,
     )
+
+
+def _notes(flow: Dataflow, exported: Exported) -> tuple[str, ...]:
+    """Return the sentences of `Graph.notes`."""
+    notes = list(exported.notes)
+    if count := batch_norms(flow, exported.loss):
+        notes.append(
+            f"BatchNorm ({count} layer{'s' * (count > 1)}) takes its statistics from one micro-batch, as "
+            f"plain PyTorch does that accumulates gradients."
+        )
+    return tuple(notes)
 
 
 def _reached_by_gradient(loss: fx.Node, flow: Dataflow) -> set[fx.Node]:

@@ -73,6 +73,8 @@ def profile_graph(
         blocks=tuple(blocks),
         parameters={name: spec.numel for name, spec in graph.parameters.items()},
         frozen=graph.frozen,
+        coupled=graph.coupled,
+        notes=graph.notes,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
         divided=_divided(graph, traces, costs),
         labelled_share=labelled_share,

@@ -40,11 +40,19 @@ def assemble(best: Option, options: Sequence[Option], request: Request) -> Plan:
         memory_limit_bytes=request.memory_limit_bytes,
         flops_per_step=round(profile.flops_per_sample * request.global_batch),
         prediction=predict(costs, cut, costs.times(cut.stages), request),
+        notes=(*profile.notes, *map(_kept_whole, profile.coupled)),
         candidates=_rows(best, options, request),
         **choices,
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
+
+
+def _kept_whole(operation: str) -> str:
+    return (
+        f"The loss compares samples of one batch ({operation}), so that the plan keeps the global batch in one "
+        f"micro-batch on one replica."
+    )
 
 
 def _stages(costs: StrategyCosts, cut: Cut) -> tuple[Stage, ...]:

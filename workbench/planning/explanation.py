@@ -73,6 +73,7 @@ class Explanation:
         plan = self.plan
         lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}."]
         lines += [plan.prediction.basis] if plan.prediction.basis else []
+        lines += plan.notes
         lines += [f"{part.name}: {_milliseconds(part.ms)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
         lines.append(self._memory())
         if not self.changes:

@@ -85,7 +85,7 @@ def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
     for pipeline, data, tensor in _meshes(profile, request):
         for micro_batch in [fixed.micro_batch] if fixed.micro_batch else divisors(batch // data):
             num_microbatches, rest = divmod(batch // data, micro_batch)
-            if rest:
+            if rest or (profile.coupled and micro_batch < batch):
                 continue
             for schedule, chunks in _schedules(profile, request, pipeline, num_microbatches):
                 for zero in _zero_stages(request, data, num_microbatches):

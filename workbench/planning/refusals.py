@@ -32,6 +32,17 @@ def no_options(profile: Profile, request: Request, works: Works) -> PlanInfeasib
     )
 
 
+def coupled_samples(profile: Profile, request: Request, outcome: str) -> PlanInfeasible:
+    """Return the refusal where a model's loss mixes samples and the batch cannot stay whole: `outcome` says why."""
+    return PlanInfeasible(
+        f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all "
+        f"{request.global_batch} must stay in one micro-batch on one replica, {outcome}. Give the plan fewer devices "
+        f"or a smaller batch, or accept a loss that depends on the plan: batch_coupling='allow' in the experiment.",
+        coupled=list(profile.coupled),
+        global_batch=request.global_batch,
+    )
+
+
 def _division(profile: Profile, request: Request) -> str:
     """Return the reason why the devices cannot be divided."""
     fixed = request.fixed

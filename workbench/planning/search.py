@@ -22,7 +22,7 @@ from workbench.planning.assembly import assemble
 from workbench.planning.options import Option, has_options, options
 from workbench.planning.plan import Plan
 from workbench.planning.prediction import bound_ms, predict
-from workbench.planning.refusals import host_too_small, no_options, too_large
+from workbench.planning.refusals import coupled_samples, host_too_small, no_options, too_large
 from workbench.planning.request import Request, check, check_cluster, memory_limit_bytes
 from workbench.planning.stage_cuts import Cutter
 from workbench.strategy import Choices, Fixed, Strategy
@@ -144,6 +144,9 @@ class Search:
         found = sorted(map(Option.of, options(self.profile, self.request)), key=lambda option: option.bound_ms)
         self.searched = len(found)
         if not found:
+            if self.profile.coupled and has_options(replace(self.profile, coupled=()), self.request):
+                division = f"which no allowed division of {self.request.cluster.gpus} devices leaves room for"
+                raise coupled_samples(self.profile, self.request, division)
             raise no_options(self.profile, self.request, lambda other: has_options(self.profile, other))
         best: Option | None = None
         best_ms = np.inf
@@ -155,6 +158,9 @@ class Search:
             if option.step_ms is not None and option.step_ms < best_ms:
                 best, best_ms = option, option.step_ms
         if best is None:
+            if self.profile.coupled:
+                offer = self.request.offer()
+                raise coupled_samples(self.profile, self.request, f"which does not fit: {offer}")
             raise self._refusal(found)
         best = self._with_cuda_graphs(best, found)
         self._settle(found, known)

@@ -1,0 +1,151 @@
+"""Losses that mix the samples of a batch are found, and planned so that they keep their value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.distributed import zoo
+from tests.distributed.harness import CPU, LINK
+from tests.unit.capture_models import Net, ResNet, batch_for, captured
+from workbench.capture import Graph, capture, spec_of
+from workbench.cost.cluster import Cluster
+from workbench.cost.graph_profiler import profile_graph
+from workbench.errors import InvalidExperiment, PlanInfeasible
+from workbench.experiment import Experiment
+from workbench.planning import from_experiment, search
+from workbench.planning.plan import Plan
+
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+BATCH = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "labels": torch.arange(4)}
+
+
+class Pairs(Net):
+    """Two encodings of each sample; `loss` compares them."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        one, other = (self.head(self.body(self.stem(value))) for value in (x, y))
+        return self.loss(one, other, labels)
+
+
+def clip(one: torch.Tensor, other: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+    scores = 9 * functional.normalize(one, dim=-1) @ functional.normalize(other, dim=-1).T
+    here = torch.arange(len(one), device=one.device)
+    return (functional.cross_entropy(scores, here) + functional.cross_entropy(scores.T, here)) / 2
+
+
+def siglip(one: torch.Tensor, other: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+    return -functional.logsigmoid((2 * torch.eye(len(one), device=one.device) - 1) * (one @ other.mT)).mean()
+
+
+def balanced(one: torch.Tensor, _other: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    chosen = functional.one_hot(one.topk(2, -1)[1], 5).float().sum(1)
+    return functional.cross_entropy(one, labels) + (one.softmax(-1).mean(0) * chosen.mean(0)).sum()
+
+
+COUPLED: dict[str, tuple[Loss, str]] = {
+    "CLIP": (clip, "matmul"),
+    "SigLIP": (siglip, "matmul"),
+    "load balance": (balanced, "mul"),
+    "einsum": (lambda a, b, _: torch.einsum("bd,cd->bc", a, b).exp().mean(), "einsum"),
+    "distances": (lambda a, b, _: (a[:, None] - b[None]).square().sum(-1).exp().mean(), "sub"),
+    "spread over the batch": (lambda a, _b, labels: functional.cross_entropy(a, labels) - a.std(0).mean(), "std"),
+    "softmax over the batch": (lambda a, b, _: (a.softmax(0) * b).sum(), "softmax"),
+    "mean subtracted": (lambda a, _b, _l: (a - a.mean(0)).square().mean(), "sub"),
+}
+SEPARATE: dict[str, Loss] = {
+    "cross-entropy": lambda a, _b, labels: functional.cross_entropy(a, labels),
+    "sums of means": lambda a, b, _: a.square().mean() + 0.1 * functional.mse_loss(a, b) + (a * b).sum(-1).mean(),
+    "a count of its own": lambda a, b, labels: ((a - b).square().mean(-1) * (labels >= 0)).sum() / (labels >= 0).sum(),
+    "within a sample": lambda a, b, _: (a[:, :, None] @ b[:, None]).softmax(-1).flatten(1).logsumexp(-1).mean(),
+    "merged and split again": lambda a, b, _: (
+        a.unsqueeze(1).expand(-1, 3, -1).reshape(-1, 5).view(-1, 3, 5) * b[:, None]
+    ).mean(),
+}
+
+
+def graph_of(loss: Loss) -> Graph:
+    return capture(Pairs(loss), {key: spec_of(key, value) for key, value in BATCH.items()}, name="pairs")
+
+
+@pytest.mark.parametrize("how", COUPLED)
+def test_an_operation_that_mixes_samples_is_named_with_its_line(how: str) -> None:
+    loss, operation = COUPLED[how]
+    found = graph_of(loss).coupled
+    assert any(line.startswith(f"{operation} at {__file__}:") for line in found), found
+
+
+@pytest.mark.parametrize("how", SEPARATE)
+def test_a_loss_of_separate_samples_couples_nothing(how: str) -> None:
+    assert graph_of(SEPARATE[how]).coupled == ()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "electra-discriminator", "vit", "swin"])
+def test_models_of_the_zoo_couple_nothing(name: str) -> None:
+    assert captured(zoo.MODELS[name](), batch_for(name)).coupled == ()
+
+
+def test_batch_norm_is_noted_and_does_not_restrict_the_plan() -> None:
+    graph = captured(ResNet(), batch_for("ResNet"))
+    assert graph.coupled == ()
+    assert any(
+        note.startswith("BatchNorm (10 layers) takes its statistics from one micro-batch") for note in graph.notes
+    )
+
+
+def plan_of(graph: Graph, gpus: int, **choices: Any) -> Plan:
+    cluster = Cluster(CPU, gpus, gpus, LINK, LINK)
+    profile = profile_graph(graph, CPU, "fp32", compiled=False)
+    return search(profile, global_batch=8, seq_len=1, precision="fp32", cluster=cluster, **choices)
+
+
+def test_a_coupled_batch_stays_in_one_micro_batch_on_one_replica() -> None:
+    graph = graph_of(clip)
+    plan = plan_of(graph, 2)
+    assert (plan.data, plan.num_microbatches, plan.micro_batch, plan.pipeline) == (1, 1, 8, 2)
+    assert "matmul at" in plan.notes[-1]
+    assert Plan.from_json(plan.to_json()).notes == plan.notes
+    assert all(row.micro_batch == 8 and row.data == 1 for row in plan.candidates)
+    free = plan_of(replace(graph, coupled=()), 2)
+    assert any(row.data == 2 for row in free.candidates)
+    assert "notes" not in free.to_json()
+
+
+def test_degrees_that_would_divide_a_coupled_batch_are_refused_with_the_way_out() -> None:
+    with pytest.raises(PlanInfeasible, match=r"compares samples of one batch.*batch_coupling='allow'"):
+        plan_of(graph_of(clip), 2, data=2)
+
+
+def _experiment(**fields: Any) -> Experiment:
+    samples = [{key: value[0] for key, value in BATCH.items()}] * 8
+    return Experiment(model=lambda: Pairs(clip), data=samples, steps=1, global_batch=8, seq_len=1, **fields)
+
+
+def test_a_coupled_batch_is_divided_where_the_experiment_allows_it() -> None:
+    cluster = Cluster(CPU, 2, 2, LINK, LINK)
+    assert from_experiment.analytic_profile(_experiment(), cluster).coupled
+    profile = from_experiment.analytic_profile(_experiment(batch_coupling="allow"), cluster)
+    assert profile.coupled == ()
+    assert "its value depends on the plan" in profile.notes[-1]
+    with pytest.raises(InvalidExperiment, match="batch_coupling"):
+        _experiment(batch_coupling="maybe")
+
+
+def test_the_value_of_a_coupled_loss_does_depend_on_its_division() -> None:
+    """What `coupled` says is so: the mean over two halves is another number."""
+    for how, (loss, _) in COUPLED.items():
+        torch.manual_seed(0)
+        model: nn.Module = Pairs(loss)
+        whole = model(**BATCH)
+        halves = [model(**{key: value[half] for key, value in BATCH.items()}) for half in (slice(2), slice(2, 4))]
+        assert abs(sum(halves) / 2 - whole) > 1e-4 * abs(whole), how
