@@ -49,4 +49,3 @@ def reports(history: History, steps: int, evaluates: bool) -> list[tuple[int, fl
     reached = int(history.step[-1]) if len(history) else 0
     means = [(end, window_mean(history, end - tenth, end)) for end in range(tenth, min(reached, steps - 1) + 1, tenth)]
     return [(end, mean) for end, mean in means if mean is not None]
-
