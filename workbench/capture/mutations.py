@@ -34,6 +34,20 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
     module.recompile()
 
 
+def copy_written_fields(module: fx.GraphModule) -> None:
+    """Let forward write into a copy of each batch field that it writes to.
+
+    Every block that reads the field repeats the write, so that on the field itself it would happen several times.
+    """
+    written = {storage_of(argument) for node in module.graph.nodes for argument in mutated_arguments(node)}
+    for field in [node for node in module.graph.nodes if node.op == "placeholder" and node in written]:
+        with module.graph.inserting_after(field):
+            copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
+        copy.meta = dict(field.meta)
+        field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+    module.recompile()
+
+
 def _refuse_parameter(module: fx.GraphModule, owner: fx.Node, writer: fx.Node, name: str) -> None:
     if owner.op == "get_attr" and isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
         line = line_of_node(writer)

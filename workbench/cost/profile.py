@@ -203,10 +203,6 @@ class Profile:
     """Bytes of the optimiser's state per trained element."""
     optimizer_update_bytes: float = ADAMW_UPDATE
     """Bytes that one update of the optimiser reads and writes per trained element."""
-    coupled: tuple[str, ...] = ()
-    """Operations that mix the samples of a batch: plans must keep the global batch in one micro-batch."""
-    notes: tuple[str, ...] = ()
-    """Sentences of capture on what a user may not expect, for the plan."""
     measured_on: str = ""
     """`Device.name` that `time_ratios` were measured on; empty if nothing was measured."""
     time_ratios: Mapping[int, TimeRatios] = field(default_factory=dict, hash=False)
