@@ -272,7 +272,7 @@ def check_evaluation(experiment: Experiment, plan: Plan) -> None:
             micro_batch=plan.micro_batch,
         )
     model = build_meta(experiment.model.build)
-    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name)
+    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name, loss=experiment.loss)
     evaluation = capture_for_evaluation(model, training)
     require_same_stages(training, evaluation, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
 
