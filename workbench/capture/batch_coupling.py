@@ -22,16 +22,44 @@ from workbench.capture.source_lines import line_of_node
 NONE, SUM, UNKNOWN = -1, -2, -3
 """States other than the index of the batch dim: independent of the batch, summed over the samples, not known."""
 _REDUCTIONS = ("sum", "mean")
-_NORMALISATIONS = ("softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp", "var", "std", "var_mean")
+_NORMALISATIONS: tuple[str, ...] = (
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "_log_softmax",
+    "logsumexp",
+    "var",
+    "std",
+    "var_mean",
+)
 _NORMALISATIONS += ("linalg_vector_norm", "norm")
 _SELECTIONS = ("argmax", "argmin", "amax", "amin", "any", "all")
-_LOSSES = ("cross_entropy_loss", "nll_loss_nd", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
+_LOSSES: tuple[str, ...] = (
+    "cross_entropy_loss",
+    "nll_loss_nd",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+)
 _LOSSES += ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 _OVER_CLASSES = ("cross_entropy_loss", "nll_loss_nd")
 _PRODUCTS = ("matmul", "mm", "bmm")
-_SAME_DIMS = ("clone", "contiguous", "to", "_to_copy", "detach", "detach_", "alias", "dropout", "dropout_", "type_as")
+_SAME_DIMS: tuple[str, ...] = (
+    "clone",
+    "contiguous",
+    "to",
+    "_to_copy",
+    "detach",
+    "detach_",
+    "alias",
+    "dropout",
+    "dropout_",
+    "type_as",
+)
 _SAME_DIMS += ("slice", "lift_fresh_copy", "feature_dropout", "softmax", "_softmax", "log_softmax", "_log_softmax")
-_LINEAR = (
+_LINEAR: tuple[str, ...] = (
     "add",
     "sub",
     "rsub",
@@ -48,7 +76,14 @@ _LINEAR = (
 )
 _LINEAR += ("expand", "clone", "to", "_to_copy", "detach", "alias", "getitem", "permute", "transpose", "cat", "stack")
 _LINEAR += ("slice", "contiguous", "matmul", "mm", "linear", "lift_fresh_copy", "flatten", "unbind", "index")
-_FIRST_DIM = ("layer_norm", "group_norm", "rms_norm", "scaled_dot_product_attention", "batch_norm", "instance_norm")
+_FIRST_DIM: tuple[str, ...] = (
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "batch_norm",
+    "instance_norm",
+)
 _FIRST_DIM += ("conv1d", "conv2d", "conv3d", "convolution", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad")
 
 
@@ -172,7 +207,7 @@ class _Follower:
         batch = {
             term[self._states[operand]]
             for term, operand in zip(terms.split(","), operands, strict=True)  # type: ignore[arg-type]
-            if self._states[operand] != NONE and "." not in equation and result  # type: ignore[index]
+            if self._states[operand] != NONE and "." not in equation and result
         }
         if len(batch) == 2 and batch <= set(result):
             return self._mixing(node)
@@ -224,7 +259,7 @@ def _permuted(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
 def _transposed(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
     given = arguments_of(node)
     one, other = (given.get(name, index) % len(shape) for index, name in enumerate(("dim0", "dim1")))
-    return {one: other, other: one}.get(state, state)
+    return {one: other, other: one}.get(state, state)  # type: ignore[no-any-return]
 
 
 def _matrix_transposed(_node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
@@ -245,7 +280,7 @@ def _reshaped(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
 
 
 def _unsqueezed(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    return state + (arguments_of(node)["dim"] % (len(shape) + 1) <= state)
+    return state + (arguments_of(node)["dim"] % (len(shape) + 1) <= state)  # type: ignore[no-any-return]
 
 
 def _selected(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:

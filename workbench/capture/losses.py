@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -70,9 +71,10 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
 
     `torch.nn.functional.mse_loss` and its kin broadcast both first, so that the target seems to depend on the model.
     """
-    if target.target is not operator.getitem or target.args[0].target is not aten.broadcast_tensors.default:
+    source: Any = target.args[0] if target.target is operator.getitem else None
+    if source is None or source.target is not aten.broadcast_tensors.default:
         return target
-    before = target.args[0].args[0][target.args[1]]
+    before: fx.Node = source.args[0][target.args[1]]
     sizes = list(zip(shape_of(before), shape_of(target), strict=False))
     is_same = len(shape_of(before)) == len(shape_of(target)) and all(
         not (isinstance(one, int) and isinstance(other, int)) or one == other for one, other in sizes

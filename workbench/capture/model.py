@@ -20,7 +20,7 @@ from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.graph import Graph, spec_of
 from workbench.capture.losses import label_count, mean_losses
-from workbench.capture.mutations import copy_written_fields, place_buffer_updates
+from workbench.capture.mutations import place_buffer_updates
 from workbench.capture.operations import reachable, storage_of
 from workbench.capture.returned_loss import LossChoice
 from workbench.capture.source_lines import line_of_node
@@ -68,7 +68,6 @@ def capture(
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     refuse_backward_hooks(model, name)
     exported = export(model, batch, name, loss)
-    copy_written_fields(exported.module)
     place_buffer_updates(exported.module, name)
     simplify_attention(exported.module)
     unify_grouped_matmuls(exported.module)

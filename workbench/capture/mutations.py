@@ -1,4 +1,4 @@
-"""The in-place writes of forward to the model's own tensors: buffers keep theirs, parameters may have none."""
+"""The in-place writes of forward: batch fields are copied first, buffers keep theirs, parameters may have none."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from workbench.capture.source_lines import line_of_node
 def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
     """Move each buffer update, which export puts at the end of the graph, to just after the last read of the old value.
 
+    Writes to batch fields go to copies.
+
     The update of a buffer by itself is removed: the operation before it wrote in place.
 
     Raises:
         CaptureError: forward writes to a parameter, which an optimiser step on another device would not see.
     """
+    _copy_written_fields(module)
     owners = {node: storage_of(node) for node in module.graph.nodes}
     for node in list(module.graph.nodes):
         for written in mutated_arguments(node):
@@ -34,7 +37,7 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
     module.recompile()
 
 
-def copy_written_fields(module: fx.GraphModule) -> None:
+def _copy_written_fields(module: fx.GraphModule) -> None:
     """Let forward write into a copy of each batch field that it writes to.
 
     Every block that reads the field repeats the write, so that on the field itself it would happen several times.
@@ -44,7 +47,7 @@ def copy_written_fields(module: fx.GraphModule) -> None:
         with module.graph.inserting_after(field):
             copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
         copy.meta = dict(field.meta)
-        field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)  # type: ignore[misc]
+        field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
     module.recompile()
 
 

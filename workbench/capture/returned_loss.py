@@ -39,7 +39,7 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
         return _checked(named, result, batch, name)
     first = result[0] if isinstance(result, (tuple, list)) and result else result
     if _is_scalar(first) and first.ndim == 0:
-        return first
+        return first  # type: ignore[no-any-return]
     candidates = _candidates(result)
     if len(candidates) > 1:
         raise CaptureError(
