@@ -34,9 +34,9 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
+from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
 from workbench.planning import search
 from workbench.planning.plan import Plan
 

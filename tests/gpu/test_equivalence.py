@@ -22,9 +22,9 @@ from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from workbench.capture import Graph, capture, spec_of
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_model, build_stage
-from workbench.optimizers.adamw import OffloadedAdamW
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
+from workbench.optimizers.adamw import OffloadedAdamW
 
 TOLERANCE = 1e-5
 STEPS = 3

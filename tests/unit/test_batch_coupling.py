@@ -23,7 +23,8 @@ from workbench.planning import from_experiment, search
 from workbench.planning.plan import Plan
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-BATCH = {"x": torch.randn(4, 8), "y": torch.randn(4, 8), "labels": torch.arange(4)}
+_GENERATOR = torch.Generator().manual_seed(0)
+BATCH = {name: torch.randn(4, 8, generator=_GENERATOR) for name in ("x", "y")} | {"labels": torch.arange(4)}
 
 
 class Pairs(Net):
@@ -144,7 +145,7 @@ def test_a_coupled_batch_is_divided_where_the_experiment_allows_it() -> None:
 def test_the_value_of_a_coupled_loss_does_depend_on_its_division() -> None:
     """What `coupled` says is so: the mean over two halves is another number."""
     for how, (loss, _) in COUPLED.items():
-        torch.manual_seed(0)
+        torch.manual_seed(1)
         model: nn.Module = Pairs(loss)
         whole = model(**BATCH)
         halves = [model(**{key: value[half] for key, value in BATCH.items()}) for half in (slice(2), slice(2, 4))]

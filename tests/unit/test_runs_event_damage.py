@@ -163,8 +163,9 @@ ODDITIES = {
 }
 
 
+@pytest.mark.usefixtures("finished")
 @pytest.mark.parametrize(("file", "text"), [(file, text) for file, texts in ODDITIES.items() for text in texts])
-def test_one_odd_run_never_hides_the_table(file: str, text: str, finished: RunDir, tmp_path: Path) -> None:
+def test_one_odd_run_never_hides_the_table(file: str, text: str, tmp_path: Path) -> None:
     odd = make_run(tmp_path, name="odd")
     (odd.path / file).write_text(text)
     table = list_runs(tmp_path)

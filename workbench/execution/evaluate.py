@@ -32,7 +32,7 @@ from workbench.execution.parallel.forward_only import end_forward_only
 from workbench.execution.parallel.stage import StageModule
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
-from workbench.rundir import append_event
+from workbench.rundir import log_event
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -241,7 +241,7 @@ class EvaluationLog:
         started = time.perf_counter()
         loss = self._evaluator.loss()
         if self._events is not None:
-            append_event(
+            log_event(
                 self._events,
                 "evaluation",
                 step=step,

@@ -77,7 +77,7 @@ class PipeStage(PipelineStage):
         self._context = context
         self._zero = zero
 
-    def forward_one_chunk(
+    def forward_one_chunk(  # type: ignore[override]  # the options differ between versions of torch
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any
     ) -> Any:
         self._context.microbatch = fwd_chunk_id
