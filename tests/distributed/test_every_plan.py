@@ -362,7 +362,7 @@ def _dropped_out(_rank: int) -> dict[str, Any]:
                 torch.distributed.all_gather(both, parameter.grad.contiguous())
                 largest = max(largest, (both[0] - both[1]).abs().max().item())
     seeds: list[Any] = [None, None]
-    torch.distributed.all_gather_object(seeds, trainer.context.own_seed(1))
+    torch.distributed.all_gather_object(seeds, trainer.context.device_seed(1))
     random = {
         block.name for block, how in zip(graph.blocks, plan_tensor_parallel(graph, 2).blocks, strict=True) if how.random
     }
