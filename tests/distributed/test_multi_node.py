@@ -211,7 +211,7 @@ def children(pid: int, name: str) -> list[int]:
 def test_the_job_file_is_bash_and_asks_for_the_plans_nodes(tmp_path: Path) -> None:
     asked = experiment(steps=6)
     wide = Cluster.of("h200", gpus=16, nodes=2)
-    chosen = replace(two_nodes(6), cluster=wide, data=8)
+    chosen = replace(two_nodes(6), cluster=wide, data=8, micro_batch=1, num_microbatches=asked.global_batch // 8)
     run = prepare(asked, replace(chosen, global_batch=asked.global_batch), directory=tmp_path / "a run")
     text = run.slurm(time="12:00:00", partition="gpu", options=["--constraint=nvlink"])
     options = shlex.split(text.replace("#SBATCH", ""), comments=True)
@@ -221,7 +221,7 @@ def test_the_job_file_is_bash_and_asks_for_the_plans_nodes(tmp_path: Path) -> No
     assert str(run.path) in options, "a path with a space stays one word"
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     odd = replace(chosen, cluster=replace(wide, gpus=15))
-    write_json(run.directory.plan, replace(odd, pipeline=1, data=15).to_json())
+    write_json(run.directory.plan, replace(odd, pipeline=1, data=15, global_batch=15).to_json())
     with pytest.raises(PlanInfeasible, match="15 ranks cannot be divided equally over 2 nodes"):
         Run(run.path).slurm()
 
