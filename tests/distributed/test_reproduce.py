@@ -66,7 +66,9 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
 
 def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkeypatch):
     asked = experiment(3)
-    recorded = Plan.from_json({**plan_for(asked, 1).to_json(), "micro_batch": 2})
+    planned = plan_for(asked, 1).to_json()
+    doubled = {"micro_batch": 2, "num_microbatches": planned["num_microbatches"] // 2}
+    recorded = Plan.from_json({**planned, **doubled})
     entries = [{"experiment": asked.to_json(), "plan": recorded.to_json()}]
     entries.append({"experiment": asked.to_json(), "plan": plan_for(asked, 4, device_type="cuda").to_json()})
     write_json(node / "replay.json", entries)

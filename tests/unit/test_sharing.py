@@ -203,7 +203,8 @@ def test_what_differs_is_named(tmp_path):
     second = run_of(tmp_path, losses(0), "second", packages=packages, **facts)
     write_json(second.directory.experiment, {"name": "bert", "steps": STEPS, "seed": 1})
     plan = second.plan.to_json()
-    write_json(second.directory.plan, {**plan, "micro_batch": 2 * plan["micro_batch"]})
+    doubled = {"micro_batch": 2 * plan["micro_batch"], "num_microbatches": plan["num_microbatches"] // 2}
+    write_json(second.directory.plan, {**plan, **doubled})
     record = Record.of([first])
     found = {d.subject: (d.recorded, d.here) for d in reproducing.differences(record, [second])}
     assert found == {
@@ -214,7 +215,10 @@ def test_what_differs_is_named(tmp_path):
         "cores": ("2", "8"),
         "first: seed": ("0", "1"),
         "first: data": ("1" * 10, "2" * 10),
-        "first: plan": (f"micro_batch {plan['micro_batch']}", f"micro_batch {2 * plan['micro_batch']}"),
+        "first: plan": tuple(
+            f"micro_batch {of['micro_batch']}, num_microbatches {of['num_microbatches']}"
+            for of in (plan, {**plan, **doubled})
+        ),
     }
     assert reproducing.differences(record, [first]) == []
 

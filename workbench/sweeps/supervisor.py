@@ -19,7 +19,7 @@ import numpy as np
 from workbench.errors import WorkbenchError
 from workbench.machine import available_cores
 from workbench.rundir import this_process, write_json
-from workbench.runs.launching import launcher
+from workbench.runs.launching import launcher, processes
 from workbench.runs.records.history import History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, Result, SweepDir
@@ -123,7 +123,8 @@ class Supervisor:
     def _start(self, entry: Entry) -> None:
         """Launch a run, adopt it if it still trains, or continue it if it was interrupted."""
         run = Run(self.directory.run(entry))
-        if run.directory.launcher.exists() and (run.alive or run.status.state == "finished"):
+        status = run.status
+        if run.directory.launcher.exists() and (not status.final or status.state == "finished"):
             pass
         elif run.directory.launcher.exists() and run.checkpoints:
             self._launch(entry, resume=run.path)
@@ -149,6 +150,7 @@ class Supervisor:
     def _set_aside(self, run: Run) -> None:
         """Move the directory of a run that was killed before its first checkpoint out of the way."""
         if run.path.exists():
+            processes.wait_left(run.directory)
             folder = self.directory.path / "interrupted"
             folder.mkdir(exist_ok=True)
             run.path.rename(folder / f"{run.name}.{len(list(folder.iterdir())) + 1}")
