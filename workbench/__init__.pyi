@@ -18,8 +18,10 @@ from .cost.cluster import Cluster as Cluster
 from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
+from .figures.seed_bands_view import seed_bands as seed_bands
+from .figures.sweep_view import best_so_far as best_so_far
 from .figures.sweep_view import heat_map as heat_map
-from .figures.sweep_view import seed_bands as seed_bands
+from .figures.sweep_view import parallel_coordinates as parallel_coordinates
 from .measure.calibration import calibrate as calibrate
 from .measure.local_cluster import local_cluster as local_cluster
 from .planning.explanation import explain as explain

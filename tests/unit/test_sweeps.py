@@ -12,7 +12,7 @@ from tests.distributed.real_worker import DEVICE, LINK, experiment
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.rundir import RunDir, append_event, write_json
-from workbench.runs.records.history import History
+from workbench.runs.records.history import History, read_tail
 from workbench.sweeps import placement
 from workbench.sweeps.axes import Axes
 from workbench.sweeps.directory import Entry, Result, SweepDir, plan_key
@@ -98,10 +98,25 @@ def test_a_run_diverges_above_a_loss_after_a_step_or_where_its_loss_is_not_finit
 
 def test_the_objective_is_the_mean_loss_of_the_last_tenth_of_the_steps():
     told = history(np.arange(100.0, 0.0, -1.0))
-    assert objective(told, 100, evaluates=False) == pytest.approx(np.arange(1, 11).mean())
-    assert objective(history([]), 100, evaluates=False) is None
-    assert reports(told, 100, evaluates=False)[0] == (10, pytest.approx(95.5))
-    assert [step for step, _ in reports(history(np.ones(35)), 100, evaluates=False)] == [10, 20, 30]
+    assert objective(told, 100) == pytest.approx(np.arange(1, 11).mean())
+    assert objective(history([]), 100) is None
+    assert reports(told, 100)[0] == (10, pytest.approx(95.5))
+    assert [step for step, _ in reports(history(np.ones(35)), 100)] == [10, 20, 30]
+
+
+def test_the_objective_of_a_run_that_evaluates_is_its_last_held_out_loss(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run.events, "start", devices=1, world=1)
+    for step in (1, 2, 3, 4):
+        append_event(run.events, "step", step=step, loss=9.0)
+    for step, loss in ((0, 9.0), (2, 5.0), (4, 4.5)):
+        append_event(run.events, "evaluation", step=step, loss=loss, seconds=1.0 * step)
+    tail = read_tail(run.events)
+    told = tail.read()
+    assert objective(told, 4, tail.evaluations) == 4.5
+    assert reports(told, 4, tail.evaluations) == [(2, 5.0)], "neither before training nor at the end"
+    append_event(run.events, "evaluation", step=5, loss=float("nan"), seconds=5.0)
+    assert objective(told, 5, read_tail(run.events).evaluations) is None
 
 
 def test_the_placement_with_the_shortest_predicted_time_is_taken():
@@ -146,8 +161,10 @@ def sweep(tmp_path) -> wb.Sweep:
             append_event(run.events, "start", devices=1, world=1)
             for step in (1, 2, 3):
                 append_event(run.events, "step", step=step, loss=4.0 + entry.seed, tokens=step * 100.0)
-            directory.write_result(entry, Result("finished", 4.0 + entry.index % 4 + entry.seed, 3, 1.0))
-    directory.write_result(queue[3], Result("stopped early", None, 1, 2.0, 2, 4.0, "The loss was high."))
+            ended = {"gpu_hours": 0.5, "ended": [3, 2, 1, 0, 5, 6, 7][entry.index]}
+            directory.write_result(entry, Result("finished", 4.0 + entry.index % 4 + entry.seed, 3, 1.0, **ended))
+    early = Result("stopped early", None, 1, 2.0, 2, 4.0, "The loss was high.", gpu_hours=0.5, ended=4)
+    directory.write_result(queue[3], early)
     return wb.load_sweep(directory.path)
 
 
@@ -170,10 +187,39 @@ def test_a_heat_map_has_a_cell_for_each_pair_of_values_and_leaves_out_what_was_n
         wb.heat_map(sweep, x="learning_rat")
 
 
-def test_the_band_of_a_mean_curve_holds_every_seed(sweep):
+def test_the_band_of_a_mean_curve_holds_every_finished_seed_and_other_runs_are_thin_lines(sweep):
     figure = wb.seed_bands(sweep)
-    bands = [trace for trace in figure.data if trace.meta == "band"]
-    lines = [trace for trace in figure.data if trace.meta != "band"]
-    assert (len(bands), len(lines)) == (3, 3)
-    assert (min(bands[0].y), max(bands[0].y)) == (4.0, 5.0)
-    assert set(lines[0].y) == {4.5}
+    parts = {part: [trace for trace in figure.data if trace.meta == part] for part in ("band", "mean", "other")}
+    assert [len(traces) for traces in parts.values()] == [3, 3, 0]
+    assert (min(parts["band"][0].y), max(parts["band"][0].y)) == (4.0, 5.0)
+    assert set(parts["mean"][0].y) == {4.5}
+    sweep.directory.result_file(sweep.directory.queue()[4]).unlink()  # the second seed of the best still trains
+    figure = wb.seed_bands(sweep)
+    [thin] = [trace for trace in figure.data if trace.meta == "other"]
+    assert set(thin.y) == {5.0}
+    [mean] = [trace for trace in figure.data if trace.meta == "mean" and trace.legendgroup == thin.legendgroup]
+    assert set(mean.y) == {4.0}
+    assert mean.line.color == thin.line.color
+    with pytest.raises(UnknownParameter, match="eval_loss"):
+        wb.seed_bands(sweep, y="eval_los")
+
+
+def test_each_configuration_with_a_finished_run_is_a_line_of_the_parallel_coordinates(sweep):
+    [lines] = wb.parallel_coordinates(sweep).data
+    rate, batch, mean = lines.dimensions
+    assert (rate.label, list(rate.ticktext), list(rate.values)) == ("learning_rate", ["0.0001", "0.001"], [1, 1, 0])
+    assert (batch.label, list(batch.ticktext), list(batch.values)) == ("global_batch", ["8", "16"], [0, 1, 0])
+    assert list(mean.values) == list(lines.line.color) == [4.5, 5.5, 6.5]
+
+
+def test_the_best_so_far_falls_with_what_every_ended_run_has_spent(sweep):
+    runs, best = wb.best_so_far(sweep).data
+    # The fourth run to end was stopped after one step; the others trained for three.
+    np.testing.assert_array_equal(runs.x, [3, 6, 9, 13, 16, 19])
+    np.testing.assert_array_equal(runs.y, [6, 5, 4, 5, 6, 7])
+    np.testing.assert_array_equal(best.x, [3, 6, 9, 13, 16, 19, 19])
+    np.testing.assert_array_equal(best.y, [6, 5, 4, 4, 4, 4, 4])
+    hours, _ = wb.best_so_far(sweep, x="gpu_hours").data
+    np.testing.assert_allclose(hours.x, 0.5 * np.array([1, 2, 3, 5, 6, 7]))
+    with pytest.raises(UnknownParameter, match="gpu_hours"):
+        wb.best_so_far(sweep, x="gpu_hour")

@@ -1,22 +1,24 @@
-"""Figures of a sweep: the objective over two axes, and mean curves with a band over the seeds."""
+"""Figures of a sweep's results: the objective over its axes, and the best so far against what was spent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES, check_axis
+from workbench.figures.axes import X_AXES
 from workbench.sweeps.sweep import Row, Sweep
 
-BAND_POINTS = 300
-"""Points of a mean curve."""
+BUDGETS = ("step", "gpu_hours")
+"""Names of the x axes of `best_so_far`."""
 
 
+@checked_arguments
 def heat_map(sweep: Sweep, x: str | None = None, y: str | None = None) -> go.Figure:
     """Draw the mean objective of a sweep over two of its axes; other axes show the best of their values.
 
@@ -63,68 +65,81 @@ def heat_map(sweep: Sweep, x: str | None = None, y: str | None = None) -> go.Fig
     return figure
 
 
-def seed_bands(sweep: Sweep, x: str = "tokens") -> go.Figure:
-    """Draw the mean loss curve of each configuration of a sweep, with a band from its lowest to its highest seed.
+@checked_arguments
+def parallel_coordinates(sweep: Sweep) -> go.Figure:
+    """Draw a line for each configuration of a sweep through its value on every axis, coloured by its mean objective.
 
-    `x` is the x axis: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`. A curve ends where the first of its
-    seeds does. Raises `UnknownParameter` for another axis.
+    Configurations without a finished run are left out. Dragging along an axis in the figure selects lines.
     """
-    check_axis(x)
-    figure = go.Figure()
-    curves = [(row, _mean_curve(row, X_AXES[x].column)) for row in sweep.rows()]
-    longest = max((float(curve[0][-1]) for _, curve in curves if curve is not None), default=1.0)
-    scale, x_title = X_AXES[x].unit(longest)
-    for index, (row, curve) in enumerate(curves):
-        if curve is not None:
-            figure.add_traces(_band(_name(row.values), curve, scale, index))
-    figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    figure.update_yaxes(title_text="Training loss")
-    main = theme.title(theme.text(sweep.name), "Mean over the seeds; the band holds every seed")
-    figure.update_layout(template=theme.TEMPLATE, height=460, title=main, hovermode="x unified")
+    rows = [row for row in sweep.rows() if row.mean is not None]
+    means = [row.mean for row in rows]
+    dimensions = [_dimension(name, [row.values[name] for row in rows]) for name in sweep.axes]
+    dimensions.append({"label": "objective", "values": means})
+    line = {"color": means, "colorscale": "Viridis", "reversescale": True, "showscale": False}
+    figure = go.Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
+    words = f"{sweep.objective}, mean over the seeds; lower is better"
+    main = theme.title(theme.text(sweep.name), theme.text(words))
+    figure.update_layout(template=theme.TEMPLATE, height=420, title=main, margin={"t": 110, "b": 36, "l": 80, "r": 80})
+    return figure
+
+
+def _dimension(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Return an axis of parallel coordinates: each value that was tried has a tick, and ticks have equal distances."""
+    ticks = _in_order(values)
+    return {
+        "label": theme.text(name),
+        "values": [ticks.index(str(value)) for value in values],
+        "tickvals": list(range(len(ticks))),
+        "ticktext": [theme.text(theme.short(tick, 18)) for tick in ticks],
+        "range": [-0.1, max(1, len(ticks) - 1) + 0.1],
+    }
+
+
+def best_so_far(sweep: Sweep, x: str = "step") -> go.Figure:
+    """Draw the objective of each finished run, and the lowest so far, against what the sweep had spent by then.
+
+    `x` is `step` (training steps of all runs that had ended) or `gpu_hours` (devices times training time). Runs that
+    were stopped early or failed count with what they spent. Raises `UnknownParameter` for another `x`.
+    """
+    if x not in BUDGETS:
+        raise UnknownParameter(f"x={x!r} is not a budget. {suggestion(x, BUDGETS)}", parameter="x", value=x)
+    ended = sorted(sweep.results(), key=lambda pair: pair[1].ended)
+    spent = np.cumsum([result.steps if x == "step" else result.gpu_hours for _, result in ended], dtype=np.float64)
+    known = [at for at, (_, result) in enumerate(ended) if result.objective is not None]
+    values = np.array([ended[at][1].objective for at in known], dtype=np.float64)
+    scale, x_title = X_AXES[x].unit(float(spent[-1]) if len(spent) else 1.0)
+    at, best = spent[known] / scale, np.minimum.accumulate(values) if len(values) else values
+    end = spent[-1:] / scale if len(known) else []  # the line goes on to the end of the last run
+    names = [theme.text(", ".join(f"{n} {v}" for n, v in sweep.directory.labels(ended[i][0]).items())) for i in known]
+    runs = go.Scatter(
+        x=at,
+        y=values,
+        mode="markers",
+        name="one run",
+        text=[f"{name}, seed {ended[i][0].seed}" for name, i in zip(names, known, strict=True)],
+        marker={"color": theme.pale(theme.series_color(0)), "size": 8},
+        hovertemplate="%{y:.4g}<br>%{text}<extra></extra>",
+    )
+    line = go.Scatter(
+        x=np.concatenate([at, end]),
+        y=np.concatenate([best, best[-1:]]),
+        mode="lines",
+        name="best so far",
+        line={"shape": "hv", "color": theme.series_color(0), "width": 2},
+    )
+    figure = go.Figure([runs, line])
+    figure.update_xaxes(title_text=f"{x_title} of all runs", rangemode="tozero")
+    figure.update_yaxes(title_text="objective")
+    main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective} of each run when it ended"))
+    figure.update_layout(template=theme.TEMPLATE, height=420, title=main)
     return figure
 
 
 def _values(rows: Sequence[Row], axis: str) -> list[str]:
     """Return the values of an axis as text, numbers in rising order."""
-    found = {row.values[axis] for row in rows}
-    numbers = all(isinstance(value, int | float) for value in found)
-    return [str(value) for value in (sorted(found) if numbers else sorted(found, key=str))]
+    return _in_order([row.values[axis] for row in rows])
 
 
-def _name(values: Mapping[str, Any]) -> str:
-    return theme.text(theme.short(", ".join(f"{name} {value}" for name, value in values.items())))
-
-
-def _mean_curve(row: Row, column: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return positions, mean, lowest and highest loss over the seeds; None before each has two steps."""
-    histories = [run.history() for run in row.runs]
-    if not histories or min(map(len, histories)) < 2:
-        return None
-    first = max(float(history[column][0]) for history in histories)
-    last = min(float(history[column][-1]) for history in histories)
-    grid = np.linspace(first, max(first, last), BAND_POINTS)
-    losses = np.array([np.interp(grid, history[column], history.loss) for history in histories])
-    return grid, losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0)
-
-
-def _band(name: str, curve: tuple[Any, Any, Any, Any], scale: float, index: int) -> list[go.Scatter]:
-    grid, mean, low, high = curve
-    color, x = theme.series_color(index), grid / scale
-    fill = f"rgba({', '.join(map(str, theme.rgb(color)))}, 0.2)"
-    shared = {"legendgroup": str(index), "name": name}
-    return [
-        go.Scatter(
-            x=np.concatenate([x, x[::-1]]),
-            y=np.concatenate([high, low[::-1]]),
-            fill="toself",
-            fillcolor=fill,
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            meta="band",
-            **shared,
-        ),
-        go.Scatter(
-            x=x, y=mean, mode="lines", line={"color": color, "width": 2, "dash": theme.series_dash(index)}, **shared
-        ),
-    ]
+def _in_order(values: Sequence[Any]) -> list[str]:
+    numbers = all(isinstance(value, int | float) for value in values)
+    return [str(value) for value in (sorted(set(values)) if numbers else sorted(set(values), key=str))]

@@ -54,6 +54,10 @@ class Result:
     saved_s: float = 0.0
     """Steps that the rule spared, and their time at the speed of the run."""
     reason: str = ""
+    gpu_hours: float = 0.0
+    """Devices of the run times its training time."""
+    ended: float = 0.0
+    """Time at which the sweep noted the end, in seconds since 1970."""
 
 
 class SweepDir:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from workbench.runs.records.history import History
+from workbench.runs.records.history import Evaluations, History
 
 TAIL = 0.1
 """Share of the steps, at the end, whose mean training loss is the objective of a run without evaluation."""
@@ -19,13 +17,15 @@ def describe(evaluates: bool) -> str:
     return HELD_OUT if evaluates else TRAINING
 
 
-def objective(history: History, steps: int, evaluates: bool) -> float | None:
-    """Return the objective of a run with this history and number of steps; None if nothing was measured."""
-    if evaluates:
-        values = np.asarray(getattr(history, "eval_loss", ()), dtype=np.float64)
-        known = values[np.isfinite(values)]
-        return float(known[-1]) if len(known) else None
-    return window_mean(history, (1 - TAIL) * steps, steps)
+def objective(history: History, steps: int, evaluations: Evaluations | None = None) -> float | None:
+    """Return the objective of a run of this number of steps; None if nothing was measured or the loss is not finite.
+
+    `evaluations` holds the held-out losses of an experiment that evaluates.
+    """
+    if evaluations is None:
+        return window_mean(history, (1 - TAIL) * steps, steps)
+    last = float(evaluations.eval_loss[-1]) if len(evaluations) else math.nan
+    return last if math.isfinite(last) else None
 
 
 def window_mean(history: History, after: float, until: float) -> float | None:
@@ -37,14 +37,14 @@ def window_mean(history: History, after: float, until: float) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def reports(history: History, steps: int, evaluates: bool) -> list[tuple[int, float]]:
+def reports(history: History, steps: int, evaluations: Evaluations | None = None) -> list[tuple[int, float]]:
     """Return (step, value) pairs at which runs are compared while they train.
 
     They are the evaluations, or the mean training loss of each tenth of the steps.
     """
-    if evaluates:
-        values = np.asarray(getattr(history, "eval_loss", ()), dtype=np.float64)
-        return [(int(s), float(v)) for s, v in zip(history.step, values, strict=False) if np.isfinite(v) and s < steps]
+    if evaluations is not None:
+        pairs = zip(evaluations.step.tolist(), evaluations.eval_loss.tolist(), strict=True)
+        return [(int(step), value) for step, value in pairs if math.isfinite(value) and 0 < step < steps]
     tenth = max(1, steps // 10)
     reached = int(history.step[-1]) if len(history) else 0
     means = [(end, window_mean(history, end - tenth, end)) for end in range(tenth, min(reached, steps - 1) + 1, tenth)]

@@ -20,7 +20,7 @@ from workbench.errors import WorkbenchError
 from workbench.machine import available_cores
 from workbench.rundir import this_process, write_json
 from workbench.runs.launching import launcher, processes
-from workbench.runs.records.history import History, HistoryTail
+from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, Result, SweepDir
 from workbench.sweeps.objective import objective, reports
@@ -176,10 +176,14 @@ class Supervisor:
             active.seen = len(history)
             reasons = (self.rule.reason(int(step), float(loss)) for step, loss in new)
             return next((reason for reason in reasons if reason), "")
-        values = reports(history, active.steps, self.evaluates)
+        values = reports(history, active.steps, self._evaluations(active))
         if self.rule is not None and self.study.is_behind(active.entry.index, values):
             return f"Behind the other runs by the {self.rule} rule."
         return ""
+
+    def _evaluations(self, active: _Active) -> Evaluations | None:
+        """Return the held-out losses of a run; None if the experiment does not evaluate."""
+        return active.tail.evaluations if self.evaluates else None
 
     def _conclude(self, active: _Active, history: History, state: str, message: str) -> None:
         """Write the result of a run that has ended, and close its trial."""
@@ -189,12 +193,13 @@ class Supervisor:
         if isinstance(self.rule, Diverged) and state == "failed" and len(history) and not np.isfinite(history.loss[-1]):
             active.verdict = active.verdict or message
         early = bool(active.verdict) and state != "finished"
-        value = objective(history, active.steps, self.evaluates) if state == "finished" else None
+        value = objective(history, active.steps, self._evaluations(active)) if state == "finished" else None
         left = active.steps - steps if early else 0
         named = "stopped early" if early else state
         reason = active.verdict if early else "" if state == "finished" else message
         saved_s = left * seconds / steps if steps else 0.0
-        result = Result(named, value, steps, seconds, left, saved_s, reason)
+        gpu_hours = float(np.nan_to_num(history.gpu_hours[-1])) if len(history) else 0.0
+        result = Result(named, value, steps, seconds, left, saved_s, reason, gpu_hours, ended=time.time())
         self.directory.write_result(active.entry, result)
         self.study.end(active.entry.index, value, pruned=early)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.arguments import checked_arguments
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import process_alive, read_json, runs_root
 from workbench.runs.run import Run
@@ -30,10 +31,16 @@ STARTS_S = 60.0
 class Row:
     """One configuration of a sweep: its values, and the runs of its seeds."""
 
+    index: int
+    """Position of the configuration in the order in which the sweep trains them."""
     values: dict[str, Any]
     """Value on each axis."""
     runs: tuple[Run, ...]
     """The runs that were launched, in order of their seeds."""
+    finished: tuple[Run, ...]
+    """Runs that trained to their end."""
+    at_work: tuple[Run, ...]
+    """Launched runs whose end the sweep has not noted: they wait for a device, or train."""
     states: tuple[str, ...]
     """State of the run of each seed; `waiting` before its launch."""
     objectives: tuple[float, ...]
@@ -53,6 +60,7 @@ class Row:
 class Sweep:
     """Many runs of one experiment, read from the sweep's directory; it works from any kernel."""
 
+    @checked_arguments
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.directory = SweepDir(Path(path).absolute())
 
@@ -80,7 +88,12 @@ class Sweep:
     @property
     def objective(self) -> str:
         """Return the number that is compared, in words."""
-        return describe(bool(self.directory.settings["experiment"].get("evaluate")))
+        return describe(self.evaluates)
+
+    @property
+    def evaluates(self) -> bool:
+        """Return True if the objective is the held-out loss."""
+        return bool(self.directory.settings["experiment"].get("evaluate"))
 
     @property
     def alive(self) -> bool:
@@ -116,20 +129,28 @@ class Sweep:
         groups: dict[str, list[Entry]] = {}
         for entry in self.directory.queue():
             groups.setdefault(configuration_key(entry.choice), []).append(entry)
-        rows = [self._row(entries) for entries in groups.values()]
+        rows = [self._row(index, entries) for index, entries in enumerate(groups.values())]
         return sorted(rows, key=lambda row: float("inf") if row.mean is None else row.mean)
 
-    def _row(self, entries: list[Entry]) -> Row:
-        runs, states, objectives = [], [], []
+    def _row(self, index: int, entries: list[Entry]) -> Row:
+        ended = {entry.index: self.directory.result(entry) for entry in entries}
+        launched = {entry.index: Run(path) for entry in entries if (path := self.directory.run(entry)).exists()}
+        states, objectives = [], []
         for entry in entries:
-            path, result = self.directory.run(entry), self.directory.result(entry)
-            if path.exists():
-                runs.append(Run(path))
-            state = "waiting" if not path.exists() else "" if result else Run(path).status.state
-            states.append(result.state if result else state)
+            result, run = ended[entry.index], launched.get(entry.index)
+            states.append(result.state if result else run.status.state if run else "waiting")
             if result and result.objective is not None:
                 objectives.append(result.objective)
-        return Row(self.directory.labels(entries[0]), tuple(runs), tuple(states), tuple(objectives))
+        complete = {at for at, result in ended.items() if result and result.state == "finished"}
+        return Row(
+            index,
+            self.directory.labels(entries[0]),
+            runs=tuple(launched.values()),
+            finished=tuple(run for at, run in launched.items() if at in complete),
+            at_work=tuple(run for at, run in launched.items() if ended[at] is None),
+            states=tuple(states),
+            objectives=tuple(objectives),
+        )
 
     def best(self, count: int = 1) -> list[Run]:
         """Return the runs, with every seed, of the `count` configurations whose mean objective is lowest."""
@@ -148,6 +169,7 @@ class Sweep:
             f"({duration(seconds)} of training)."
         )
 
+    @checked_arguments
     def wait(self, timeout: float | None = None) -> Sweep:
         """Block until the sweep has ended, or until `timeout` seconds have passed.
 
@@ -167,6 +189,7 @@ class Sweep:
             )
         return self
 
+    @checked_arguments
     def stop(self, wait: bool = False) -> Sweep:
         """Ask the runs to write a checkpoint and leave; `resume` goes on with them. `wait` returns when they have."""
         if self.alive:
@@ -238,6 +261,7 @@ def _row_cells(row: Row) -> tuple[str, ...]:
     )
 
 
+@checked_arguments
 def load_sweep(path: Sweep | str | os.PathLike[str]) -> Sweep:
     """Return the sweep in a directory, or of that name under the runs folder; raises `RunNotFound`."""
     if isinstance(path, Sweep):

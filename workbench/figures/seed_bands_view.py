@@ -1,0 +1,117 @@
+"""Curves of a sweep: the mean of each configuration over its seeds, with a band from the lowest to the highest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from workbench.errors import UnknownParameter, suggestion
+from workbench.figures import theme
+from workbench.figures.axes import X_AXES, check_axis
+from workbench.figures.curve import Array
+from workbench.runs.records.history import HistoryTail, read_tail
+from workbench.runs.run import Run
+from workbench.sweeps.sweep import Row, Sweep
+
+POINTS = 300
+"""Largest number of points of a curve."""
+MAX_CONFIGURATIONS = 24
+"""Largest number of configurations with a curve."""
+LOSSES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
+"""Title of the y axis by the name that `y=` takes."""
+Line = tuple[Array, Array]
+"""Positions and losses of one run."""
+
+
+def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> go.Figure:
+    """Draw the mean loss curve of each configuration of a sweep, with a band from its lowest to its highest seed.
+
+    The mean is over the finished runs, up to the end of the shortest. Other runs are thin lines in the colour of
+    their configuration. Of more than 24 configurations, those at work and the best are drawn.
+
+    Args:
+        sweep: the sweep, at work or complete.
+        x: x axis: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`.
+        y: `loss` or `eval_loss`; by default the held-out loss if the experiment evaluates.
+
+    Raises `UnknownParameter` for another axis.
+    """
+    return draw_seed_bands(sweep, sweep.rows(), lambda run: read_tail(run.directory.events), x, y)
+
+
+def draw_seed_bands(
+    sweep: Sweep, rows: Sequence[Row], read: Callable[[Run], HistoryTail], x: str, y: str | None
+) -> go.Figure:
+    """Draw the same from rows of the sweep and a function that returns what was read of a run."""
+    check_axis(x)
+    y = y or ("eval_loss" if sweep.evaluates else "loss")
+    if y not in LOSSES:
+        raise UnknownParameter(f"y={y!r} is not a loss. {suggestion(y, LOSSES)}", parameter="y", value=y)
+    shown = sorted(rows, key=lambda row: not row.at_work)[:MAX_CONFIGURATIONS]
+    shown = [row for row in rows if row in shown]
+    lines = {run.path: _line(read(run), X_AXES[x].column, y) for row in shown for run in row.runs}
+    longest = max((float(line[0][-1]) for line in lines.values() if len(line[0])), default=1.0)
+    scale, x_title = X_AXES[x].unit(longest)
+    figure = go.Figure()
+    for row in shown:
+        finished = [lines[run.path] for run in row.finished if len(lines[run.path][0]) > 1]
+        others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0]) > 1]
+        figure.add_traces(_traces(row, finished, others, scale))
+    figure.update_xaxes(title_text=x_title, rangemode="tozero")
+    figure.update_yaxes(title_text=LOSSES[y])
+    left_out = f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
+    words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
+    main = theme.title(theme.text(sweep.name), words)
+    figure.update_layout(template=theme.TEMPLATE, height=460, title=main, hovermode="x unified")
+    return figure
+
+
+def _line(tail: HistoryTail, column: str, y: str) -> Line:
+    """Return the finite points of a run's curve; of more than `POINTS`, averages of neighbours."""
+    history = tail.read()
+    table: Any = tail.evaluations if y == "eval_loss" else history
+    x, loss = table[column], table[y]
+    finite = np.isfinite(x) & np.isfinite(loss)
+    x, loss = x[finite], loss[finite]
+    if len(x) <= POINTS:
+        return x, loss
+    starts = np.linspace(0, len(x), POINTS, endpoint=False).astype(np.int64)
+    sizes = np.diff(np.append(starts, len(x)))
+    return np.add.reduceat(x, starts) / sizes, np.add.reduceat(loss, starts) / sizes
+
+
+def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float) -> list[go.Scatter]:
+    """Return the band and the mean of the finished runs of a configuration, and its other runs as thin lines."""
+    color = theme.series_color(row.index)
+    shared = {"legendgroup": str(row.index), "name": _name(row.values)}
+    look = {"color": color, "dash": theme.series_dash(row.index)}
+    traces = []
+    if finished:
+        x, mean, low, high = _mean(finished)
+        band = {"x": np.concatenate([x, x[::-1]]) / scale, "y": np.concatenate([high, low[::-1]])}
+        fill = f"rgba({', '.join(map(str, theme.rgb(color)))}, 0.2)"
+        quiet = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "meta": "band"}
+        traces.append(go.Scatter(**band, fill="toself", fillcolor=fill, **quiet, **shared))
+        traces.append(go.Scatter(x=x / scale, y=mean, mode="lines", line={**look, "width": 2}, meta="mean", **shared))
+    for at, (x, loss) in enumerate(others):
+        quiet = {"hoverinfo": "skip", "showlegend": not finished and at == 0, "meta": "other"}
+        traces.append(go.Scatter(x=x / scale, y=loss, mode="lines", line={**look, "width": 1}, **quiet, **shared))
+    return traces
+
+
+def _mean(lines: Sequence[Line]) -> tuple[Array, Array, Array, Array]:
+    """Return positions, and mean, lowest and highest loss over the runs, where all of them have been."""
+    first, last = max(float(x[0]) for x, _ in lines), min(float(x[-1]) for x, _ in lines)
+    places = np.unique(np.concatenate([x for x, _ in lines]))
+    grid = places[(places >= first) & (places <= last)]
+    if len(grid) > POINTS:
+        grid = np.linspace(first, last, POINTS)
+    losses = np.array([np.interp(grid, x, loss) for x, loss in lines])
+    return grid, losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0)
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    return theme.text(theme.short(", ".join(f"{name} {value}" for name, value in values.items())))
