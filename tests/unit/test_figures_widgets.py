@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
 from cost_values import layered_profile as profile
 from test_figures_live import checkpoint, end, eventually, start_run, train
 
 from workbench.cost.cluster import Cluster
+from workbench.figures.pages import plotly_js
 from workbench.planning import what_if
 from workbench.rundir import RunDir
 from workbench.runs import Run, list_runs
 from workbench.widgets import LiveTable, WhatIf
+from workbench.widgets.plot import Plot, growing_plot
 
 
 def cells(table: LiveTable) -> list[str]:
@@ -106,3 +110,15 @@ def test_of_many_moves_of_a_slider_the_last_one_is_shown() -> None:
     time.sleep(0.2)
     assert panel.plan is not None
     assert panel.plan.cluster.gpus == 32
+
+
+def test_plots_send_plotly_js_once_for_a_kernel_and_load_it_outside_of_their_module() -> None:
+    first, second = Plot(), growing_plot(go.Figure())
+    assert len(first._esm) < 20_000, "anywidget allows the module of a widget two seconds to load"
+    assert first.library is second.library
+    assert first.get_state(["library"]) == {"library": f"IPY_MODEL_{first.library.model_id}"}
+    assert gzip.decompress(first.library.packed).decode() == plotly_js()
+    first.library.close()
+    renewed = Plot().library
+    assert renewed.comm is not None
+    assert Plot().library is renewed

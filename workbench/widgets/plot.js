@@ -1,6 +1,31 @@
 // Draws the state of a `Plot` (plot.py): `figure` is JSON with `layout` and `config`, and with either `data` (all traces)
 // or `traces` (their number; each one is then a state of its own, `trace_0`, `trace_1`, ...).
 
+// plotly.js comes from the model that `library` names. The first plot of a page loads it, and all others wait for that
+// one. They wait in `render`: anywidget allows a module two seconds to load, which a busy machine exceeds.
+function plotly(model) {
+  globalThis.workbenchPlotly ??= load(model).catch(error => {
+    globalThis.workbenchPlotly = undefined;  // the next plot tries again
+    throw error;
+  });
+  return globalThis.workbenchPlotly;
+}
+
+async function load(model) {
+  const library = await model.widget_manager.get_model(model.get("library").slice("IPY_MODEL_".length));
+  const unpacked = new Blob([library.get("packed")]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const source = await new Response(unpacked).blob();
+  // a page with a module loader of its own would otherwise be given plotly.js instead of the window
+  const parts = ["const module = undefined, exports = undefined, define = undefined;\n", source];
+  const url = URL.createObjectURL(new Blob(parts, { type: "text/javascript" }));
+  try {
+    await import(/* @vite-ignore */ /* webpackIgnore: true */ url);
+  } finally {
+    URL.revokeObjectURL(url);
+  }
+  return globalThis.Plotly;
+}
+
 function bytes(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
   const letters = atob(text), values = new Uint8Array(letters.length);
@@ -18,8 +43,8 @@ function decoded(trace) {
   return trace;
 }
 
-function render({ model, el }) {
-  const Plotly = globalThis.workbenchPlotly;
+async function render({ model, el }) {
+  const Plotly = await plotly(model);
   const node = document.createElement("div");
   el.append(node);
   const parsed = [];  // for each trace: its JSON text and its value
