@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _register_displays() -> None:
-    """Let a `Plan` at the end of a notebook cell show its figure, and `wb.list_runs()` a table that updates itself."""
+    """Let a `Plan` at the end of a notebook cell show its figure, and runs and sweeps a table that updates itself."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
         return
@@ -40,10 +40,16 @@ def _register_displays() -> None:
 
         LiveTable(table)._ipython_display_()
 
+    def display_sweep(sweep: Any) -> None:
+        from workbench.widgets.live_sweep import show_sweep
+
+        show_sweep(sweep)
+
     displays = shell.display_formatter.ipython_display_formatter
     displays.for_type_by_name("workbench.planning.plan", "Plan", display_plan)
     if hasattr(shell, "kernel"):
         displays.for_type_by_name("workbench.runs.registry", "RunTable", display_runs)
+        displays.for_type_by_name("workbench.sweeps.sweep", "Sweep", display_sweep)
 
 
 _register_displays()

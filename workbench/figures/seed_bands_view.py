@@ -12,7 +12,7 @@ from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES, check_axis
 from workbench.figures.curve import Array
-from workbench.runs.records.history import HistoryTail, read_tail
+from workbench.runs.records.history import Evaluations, History, read_tail
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
 
@@ -22,6 +22,8 @@ MAX_CONFIGURATIONS = 24
 """Largest number of configurations with a curve."""
 LOSSES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
 """Title of the y axis by the name that `y=` takes."""
+Record = tuple[History, Evaluations]
+"""Training losses and held-out losses of one run."""
 Line = tuple[Array, Array]
 """Positions and losses of one run."""
 
@@ -39,14 +41,24 @@ def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> go.Figu
 
     Raises `UnknownParameter` for another axis.
     """
-    return draw_seed_bands(sweep, sweep.rows(), lambda run: read_tail(run.directory.events), x, y)
+    check_axis(x)
+    return draw_seed_bands(sweep, sweep.rows(), read_record, x, y)
+
+
+def read_record(run: Run) -> Record:
+    """Return the losses of a run."""
+    tail = read_tail(run.directory.events)
+    return tail.read(), tail.evaluations
 
 
 def draw_seed_bands(
-    sweep: Sweep, rows: Sequence[Row], read: Callable[[Run], HistoryTail], x: str, y: str | None
+    sweep: Sweep,
+    rows: Sequence[Row],
+    read: Callable[[Run], Record] = read_record,
+    x: str = "tokens",
+    y: str | None = None,
 ) -> go.Figure:
-    """Draw the same from rows of the sweep and a function that returns what was read of a run."""
-    check_axis(x)
+    """Draw the figure of `seed_bands` from rows of the sweep and a function that returns the losses of a run."""
     y = y or ("eval_loss" if sweep.evaluates else "loss")
     if y not in LOSSES:
         raise UnknownParameter(f"y={y!r} is not a loss. {suggestion(y, LOSSES)}", parameter="y", value=y)
@@ -69,10 +81,9 @@ def draw_seed_bands(
     return figure
 
 
-def _line(tail: HistoryTail, column: str, y: str) -> Line:
+def _line(record: Record, column: str, y: str) -> Line:
     """Return the finite points of a run's curve; of more than `POINTS`, averages of neighbours."""
-    history = tail.read()
-    table: Any = tail.evaluations if y == "eval_loss" else history
+    table: Any = record[1] if y == "eval_loss" else record[0]
     x, loss = table[column], table[y]
     finite = np.isfinite(x) & np.isfinite(loss)
     x, loss = x[finite], loss[finite]

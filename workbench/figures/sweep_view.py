@@ -30,12 +30,21 @@ def heat_map(sweep: Sweep, x: str | None = None, y: str | None = None) -> go.Fig
     Raises `UnknownParameter` for an axis that the sweep lacks.
     """
     axes = list(sweep.axes)
-    x = x or next(name for name in axes if name != y)
-    y = y or next((name for name in axes if name != x), None)
+    x, y = axes_of_heat_map(axes, x, y)
     for name in (x, y):
         if name is not None and name not in axes:
             raise UnknownParameter(f"The sweep has no axis {name!r}. {suggestion(name, axes)}", parameter=name)
-    rows = sweep.rows()
+    return draw_heat_map(sweep, sweep.rows(), x, y)
+
+
+def axes_of_heat_map(axes: Sequence[str], x: str | None = None, y: str | None = None) -> tuple[str, str | None]:
+    """Return the axes of a heat map: those that are given, else the first ones that are left."""
+    x = x or next(name for name in axes if name != y)
+    return x, y or next((name for name in axes if name != x), None)
+
+
+def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> go.Figure:
+    """Draw the figure of `heat_map` from rows of the sweep."""
     columns, lines = _values(rows, x), [""] if y is None else _values(rows, y)
     grid = np.full((len(lines), len(columns)), np.nan)
     for row in reversed(rows):  # the best comes last and is kept

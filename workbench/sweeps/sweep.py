@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,40 +216,38 @@ class Sweep:
         return self
 
     def __repr__(self) -> str:
-        table = self._cells()
+        table = self.cells(self.rows())
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
-        return "\n".join([self._headline(), *lines, self._footline()])
+        return "\n".join([self.headline(), *lines, self.footline()])
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:
             return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-        head, *body = self._cells()
+        head, *body = self.cells(self.rows())
         rows = "".join(line("td", cells) for cells in body)
         return (
-            f"<p><b>{html.escape(self._headline())}</b></p><table><thead>{line('th', head)}</thead>"
-            f"<tbody>{rows}</tbody></table><p>{html.escape(self._footline())}</p>"
+            f"<p><b>{html.escape(self.headline())}</b></p><table><thead>{line('th', head)}</thead>"
+            f"<tbody>{rows}</tbody></table><p>{html.escape(self.footline())}</p>"
         )
 
-    def _headline(self) -> str:
-        queue = self.directory.queue()
-        total = (
-            len(queue)
-            if not self._to_sample()
-            else self.directory.settings["trials"] * len(self.directory.settings["seeds"])
-        )
+    def headline(self) -> str:
+        """Return how far the sweep has come, in words."""
+        settings, queue = self.directory.settings, self.directory.queue()
+        total = settings["trials"] * len(settings["seeds"]) if self._to_sample() else len(queue)
         state = "at work" if self.alive else "complete" if self.complete else "not at work; resume() goes on"
         return f"Sweep {self.name}: {len(self.results())} of {total} runs have ended, {state}"
 
-    def _footline(self) -> str:
+    def footline(self) -> str:
+        """Return what is compared, how the runs share the devices, and what early stopping saved."""
         return f"Objective: {self.objective}. {self.why} {self.saved}"
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        head = (*self.axes, "objective", "± over seeds", "runs")
-        return [head, *(_row_cells(row) for row in self.rows())]
+    def cells(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
+        """Return a table of rows as text, with a line of titles first."""
+        return [(*self.axes, "objective", "± over seeds", "runs"), *map(_row_cells, rows)]
 
 
 def _row_cells(row: Row) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Widgets that need a running kernel. Importing this package imports ipywidgets and plotly."""
 
 from workbench.widgets.dashboard import Live, live
+from workbench.widgets.live_sweep import LiveSweep
 from workbench.widgets.run_table import LiveTable
 from workbench.widgets.what_if import WhatIf
 
-__all__ = ["Live", "LiveTable", "WhatIf", "live"]
+__all__ = ["Live", "LiveSweep", "LiveTable", "WhatIf", "live"]

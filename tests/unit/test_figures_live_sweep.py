@@ -1,0 +1,95 @@
+"""The widget of a sweep without a browser: table, buttons, heat map and curves follow the sweep's directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_figures_live import end, eventually, start_run, train
+
+import workbench as wb
+from workbench.rundir import RunDir, this_process, write_json
+from workbench.sweeps.directory import Entry, Result, SweepDir
+from workbench.sweeps.sweep import Sweep
+from workbench.widgets import LiveSweep
+from workbench.widgets.live_sweep import show_sweep
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    """Return a sweep of two rates and two seeds, whose first two runs train and whose supervisor is this process."""
+    directory = SweepDir(tmp_path / "sweep <1>")
+    settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4]}, "stop": None}
+    settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "placement": {"why": "Because."}}
+    write_json(directory.settings_file, settings)
+    write_json(directory.supervisor, this_process())
+    directory.write_queue([Entry(0, {"learning_rate": at}, seed) for seed in range(2) for at in range(2)])
+    for entry in directory.queue()[:2]:
+        train(begin(directory, entry), 1, 10)
+    return wb.load_sweep(directory.path)
+
+
+def begin(directory: SweepDir, entry: Entry) -> RunDir:
+    run = start_run(directory.run(entry))
+    write_json(run.experiment, {"steps": 100, "name": "sweep", "seed": entry.seed})
+    return run
+
+
+def finish(sweep: Sweep, index: int, objective: float) -> None:
+    entry = sweep.directory.queue()[index]
+    end(RunDir(sweep.directory.run(entry)), "finished")
+    sweep.directory.write_result(entry, Result("finished", objective, 100, 1.0))
+
+
+def drawn(plot: Any) -> list[dict[str, Any]]:
+    traces: list[dict[str, Any]] = json.loads(plot.figure)["data"]
+    return traces
+
+
+def test_table_heat_map_and_curves_grow_while_the_sweep_runs(sweep: Sweep) -> None:
+    widget = LiveSweep(sweep, refresh_s=0.02)
+    assert "Sweep sweep &lt;1&gt;: 0 of 4 runs have ended, at work" in widget._head.value
+    assert len(widget._at_work.children) == 2
+    assert [trace["meta"] for trace in drawn(widget._curves)] == ["other", "other"]
+    finish(sweep, 0, 4.5)
+    eventually(lambda: len(widget._at_work.children) == 1)
+    eventually(lambda: drawn(widget._heat_map)[0]["text"] == [["", "4.5"]])
+    eventually(lambda: [trace["meta"] for trace in drawn(widget._curves)] == ["band", "mean", "other"])
+    assert "<td style='text-align:left;padding:1px 12px 1px 0'>4.5</td>" in widget._table.value
+    train(begin(sweep.directory, sweep.directory.queue()[2]), 1, 10)
+    eventually(lambda: len(widget._at_work.children) == 2)
+    finish(sweep, 1, 3.5)
+    finish(sweep, 2, 4.7)
+    eventually(lambda: 0 < widget._table.value.find("3.5") < widget._table.value.find("4.6"))
+    assert widget.following
+    sweep.directory.supervisor.unlink()
+    eventually(lambda: not widget.following)
+    assert "not at work" in widget._head.value
+
+
+def test_the_button_of_a_run_asks_that_run_alone_to_stop(sweep: Sweep) -> None:
+    widget = LiveSweep(sweep, refresh_s=0.02)
+    stop = widget._at_work.children[1].children[-1]
+    assert stop.description == "Stop"
+    stop.click()
+    first, second = (RunDir(run.path) for run in sweep.runs)
+    eventually(second.stop_file.exists)
+    assert not first.stop_file.exists()
+    end(second, "stopped", "Stopped at step 10 of 100.")
+    eventually(lambda: len(widget._at_work.children) == 1)
+    widget.close()
+    eventually(lambda: not widget.following)
+
+
+def test_a_sweep_that_has_ended_is_shown_without_a_widget(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(sweep, 0, 4.5)
+    sweep.directory.supervisor.unlink()
+    shown: list[Any] = []
+    monkeypatch.setattr("workbench.widgets.live_sweep.display", lambda value, **_: shown.append(value))
+    show_sweep(sweep)
+    table, heat_map, curves = shown
+    assert "1 of 4 runs have ended, not at work" in table.data
+    assert heat_map["application/vnd.plotly.v1+json"]["data"][0]["type"] == "heatmap"
+    assert [trace["meta"] for trace in curves["application/vnd.plotly.v1+json"]["data"]] == ["band", "mean", "other"]

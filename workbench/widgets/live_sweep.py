@@ -1,0 +1,204 @@
+"""A sweep while it runs: a button for each run at work, a table, a heat map, and curves with bands over the seeds.
+
+One daemon thread reads the sweep's directory and is the only writer of the widget. It ends when the sweep has ended or
+the widget is closed.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+from IPython.display import HTML, display
+
+from workbench.figures import theme
+from workbench.figures.pages import mimebundle
+from workbench.figures.seed_bands_view import Record, draw_seed_bands, read_record
+from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
+from workbench.runs.run import Run
+from workbench.sweeps.sweep import Row, Sweep
+from workbench.widgets.plot import Plot
+from workbench.widgets.run_reader import RunReader, Snapshot
+from workbench.widgets.run_row import RunRow, first_line, name_width, swatch
+from workbench.widgets.static_copy import DisplayedWidget, copy_hider
+
+REFRESH_S = 0.5
+"""Seconds between two looks at the sweep's directory."""
+REST_FACTOR = 3.0
+"""Smallest ratio of the thread's rest to the drawing before it: the kernel has other work."""
+STATIC_COPY_S = 30.0
+"""Seconds between two updates of the static copy, for a notebook that is saved while the sweep is at work."""
+MAX_ROWS = 50
+"""Largest number of configurations in the table; the best come first."""
+
+
+class LiveSweep(widgets.VBox):
+    """A sweep that updates itself. `close()` removes it from the page; the sweep goes on."""
+
+    def __init__(self, sweep: Sweep, refresh_s: float = REFRESH_S) -> None:
+        self._sweep, self._refresh_s = sweep, refresh_s
+        self._closed = threading.Event()
+        self._readers: dict[Path, _Reader] = {}
+        self._records: dict[Path, Record] = {}
+        self._rows: Sequence[Row] = ()
+        self._displays: list[DisplayedWidget] = []
+        self._next_copy_at = 0.0
+        self._head, self._note, self._foot = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self._at_work = widgets.VBox()
+        self._table = widgets.HTML(layout={"flex": "1 1 360px", "margin": "0 16px 0 0"})
+        self._heat_map, self._curves = Plot(layout={"flex": "1 1 460px", "min_width": "0"}), Plot()
+        results = widgets.HBox((self._table, self._heat_map), layout={"flex_flow": "row wrap"})
+        super().__init__((self._head, self._at_work, self._foot, results, self._curves, self._note, copy_hider()))
+        self._refresh()
+        self._thread = threading.Thread(target=self._follow, name="workbench-sweep", daemon=True)
+        self._thread.start()
+
+    @property
+    def following(self) -> bool:
+        """True while the widget updates itself."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop updating and remove the widget from the page; the sweep goes on."""
+        self._closed.set()
+        super().close()
+
+    def _follow(self) -> None:
+        """Update until the sweep has ended. A thread must not print: its output lands in whichever cell runs."""
+        rest_s = self._refresh_s
+        try:
+            while not self._closed.wait(rest_s):
+                started = time.monotonic()
+                ended = not self._sweep.alive  # asked before the last look at the results
+                self._refresh()
+                if ended:
+                    for shown in self._displays:
+                        shown.leave_copy(*self._static_copy())
+                    return
+                if self._displays and started >= self._next_copy_at:
+                    self._next_copy_at = started + STATIC_COPY_S
+                    for shown in self._displays:
+                        shown.update(*self._static_copy())
+                rest_s = max(self._refresh_s, REST_FACTOR * (time.monotonic() - started))
+        except Exception as error:  # a widget that no longer updates must say so
+            message = html.escape(first_line(error))
+            self._note.value = f"<b>The table stopped updating</b> ({message}). The sweep goes on; show it again."
+
+    def _refresh(self) -> None:
+        self._rows = self._sweep.rows()
+        for row in self._rows:
+            for run in row.runs:
+                if run not in row.at_work and run.path not in self._records:
+                    self._records[run.path] = read_record(run)
+        at_work = [(row, run) for row in self._rows for run in row.at_work if run.directory.experiment.exists()]
+        boxes = [self._read(row, run).box for row, run in at_work]
+        boxes = [box for box in boxes if box.layout.display != "none"]
+        if list(self._at_work.children) != boxes:
+            self._at_work.children = boxes
+        self._head.value = f"<b>{html.escape(self._sweep.headline())}</b>"
+        self._foot.value = _small(self._sweep.footline())
+        self._table.value = table_html(self._sweep, self._rows)
+        heat_map, curves = self._figures()
+        self._heat_map.show(heat_map)
+        self._curves.show(curves)
+
+    def _read(self, row: Row, run: Run) -> _Reader:
+        """Read a run at work; a run that was set aside and begun again gets another reader."""
+        born = run.path.stat().st_ino
+        reader = self._readers.get(run.path)
+        if reader is None or reader.born != born:
+            reader = self._readers[run.path] = _Reader(row, run, born)
+        self._records.pop(run.path, None)
+        reader.refresh()
+        return reader
+
+    def _record(self, run: Run) -> Record:
+        if run.path in self._records:
+            return self._records[run.path]
+        return self._readers[run.path].record if run.path in self._readers else read_record(run)
+
+    def _figures(self) -> tuple[go.Figure, go.Figure]:
+        return figures(self._sweep, self._rows, self._record)
+
+    def _static_copy(self) -> tuple[Any, ...]:
+        return static_html(self._sweep, self._rows), *map(mimebundle, self._figures())
+
+    def _ipython_display_(self) -> None:
+        self._displays.append(DisplayedWidget(self, *self._static_copy()))
+
+
+class _Reader:
+    """A run at work: its reader, and its row with the button that stops it."""
+
+    def __init__(self, row: Row, run: Run, born: int) -> None:
+        self.born = born
+        """Inode of the run directory."""
+        self._reader = RunReader(run.path)
+        values = {**row.values, "seed": run.experiment["seed"]}
+        self._name = ", ".join(f"{name} {value}" for name, value in values.items())
+        self._row = RunRow(self._reader, theme.series_color(row.index), name_px=name_width([self._name]))
+        self.box = self._row.box
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what has arrived; a run that has ended, but whose end the sweep has not noted, has no button."""
+        self._snapshot: Snapshot = replace(self._reader.read(), name=self._name)
+        self._row.show(self._snapshot)
+        self.box.layout.display = "none" if self._snapshot.status.final else None
+
+    @property
+    def record(self) -> Record:
+        """The losses of the run."""
+        evaluations = self._snapshot.evaluations
+        assert evaluations is not None
+        return self._snapshot.history, evaluations
+
+
+def show_sweep(sweep: Sweep) -> None:
+    """Display a sweep in a notebook: a widget that updates itself while the sweep is at work, else plain outputs."""
+    if sweep.alive:
+        LiveSweep(sweep)._ipython_display_()
+        return
+    rows = sweep.rows()
+    display(HTML(static_html(sweep, rows)))
+    for figure in figures(sweep, rows):
+        display(mimebundle(figure), raw=True)
+
+
+def figures(sweep: Sweep, rows: Sequence[Row], read: Any = read_record) -> tuple[go.Figure, go.Figure]:
+    """Return the heat map of a sweep and its curves."""
+    x, y = axes_of_heat_map(list(sweep.axes))
+    return draw_heat_map(sweep, rows, x, y), draw_seed_bands(sweep, rows, read)
+
+
+def static_html(sweep: Sweep, rows: Sequence[Row]) -> str:
+    """Return state, table and notes of a sweep as HTML."""
+    head = f"<b>{html.escape(sweep.headline())}</b>"
+    return f"<div>{head}{table_html(sweep, rows)}{_small(sweep.footline())}</div>"
+
+
+def table_html(sweep: Sweep, rows: Sequence[Row]) -> str:
+    """Return the best configurations as an HTML table, each with the colour of its curve."""
+    style = "style='text-align:left;padding:1px 12px 1px 0'"
+    head, *cells = sweep.cells(rows[:MAX_ROWS])
+    lines = ["".join(f"<th {style}>{html.escape(name)}</th>" for name in ("", *head))]
+    for row, texts in zip(rows, cells, strict=False):
+        key = f"<td {style}><span style='{swatch(theme.series_color(row.index))}'></span></td>"
+        lines.append(key + "".join(f"<td {style}>{html.escape(text)}</td>" for text in texts))
+    more = _small(f"and {len(rows) - MAX_ROWS} other configurations") if len(rows) > MAX_ROWS else ""
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return (
+        "<div style='max-height:360px;overflow:auto;line-height:1.4'>"
+        f"<table style='margin:4px 0;font-size:12px;white-space:nowrap'>{body}</table>{more}</div>"
+    )
+
+
+def _small(text: str) -> str:
+    return f"<div style='font-size:12px;line-height:1.5'>{html.escape(text)}</div>"
