@@ -24,6 +24,7 @@ from .figures.sweep_view import heat_map as heat_map
 from .figures.sweep_view import parallel_coordinates as parallel_coordinates
 from .measure.calibration import calibrate as calibrate
 from .measure.local_cluster import local_cluster as local_cluster
+from .models._scaling import scaling as scaling
 from .planning.explanation import explain as explain
 from .planning.from_experiment import graph as graph
 from .planning.from_experiment import plan as plan

@@ -11,12 +11,15 @@ from typing import Any, TypedDict, Unpack
 from workbench.errors import InvalidExperiment, checked_keywords, suggestion
 from workbench.models._custom import CustomModel, as_model
 from workbench.models._named import Model
+from workbench.models._scaling import Rule, Scaling, scaling
 from workbench.models._source import ModelSource
 
 __all__ = [
     "CustomModel",
     "Model",
     "ModelSource",
+    "Rule",
+    "Scaling",
     "as_model",
     "bert",
     "bert_large",
@@ -24,6 +27,7 @@ __all__ = [
     "gpt2",
     "gpt3",
     "opt",
+    "scaling",
 ]
 
 
@@ -41,6 +45,8 @@ class ModelOptions(TypedDict, total=False):
     initializer_range: float
     """Standard deviation of the initial weights. The default of 0.02 suits widths near 1024; a narrow model learns
     sooner with a value near 1/sqrt(`hidden_size`)."""
+    initial_scale: Mapping[str, float] | None
+    """Multiple of the initial values by pattern of the parameter's name; `wb.scaling` computes it."""
     name: str | None
     """Name for tables and run directories; by default the family and its sizes, such as `bert-12x768`."""
 

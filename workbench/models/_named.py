@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -42,6 +43,9 @@ class Model:
     """True for a BERT that is also trained to tell true continuations from random ones."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
+    initial_scale: Mapping[str, float] | None = None
+    """Multiple of the initial values by pattern of the parameter's name (`fnmatch`); the first pattern that matches
+    counts, and a parameter that none matches has 1. `wb.scaling` computes it."""
     is_custom: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -78,6 +82,8 @@ class Model:
                 parameter="initializer_range",
                 value=deviation,
             )
+        if self.initial_scale is not None:
+            object.__setattr__(self, "initial_scale", _checked_scales(self.initial_scale))
 
     @property
     def objective(self) -> str:
@@ -94,10 +100,51 @@ class Model:
         """
         with _quiet():
             module = {"bert": _bert, "gpt2": _gpt2, "opt": _opt}[self.family](self)
+        if self.initial_scale is not None:
+            _scale_initial_values(module, self.initial_scale, self.name)
         return cast("nn.Module", module.train())
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "named", **dataclasses.asdict(self)}
+
+
+def initial_factor(name: str, scales: Mapping[str, float]) -> float:
+    """Return the factor of the first pattern (`fnmatch`) that matches a parameter's name, or 1."""
+    return next((factor for pattern, factor in scales.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
+
+
+def _checked_scales(scales: Any) -> dict[str, float]:
+    numbers = isinstance(scales, Mapping) and all(
+        isinstance(name, str) and isinstance(factor, int | float) and not isinstance(factor, bool)
+        for name, factor in scales.items()
+    )
+    if not numbers or not all(0 <= factor < math.inf for factor in scales.values()):
+        raise InvalidExperiment(
+            f"initial_scale={scales!r} does not map patterns of parameter names to finite numbers of at least 0. "
+            'Write, for instance, initial_scale={"*.output.dense.weight": 0.2}.',
+            parameter="initial_scale",
+        )
+    return dict(scales)
+
+
+def _scale_initial_values(module: Any, scales: Mapping[str, float], model: str) -> None:
+    """Multiply the initial values; raise `InvalidExperiment` for a pattern that matches no parameter."""
+    import torch
+
+    names = [name for name, _ in module.named_parameters()]
+    unused = [pattern for pattern in scales if not fnmatch.filter(names, pattern)]
+    if unused:
+        raise InvalidExperiment(
+            f"initial_scale has the pattern {unused[0]!r}, which matches none of the {len(names)} parameters of "
+            f"{model}, such as {names[0]} and {names[-1]}. Remove or correct it.",
+            parameter="initial_scale",
+            pattern=unused[0],
+        )
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            factor = initial_factor(name, scales)
+            if factor != 1:
+                parameter.mul_(factor)
 
 
 def _bert(model: Model) -> Any:

@@ -1,0 +1,203 @@
+"""Measure whether `wb.scaling` carries the best learning rate of a small model to wider and deeper ones.
+
+    python benchmarks/width_rule.py          train what the raw file lacks, then draw docs/pictures/width-rule.png
+    python benchmarks/width_rule.py --draw   draw only
+
+GPT-2s of width 64, 128 and 256 and depth 4 and 8 train for 100 steps on the demo corpus, in one process on one core, in
+fp32. GPT-2 predicts every token and BERT one in seven, so that a few seconds of training suffice to rank two rates. The
+proxy is the smallest model. Each model is trained at the proxy's best rate and at its neighbours, in steps of sqrt(2);
+then the search walks on towards lower loss until the best rate has a worse one on either side. The loss is held out.
+
+With the rule, initial weights and rates are those of `wb.scaling(proxy, model)`. Without it only the sizes change: each
+model has the proxy's `initializer_range` and one rate for all parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+from plotly.subplots import make_subplots
+
+import workbench as wb
+from workbench import data
+from workbench.figures import save_png, theme
+from workbench.models import scaling
+from workbench.optimizers.building import parameter_groups
+from workbench.optimizers.schedules import learning_rate_factor
+
+ROOT = Path(__file__).resolve().parents[1]
+RAW = ROOT / "benchmarks" / "results" / "width_rule_1core.json"
+PICTURE = ROOT / "docs" / "pictures" / "width-rule.png"
+WIDTHS, DEPTHS, HEAD_SIZE, VOCABULARY = (64, 128, 256), (4, 8), 8, 300
+SIZES = [(width, depth) for width in WIDTHS for depth in DEPTHS]
+STEPS, BATCH, SEQ_LEN, HELD_OUT = 100, 16, 16, 512
+RATE = 1e-2
+"""Learning rate of position 0; position k is RATE * sqrt(2)**k."""
+START = -1
+"""Position at which the search for the proxy's best rate begins."""
+LOWEST, HIGHEST = -12, 6
+"""Positions beyond which no search goes."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if "--draw" not in sys.argv[1:]:
+        proxy = best_position(SIZES[0], True, START)
+        for size in SIZES:
+            for rule in (True, False):
+                best_position(size, rule, proxy)
+    print(table(read()))
+    save_png(draw(read()), PICTURE, width=1000, scale=1.5)
+
+
+def best_position(size: tuple[int, int], rule: bool, start: int) -> int:
+    """Return the position of the best rate of a model, between two that are worse."""
+    best = start
+    while True:
+        losses = {k: trained(size, rule, k) for k in (best - 1, best, best + 1) if LOWEST <= k <= HIGHEST}
+        lowest = min(losses, key=losses.__getitem__)
+        if lowest == best:
+            return best
+        best = lowest
+
+
+def trained(size: tuple[int, int], rule: bool, position: int) -> float:
+    """Return the held-out loss of a model at a rate, from the raw file if it has been trained before."""
+    if size == SIZES[0]:
+        rule = True  # The rule changes nothing at the proxy's own size.
+    key = {"width": size[0], "depth": size[1], "rule": rule, "position": position}
+    raw = read()
+    for run in raw["runs"]:
+        if all(run[name] == value for name, value in key.items()):
+            return float(run["held_out_loss"])
+    started = time.process_time()
+    loss = train(experiment(size, rule, position))
+    loss = loss if math.isfinite(loss) else 1e9
+    seconds = time.process_time() - started
+    raw["runs"].append({**key, "rate": rate(position), "held_out_loss": loss, "cpu_seconds": round(seconds, 1)})
+    partial = RAW.with_suffix(".partial")
+    partial.write_text(json.dumps(raw, indent=1))
+    partial.replace(RAW)
+    print(json.dumps(raw["runs"][-1]), flush=True)
+    return loss
+
+
+def read() -> dict[str, Any]:
+    if RAW.exists():
+        raw: dict[str, Any] = json.loads(RAW.read_text())
+        return raw
+    settings = {"steps": STEPS, "batch": BATCH, "seq_len": SEQ_LEN, "vocabulary": VOCABULARY, "held_out": HELD_OUT}
+    settings |= {"head_size": HEAD_SIZE, "initializer_range": 0.12, "seed": 0, "corpus": "demo", "family": "gpt2"}
+    return {"settings": settings, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "runs": []}
+
+
+def rate(position: int) -> float:
+    return float(RATE * math.sqrt(2) ** position)
+
+
+def model(size: tuple[int, int]) -> Any:
+    width, depth = size
+    return wb.models.gpt2(
+        width, depth, width // HEAD_SIZE, vocab_size=VOCABULARY, initializer_range=0.12, dropout=0.0, max_positions=64
+    )
+
+
+def experiment(size: tuple[int, int], rule: bool, position: int) -> wb.Experiment:
+    scaled = scaling(model(SIZES[0]), model(size))
+    return wb.Experiment(
+        model=scaled.model if rule else model(size),
+        data=wb.data.corpus("demo", vocab_size=VOCABULARY),
+        steps=STEPS,
+        global_batch=BATCH,
+        seq_len=SEQ_LEN,
+        learning_rate=rate(position),
+        rate_scale=scaled.rate_scale if rule else None,
+        evaluate=wb.Evaluate(samples=HELD_OUT),
+    )
+
+
+def train(settings: wb.Experiment) -> float:
+    """Train in this process as a run would, and return the held-out loss."""
+    torch.manual_seed(settings.seed)
+    module: Any = settings.model.build()
+    groups = parameter_groups(dict(module.named_parameters()), settings)
+    peaks = [group["lr"] for group in groups]
+    named = [{name: value for name, value in group.items() if name != "names"} for group in groups]
+    optimizer = torch.optim.AdamW(named, betas=settings.betas, eps=settings.eps, fused=True)
+    samples = settings.data.dataset(settings)
+    for step in range(settings.steps):
+        factor = learning_rate_factor(step, settings.warmup, settings.steps, "linear")
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        first = step * settings.global_batch
+        loss = module(**samples.__getitems__(list(range(first, first + settings.global_batch)))).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
+        optimizer.step()
+    held_out = data.held_out(settings)
+    with torch.no_grad():
+        return float(module.eval()(**held_out.__getitems__(list(range(len(held_out))))).loss)
+
+
+def lines(raw: dict[str, Any], rule: bool) -> dict[tuple[int, int], dict[int, float]]:
+    """Return the losses of each model by the position of the rate."""
+    found: dict[tuple[int, int], dict[int, float]] = {size: {} for size in SIZES}
+    for run in raw["runs"]:
+        size = (run["width"], run["depth"])
+        if run["rule"] == rule or size == SIZES[0]:
+            found[size][run["position"]] = run["held_out_loss"]
+    return found
+
+
+def table(raw: dict[str, Any]) -> str:
+    """Return how many steps of sqrt(2) the best rate of each model lies from the proxy's."""
+    text = ["| width × depth | best rate with the rule | steps | best rate without | steps |", "|---|--:|--:|--:|--:|"]
+    proxy = lines(raw, True)[SIZES[0]]
+    centre = min(proxy, key=proxy.__getitem__)
+    for size in SIZES:
+        cells = [f"{size[0]} × {size[1]}"]
+        for rule in (True, False):
+            losses = lines(raw, rule)[size]
+            best = min(losses, key=losses.__getitem__) if losses else None
+            cells += ["", ""] if best is None else [f"{rate(best):.2g}", f"{best - centre:+d}"]
+        text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(text)
+
+
+def draw(raw: dict[str, Any]) -> go.Figure:
+    """Draw the loss of each model over the rate, above its own best, with the rule and without it."""
+    used = sorted({run["position"] for run in raw["runs"]})
+    proxy = lines(raw, True)[SIZES[0]]
+    centre = min(proxy, key=proxy.__getitem__)
+    columns = [f"{rate(k):.1e}" for k in used]
+    names = [f"{width} × {depth}" for width, depth in SIZES]
+    figure = make_subplots(1, 2, subplot_titles=("With the rule", "Without it"), shared_yaxes=True)
+    for column, rule in enumerate((True, False), start=1):
+        found = lines(raw, rule)
+        best = [min(found[size].values(), default=math.nan) for size in SIZES]
+        grid = [[found[size].get(k, math.nan) - low for k in used] for size, low in zip(SIZES, best, strict=True)]
+        words = [["" if math.isnan(v) else f"<b>{v:.2f}</b>" if v == 0 else f"{v:.2f}" for v in row] for row in grid]
+        heat = go.Heatmap(x=columns, y=names, z=grid, text=words, texttemplate="%{text}", coloraxis="coloraxis")
+        figure.add_trace(heat, row=1, col=column)
+        figure.add_vline(x=columns[used.index(centre)], line={"dash": "dash", "color": "black"}, row=1, col=column)
+        figure.update_xaxes(type="category", title_text="Peak learning rate", showgrid=False, row=1, col=column)
+    figure.update_yaxes(showgrid=False)
+    figure.update_yaxes(title_text="Width × depth", row=1, col=1)
+    title = theme.title(
+        "The proxy's best rate, carried to wider and deeper models",
+        "Held-out loss above the model's own best (0.00, bold); the dashed line is the proxy's best rate",
+    )
+    axis = {"colorscale": "Viridis", "reversescale": True, "cmin": 0, "cmax": 0.4, "colorbar": {"title": "nats"}}
+    return figure.update_layout(template=theme.TEMPLATE, height=460, title=title, coloraxis=axis)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The width and depth rule: what it multiplies, and that folded multipliers train as explicit ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench import models
+from workbench.errors import InvalidExperiment
+from workbench.models import Model, Scaling, scaling
+from workbench.models._named import initial_factor
+from workbench.optimizers.groups import parameter_groups, rate_scale
+
+SMALL = {"vocab_size": 90, "max_positions": 24, "dropout": 0.0, "initializer_range": 0.1}
+BERT = {**SMALL, "layout": "pre_ln", "next_sentence": False}
+PAIRS = {
+    "bert": (models.bert(32, 2, 4, **BERT), models.bert(64, 6, 8, **BERT)),
+    "bert with next sentences": (
+        models.bert(32, 2, 4, **SMALL, layout="pre_ln"),
+        models.bert(64, 6, 8, **SMALL, layout="pre_ln"),
+    ),
+    "gpt2": (models.gpt2(32, 2, 4, **SMALL), models.gpt2(64, 6, 8, **SMALL)),
+    "opt": (models.opt(32, 2, 4, **SMALL), models.opt(64, 6, 8, **SMALL)),
+}
+RESIDUAL_OUTPUTS = (".output.dense", ".c_proj", ".out_proj", ".fc2")
+READ_OUTS = ("cls.predictions.decoder", "lm_head")
+
+
+def built(model: Model) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return model.build()
+
+
+@pytest.mark.parametrize("family", PAIRS)
+def test_every_pattern_of_the_rule_names_parameters_and_matrices_alone_learn_more_slowly(family):
+    base, target = PAIRS[family]
+    rule = scaling(base, target)
+    module = built(rule.model)  # It refuses a pattern of initial_scale that matches nothing.
+    assert set(rule.rate_scale) == set(rule.model.initial_scale)
+    for name, parameter in module.named_parameters():
+        rate = rate_scale(name, rule.rate_scale)
+        is_hidden = parameter.ndim == 2 and "embed" not in name and ".w" not in name.replace(".weight", "")
+        if is_hidden:
+            assert rate == pytest.approx(1 / 6 if any(f"{o}." in name for o in RESIDUAL_OUTPUTS) else 1 / 2), name
+        elif parameter.ndim == 2:
+            assert rate == 1, name
+        else:
+            assert rate in (1, 1 / 2, 1 / 3), name
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "opt"])
+def test_folded_multipliers_train_as_explicit_ones(family):
+    """The oracle multiplies residual branches and the input of the read-out in forward, and starts them unscaled."""
+    base, target = PAIRS[family]
+    rule = scaling(base, target)
+    ours, oracle = built(rule.model), built(dataclasses.replace(target, initializer_range=base.initializer_range))
+    wide, deep = 2, 3
+    groups = []
+    for name, parameter in oracle.named_parameters():
+        hidden = rate_scale(name, rule.rate_scale) not in (1, 1 / deep) and parameter.ndim == 2
+        if hidden:
+            published = (deep**0.5) if family == "gpt2" and ".c_proj" in name else 1
+            parameter.data.mul_(published / wide**0.5)
+        groups.append({"params": [parameter], "lr": 1e-2 / (wide if hidden else 1)})
+    for name, module in oracle.named_modules():
+        if name.endswith(RESIDUAL_OUTPUTS):
+            module.register_forward_hook(lambda _module, _inputs, output: output / deep)
+        if name in READ_OUTS:
+            module.register_forward_pre_hook(lambda _module, inputs: (inputs[0] / wide,))
+    experiment = wb.Experiment(
+        model=rule.model, data=wb.data.corpus(), seq_len=16, learning_rate=1e-2, rate_scale=rule.rate_scale
+    )
+    scaled = [
+        {"params": g["params"], "lr": g["lr"]} for g in parameter_groups(dict(ours.named_parameters()), experiment)
+    ]
+    curves = [losses(ours, scaled), losses(oracle, groups)]
+    assert curves[0] == pytest.approx(curves[1], rel=2e-4)
+    assert curves[0][-1] < curves[0][0] - 0.1
+
+
+def losses(module: torch.nn.Module, groups: list[dict[str, object]]) -> list[float]:
+    optimizer = torch.optim.AdamW(groups, eps=1e-14, weight_decay=0.0)
+    ids = torch.randint(90, (8, 16), generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(6):
+        loss = module(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_hidden_matrices_start_narrower_and_embeddings_as_in_the_base_model():
+    rule = scaling(models.bert(32, 2, 4, **BERT), models.bert(128, 4, 16, **BERT | {"initializer_range": 0.02}))
+    module = built(rule.model)
+    layer = module.bert.encoder.layer[0]
+    deviations = {
+        "embedding": (module.bert.embeddings.word_embeddings.weight, 0.1),
+        "query": (layer.attention.self.query.weight, 0.1 / 2),
+        "output": (layer.output.dense.weight, 0.1 / 2 / 2),
+    }
+    for name, (weight, expected) in deviations.items():
+        assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+    assert module.cls.predictions.transform.LayerNorm.weight.unique().tolist() == [0.25]
+
+
+def test_a_model_scaled_to_its_own_size_is_the_model():
+    base = models.bert(32, 2, 4, **BERT)
+    rule = scaling(base, base)
+    assert set(rule.rate_scale.values()) == set(rule.model.initial_scale.values()) == {1.0}
+    plain, scaled = built(base).state_dict(), built(rule.model).state_dict()
+    assert all(torch.equal(plain[name], scaled[name]) for name in plain)
+
+
+def test_initial_scales_of_the_base_model_are_kept():
+    own = {"*.output.dense.weight": 0.5}
+    base, target = models.bert(32, 2, 4, **BERT, initial_scale=own), models.bert(64, 2, 8, **BERT)
+    rule = scaling(base, target)
+    plain = scaling(dataclasses.replace(base, initial_scale=None), target)
+    for name in ("bert.encoder.layer.0.attention.output.dense.weight", "bert.encoder.layer.1.output.dense.weight"):
+        halved = initial_factor(name, rule.model.initial_scale)
+        assert halved == pytest.approx(initial_factor(name, plain.model.initial_scale) / 2)
+    assert rule.rate_scale == plain.rate_scale
+    apart = dataclasses.replace(base, initial_scale={"*query.weight": 0.5})
+    with pytest.raises(InvalidExperiment, match=r"gives the parameters '\*' different factors \(0.5, 1\)"):
+        scaling(apart, target)
+
+
+def test_pairs_that_differ_in_more_than_size_are_refused_with_a_way_out():
+    base = models.bert(32, 2, 4, **BERT)
+    with pytest.raises(InvalidExperiment, match=r"num_heads=8 and hidden_size=64"):
+        scaling(base, models.bert(64, 2, 4, **BERT))
+    with pytest.raises(InvalidExperiment, match=r"the family 'bert' and .* 'gpt2'"):
+        scaling(base, models.gpt2(32, 2, 4))
+    published = BERT | {"layout": "post_ln"}
+    with pytest.raises(InvalidExperiment, match=r"the layout 'pre_ln' and .* 'post_ln'"):
+        scaling(base, models.bert(32, 2, 4, **published))
+    with pytest.raises(InvalidExperiment, match=r"has 2 layers and .* 4"):
+        scaling(models.bert(32, 2, 4, **published), models.bert(32, 4, 4, **published))
+    with pytest.raises(InvalidExperiment, match=r"wb\.models\.bert, gpt2 and opt"):
+        scaling(base, models.as_model(lambda: None))
+
+
+def test_initial_scales_are_checked_and_survive_json():
+    model = models.gpt2(32, 2, 4, initial_scale={"*.c_proj.weight": 0.1})
+    assert models.from_json(json.loads(json.dumps(model.to_json()))) == model
+    for wrong in ({"*": -1.0}, {"*": float("nan")}, {1: 1.0}, [1.0], {"*": True}):
+        with pytest.raises(InvalidExperiment, match="initial_scale="):
+            models.gpt2(32, 2, 4, initial_scale=wrong)
+    with pytest.raises(InvalidExperiment, match=r"'\*c_porj\*', which matches none of the 28 parameters of gpt2-2x32"):
+        models.gpt2(32, 2, 4, initial_scale={"*c_porj*": 1.0}).build()
+
+
+def test_the_table_of_a_rule_shows_every_factor():
+    rule = scaling(*PAIRS["bert"])
+    assert isinstance(rule, Scaling)
+    assert "2 times as wide, 3 times as deep" in repr(rule)
+    assert len(repr(rule).splitlines()) == 2 + len(rule.rules)
+    assert rule._repr_html_().count("<tr>") == 1 + len(rule.rules)
