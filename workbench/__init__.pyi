@@ -18,6 +18,7 @@ from .cost.cluster import Cluster as Cluster
 from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
+from .experiment import Samples as Samples
 from .figures.seed_bands_view import seed_bands as seed_bands
 from .figures.sweep_view import best_so_far as best_so_far
 from .figures.sweep_view import heat_map as heat_map

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
-from workbench.errors import PlanMismatch, checked_keywords
+from workbench.data import data_fingerprint
+from workbench.errors import InvalidArgument, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import from_experiment
 from workbench.planning.from_experiment import check_signature
 from workbench.planning.plan import Plan
 from workbench.rundir import read_json
 from workbench.runs.launching import launcher
-from workbench.runs.records.environment import data_fingerprint
 from workbench.runs.registry import distinct_names, load_run
 from workbench.runs.run import Run
 
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from workbench.figures import Contrast, Curve
+    from workbench.figures.seed_contrast import SeedContrast
     from workbench.notebooks import Reproduction, Shared
     from workbench.runs.records.summary import Summary
+    from workbench.sweeps.sweep import Sweep
     from workbench.widgets import Live, WhatIf
 
 PathLike = str | os.PathLike[str]
 OneRun = Run | PathLike
 """A run, or its directory or name."""
-Runs = OneRun | Sequence[OneRun]
+Runs = OneRun | Iterable[OneRun]
 
 
-@checked_keywords
+@checked_arguments
 def launch(
     experiment: Experiment, plan: Plan | None = None, *, directory: PathLike | None = None, progress: bool = True
 ) -> Run:
@@ -71,13 +74,16 @@ def _recorded_plan(experiment: Experiment) -> Plan | None:
 def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> dict[str, Any]:
     """Check that the plan is for the experiment, prepare the data, and return facts for the run's environment."""
     check_signature(experiment, plan)
+    from_experiment.check_optimizer(experiment, plan)
     experiment.data.prepare(experiment, progress=progress)
     if experiment.evaluate is not None:
         from_experiment.check_evaluation(experiment, plan)
+    if experiment.samples is not None:
+        from_experiment.check_samples(experiment, plan)
     return {"data_fingerprint": data_fingerprint(experiment)}
 
 
-@checked_keywords
+@checked_arguments
 def prepare(
     experiment: Experiment,
     plan: Plan,
@@ -98,7 +104,7 @@ def prepare(
     return Run(launcher.prepare(experiment, plan, directory=directory, resume=continued, facts=facts))
 
 
-@checked_keywords
+@checked_arguments
 def compare(
     runs: Runs, x: str = "tokens", *, y: str = "loss", smoothing: float | None = None, title: str | None = None
 ) -> go.Figure:
@@ -119,28 +125,50 @@ def compare(
     return loss_curves(_curves(_handles(runs)), x=x, y=y, title=title, **_given(smoothing=smoothing))
 
 
-@checked_keywords
-def contrast(runs: Runs, x: str = "tokens", *, smoothing: float | None = None) -> Contrast:
+@checked_arguments
+def contrast(runs: Runs | Sweep, x: str = "tokens", *, smoothing: float | None = None) -> Contrast | SeedContrast:
     """Return a comparison of runs at equal tokens, FLOPs, GPU-hours and time.
 
     It holds the difference of each run to the first over the axis `x`, with its confidence interval and the points
     where curves cross, and everything that differs in experiments, plans and environments. Arguments are those of
     `compare`.
+
+    Runs that differ in their seed alone are one configuration. If each of several configurations has at least two
+    seeds, the interval of the difference comes from the seeds instead (Welch's t), and a difference whose interval
+    contains zero is called not distinguishable. Of a sweep, the configurations with two finished seeds are compared
+    with the best.
     """
     from workbench.figures import contrast as contrast_curves
+    from workbench.figures.seed_contrast import contrast_seeds, group_names, seed_groups
+    from workbench.sweeps.sweep import Sweep
 
-    handles = _handles(runs)
-    described = [
-        {
-            "experiment": run.experiment,
-            "plan": read_json(run.directory.plan) if run.directory.plan.exists() else {},
-            "environment": run.environment,
-        }
-        for run in handles
-    ]
-    return contrast_curves(_curves(handles), described, x, **_given(smoothing=smoothing))
+    handles = _handles(_finished(runs) if isinstance(runs, Sweep) else runs)
+    described = [{"experiment": run.experiment, "plan": _plan_json(run)} for run in handles]
+    groups, curves = seed_groups(described), _curves(handles)
+    if len(groups) > 1 and all(len(group) > 1 for group in groups):
+        names = group_names([described[group[0]] for group in groups])
+        by_name = {name: [curves[at] for at in group] for name, group in zip(names, groups, strict=True)}
+        return contrast_seeds(by_name, **_given(smoothing=smoothing))
+    full = [{**facts, "environment": run.environment} for facts, run in zip(described, handles, strict=True)]
+    return contrast_curves(curves, full, x, **_given(smoothing=smoothing))
 
 
+def _finished(sweep: Sweep) -> list[Run]:
+    """Return the finished runs of each configuration that has two of them, the best configuration first."""
+    rows = [row for row in sweep.rows() if len(row.finished) > 1]
+    if len(rows) < 2:
+        raise InvalidExperiment(
+            f"{len(rows)} of {len(sweep.rows())} configurations of {sweep.name} have two finished seeds, and a "
+            "contrast needs two such configurations. Sweep with seeds=2 or more, or wait until more runs have finished."
+        )
+    return [run for row in rows for run in row.finished]
+
+
+def _plan_json(run: Run) -> Any:
+    return read_json(run.directory.plan) if run.directory.plan.exists() else {}
+
+
+@checked_arguments
 def partition(plan: Plan, experiment: Experiment) -> go.Figure:
     """Draw the experiment's model in the plan's stages, with names and shapes of the tensors between two stages."""
     from workbench.figures import partition as draw_partition
@@ -153,6 +181,7 @@ def partition(plan: Plan, experiment: Experiment) -> go.Figure:
     return draw_partition(plan, crossing=crossing)
 
 
+@checked_arguments
 def timeline(run: OneRun | Plan) -> go.Figure:
     """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured."""
     from workbench.figures import measured_timeline, timelines
@@ -165,6 +194,7 @@ def timeline(run: OneRun | Plan) -> go.Figure:
     return predicted_timeline(handle.plan) if measured is None else timelines(handle.plan, measured)
 
 
+@checked_arguments
 def live(runs: Runs, x: str = "tokens") -> Live:
     """Return a dashboard whose curves grow in place, with state, speed and a button to stop or resume each run."""
     from workbench.widgets import live as live_dashboard
@@ -172,6 +202,7 @@ def live(runs: Runs, x: str = "tokens") -> Live:
     return live_dashboard(_handles(runs), x=x)
 
 
+@checked_arguments
 def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
     """Return sliders for GPUs, memory, global batch and micro-batch, with the figure of the plan that follows them.
 
@@ -183,6 +214,7 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
     return WhatIf(profile, cluster, experiment.global_batch, experiment.seq_len)
 
 
+@checked_arguments
 def show(run: OneRun) -> go.Figure:
     """Draw what was predicted for a run beside what it measured: step time, speed, memory, and one step's schedule."""
     from workbench.figures import measured_timeline, prediction
@@ -193,6 +225,7 @@ def show(run: OneRun) -> go.Figure:
     return prediction(handle.plan, measurements(handle), title, measured_timeline(handle.events()))
 
 
+@checked_arguments
 def summary(runs: Runs) -> Summary:
     """Return a table of runs: plans, tokens, final loss, speed, prediction beside measurement, and the machine."""
     from workbench.runs.records.summary import summary as summarise
@@ -200,7 +233,7 @@ def summary(runs: Runs) -> Summary:
     return summarise(_handles(runs))
 
 
-@checked_keywords
+@checked_arguments
 def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = None) -> Shared:
     """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows without a kernel.
 
@@ -213,7 +246,7 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
     return share_notebook(*files, None if runs is None else _handles(runs))
 
 
-@checked_keywords
+@checked_arguments
 def reproduce(
     notebook: PathLike, to: PathLike = "reproduced", *, kernel: str | None = None, at_commit: bool = False
 ) -> Reproduction:
@@ -229,7 +262,9 @@ def reproduce(
 
 
 def _handles(runs: Runs) -> list[Run]:
-    several = [runs] if isinstance(runs, Run | str | os.PathLike) else runs
+    several = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
+    if not several:
+        raise InvalidArgument("No run is given. Give at least one: its handle, its name or its directory.")
     return [load_run(run) for run in several]
 
 

@@ -82,6 +82,28 @@ class EvaluationEvent(_Timed):
     """Training time so far, without evaluations."""
     eval_seconds: float
     """Time that this evaluation took."""
+    metrics: NotRequired[dict[str, float | None]]
+    """The experiment's own metrics; None for one whose count was 0."""
+
+
+class TextSample(TypedDict):
+    """The answer of a model to one prompt: the text that continues it, or what fills its masks."""
+
+    prompt: str
+    text: NotRequired[str]
+    masks: NotRequired[list[list[tuple[str, float]]]]
+    """The most probable tokens with their probabilities, for each mask."""
+
+
+class SamplesEvent(_Timed):
+    """Samples of text after `step` steps."""
+
+    type: Literal["samples"]
+    step: int
+    """Number of completed steps, from 0."""
+    samples: list[TextSample]
+    seconds: float
+    """Time that writing the samples took."""
 
 
 class MemoryEvent(_Timed):
@@ -168,6 +190,7 @@ Event = (
     | PhaseEvent
     | StepEvent
     | EvaluationEvent
+    | SamplesEvent
     | MemoryEvent
     | DeviceEvent
     | ActionsEvent

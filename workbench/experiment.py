@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -22,16 +23,29 @@ from workbench.user_code import UserFunction, as_user_function
 
 BATCH_COUPLING = ("keep", "allow")
 PRECISIONS = ("auto", "fp32", "bf16")
-OPTIMIZERS = ("adamw", "lamb", "sgd")
+OPTIMIZERS = ("adamw", "lamb", "muon", "sgd")
 LR_SCHEDULES = ("linear", "cosine", "constant", "wsd", "inverse_sqrt")
-USER_FUNCTIONS = ("lr_schedule", "loss")
+USER_FUNCTIONS = ("lr_schedule", "loss", "optimizer")
 """Fields that may hold a callable of the user, which travels to the workers in `code/<field>.pkl`."""
+METRICS = "metrics"
+"""Field whose callables travel together in `code/metrics.pkl`."""
+METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_TAKEN_NAMES = frozenset(
+    {
+        *("step", "loss", "eval_loss", "perplexity", "tokens", "samples", "flops", "seconds", "eval_seconds"),
+        *("gpu_hours", "learning_rate", "grad_norm", "step_ms", "tokens_per_s", "mfu", "time", "memory", "utilization"),
+    }
+)
+"""Names of recorded columns and panels, which a metric cannot have."""
 _MINIMA: Mapping[str, int | None] = {
     **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "keep_checkpoints"), 1),
     **dict.fromkeys(("warmup_steps", "seed", "weight_decay"), 0),
     **dict.fromkeys(("learning_rate", "eps", "clip_norm")),
 }
 """Smallest value of each number; None if it must be greater than 0."""
+LARGEST_COUNT = 2**31 - 1
+"""Largest number of steps, samples or tokens: two of them multiplied still fit into 64 bits."""
+LARGEST_SEED = 2**63 - 1
 _REAL = ("learning_rate", "eps", "clip_norm", "weight_decay")
 """Numbers that need not be whole."""
 _OPTIONAL = ("checkpoint_every", "warmup_steps", "clip_norm")
@@ -53,6 +67,36 @@ class Evaluate:
     def __post_init__(self) -> None:
         for field in ("every", "samples"):
             _require_number(f"Evaluate.{field}", getattr(self, field), 1)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts that a model answers while it trains: a causal model continues them, a masked model fills `[MASK]`.
+
+    Samples are written before the first step, every `every` steps and after the last one.
+    """
+
+    prompts: tuple[str, ...]
+    every: int = 200
+    """Steps between two samples."""
+    tokens: int = 40
+    """Tokens that a causal model writes after each prompt."""
+    seed: int | None = 0
+    """Seed of the random numbers with which tokens are drawn among the 50 most probable ones, the same at every step;
+    `None` takes the most probable token each time."""
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.prompts, (list, tuple)) and len(self.prompts) > 0
+        if not is_list or not all(isinstance(prompt, str) and prompt.strip() for prompt in self.prompts):
+            raise InvalidExperiment(
+                f'Samples.prompts={self.prompts!r} is no list of texts. Write prompts=["Hello! I am"].',
+                parameter="Samples.prompts",
+            )
+        object.__setattr__(self, "prompts", tuple(self.prompts))
+        for field in ("every", "tokens"):
+            _require_number(f"Samples.{field}", getattr(self, field), 1)
+        if self.seed is not None:
+            _require_number("Samples.seed", self.seed, 0)
 
 
 @dataclass(frozen=True)
@@ -86,8 +130,10 @@ class Experiment:
     rate_scale: Mapping[str, float] | None = None
     """Multiple of `learning_rate` by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1."""
-    optimizer: str = "adamw"
-    """`adamw`, `lamb` (arXiv:1904.00962), or `sgd` with momentum 0.9."""
+    optimizer: str | Callable[[list[dict[str, Any]]], Any] | UserFunction = "adamw"
+    """`adamw`, `lamb` (arXiv:1904.00962), `muon` (`torch.optim.Muon` for hidden matrices, AdamW for the rest), or `sgd`
+    with momentum 0.9. A callable takes a list of parameter groups (`params`, `names`, `lr`, `weight_decay`) and returns
+    a `torch.optim.Optimizer` over them."""
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -114,6 +160,11 @@ class Experiment:
     """Compute the loss on held-out samples while training; text gives up about 5 % of its documents for them."""
     eval_data: DataSource | None = None
     """Held-out data, of the same kinds and with the same fields as `data`; by default a part of the text."""
+    metrics: Mapping[str, Callable[[Any, Mapping[str, Any]], Any] | UserFunction] | None = None
+    """Functions by name that evaluations compute beside the loss. Each is given the outputs of forward and the batch,
+    and returns a sum and a count over the samples; the metric is the quotient over the whole set."""
+    samples: Samples | None = None
+    """Let the model write text while it trains. Only for text, which has a tokeniser."""
     loss: str | int | Callable[[Any, Mapping[str, Any]], Any] | UserFunction | None = None
     """Loss among what forward returns: its name, its index, or a function of the outputs and the batch that returns a
     scalar. `None` takes `.loss`, `["loss"]`, the first item of a tuple, or else the only scalar."""
@@ -131,8 +182,11 @@ class Experiment:
         if self.eval_data is not None:
             object.__setattr__(self, "eval_data", _data.as_data(self.eval_data))
         _check_evaluation(self)
+        _check_metrics(self)
+        _check_samples(self)
         object.__setattr__(self, "lr_schedule", as_user_function(self.lr_schedule))
         object.__setattr__(self, "loss", as_user_function(self.loss))
+        object.__setattr__(self, "optimizer", as_user_function(self.optimizer))
         if isinstance(self.loss, bool) or not isinstance(self.loss, (str, int, UserFunction, type(None))):
             raise InvalidExperiment(
                 f"loss={self.loss!r} is neither a name, an index nor a function of the outputs and the batch. Give one "
@@ -141,16 +195,22 @@ class Experiment:
             )
         _require_pair_below_one("betas", self.betas)
         object.__setattr__(self, "betas", tuple(self.betas))
+        _require_texts("tags", self.tags)
         object.__setattr__(self, "tags", tuple(self.tags))
         if self.name is None:
             object.__setattr__(self, "name", self.model.name)
+        for field in ("name", "project"):
+            _require_text(field, getattr(self, field))
         for field, least in _MINIMA.items():
             _require_number(field, getattr(self, field), least)
         for field in ("deterministic", "stop_on_non_finite"):
             _require_bool(field, getattr(self, field))
+        if self.compile is not None:
+            _require_bool("compile", self.compile)
         _require_known("precision", self.precision, PRECISIONS)
         _require_known("batch_coupling", self.batch_coupling, BATCH_COUPLING)
-        _require_known("optimizer", self.optimizer, OPTIMIZERS)
+        if not isinstance(self.optimizer, UserFunction):
+            _require_known("optimizer", self.optimizer, OPTIMIZERS)
         _check_rates(self)
         if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
             raise InvalidExperiment(
@@ -167,6 +227,11 @@ class Experiment:
                 seq_len=self.seq_len,
                 max_positions=limit,
             )
+
+    @property
+    def optimizer_name(self) -> str:
+        """Name of the optimiser, or of the callable that builds it."""
+        return self.optimizer.name if isinstance(self.optimizer, UserFunction) else str(self.optimizer)
 
     @property
     def warmup(self) -> int:
@@ -203,6 +268,8 @@ class Experiment:
         value["betas"], value["tags"] = list(self.betas), list(self.tags)
         for name in USER_FUNCTIONS:
             value[name] = value[name].to_json() if isinstance(value[name], UserFunction) else value[name]
+        value["samples"] = None if self.samples is None else dataclasses.asdict(self.samples)
+        value["metrics"] = {name: metric.to_json() for name, metric in (self.metrics or {}).items()} or None
         value["rate_scale"] = None if self.rate_scale is None else dict(self.rate_scale)
         return value
 
@@ -213,23 +280,33 @@ class Experiment:
         model: Callable[[], Any] | None = None,
         data: Any = None,
         eval_data: Any = None,
-        functions: Mapping[str, Callable[..., Any] | None] = MappingProxyType({}),
+        functions: Mapping[str, Any] = MappingProxyType({}),
     ) -> Experiment:
         """Rebuild an experiment; the other arguments supply the user's own objects, which the JSON only names.
 
-        `functions` holds callables by field (`USER_FUNCTIONS`).
+        `functions` holds callables by field (`USER_FUNCTIONS`), and a mapping of names to callables for `metrics`.
         """
+        if not isinstance(value, Mapping) or not {"model", "data", "betas", "tags"} <= value.keys():
+            raise InvalidExperiment(
+                "This JSON describes no experiment: it is no object with a model, data, betas and tags. Give what "
+                "experiment.to_json() returned, or experiment.json of a run directory."
+            )
         fields = dict(value)
         fields["model"] = _models.from_json(fields["model"], factory=model)
         fields["data"] = _data.from_json(fields["data"], dataset=data)
         if fields.get("evaluate") is not None:
             fields["evaluate"] = Evaluate(**fields["evaluate"])
+        if fields.get("samples") is not None:
+            fields["samples"] = Samples(**fields["samples"])
         if fields.get("eval_data") is not None:
             fields["eval_data"] = _data.from_json(fields["eval_data"], dataset=eval_data)
         fields["betas"], fields["tags"] = tuple(fields["betas"]), tuple(fields["tags"])
         for name in USER_FUNCTIONS:
             if name in fields:
                 fields[name] = as_user_function(fields[name], functions.get(name))
+        if fields.get(METRICS) is not None:
+            own = functions.get(METRICS) or {}
+            fields[METRICS] = {name: as_user_function(item, own.get(name)) for name, item in fields[METRICS].items()}
         return Experiment(**fields)
 
 
@@ -258,6 +335,53 @@ def _check_evaluation(experiment: Experiment) -> None:
             f"eval_data is the text {held_out.name}, but data is a dataset of your own ({experiment.data.name}), which "
             "has another tokeniser or none. Give a dataset with the same fields as eval_data.",
             parameter="eval_data",
+        )
+
+
+def _check_metrics(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless each metric is a function with a name of its own; wrap them."""
+    metrics = experiment.metrics
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping) or not all(callable(metric) for metric in metrics.values()):
+        raise InvalidExperiment(
+            f"metrics={metrics!r} does not map names to functions. Write, for instance, "
+            'metrics={"accuracy": lambda outputs, batch: (correct.sum(), correct.numel())}.',
+            parameter=METRICS,
+        )
+    for name in metrics:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name) or name in _TAKEN_NAMES:
+            raise InvalidExperiment(
+                f"{name!r} is no name for a metric. Choose a word of letters, digits, '-' and '_' that no recorded "
+                f"column has ({', '.join(sorted(_TAKEN_NAMES))}).",
+                parameter=METRICS,
+            )
+    if metrics and experiment.evaluate is None:
+        raise InvalidExperiment(
+            f"metrics ({', '.join(metrics)}) are computed on held-out samples, and evaluate is None. "
+            "Add evaluate=wb.Evaluate(every=100), or remove metrics.",
+            parameter=METRICS,
+        )
+    object.__setattr__(
+        experiment, METRICS, {name: as_user_function(metric) for name, metric in metrics.items()} or None
+    )
+
+
+def _check_samples(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless `samples` is a `Samples` and the data has a tokeniser."""
+    samples = experiment.samples
+    if samples is None:
+        return
+    if not isinstance(samples, Samples):
+        raise InvalidExperiment(
+            f'samples={samples!r} is no Samples. Write samples=wb.Samples(prompts=["Hello! I am"]).',
+            parameter="samples",
+        )
+    if experiment.data.is_custom:
+        raise InvalidExperiment(
+            f"samples need a tokeniser, and data is a dataset of your own ({experiment.data.name}), which has none. "
+            "Train on text (wb.data.corpus or wb.data.hub), or remove samples.",
+            parameter="samples",
         )
 
 
@@ -305,7 +429,10 @@ def _require_factor(schedule: UserFunction, step: int) -> None:
 
 
 def _is_finite(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def _require_number(name: str, value: Any, least: int | None) -> None:
@@ -315,10 +442,25 @@ def _require_number(name: str, value: Any, least: int | None) -> None:
     described = "a number" if name in _REAL else "a whole number"
     if not isinstance(value, number) or isinstance(value, bool):
         raise InvalidExperiment(f"{name}={value!r} is not {described}. Give {described}.", parameter=name, value=value)
+    if number is Real and not _is_finite(value):
+        raise InvalidExperiment(f"{name}={value!r} is not finite. Give a finite number.", parameter=name, value=value)
     if least is None and not value > 0:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)
     if least is not None and not value >= least:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be {least} or more.", parameter=name, value=value)
+    most = LARGEST_SEED if name == "seed" else LARGEST_COUNT
+    if number is Integral and value > most:  # type: ignore[operator]
+        raise InvalidExperiment(f"{name}={value!r} must be at most {most:,}.", parameter=name, value=value)
+
+
+def _require_text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise InvalidExperiment(f"{name}={value!r} is not a name. Give a text of one line.", parameter=name)
+
+
+def _require_texts(name: str, value: Any) -> None:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(text, str) for text in value):
+        raise InvalidExperiment(f"{name}={value!r} is not a list of texts. Write {name}=('trial',).", parameter=name)
 
 
 def _require_bool(name: str, value: Any) -> None:
@@ -327,16 +469,17 @@ def _require_bool(name: str, value: Any) -> None:
 
 
 def _require_pair_below_one(name: str, value: Any) -> None:
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(isinstance(v, Real) for v in value):
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(map(_is_finite, value)):
         raise InvalidExperiment(f"{name}={value!r} is not two numbers. Give two, such as (0.9, 0.98).", value=value)
     if not all(0 <= v < 1 for v in value):
         raise InvalidExperiment(f"{name}={value!r} must each be at least 0 and below 1.", value=value)
 
 
-def _require_known(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
+def _require_known(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
         raise InvalidExperiment(f"{name}={value!r} is not one of the choices. {suggestion(value, known)}", value=value)
 
 
 Evaluate.__init__ = checked_keywords(Evaluate.__init__)  # type: ignore[method-assign]
+Samples.__init__ = checked_keywords(Samples.__init__)  # type: ignore[method-assign]
 Experiment.__init__ = checked_keywords(Experiment.__init__)  # type: ignore[method-assign]

@@ -95,15 +95,30 @@ def held_out(name: str) -> list[Tensors]:
     return [{key: value[index] for key, value in batch.items()} for index in range(HELD_OUT)]
 
 
+def accuracy(outputs: Any, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    labelled = batch["labels"] != -100
+    return ((outputs.prediction_logits.argmax(-1) == batch["labels"]) & labelled).sum(), labelled.sum()
+
+
+def margin(outputs: Any, batch: Tensors) -> tuple[float, int]:
+    """Return the mean logit of the first token, which one tensor-parallel device holds, above that of the last."""
+    difference = outputs["prediction_logits"][..., 0] - outputs["prediction_logits"][..., -1]
+    return difference.double().sum().item() + outputs[2].sum().item(), len(batch["input_ids"])
+
+
+METRICS: dict[str, dict[str, Any]] = {"bert": {"accuracy": accuracy, "margin": margin}}
+
+
 def train(
-    _rank: int, name: str, division: Division, every: int, held_out_size: int = HELD_OUT
-) -> tuple[list[float], list[float], list[float], Tensors]:
-    """Train; return the losses of steps, of evaluations by Workbench and by plain PyTorch, and the parameters."""
+    _rank: int, name: str, division: Division, every: int, with_metrics: bool = False
+) -> tuple[list[float], list[Any], list[Any], Tensors]:
+    """Train; return the losses of steps, the evaluations by Workbench and by plain PyTorch, and the parameters."""
     torch.manual_seed(0)
     model = MODELS[name]().train()
     specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(name, GLOBAL_BATCH, 0).items()}
     graph, evaluated = capture(model, specs, name=name), None
-    evaluated = capture_for_evaluation(model, graph)
+    metrics = METRICS[name] if with_metrics else {}
+    evaluated = capture_for_evaluation(model, graph, metrics)
     assert model.training
     plan = forced_plan(
         graph,
@@ -125,14 +140,17 @@ def train(
     )
     trainer = Trainer(experiment, plan, graph, stages, context, here)
     programs = evaluation_programs(plan, here, evaluated, context)
-    evaluator = Evaluator(trainer, evaluated, programs, HeldOutDataset(held_out(name), held_out_size))
-    losses, found, expected = [], [], []
+    evaluator = Evaluator(trainer, evaluated, programs, HeldOutDataset(held_out(name), HELD_OUT), metrics)
+    losses: list[float] = []
+    found: list[Any] = []
+    expected: list[Any] = []
     for step in range(STEPS):
         if step % every == 0:
             state = torch.get_rng_state()
-            found.append(evaluator.loss())
+            loss, values = evaluator.evaluate()
+            found += [loss, *values.values()]
             assert torch.equal(state, torch.get_rng_state())
-            expected.append(plain_loss(name, trainer))
+            expected += plain_evaluation(name, trainer, metrics)
         batch = batch_of(name, GLOBAL_BATCH, seed=step)
         first = here.data_rank * trainer.samples
         part = {key: value[first : first + trainer.samples] for key, value in batch.items()}
@@ -149,17 +167,19 @@ def whole_tensors(trainer: Trainer) -> Tensors:
     return {key: value for part in everybody for key, value in part.items()}
 
 
-def plain_loss(name: str, trainer: Trainer) -> float:
-    """Return the loss of the unmodified model in eval mode, over the whole set in one batch."""
+def plain_evaluation(name: str, trainer: Trainer, metrics: dict[str, Any]) -> list[float]:
+    """Return loss and metrics of the unmodified model in eval mode, over the whole set in one batch."""
     state = whole_tensors(trainer)
     with torch.random.fork_rng([]):
         model = MODELS[name]().eval()
     model.load_state_dict(state, strict=False)
     with torch.no_grad():
         output = model(**batch_of(name, HELD_OUT, seed=99))
+    pairs = [metric(output, batch_of(name, HELD_OUT, seed=99)) for metric in metrics.values()]
+    values = [float(total / count) for total, count in pairs]
     if isinstance(output, torch.Tensor):
-        return float(output)
-    return float(output[0] if isinstance(output, tuple) else output.loss)
+        return [float(output), *values]
+    return [float(output[0] if isinstance(output, tuple) else output.loss), *values]
 
 
 DIVISIONS = {
@@ -178,11 +198,12 @@ TRIED = list(DIVISIONS) if os.environ.get("WORKBENCH_TEST_ALL") else ["TP 2", "Z
 
 
 @pytest.mark.parametrize("division", [DIVISIONS[name] for name in TRIED], ids=TRIED)
-def test_the_held_out_loss_equals_plain_pytorch_in_eval_mode(division: Division) -> None:
-    _, found, expected, _ = launch(train, division.world, "bert", division, 2)
-    assert len(found) == 2
+def test_the_held_out_loss_and_metrics_equal_plain_pytorch_in_eval_mode(division: Division) -> None:
+    _, found, expected, _ = launch(train, division.world, "bert", division, 2, True)
+    assert len(found) == 6
     assert found == pytest.approx(expected, rel=1e-5)
-    assert abs(found[1] - found[0]) > 1e-4
+    assert abs(found[3] - found[0]) > 1e-4
+    assert abs(found[5] - found[2]) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["normalised", "squared"])
@@ -197,7 +218,7 @@ def test_models_that_differ_in_eval_mode_equal_plain_pytorch(name: str) -> None:
     ids=["bert under ZeRO 3", "BatchNorm in one process", "BatchNorm under PP 2"],
 )
 def test_training_with_evaluation_is_bitwise_the_training_without(name: str, division: Division) -> None:
-    often, _, _, parameters = launch(train, division.world, name, division, 1)
+    often, _, _, parameters = launch(train, division.world, name, division, 1, name in METRICS)
     seldom, _, _, others = launch(train, division.world, name, division, 10**9)
     assert often == seldom
     assert parameters.keys() == others.keys()
@@ -235,6 +256,7 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
         seq_len=32,
         checkpoint_every=2,
         evaluate=wb.Evaluate(every=2, samples=9),
+        metrics={"known": lambda outputs, batch: ((batch["labels"] >= 0).sum(), outputs.prediction_logits.shape[0])},
     )
     plan = wb.plan(experiment, pipeline=2, data=1, micro_batch=2)
     assert plan.prediction.evaluation_s > 0
@@ -250,6 +272,10 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     perplexities = [trace for trace in wb.compare(run, y="perplexity").data if trace.meta == "line"]
     assert perplexities[0].y == pytest.approx(run.evaluations().perplexity)
     assert "held-out loss" in repr(wb.summary(run))
+    assert run.evaluations()["known"].tolist() == [5.0, 5.0, 5.0]  # round(0.15 * 32) labels in each sample
+    [points] = [trace for trace in wb.compare(run, y="known").data if trace.meta == "line"]
+    assert points.y.tolist() == [5.0, 5.0, 5.0]
+    assert "known" in wb.summary(run).columns
     run.resume(steps=6)
     run.wait(timeout=120)
     assert run.evaluations().step.tolist() == [0, 2, 4, 6]

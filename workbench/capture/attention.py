@@ -50,7 +50,6 @@ def simplify_attention(module: fx.GraphModule) -> None:
         _add_head_dim(graph, node)
         _simplify_mask(node, examined)
     graph.eliminate_dead_code(is_impure_node=_is_impure)
-    module.recompile()
 
 
 def _replace_by(node: fx.Node, other: Any) -> None:

@@ -40,7 +40,6 @@ def clamp_to_bf16_range(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and dtype_of(node) == torch.float32:
             node.args, node.kwargs = tree_map(clamped, (node.args, dict(node.kwargs)))
-    module.recompile()
 
 
 def cast_written_values(module: fx.GraphModule) -> None:
@@ -53,7 +52,6 @@ def cast_written_values(module: fx.GraphModule) -> None:
             cast = module.graph.call_function(torch.ops.aten.to.other, (values, target))
         cast.meta = {**node.meta, "val": values.meta["val"]}
         node.replace_input_with(values, cast)
-    module.recompile()
 
 
 def _written_values(node: fx.Node) -> fx.Node | None:

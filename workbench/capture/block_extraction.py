@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -23,12 +23,18 @@ class BlockExtractor:
     """Makes blocks of groups of nodes; holds the code of each block type, and the constants met on the way."""
 
     def __init__(
-        self, exported: Exported, flow: Dataflow, names: Mapping[int, str], losses: Sequence[MeanLoss]
+        self,
+        exported: Exported,
+        flow: Dataflow,
+        names: Mapping[int, str],
+        losses: Sequence[MeanLoss],
+        outputs: Collection[fx.Node] = (),
     ) -> None:
         """Take the graph and its facts; `names` are the canonical names of parameters and buffers by `id`."""
         self._exported = exported
         self._flow = flow
         self._names = names
+        self._outputs = dict.fromkeys(outputs)
         self._losses = {mean.node: index for index, mean in enumerate(losses)}
         self._codes: dict[str, fx.GraphModule] = {}
         self.constants: dict[str, torch.Tensor] = {}
@@ -38,10 +44,13 @@ class BlockExtractor:
         """Return the block of one group; `group_of` gives the index of the group that computes a node."""
         flow, loss = self._flow, self._exported.loss
         inside = set(group.nodes)
-        needed = flow.recomputable_sources(group.nodes) - inside
+        recomputed = [node for node in self._outputs if loss in inside and node not in group_of]
+        needed = (flow.recomputable_sources((*group.nodes, *recomputed)) | set(recomputed)) - inside
         read = {source for node in group.nodes for source in node.all_input_nodes} - inside - flow.recomputable
         receives = [node for node in flow.order if node in read and node.op == "call_function"]
-        sends = [n for n in group.nodes if any(group_of.get(user, -1) > index for user in n.users) or n is loss]
+        read_later = [n for n in group.nodes if any(group_of.get(user, -1) > index for user in n.users)]
+        sends = self._sends(group, read_later) + recomputed
+        returned = [n.name for n in sends if n is not loss and n not in read_later]
         names = {node: self._name(node) for node in flow.order if node in needed and node in flow.tensors}
         is_parameter = {name: isinstance(flow.tensors[node], nn.Parameter) for node, name in names.items()}
         parameters = tuple(name for name, yes in is_parameter.items() if yes)
@@ -58,19 +67,13 @@ class BlockExtractor:
         for node, placeholder in (*copies.items(), *((loss, divisor) for divisor in divisors.values())):
             placeholder.meta = {"val": node.meta["val"]}
         for node in flow.order:
-            if node in copies or not (node in inside or node in needed):
-                continue
-            if node.op == "get_attr":
-                name = str(node.target).replace(".", "_")
-                root.add_module(name, tensor_at(self._exported.module, str(node.target)))
-                copies[node] = graph.get_attr(name)
-                continue
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node in self._losses:
-                copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
+            if node not in copies and (node in inside or node in needed):
+                self._copy(node, graph, root, copies)
+                if node in self._losses:
+                    copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
         graph.output(tuple(copies[node] for node in sends))
         restore_regions(graph)
-        block_type = digest(graph, root)
+        block_type = digest(graph, root, [at for at, node in enumerate(sends) if node.name in returned])
         if block_type not in self._codes:
             graph.lint()
             self._codes[block_type] = fx.GraphModule(root, graph)
@@ -84,8 +87,23 @@ class BlockExtractor:
             inputs=tuple(str(node.target) for node in inputs),
             counts=tuple(counts),
             sends=tuple(node.name for node in sends),
+            returned=tuple(returned),
             code=self._codes[block_type],
         )
+
+    def _copy(self, node: fx.Node, graph: fx.Graph, root: nn.Module, copies: dict[fx.Node, fx.Node]) -> None:
+        """Append a copy of a node to a block's graph; the graph that an attribute holds becomes a child of `root`."""
+        if node.op == "get_attr":
+            name = str(node.target).replace(".", "_")
+            root.add_module(name, tensor_at(self._exported.module, str(node.target)))
+            copies[node] = graph.get_attr(name)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    def _sends(self, group: NodeGroup, read_later: Collection[fx.Node]) -> list[fx.Node]:
+        """Return the nodes of a group that later blocks read, and those that are the loss or another output."""
+        results = {self._exported.loss, *self._outputs, *read_later}
+        return [node for node in group.nodes if node in results]
 
     def _name(self, node: fx.Node) -> str:
         tensor = self._flow.tensors[node]
@@ -96,14 +114,18 @@ class BlockExtractor:
         return name
 
 
-def digest(graph: fx.Graph, root: nn.Module) -> str:
-    """Return a hash of operations, constants, wiring, shapes and types: equal for layers that compute the same."""
+def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = ()) -> str:
+    """Return a hash of operations, constants, wiring, shapes and types: equal for layers that compute the same.
+
+    `returned` are the positions of the sent values that no later block reads.
+    """
     position = {node: index for index, node in enumerate(graph.nodes)}
     lines = [
         f"{node.op} {_target(node, root)} {_canonical(node.args, position)} {_canonical(node.kwargs, position)} "
         f"{_shape(node.meta.get('val'))}"
         for node in graph.nodes
     ]
+    lines += [f"returned {list(returned)}"] if returned else []
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

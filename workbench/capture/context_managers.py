@@ -50,7 +50,6 @@ def inline_regions(module: fx.GraphModule) -> None:
         for node in regions:
             _inline(module, node)
     module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
-    module.recompile()
 
 
 def _inline(module: fx.GraphModule, region: fx.Node) -> None:

@@ -23,7 +23,7 @@ class Dataflow:
     recomputable: frozenset[fx.Node]
     """Nodes that depend on the batch and on constants only and draw no random numbers: every block may compute them."""
     live: frozenset[fx.Node]
-    """Nodes that the loss or a mutation needs."""
+    """Nodes that the loss, another output or a mutation needs."""
     writers: Mapping[fx.Node, tuple[fx.Node, ...]]
     """Storage owner -> nodes that write to it, in order."""
 
@@ -43,8 +43,8 @@ class Dataflow:
         return reachable((source for node in nodes for source in sources(node)), sources)
 
 
-def analyse_dataflow(module: fx.GraphModule, loss: fx.Node) -> Dataflow:
-    """Return the facts about an exported graph whose loss is computed by the node `loss`."""
+def analyse_dataflow(module: fx.GraphModule, loss: fx.Node, outputs: Iterable[fx.Node] = ()) -> Dataflow:
+    """Return the facts about an exported graph whose loss and other outputs are computed by the given nodes."""
     nodes = list(module.graph.nodes)
     writers: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in nodes:
@@ -67,7 +67,7 @@ def analyse_dataflow(module: fx.GraphModule, loss: fx.Node) -> Dataflow:
         order={node: index for index, node in enumerate(nodes)},
         tensors=tensors,
         recomputable=frozenset(recomputable),
-        live=frozenset(ancestors([loss, *(node for node in nodes if mutated_arguments(node))])),
+        live=frozenset(ancestors([loss, *outputs, *(node for node in nodes if mutated_arguments(node))])),
         writers={owner: tuple(nodes) for owner, nodes in writers.items()},
     )
 

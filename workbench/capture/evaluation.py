@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from workbench.capture.graph import Graph
 from workbench.capture.model import capture
+from workbench.capture.outputs import Metric, read_by, slots_of
 from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, InvalidExperiment
+from workbench.tensors import TensorSpec
 
 
-def capture_for_evaluation(model: nn.Module, training: Graph) -> Graph:
-    """Capture the model in eval mode at the micro-batch of `training`, and leave it in train mode."""
+def capture_for_evaluation(
+    model: nn.Module, training: Graph, metrics: Mapping[str, Metric] = MappingProxyType({})
+) -> Graph:
+    """Capture the model in eval mode at the micro-batch of `training`, and leave it in train mode.
+
+    With `metrics`, the graph computes what they read of forward's outputs. Raises `InvalidExperiment` for a metric
+    that cannot be computed.
+    """
+    batch = training.batch
+
+    def read(template: Any) -> dict[int, str]:
+        return {slot: f"The metric {name!r}" for slot, name in read_by(metrics, template, batch).items()}
+
     model.eval()
     try:
-        return capture(model, training.batch, name=training.model, loss=training.loss_choice)
+        returns = read if metrics else None
+        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=returns)
     finally:
         model.train()
 
 
-def require_same_stages(training: Graph, evaluation: Graph, cuts: Sequence[int], tensor: int) -> None:
+def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
+    """Capture the model in eval mode for a batch of prompts, with its logits as the only output.
+
+    `batch` has the fields of the training with P prompts of S tokens. The logits are the first tensor of shape
+    (P, S, V) or (P * S, V) that forward returns, with V at least `vocabulary`; one whose V is that of the embedding is
+    preferred. Raises `InvalidExperiment` if forward returns none. The model is left in train mode.
+    """
+    prompts, tokens = batch["input_ids"].shape
+    rows = {spec.shape[0] for spec in training.parameters.values() if len(spec.shape) == 2}
+
+    def logits(template: Any) -> dict[int, str]:
+        slots = [slot for slot in slots_of(template) if slot.spec.is_floating and len(slot.spec.shape) in (2, 3)]
+        fitting = [
+            slot
+            for slot in slots
+            if slot.spec.shape[:-1] in ((prompts, tokens), (prompts * tokens,)) and slot.spec.shape[-1] >= vocabulary
+        ]
+        fitting.sort(key=lambda slot: slot.spec.shape[-1] not in rows)
+        if not fitting:
+            shapes = ", ".join(str(list(slot.spec.shape)) for slot in slots_of(template))
+            raise InvalidExperiment(
+                f"samples need the logits of every token, a tensor of {prompts} × {tokens} × at least {vocabulary:,} "
+                f"for these prompts, and {training.model} returned {shapes or 'no tensor'}. Let forward return its "
+                "logits beside the loss, or remove samples.",
+                model=training.model,
+            )
+        return {fitting[0].index: "samples"}
+
+    model.eval()
+    try:
+        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=logits)
+    finally:
+        model.train()
+
+
+def require_same_stages(
+    training: Graph, evaluation: Graph, cuts: Sequence[int], tensor: int, same_shapes: bool = True
+) -> None:
     """Raise `CaptureError` unless the evaluation can run in stages of the training.
 
     `cuts` are the first blocks of all stages but the first; `tensor` is the tensor-parallel degree. Each block may read
-    only parameters and buffers that the same block reads in training, and stages must exchange the same shapes.
+    only parameters and buffers that the same block reads in training, and stages must exchange the same shapes, or with
+    `same_shapes=False` as many values.
     """
     name, counts = training.model, (len(training.blocks), len(evaluation.blocks))
     if counts[0] != counts[1]:
@@ -37,10 +91,13 @@ def require_same_stages(training: Graph, evaluation: Graph, cuts: Sequence[int],
             raise _refused(name, f"block {block.name} reads {', '.join(extra[:3])} in eval mode only")
     for cut in cuts:
         sent, received = (
-            [(graph.values[value].shape, graph.values[value].dtype) for value in graph.crossing(cut)]
+            [
+                (graph.values[value].shape, graph.values[value].dtype)
+                for value in graph.crossing(cut, with_outputs=False)
+            ]
             for graph in (training, evaluation)
         )
-        if sent != received:
+        if sent != received if same_shapes else len(sent) != len(received):
             raise _refused(
                 name,
                 f"{len(sent)} values reach block {training.blocks[cut].name} in train mode, {len(received)} in eval",
@@ -56,6 +113,6 @@ def require_same_stages(training: Graph, evaluation: Graph, cuts: Sequence[int],
 def _refused(name: str, reason: str) -> CaptureError:
     return CaptureError(
         f"{name} cannot be evaluated under this plan, because {reason}. Let its forward use the same layers in "
-        "train and eval mode, or train without evaluate.",
+        "train and eval mode, or train without evaluate, metrics and samples.",
         model=name,
     )

@@ -123,7 +123,6 @@ def unify_grouped_matmuls(module: fx.GraphModule) -> None:
         replace_call(node, torch.ops.workbench.grouped_mm.default, (source, weights, ends))
         if not rows.users:
             module.graph.erase_node(rows)
-    module.recompile()
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any] | None:

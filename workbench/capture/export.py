@@ -21,7 +21,9 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.context_managers import inline_regions
+from workbench.capture.frozen_numbers import Numbers, note_of_changes
 from workbench.capture.operations import schema_of
+from workbench.capture.outputs import flattened
 from workbench.capture.returned_loss import LossChoice, find_loss
 from workbench.capture.source_lines import line_of_frames
 from workbench.capture.torch_internals import SYMBOLIC_SHAPES_LOG, exportable, move_meta_to_cpu, remove_checks
@@ -37,10 +39,23 @@ class Exported:
     loss: fx.Node
     notes: tuple[str, ...] = ()
     """Sentences on what was left out of the graph."""
+    template: Any = None
+    """Structure of what forward returned, with a `Slot` for each tensor, where that was asked for."""
+
+    @property
+    def returned(self) -> tuple[fx.Node, ...]:
+        """The nodes of the tensors in `template`, by the index of their slots."""
+        [output] = self.module.graph.find_nodes(op="output")
+        values: Any = output.args[0]
+        return tuple(values[1:])
 
 
-def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str, loss: LossChoice = None) -> Exported:
+def export(
+    model: nn.Module, batch: Mapping[str, TensorSpec], name: str, loss: LossChoice = None, returns: bool = False
+) -> Exported:
     """Export `model(**batch)`, on the device of its parameters; `loss` chooses among what forward returns.
+
+    With `returns`, the graph computes all that forward returns.
 
     If a model on the meta device meets tensors of the CPU in its forward (a table from NumPy, `torch.arange` without a
     device), its tensors are moved to the CPU, without values, and it is exported again. The same is tried if forward
@@ -52,24 +67,46 @@ def export(model: nn.Module, batch: Mapping[str, TensorSpec], name: str, loss: L
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     try:
-        return _export_on(device, model, batch, name, loss)
+        return _export_on(device, model, batch, name, loss, returns)
     except CaptureError as error:
         cause = error.__cause__
         is_of_meta = cause is not None and (_mixes_devices(str(cause)) or _depends_on_values(cause))
         if not any(p.is_meta for p in model.parameters()) or not is_of_meta:
             raise
     move_meta_to_cpu(model)
-    return _export_on(torch.device("cpu"), model, batch, name, loss)
+    return _export_on(torch.device("cpu"), model, batch, name, loss, returns)
 
 
 def _export_on(
-    device: torch.device, model: nn.Module, batch: Mapping[str, TensorSpec], name: str, choice: LossChoice
+    device: torch.device,
+    model: nn.Module,
+    batch: Mapping[str, TensorSpec],
+    name: str,
+    choice: LossChoice,
+    returns: bool,
+    numbers: Numbers | None = None,
 ) -> Exported:
+    """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
     # Zeros are valid indices and labels.
     example = {
         key: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device) for key, spec in batch.items()
     }
-    with exportable(model, name, partial(find_loss, choice=choice, name=name)), _quiet_failure():
+    templates: list[Any] = [None]
+
+    def loss_and_outputs(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        loss = find_loss(result, choice, batch, name)
+        template, tensors = flattened(result)
+        templates[0] = template
+        return (loss, *tensors)
+
+    loss_of = loss_and_outputs if returns else partial(find_loss, choice=choice, name=name)
+    held, after = Numbers.of(model), list[Numbers]()
+
+    def observed(result: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        after.append(Numbers.of(model))  # export restores them when forward has returned
+        return loss_of(result, batch=batch)
+
+    with exportable(model, name, observed), _quiet_failure(), (numbers or Numbers({})).held_by(model):
         before = _random_states()
         try:
             program = torch.export.export(model, (), example, strict=False)
@@ -87,8 +124,13 @@ def _export_on(
     inline_regions(module)
     _make_gradients_dense(module)
     [output] = module.graph.find_nodes(op="output")
-    [loss] = output.all_input_nodes
-    return Exported(module, loss)
+    values: Any = output.args[0] if returns else output.all_input_nodes
+    changed = held.changes_to(after[-1])
+    if numbers is not None or not changed.values:
+        return Exported(module, values[0], template=templates[0])
+    second = _export_on(device, model, batch, name, choice, returns, changed)
+    notes = (note_of_changes(changed, module.graph, second.module.graph, name),)
+    return Exported(module, values[0], notes, templates[0])
 
 
 def _random_states() -> tuple[Any, ...]:
@@ -114,7 +156,6 @@ def _make_gradients_dense(module: fx.GraphModule) -> None:
         names = [argument.name for argument in schema.arguments] if schema is not None else []
         if "sparse" in names[: len(node.args)]:
             node.update_arg(names.index("sparse"), False)
-    module.recompile()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
+    from workbench.capture.outputs import Outputs
+
 
 @dataclass(frozen=True)
 class Block:
@@ -41,7 +43,9 @@ class Block:
     """Indices into `Graph.label_counts` of the loss normalisers that the block divides by."""
     sends: tuple[str, ...]
     """Values that later blocks read, and the loss if this block computes it."""
-    code: fx.GraphModule = field(repr=False, compare=False)
+    returned: tuple[str, ...] = ()
+    """Values of `sends` that no later block reads: forward returned them beside the loss (`Graph.outputs`)."""
+    code: fx.GraphModule = field(repr=False, compare=False, kw_only=True)
     """`code(*parameters, *buffers, *receives, *inputs, *counts) -> tuple of sends`; nodes carry `meta["val"]`."""
 
 
@@ -87,6 +91,8 @@ class Graph:
     """Sentences on what capture did that a user may not expect."""
     loss_choice: Any = field(default=None, repr=False, compare=False)
     """The `loss` that capture was given, so that the model is captured again in the same way."""
+    outputs: Outputs | None = field(default=None, repr=False, compare=False)
+    """Structure and values that forward returned beside its loss, where an evaluation reads them."""
 
     @property
     def parameter_count(self) -> int:
@@ -107,19 +113,24 @@ class Graph:
         names = dict.fromkeys(name for block in self.blocks[first:end] for name in block.parameters)
         return {name: self.parameters[name] for name in names}
 
-    def crossing(self, cut: int) -> tuple[str, ...]:
-        """Return the values that a stage which ends before block `cut` sends: made before it, read at or after it."""
+    def crossing(self, cut: int, with_outputs: bool = True) -> tuple[str, ...]:
+        """Return the values that a stage which ends before block `cut` sends: made before it, read at or after it.
+
+        The last stage receives the outputs, which are left out without `with_outputs`.
+        """
         made = [name for block in self.blocks[:cut] for name in block.sends]
         read = {name for block in self.blocks[cut:] for name in block.receives}
+        if self.outputs is not None and with_outputs:
+            read |= set(self.outputs.names)
         return tuple(name for name in made if name in read)
 
     def last_uses(self, first: int, end: int) -> tuple[tuple[str, ...], ...]:
         """Return, for each of blocks `first` … `end - 1`, the values that can be freed after it.
 
-        These are neither read by a later one of the blocks, nor sent on, nor the loss.
+        These are neither read by a later one of the blocks, nor sent on, nor the loss or another output.
         """
         last = {name: block.index for block in self.blocks[first:end] for name in (*block.receives, *block.sends)}
-        for name in (*self.crossing(end), self.loss):
+        for name in (*self.crossing(end), self.loss, *(() if self.outputs is None else self.outputs.names)):
             last.pop(name, None)
         return tuple(tuple(name for name, at in last.items() if at == index) for index in range(first, end))
 

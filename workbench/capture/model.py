@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,13 +20,14 @@ from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.graph import Graph, spec_of
-from workbench.capture.losses import label_count, mean_losses
+from workbench.capture.losses import MeanLoss, label_count, mean_losses
 from workbench.capture.mutations import place_buffer_updates
-from workbench.capture.operations import reachable, storage_of
+from workbench.capture.operations import descendants, reachable, storage_of
+from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import refuse_backward_hooks
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, InvalidExperiment
 from workbench.tensors import TensorSpec
 
 
@@ -49,7 +51,12 @@ def signature(model: nn.Module, batch: Mapping[str, TensorSpec]) -> str:
 
 
 def capture(
-    model: nn.Module, batch: Mapping[str, TensorSpec], *, name: str | None = None, loss: LossChoice = None
+    model: nn.Module,
+    batch: Mapping[str, TensorSpec],
+    *,
+    name: str | None = None,
+    loss: LossChoice = None,
+    returns: Callable[[Any], Mapping[int, str]] | None = None,
 ) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
 
@@ -59,6 +66,8 @@ def capture(
         batch: the shape of each keyword argument, *with* the leading micro-batch dim.
         name: the model's name in errors; its class by default.
         loss: the loss in what forward returns: a name, an index, or a function of the outputs and the batch.
+        returns: function that is given what forward returned, with a `Slot` for each tensor, and returns the slots to
+            compute beside the loss, each with the name of who reads it.
 
     Raises:
         CaptureError: the model cannot be captured; names the line of its code that stops it.
@@ -67,17 +76,16 @@ def capture(
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     refuse_backward_hooks(model, name)
-    exported = export(model, batch, name, loss)
+    exported = export(model, batch, name, loss, returns is not None)
     place_buffer_updates(exported.module, name)
-    simplify_attention(exported.module)
-    unify_grouped_matmuls(exported.module)
-    clamp_to_bf16_range(exported.module)
-    cast_written_values(exported.module)
-    flow = analyse_dataflow(exported.module, exported.loss)
+    for rewrite in (simplify_attention, unify_grouped_matmuls, clamp_to_bf16_range, cast_written_values):
+        rewrite(exported.module)
+    readers = {} if returns is None else returns(exported.template)
+    outputs = {index: exported.returned[index] for index in readers}
+    flow = analyse_dataflow(exported.module, exported.loss, outputs.values())
     names, ties = canonical_names(model)
     passed = _reached_by_gradient(exported.loss, flow)
     trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
-    trained_names = {names[id(flow.tensors[node])] for node in trained}
     if not trained:
         raise CaptureError(
             f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
@@ -85,14 +93,14 @@ def capture(
             model=name,
         )
     losses = mean_losses(flow)
+    _check_outputs(outputs, readers, losses, flow)
     groups = group_nodes(flow, find_layers(model, flow), exported.loss)
     group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
-    extractor = BlockExtractor(exported, flow, names, losses)
+    extractor = BlockExtractor(exported, flow, names, losses, outputs.values())
     blocks = tuple(extractor.extract(index, group, group_of) for index, group in enumerate(groups))
-    parameters = {key: spec_of(key, p) for key, p in model.named_parameters()}
     used = {parameter for block in blocks for parameter in block.parameters}
     buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
-    nodes = {node.name: node for node in group_of}
+    nodes = {node.name: node for node in (*group_of, *outputs.values())}
     values = {value: _sent_value(nodes[value], name) for block in blocks for value in block.sends}
     return Graph(
         model=name,
@@ -101,18 +109,46 @@ def capture(
         blocks=blocks,
         batch=dict(batch),
         values=values,
-        parameters={key: spec for key, spec in parameters.items() if key in used},
+        parameters={key: spec_of(key, p) for key, p in model.named_parameters() if key in used},
         buffers=buffers,
         ties={key: others for key, others in ties.items() if key in used},
         loss=exported.loss.name,
         label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
-        frozen=frozenset(used - trained_names),
+        frozen=frozenset(used - {names[id(flow.tensors[node])] for node in trained}),
         differentiated=frozenset(values) & _computed_from(trained, passed, flow),
         constants=dict(extractor.constants),
         coupled=coupled_lines(flow, exported.loss),
         notes=_notes(flow, exported),
         loss_choice=loss,
+        outputs=_outputs_of(exported.template, outputs),
     )
+
+
+def _outputs_of(template: Any, nodes: Mapping[int, fx.Node]) -> Outputs | None:
+    return Outputs(template, {index: node.name for index, node in nodes.items()}) if nodes else None
+
+
+def _check_outputs(
+    outputs: Mapping[int, fx.Node], readers: Mapping[int, str], losses: Sequence[MeanLoss], flow: Dataflow
+) -> None:
+    """Raise `InvalidExperiment` if an evaluation reads a parameter, or a value that was computed from a mean loss.
+
+    Mean losses are divided by the labels of the whole set, not by those of one micro-batch.
+    """
+    after = set().union(*(descendants(loss.node) | {loss.node} for loss in losses))
+    for index, node in outputs.items():
+        if node in after:
+            raise InvalidExperiment(
+                f"{readers[index]} reads a loss that forward returned, and evaluations compute it over the whole set "
+                "only (run.evaluations().eval_loss). Let it read the logits instead.",
+                reader=readers[index],
+            )
+        if node in flow.tensors:
+            raise InvalidExperiment(
+                f"{readers[index]} reads a parameter or buffer that forward returned, which evaluations do not "
+                "gather. Let forward return a value that it computes.",
+                reader=readers[index],
+            )
 
 
 def _notes(flow: Dataflow, exported: Exported) -> tuple[str, ...]:

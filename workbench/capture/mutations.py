@@ -34,7 +34,6 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
             other for other in owners if other is not node and any(owners[s] is buffer for s in other.all_input_nodes)
         }
         next(other for other in reversed(module.graph.nodes) if other in readers).append(node)
-    module.recompile()
 
 
 def _copy_written_fields(module: fx.GraphModule) -> None:
@@ -48,7 +47,6 @@ def _copy_written_fields(module: fx.GraphModule) -> None:
             copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
         copy.meta = dict(field.meta)
         field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-    module.recompile()
 
 
 def _refuse_parameter(module: fx.GraphModule, owner: fx.Node, writer: fx.Node, name: str) -> None:

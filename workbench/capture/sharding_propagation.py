@@ -118,7 +118,12 @@ class Propagation:
                 self._column(node)
             return
         if node.op == "output":
-            raise (self._layouts.get(sharded[0]) or self._items[sharded[0]][0]).dead_end()
+            sent: Any = node.args[0]
+            names = dict(zip(sent, self._block.sends, strict=True))
+            for source in sharded:  # what forward returns is gathered; what a later block reads must be whole
+                if names[source] not in self._block.returned:
+                    raise (self._layouts.get(source) or self._items[source][0]).dead_end()
+            return
         rule = _RULES.get(_name(node))
         if rule is None:
             raise DeadEnd(self.columns_of(sharded))

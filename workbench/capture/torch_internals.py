@@ -19,10 +19,19 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from workbench.capture.source_lines import line_of_frames
 from workbench.errors import CaptureError
 
-__all__ = ["OpOverload", "enter_autocast", "exit_autocast", "grouped_mm_kernel", "set_grad_enabled"]
+__all__ = [
+    "OpOverload",
+    "enter_autocast",
+    "exit_autocast",
+    "grouped_mm_kernel",
+    "plain_torch_functions",
+    "set_grad_enabled",
+]
 OpOverload = torch._ops.OpOverload
 """Class of the torch operations that an exported graph calls."""
 set_grad_enabled = torch._C._set_grad_enabled
+plain_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which a subclass of tensors does not intercept the functions of torch."""
 grouped_mm_kernel = torch._grouped_mm
 """Grouped matrix product of bf16 matrices on GPUs."""
 SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
@@ -54,7 +63,7 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exportable(model: nn.Module, name: str, loss_of: Callable[..., torch.Tensor]) -> Iterator[None]:
+def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of torch, and `model.forward`, while a model is exported.
 
     Three replacements refuse what export would silently drop or cannot follow. The others let it follow more:
@@ -63,12 +72,13 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., torch.Tensor]
     `_without_layerdrop`.
 
     Args:
-        loss_of: returns the loss, given what `forward` returned and its keyword arguments as `batch`.
+        loss_of: returns the loss, or a tuple that begins with it, given what `forward` returned and its keyword
+            arguments as `batch`.
     """
     forward = model.forward
 
     @functools.wraps(forward)
-    def forward_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward_loss(*args: Any, **kwargs: Any) -> Any:
         return loss_of(forward(*args, **kwargs), batch=kwargs)
 
     def is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
@@ -183,7 +193,6 @@ def remove_checks(module: Any) -> fx.GraphModule:
         is_check = node.op == "call_function" and any(word in str(node.target) for word in _CHECKS)
         if is_guard or is_check:
             module.graph.erase_node(node)
-    module.recompile()
     return module  # type: ignore[no-any-return]
 
 

@@ -6,18 +6,21 @@ that every plan trains on the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO, Corpus
 from workbench.data._custom import CustomData, as_data
+from workbench.data._fingerprint import data_fingerprint
 from workbench.data._hub import HubText
 from workbench.data._source import DataSource, Prepared, SampleRequest
-from workbench.errors import DataError, checked_keywords
+from workbench.errors import DataError
 
 if TYPE_CHECKING:
     from workbench.data._datasets import TrainingDataset
+    from workbench.data._prompts import EncodedPrompts
 
 __all__ = [
     "Corpus",
@@ -27,6 +30,8 @@ __all__ = [
     "Prepared",
     "as_data",
     "corpus",
+    "data_fingerprint",
+    "encoded_prompts",
     "from_json",
     "held_out",
     "hub",
@@ -44,7 +49,12 @@ def held_out(request: SampleRequest) -> TrainingDataset:
     return request.data.held_out(request)
 
 
-@checked_keywords
+def encoded_prompts(request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
+    """Return prompts as token ids of the experiment's text; raise `DataError` for one that the model cannot read."""
+    return request.data.encoded(request, prompts)
+
+
+@checked_arguments
 def corpus(name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: str | None = None) -> Corpus:
     """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
@@ -66,7 +76,7 @@ def corpus(name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: 
     return Corpus(path=path, vocab_size=vocab_size, objective=objective)
 
 
-@checked_keywords
+@checked_arguments
 def hub(
     name: str,
     split: str = "train",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from workbench.data._datasets import TextDataset
+    from workbench.data._prompts import EncodedPrompts
     from workbench.data._sampling import Samples
     from workbench.data._split import SplicedTokens
     from workbench.data._tokens import TokenStore
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 DEMO = "demo"
 TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bpe"}
 """Type of tokeniser that each objective uses. Users choose an objective, never a tokeniser."""
+LARGEST_VOCABULARY = 2**24
 SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300}
 SHORTEST_SEQUENCE = 8
 CHECKED_WHOLE_BYTES = 1 << 20
@@ -39,9 +42,10 @@ class TextData(ABC):
 
     def __post_init__(self) -> None:
         least = SMALLEST_VOCABULARY["wordpiece"]
-        if self.vocab_size < least:
+        if not least <= self.vocab_size <= LARGEST_VOCABULARY:
+            why = "leaves no room for words" if self.vocab_size < least else "is more than any text has"
             raise DataError(
-                f"vocab_size={self.vocab_size} leaves no room for words. Give at least {least}.",
+                f"vocab_size={self.vocab_size} {why}. Give {least} to {LARGEST_VOCABULARY:,}.",
                 vocab_size=self.vocab_size,
             )
         if self.objective is not None and self.objective not in TOKENIZER_OF_OBJECTIVE:
@@ -148,6 +152,12 @@ class TextData(ABC):
     def tokenizer(self, request: SampleRequest) -> Tokenizer:
         """Return the trained tokeniser, which turns samples back into text."""
         return self._store(request, progress=False)[0].tokenizer()
+
+    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
+        """Return prompts as token ids; raise `DataError` for one that the model cannot read."""
+        from workbench.data._prompts import encode
+
+        return encode(prompts, self.tokenizer(request), self._objective(request), request.seq_len)
 
     def _objective(self, request: SampleRequest) -> str:
         """Return the objective that the text is prepared for; raise `DataError` if it is unknown or contradictory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
     from workbench.data._datasets import Batch, CustomDataset, HeldOutDataset
+    from workbench.data._prompts import EncodedPrompts
 
 EXAMPLES = 16
 """Upper limit of the items in `CustomData.examples`."""
@@ -92,6 +94,14 @@ class CustomData:
                 data=_fields(trained),
             )
         return HeldOutDataset(self._items, request.evaluate.samples)
+
+    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
+        """Raise `DataError`: a dataset of tensors has no tokeniser."""
+        raise DataError(
+            f"Samples of text need a tokeniser, and {self.name} is a dataset of your own, which has none. Train on "
+            "text (wb.data.corpus or wb.data.hub), or remove samples.",
+            data=self.name,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "custom", "name": self.name}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from workbench.data._datasets import TrainingDataset
+    from workbench.data._prompts import EncodedPrompts
 
 
 class DescribedModel(Protocol):
@@ -93,6 +94,9 @@ class DataSource(Protocol):
         They are those that `dataset` leaves out, or all of this data if it is the `eval_data` of an experiment that is
         `trained_on` other data.
         """
+
+    def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
+        """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a description from which `workbench.data.from_json` rebuilds this value."""

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,23 @@ from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, SaveResult, TrainingProgress
 from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
 from workbench.execution.evaluate import EvaluationLog, Evaluator
+from workbench.execution.heartbeat import Heartbeat
+from workbench.execution.non_finite import with_origin
+from workbench.execution.own_data import check_own_data
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
+from workbench.execution.samples import SampleLog, Sampler, capture_samples
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import record_actions
 from workbench.execution.trainer import Trainer
-from workbench.experiment import USER_FUNCTIONS, Experiment
+from workbench.experiment import METRICS, USER_FUNCTIONS, Experiment
+from workbench.planning.from_experiment import check_optimizer
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
 from workbench.units import GIB, gib
 
+BetweenSteps = EvaluationLog | SampleLog
+"""Computation of the model between two steps, when it is due."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
 LOADER_WORKERS = 2
@@ -91,6 +98,8 @@ def main(directory: str) -> int:
         cause = root_exception(error)
         message = error_message(cause, plan)
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
+        if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
+            facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
         write_json(run.error(rank), {**facts, "traceback": text, "time": time.time()})
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
         return 1
@@ -109,7 +118,7 @@ class Worker:
         check_unedited(run_dir)
         code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
         own_model, own_data, own_eval_data = map(_unpickled, code)
-        functions = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in USER_FUNCTIONS}
+        functions = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in (*USER_FUNCTIONS, METRICS)}
         self.experiment = Experiment.from_json(
             read_json(run_dir.experiment),
             model=own_model,
@@ -134,6 +143,7 @@ class Worker:
         self.coordinate = MeshCoordinate.from_mesh(self.accelerator.torch_device_mesh)
         self.device = self.accelerator.device
         self.is_main = dist.get_rank() == 0
+        self.heartbeat = Heartbeat(run_dir, dist.get_rank())
         self._stop_requested = False
         self._initial_rss = psutil.Process().memory_info().rss
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -143,7 +153,9 @@ class Worker:
 
     def run(self) -> int:
         """Train, and return the number of completed steps."""
-        trainer, extras, evaluation = self._build()
+        if self.is_main:
+            check_own_data(self.run_dir, self.experiment)
+        trainer, extras, between = self._build()
         checkpoints = Checkpoints(
             trainer, self.run_dir, self.experiment.keep_checkpoints, extras, self._report_checkpoint
         )
@@ -154,7 +166,7 @@ class Worker:
                 progress, resumed_from = checkpoints.load_newest(requested, self._report_rejected)
         self._start_event(trainer, resumed_from)
         try:
-            progress = self._train(trainer, checkpoints, progress, evaluation)
+            progress = self._train(trainer, checkpoints, progress, between)
             dist.barrier()
         finally:
             self.accelerator.end_training()
@@ -166,28 +178,32 @@ class Worker:
 
     # Building
 
-    def _build(self) -> tuple[Trainer, CheckpointExtras, EvaluationLog | None]:
+    def _build(self) -> tuple[Trainer, CheckpointExtras, list[BetweenSteps]]:
         """Build and capture the model, and return a trainer of this rank's stages; the rest of the model is freed."""
         context = StepContext(self.experiment.seed, self.device)
         compile = self.experiment.compile if self.experiment.compile is not None else _on_gpu()
         if compile:
             prepare_compiler()
         with turn_to_build(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
-            graph, evaluated, stages, extras = self._build_stages(context, compile)
+            graph, evaluated, sampled, stages, extras = self._build_stages(context, compile)
         trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
         if _on_gpu():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             cap_memory(self.plan, self.device)
-        if evaluated is None:
-            return trainer, extras, None
-        programs = evaluation_programs(self.plan, self.coordinate, evaluated, context, compile=compile)
-        evaluator = Evaluator(trainer, evaluated, programs, held_out(self.experiment))
-        return trainer, extras, EvaluationLog(evaluator, self.run_dir.events if self.is_main else None)
+        between, events = list[BetweenSteps](), self.run_dir.events if self.is_main else None
+        if evaluated is not None:
+            programs = evaluation_programs(self.plan, self.coordinate, evaluated, context, compile=compile)
+            metrics = self.experiment.metrics or {}
+            evaluator = Evaluator(trainer, evaluated, programs, held_out(self.experiment), metrics)
+            between.append(EvaluationLog(evaluator, events))
+        if sampled:
+            between.append(SampleLog(Sampler(trainer, sampled), events))
+        return trainer, extras, between
 
     def _build_stages(
         self, context: StepContext, compile: bool
-    ) -> tuple[Graph, Graph | None, RankStages, CheckpointExtras]:
+    ) -> tuple[Graph, Graph | None, list[Graph], RankStages, CheckpointExtras]:
         """Build the model and take this rank's stages out of it. The model is freed when this function returns."""
         plan, experiment = self.plan, self.experiment
         specs = experiment.data.batch_specs(experiment)
@@ -195,7 +211,9 @@ class Worker:
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         with self._timed_phase("capture"):
             graph = capture_for(plan, model, specs, experiment.loss)
-            evaluated = capture_for_evaluation(model, graph) if experiment.evaluate is not None else None
+            metrics = experiment.metrics or {}
+            evaluated = capture_for_evaluation(model, graph, metrics) if experiment.evaluate is not None else None
+            sampled = capture_samples(model, graph, experiment, plan)
         if graph.signature != plan.signature or len(graph.blocks) != len(plan.block_names):
             raise PlanMismatch(
                 f"The plan was made for {plan.model} of {len(plan.block_names)} blocks (signature {plan.signature}); "
@@ -203,13 +221,16 @@ class Worker:
                 planned=plan.signature,
                 found=graph.signature,
             )
+        if self.run_dir.resume.exists():  # The plan may be another one, and only this process has the user's optimiser.
+            trained = {name: spec.shape for name, spec in graph.parameters.items() if name not in graph.frozen}
+            check_optimizer(experiment, plan, trained)
         if evaluated is not None:
             require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
         with self._timed_phase("stage"):
             extras = self._checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             autocast = self.accelerator.autocast
             stages = build_stage(plan, self.coordinate, model, graph, context, compile=compile, autocast=autocast)
-        return graph, evaluated, stages, extras
+        return graph, evaluated, sampled, stages, extras
 
     def _checkpoint_extras(self, model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
         """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
@@ -225,17 +246,19 @@ class Worker:
         trainer: Trainer,
         checkpoints: Checkpoints,
         progress: TrainingProgress,
-        evaluation: EvaluationLog | None,
+        between: Sequence[BetweenSteps],
     ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
         steps, every = self.experiment.steps, self.experiment.checkpoint_every
         events = self.run_dir.events if self.is_main else None
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
-        step = progress.step
-        if evaluation is not None and step == 0:
-            evaluation.run(step, log)
+        step, begin = progress.step, self.heartbeat.begin
+        for observation in between if step == 0 else ():
+            observation.run(step, log)
         try:
+            begin("batch", step + 1)
             for batch, label_counts in self._batches(trainer, progress.step):
+                begin("step")
                 with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
                     wants_stop = self._stop_requested or self.run_dir.stop_file.exists()
                     result = trainer.step(step, batch, wants_stop, label_counts)
@@ -243,20 +266,28 @@ class Worker:
                 step += 1
                 is_last = stop or step == steps
                 if step == min(progress.step + WARM_STEPS, steps):
-                    self._memory_event()
-                if evaluation is not None and evaluation.is_due(step):
-                    evaluation.run(step, log)  # before a checkpoint of this step, so that a resumption has the point
+                    log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
+                for observation in between:  # before a checkpoint of this step, so that a resumption has the point
+                    if observation.is_due(step):
+                        begin("evaluation")
+                        observation.run(step, log)
                 if is_last or (every is not None and step % every == 0):
                     log.flush()
+                    begin("checkpoint")
                     checkpoints.save(TrainingProgress(step, log.seconds))
                     log.restart_clock()
                 if is_last:
                     break
-        except NonFiniteLoss:  # Every rank raises it at the same step, so that all can wait for the last good save.
+                begin("batch", step + 1)
+        except NonFiniteLoss as error:  # Every rank raises it at the same step, so that all can act together.
+            begin("locating")
             checkpoints.wait()
-            raise
+            with self._timed_phase("locate"):
+                located = with_origin(error, trainer, lambda first_step: self._batches(trainer, first_step))
+            raise located from None
+        begin("ending")
         checkpoints.finish()
-        self._memory_event()
+        log_memory(self.run_dir, self.plan, self.coordinate, self._initial_rss)
         return TrainingProgress(step, log.seconds)
 
     def _batches(self, trainer: Trainer, first_step: int) -> Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]:
@@ -313,23 +344,6 @@ class Worker:
         yield
         self._phase_event(name, time.perf_counter() - started)
 
-    def _memory_event(self) -> None:
-        """Report the peak memory of this rank: PyTorch's on a GPU, the growth of the process on a CPU."""
-        if _on_gpu():
-            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        else:
-            peak = reserved = max(0, psutil.Process().memory_info().rss - self._initial_rss)
-        log_event(
-            self.run_dir.events,
-            "memory",
-            rank=dist.get_rank(),
-            stage=self.coordinate.pipeline_rank,
-            device=_device_name(dist.get_rank()),
-            peak_bytes=peak,
-            reserved_bytes=reserved,
-            limit_bytes=self.plan.memory_limit_bytes or self.plan.cluster.device.memory_bytes,
-        )
-
     def _report_checkpoint(self, saved: SaveResult) -> None:
         facts: dict[str, Any] = {"step": saved.step, "path": str(saved.path)}
         if saved.error is None:
@@ -358,6 +372,24 @@ def error_message(cause: BaseException, plan: Plan) -> str:
     return (
         f"{str(cause).splitlines()[0]} The plan predicts a peak of {gib(plan.peak_bytes)} and allows {gib(limit)} per "
         f"device. Plan with less, {suggested}, and launch that, or resume this run with run.resume(plan)."
+    )
+
+
+def log_memory(run_dir: RunDir, plan: Plan, coordinate: MeshCoordinate, initial_rss: int) -> None:
+    """Report the peak memory of this rank: PyTorch's on a GPU, the growth of the process on a CPU."""
+    if _on_gpu():
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    else:
+        peak = reserved = max(0, psutil.Process().memory_info().rss - initial_rss)
+    log_event(
+        run_dir.events,
+        "memory",
+        rank=dist.get_rank(),
+        stage=coordinate.pipeline_rank,
+        device=_device_name(dist.get_rank()),
+        peak_bytes=peak,
+        reserved_bytes=reserved,
+        limit_bytes=plan.memory_limit_bytes or plan.cluster.device.memory_bytes,
     )
 
 

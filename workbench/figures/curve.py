@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +72,12 @@ def evaluations_of(curve: CurveLike) -> CurveLike | None:
     if columns is None or not len(columns["step"]):
         return None
     return Curve(curve.name, columns, getattr(curve, "color", None))
+
+
+def metrics_of(curves: Iterable[CurveLike]) -> tuple[str, ...]:
+    """Return the names of the metrics that evaluations of some runs computed, each once."""
+    found = (getattr(getattr(curve, "evaluations", None), "metrics", {}) for curve in curves)
+    return tuple(dict.fromkeys(name for metrics in found for name in metrics))
 
 
 def column_or_nan(curve: CurveLike, name: str, length: int) -> Array:

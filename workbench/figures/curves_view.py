@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES, AxisUnit, check_axis, shared_axes
-from workbench.figures.curve import Array, CurveLike, Indices, column, evaluations_of
+from workbench.figures.curve import Array, CurveLike, Indices, column, evaluations_of, metrics_of
 from workbench.figures.legend_placement import CORNERS, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
-from workbench.figures.smoothing import SMOOTHING
+from workbench.figures.smoothing import SMOOTHING, check_smoothing
 
 Y_LABELS = {
     "loss": "Loss",
@@ -70,24 +70,28 @@ def loss_curves(
         smoothing: width of the centred exponential average (`smoothed`) as a share of the longest run, measured in
             tokens and equal for all runs, so that runs are compared after the same averaging on every axis; 0 draws
             the raw line alone.
-        y: recorded column to draw.
+        y: recorded column, or metric of the experiments, to draw.
         log_y: begin with a logarithmic y axis.
         title: title of the figure.
 
     Raises:
         UnknownParameter: the x axis does not exist, a run did not record it, or no run recorded `y`.
     """
-    if y in OF_EVALUATIONS:
+    metrics = metrics_of(curves)
+    if y in OF_EVALUATIONS or y in metrics:
         curves, smoothing = _held_out(curves, y), 0.0
     axes = shared_axes(curves)
     check_axis(x)
+    check_smoothing(smoothing)
     if x not in axes:
         raise UnknownParameter(
             f"x={x!r} was not recorded by every run. Choose one of: {', '.join(axes)}.", parameter="x", value=x
         )
     begun = [curve for curve in curves if len(column(curve, "step"))]
     if begun and not any(len(column(curve, y)) for curve in begun):
-        raise UnknownParameter(f"y={y!r} was not recorded. {suggestion(y, Y_LABELS)}", parameter="y", value=y)
+        raise UnknownParameter(
+            f"y={y!r} was not recorded. {suggestion(y, [*Y_LABELS, *metrics])}", parameter="y", value=y
+        )
     scales = {name: unit.scale for name, unit in axes.items()}
     prepared = Preparation.of(curves, smoothing, scales).prepare_all(curves, y)
     figure = go.Figure(curve_traces(prepared, x, y, smooth=smoothing > 0))
@@ -105,7 +109,9 @@ def loss_curves(
 
 
 OF_EVALUATIONS = ("eval_loss", "perplexity")
-"""Columns with one value per evaluation instead of one per step."""
+"""Columns with one value per evaluation instead of one per step; the metrics of experiments are such too."""
+AXIS_COLUMNS = frozenset(axis.column for axis in X_AXES.values()) | {"time"}
+"""Columns of steps that are no curve by themselves."""
 
 
 def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
@@ -237,7 +243,8 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
     visible = visible_points(curve, x, smooth)
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
     line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
-    few = y in OF_EVALUATIONS or np.isfinite(curve.raw).sum() == 1
+    of_evaluations = y in OF_EVALUATIONS or (y not in Y_LABELS and y not in AXIS_COLUMNS)
+    few = of_evaluations or np.isfinite(curve.raw).sum() == 1
     traces = {
         "raw": go.Scatter(
             **visible["raw"], mode="lines", line={"color": theme.pale(curve.color, 0.62), "width": 1}, hoverinfo="skip"

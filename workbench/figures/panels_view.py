@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from plotly.subplots import make_subplots
 
 from workbench.figures import theme
 from workbench.figures.axes import shared_axes
-from workbench.figures.curve import Array, CurveLike, color_of, column
+from workbench.figures.curve import Array, Curve, CurveLike, color_of, column, evaluations_of, metrics_of
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
 from workbench.figures.smoothing import SMOOTHING
 from workbench.figures.utilization_view import (
@@ -25,7 +26,7 @@ from workbench.figures.utilization_view import (
 from workbench.units import GIB, gib
 
 PANELS = {"tokens_per_s": "Tokens/s", "mfu": "MFU (%)", "grad_norm": "Gradient norm", "learning_rate": "Learning rate"}
-"""Titles of the panels that show one column each; utilisation and memory of the devices come after them."""
+"""Titles of the panels that show one column each; the experiments' metrics, utilisation and memory come after them."""
 LOGARITHMIC = ("grad_norm",)
 SCALES = {"mfu": 100.0}
 """Factors by which columns are multiplied before they are drawn."""
@@ -46,6 +47,7 @@ Window = tuple[float, float] | None
 def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
     """Return the panels that have something to show: a column that no run recorded has no panel."""
     names = [name for name in PANELS if any(np.isfinite(column(curve, name)).any() for curve in curves)]
+    names += metrics_of(curves)
     names += ["utilization"] if has_samples(usage) else []
     return [*names, "memory"] if any(peaks) else names
 
@@ -80,7 +82,13 @@ def panels(
     preparation = Preparation.of(curves, smoothing, {x: axes[x].scale}, PANEL_POINTS)
     columns = 2 if len(names) == 4 else min(MAX_COLUMNS, max(1, len(names)))
     rows = max(1, math.ceil(len(names) / columns))
-    titles = {**PANELS, "utilization": utilization_title(usage), "memory": "Peak memory of each rank (GiB)"}
+    metrics = metrics_of(curves)
+    titles = {
+        **PANELS,
+        **{name: theme.text(name) for name in metrics},
+        "utilization": utilization_title(usage),
+        "memory": "Peak memory of each rank (GiB)",
+    }
     figure = make_subplots(
         rows=rows,
         cols=columns,
@@ -104,6 +112,8 @@ def panels(
         elif name == "utilization":
             traces = utilization_traces(curves, usage, x, preparation, window)
             y_axis = {"range": [0, 105], "nticks": 6}
+        elif name in metrics:
+            traces, y_axis = metric_traces(curves, name, x, preparation, window), {"nticks": 6}
         else:
             prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
             traces = rate_traces(prepared, name, x, smoothing > 0, window)
@@ -111,8 +121,12 @@ def panels(
         figure.add_traces(traces, rows=row, cols=col)
         figure.update_xaxes(row=row, col=col, **x_axis)
         figure.update_yaxes(row=row, col=col, **y_axis)
+    return _laid_out(figure, rows)
+
+
+def _laid_out(figure: go.Figure, rows: int) -> go.Figure:
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
-    figure.update_layout(
+    return figure.update_layout(
         template=theme.TEMPLATE,
         height=rows * (ROW_PX + GAP_PX) + 24,
         autosize=True,
@@ -123,7 +137,6 @@ def panels(
         bargap=0.35,
         uirevision="keep",
     )
-    return figure
 
 
 def _rate_axis(curves: Sequence[CurveLike], name: str) -> dict[str, Any]:
@@ -161,6 +174,28 @@ def rate_points(
             {"x": curve.x[x][line], "y": factor * heights[line]},
         ]
     return points
+
+
+def metric_traces(
+    curves: Sequence[CurveLike], name: str, x: str, preparation: Preparation, window: Window = None
+) -> list[go.Scatter]:
+    """Return two traces per run, of which the first is empty: a metric has one value per evaluation, not averaged."""
+    prepared = metric_curves(curves, name, preparation)
+    marker = {"size": 5, "symbol": "diamond"}
+    return [
+        trace.update(mode="lines+markers", marker={"color": trace.line.color, **marker})
+        for trace in rate_traces(prepared, name, x, False, window)
+    ]
+
+
+def metric_curves(curves: Sequence[CurveLike], name: str, preparation: Preparation) -> list[PreparedCurve]:
+    """Return a metric of every run, ready to draw; without points for a run that has not computed it."""
+    held_out = [
+        Curve(curve.name, {} if found is None else found.columns, color_of(curve, index))
+        for index, curve in enumerate(curves)
+        for found in [evaluations_of(curve)]
+    ]
+    return replace(preparation, width=0.0).prepare_all(held_out, name)
 
 
 def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go.Scatter]:

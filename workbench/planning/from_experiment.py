@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
+from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
-from workbench.errors import DataError, InvalidExperiment, PlanInfeasible, PlanMismatch, checked_keywords, suggestion
-from workbench.experiment import Experiment
+from workbench.errors import DataError, InvalidArgument, InvalidExperiment, PlanInfeasible, PlanMismatch, suggestion
+from workbench.experiment import LARGEST_COUNT, Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.request import Request, check_cluster, memory_limit_bytes
+from workbench.planning.request import Request, check_choices, check_cluster, memory_limit_bytes
 from workbench.planning.table import Plans, weigh
 from workbench.strategy import Choices, Fixed
 from workbench.tensors import TensorSpec
+from workbench.user_code import UserFunction
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
@@ -27,7 +30,7 @@ CAPTURE_BATCH = 2
 """Samples of the batch that a model is captured with for planning; costs are linear in the micro-batch."""
 
 
-@checked_keywords
+@checked_arguments
 def plan(
     experiment: Experiment,
     cluster: Cluster | None = None,
@@ -70,7 +73,7 @@ def evaluation_seconds(experiment: Experiment, plan: Plan) -> float:
     return ticks * max(sum(stage.forward_ms for stage in plan.stages_of(rank)) for rank in ranks) / 1e3
 
 
-@checked_keywords
+@checked_arguments
 def search(
     experiment: Experiment,
     cluster: Cluster | None = None,
@@ -82,15 +85,18 @@ def search(
 
     Arguments and errors are those of `wb.plan`.
     """
+    if isinstance(experiment.optimizer, UserFunction):
+        choices = _undivided(experiment, choices)
     if experiment.optimizer != "adamw":
         choices = {**choices, "offload_optimizer": _kept_on_device(experiment, choices.get("offload_optimizer"))}
+    limit, fixed = memory_limit_bytes(memory_limit_gib), Fixed(**choices)
+    check_choices(fixed)  # before the model is captured, which takes seconds
     costs, cluster = profile_and_cluster(experiment, cluster)
-    limit = memory_limit_bytes(memory_limit_gib)
-    request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, Fixed(**choices))
+    request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
     return weigh(costs, costs.precision, request)
 
 
-@checked_keywords
+@checked_arguments
 def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     """Return what each block of the experiment's model costs on a device of the cluster, by default of this machine.
 
@@ -100,11 +106,13 @@ def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
     return profile_and_cluster(experiment, cluster)[0]
 
 
-@checked_keywords
+@checked_arguments
 def graph(experiment: Experiment, micro_batch: int = CAPTURE_BATCH) -> Graph:
     """Return the experiment's model as a graph of blocks, without weights; raises `CaptureError`."""
     from workbench.capture import build_meta, capture
 
+    if not 1 <= micro_batch <= LARGEST_COUNT:
+        raise InvalidArgument(f"micro_batch={micro_batch:,} is no number of samples. Give 1 to {LARGEST_COUNT:,}.")
     model = build_meta(experiment.model.build)
     batch = _batch(experiment, micro_batch)
     return capture(model, batch, name=experiment.model.name, loss=experiment.loss)
@@ -152,7 +160,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.label_counting import labelled_share
     from workbench.cost.graph_profiler import profile_graph
-    from workbench.cost.optimizer_cost import optimizer_cost
+    from workbench.cost.optimizer_cost import with_optimizer
 
     captured, examples = _planned_graph(experiment), experiment.data.examples(experiment)
     _check_rate_scale(experiment, captured)
@@ -166,12 +174,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         ),
         deterministic=experiment.deterministic,
     )
-    if experiment.optimizer == "adamw":
-        return costs
-    optimizer = optimizer_cost(experiment)
-    return dataclasses.replace(
-        costs, optimizer_state_bytes=optimizer.state_bytes, optimizer_update_bytes=optimizer.update_bytes
-    )
+    return with_optimizer(costs, experiment, captured)
 
 
 def _kept_on_device(experiment: Experiment, offload: bool | None) -> bool | None:
@@ -179,11 +182,49 @@ def _kept_on_device(experiment: Experiment, offload: bool | None) -> bool | None
     if offload is True:
         raise PlanInfeasible(
             f"offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
-            f"{experiment.optimizer}, whose state stays on the device. Leave offload_optimizer out, or choose "
+            f"{experiment.optimizer_name}, whose state stays on the device. Leave offload_optimizer out, or choose "
             "optimizer='adamw'.",
-            optimizer=experiment.optimizer,
+            optimizer=experiment.optimizer_name,
         )
     return False if offload is None else offload
+
+
+def _undivided(experiment: Experiment, choices: Choices) -> Choices:
+    """Return the choices without those that divide what an optimiser of the user's own needs whole.
+
+    Raises `InvalidExperiment` for an optimiser that cannot train, and `PlanInfeasible` for a choice that it rules out.
+    """
+    whole = _needed_whole(experiment, _trained_shapes(experiment))
+    for name, needed in whole.items():
+        if choices.get(name) not in (None, needed):
+            raise PlanInfeasible(
+                f"{name}={choices[name]} divides what the optimizer of {experiment.optimizer_name} needs whole: "
+                f"{_WHOLE[name]}. Choose {name}={needed}, or leave it out.",
+                **{name: choices[name]},
+            )
+    return {**choices, **whole}
+
+
+_WHOLE = {
+    "zero": "its update of a tensor differs from its updates of the tensor's halves",
+    "tensor": "its update of a tensor differs from its updates of the tensor's halves",
+    "pipeline": "its update of one parameter depends on other parameters",
+}
+
+
+def _trained_shapes(experiment: Experiment) -> dict[str, tuple[int, ...]]:
+    from workbench.capture import build_meta
+
+    model = build_meta(experiment.model.build)
+    return {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _needed_whole(experiment: Experiment, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the degrees and ZeRO stage that plans must have for an optimiser of the user's own."""
+    from workbench.optimizers.own import ELEMENT, MODEL, reach_of_update
+
+    reach = reach_of_update(experiment, shapes)
+    return {} if reach == ELEMENT else {"zero": 0, "tensor": 1, **({"pipeline": 1} if reach == MODEL else {})}
 
 
 def _check_rate_scale(experiment: Experiment, captured: Graph) -> None:
@@ -273,8 +314,28 @@ def check_evaluation(experiment: Experiment, plan: Plan) -> None:
         )
     model = build_meta(experiment.model.build)
     training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name, loss=experiment.loss)
-    evaluation = capture_for_evaluation(model, training)
+    evaluation = capture_for_evaluation(model, training, experiment.metrics or {})
     require_same_stages(training, evaluation, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
+
+
+def check_samples(experiment: Experiment, plan: Plan) -> None:
+    """Raise unless the model can write the experiment's samples of text in the plan's stages.
+
+    Raises `DataError` for a prompt that it cannot read, `InvalidExperiment` if forward returns no logits, and
+    `CaptureError` if the model in eval mode does not consist of the same blocks.
+    """
+    from workbench.capture import build_meta, capture
+    from workbench.capture.evaluation import capture_for_samples, require_same_stages
+    from workbench.data import encoded_prompts
+
+    assert experiment.samples is not None
+    prompts = encoded_prompts(experiment, experiment.samples.prompts)
+    model = build_meta(experiment.model.build)
+    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name, loss=experiment.loss)
+    for group in prompts.groups(experiment.samples.tokens, experiment.seq_len):
+        sampling = capture_for_samples(model, training, group.specs, prompts.vocabulary)
+        first_blocks = [stage.first_block for stage in plan.stages[1:]]
+        require_same_stages(training, sampling, first_blocks, plan.tensor, same_shapes=False)
 
 
 def check_signature(experiment: Experiment, plan: Plan) -> None:
@@ -289,3 +350,20 @@ def check_signature(experiment: Experiment, plan: Plan) -> None:
             planned=plan.signature,
             found=own,
         )
+
+
+def check_optimizer(experiment: Experiment, plan: Plan, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Raise `PlanMismatch` if the plan divides what an optimiser of the user's own needs whole.
+
+    `shapes` are those of the trained parameters, by default of the experiment's model. Raises `InvalidExperiment` for
+    an optimiser that cannot train.
+    """
+    if not isinstance(experiment.optimizer, UserFunction):
+        return
+    for name, needed in _needed_whole(experiment, _trained_shapes(experiment) if shapes is None else shapes).items():
+        if getattr(plan, name) > needed and plan.world > 1:
+            raise PlanMismatch(
+                f"The plan has {name}={getattr(plan, name)}, which divides what the optimizer of "
+                f"{experiment.optimizer_name} needs whole: {_WHOLE[name]}. Plan again with wb.plan(experiment).",
+                **{name: getattr(plan, name)},
+            )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError, checked_keywords
+from workbench.arguments import checked_arguments
+from workbench.errors import InvalidArgument, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events, read_json
 from workbench.runs.launching import processes
@@ -29,17 +31,19 @@ from workbench.units import count, gib
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
-    from workbench.runs.records.history import Evaluations, History, Utilization
+    from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization
+    from workbench.runs.records.text_samples import TextSamples
     from workbench.runs.tracking.wandb_run import Delivery
 
 POLL_S = 0.2
-PLANNED_FIELDS = frozenset({"model", "data", "global_batch", "seq_len", "precision"})
+PLANNED_FIELDS = frozenset({"model", "data", "global_batch", "seq_len", "precision", "optimizer"})
 """Fields of an experiment that a plan depends on: a clone that changes one of them is planned anew."""
 
 
 class Run:
     """One training, read from its directory; it works from any kernel."""
 
+    @checked_arguments
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._dir = RunDir(Path(path).absolute())
         self._progress = Progress()
@@ -71,12 +75,15 @@ class Run:
 
         if not self._dir.plan.exists():
             raise RunNotFound(f"{self.name} was not planned by Workbench; it has a curve and a config only.")
-        return Plan.from_json(read_json(self._dir.plan))
+        return Plan.load(self._dir.plan)
 
     @property
     def environment(self) -> dict[str, Any]:
         """Return machine, versions and git state of the launch."""
-        return dict(read_json(self._dir.environment))
+        try:
+            return dict(read_json(self._dir.environment))
+        except (OSError, RecursionError, TypeError, ValueError) as error:
+            raise RunNotFound(f"{self._dir.environment} cannot be read: {error}.", run=str(self.path)) from None
 
     @property
     def alive(self) -> bool:
@@ -94,6 +101,7 @@ class Run:
         """Return the complete checkpoints, oldest first."""
         return complete_checkpoints(self._dir)
 
+    @checked_arguments
     def stop(self, wait: bool = False) -> Run:
         """Ask the ranks to write a checkpoint and leave; with `wait`, return when they have.
 
@@ -102,6 +110,7 @@ class Run:
         """
         return self._end(self._dir.stop_file, wait)
 
+    @checked_arguments
     def kill(self, wait: bool = True) -> Run:
         """End the ranks at once; what was trained since the last checkpoint is lost.
 
@@ -116,6 +125,7 @@ class Run:
         request_end(self._dir, request, status)
         return self.wait() if wait and not status.final else self
 
+    @checked_arguments
     def wait(self, timeout: float | None = None) -> Run:
         """Block until the run has ended, or until `timeout` seconds have passed.
 
@@ -141,7 +151,7 @@ class Run:
         status = self.status
         return run_failed(self._dir, status.message) if status.state == "failed" else None
 
-    @checked_keywords
+    @checked_arguments
     def resume(self, plan: Plan | None = None, *, steps: int | None = None, accept_changed_data: bool = False) -> Run:
         """Continue a stopped or failed run from its last checkpoint, in the same directory.
 
@@ -153,12 +163,13 @@ class Run:
         _resume(self, plan, steps, accept_changed_data)
         return self
 
+    @checked_arguments
     def clone(self, plan: Plan | None = None, **changes: Any) -> Run:
         """Launch this run's experiment again with some fields changed: `run.clone(learning_rate=1e-4)`.
 
         The clone has the run's plan, unless another is given or a change asks for a new one (model, data,
-        global_batch, seq_len, precision). A model or dataset of the user's own goes along as the code that the run
-        stored, without being loaded here.
+        global_batch, seq_len, precision, optimizer). A model, dataset or function of the user's own goes along as the
+        code that the run stored, without being loaded here.
         """
         from workbench.runs.launching.launcher import clone
 
@@ -175,18 +186,9 @@ class Run:
 
         Raises `WorkbenchError` where the model or the dataset is the user's own: stored code is never loaded.
         """
-        from workbench.experiment import Experiment
+        return _load_experiment(self, changes)
 
-        experiment = Experiment.from_json(self.experiment).replace(**changes)
-        parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
-        if any(part is not None and part.is_custom and name not in changes for name, part in parts.items()):
-            raise WorkbenchError(
-                f"{self.name} trains a model or dataset of your own, which is stored as code in {self._dir.code} and "
-                "is not loaded from there. Build the Experiment again and launch it."
-            )
-        return experiment
-
-    @checked_keywords
+    @checked_arguments
     def export(self, to: str | os.PathLike[str], step: int | None = None) -> tuple[Path, ...]:
         """Write the model as `safetensors` into the folder `to`, under its own names and tied weights once.
 
@@ -199,7 +201,7 @@ class Run:
 
         return export_step(self._dir.checkpoints, Path(to).expanduser(), step)
 
-    @checked_keywords
+    @checked_arguments
     def slurm(
         self,
         *,
@@ -242,24 +244,32 @@ class Run:
 
     def history(self) -> History:
         """Return the logged steps as NumPy columns, one row a step."""
-        from workbench.runs.records.history import read_history
+        return self._tail().read()
 
-        return read_history(self._dir.events)
+    def _tail(self) -> HistoryTail:
+        from workbench.runs.records.history import read_tail
+
+        return read_tail(self._dir.events)
 
     def evaluations(self) -> Evaluations:
         """Return the held-out losses as NumPy columns, one row an evaluation; empty without `evaluate`."""
-        from workbench.runs.records.history import read_tail
+        return self._tail().evaluations
 
-        return read_tail(self._dir.events).evaluations
+    def samples(self) -> TextSamples:
+        """Return the text that the model wrote while it trained; empty without `samples`."""
+        return self._tail().texts
 
     def utilization(self) -> Utilization:
         """Return how busy the devices were as NumPy columns, one row per sample of one device."""
-        from workbench.runs.records.history import read_tail
+        return self._tail().utilization
 
-        return read_tail(self._dir.events).utilization
-
+    @checked_arguments
     def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""
+        if tail is not None and tail < 0:
+            raise InvalidArgument(f"tail={tail} is no number of lines. Give 0 or more, or None for all.")
+        if not re.fullmatch(r"[\w-]+", str(rank)) or str(rank).startswith("-"):
+            raise InvalidArgument(f"{str(rank)[:80]!r} names no log. Give a rank, or 'launcher'.", rank=rank)
         return log_tail(self._dir, rank, tail)
 
     def summary(self) -> RunFacts:
@@ -278,6 +288,19 @@ class Run:
 
         facts = self.summary()
         return _run_html(facts, self._progress.problems, tracking_note(self._dir))
+
+
+def _load_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
+    from workbench.experiment import Experiment
+
+    experiment = Experiment.from_json(run.experiment).replace(**changes)
+    parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
+    if any(part is not None and part.is_custom and name not in changes for name, part in parts.items()):
+        raise WorkbenchError(
+            f"{run.name} trains a model or dataset of your own, which is stored as code in {run._dir.code} and "
+            "is not loaded from there. Build the Experiment again and launch it."
+        )
+    return experiment
 
 
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:

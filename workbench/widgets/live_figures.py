@@ -12,11 +12,19 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from workbench.figures.axes import AxisUnit, shared_axes
-from workbench.figures.curve import CurveLike
+from workbench.figures.curve import CurveLike, metrics_of
 from workbench.figures.curves_view import MAX_INSIDE, curve_traces, hover_title, loss_layout, mark_key, visible_points
 from workbench.figures.decimation import points_per_trace
 from workbench.figures.legend_placement import corner_of, place_legend
-from workbench.figures.panels_view import PANEL_POINTS, Window, memory_traces, panel_names, panels, rate_points
+from workbench.figures.panels_view import (
+    PANEL_POINTS,
+    Window,
+    memory_traces,
+    metric_curves,
+    panel_names,
+    panels,
+    rate_points,
+)
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads
 from workbench.figures.utilization_view import utilization_traces
 from workbench.widgets.plot import GrowingPlot, growing_plot
@@ -207,7 +215,7 @@ class LivePanelsFigure:
 
     def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings, window: Window, now: bool) -> None:
         """Update every panel, but no more often than every `PANELS_S` seconds unless `now` is true."""
-        sizes = ((len(s.history), len(s.memory), len(s.utilization or ())) for s in snapshots)
+        sizes = ((len(s.history), len(s.memory), len(s.utilization or ()), len(s.evaluations or ())) for s in snapshots)
         state = (settings.x, settings.smoothing, settings.log_x, window, *sizes)
         if state == self._state or not (now or time.monotonic() - self._drawn_at >= PANELS_S):
             return
@@ -225,9 +233,13 @@ class LivePanelsFigure:
         if self.figure is None or self._widget is None:
             return
         fresh: list[Mapping[str, Any]] = []
+        metrics = metrics_of(curves)
         for name in names:
             if name == "memory":
                 fresh += map(_changing_fields, memory_traces(curves, peaks))
+            elif name in metrics:
+                preparation = Preparation.of(curves, 0.0, {x: unit.scale}, PANEL_POINTS)
+                fresh += rate_points(metric_curves(curves, name, preparation), name, x, False, window)
             elif name == "utilization":
                 preparation = Preparation.of(curves, settings.smoothing, {x: unit.scale}, PANEL_POINTS)
                 fresh += map(_changing_fields, utilization_traces(curves, usage, x, preparation, window))

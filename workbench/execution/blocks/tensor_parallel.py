@@ -117,6 +117,34 @@ def leave(value: torch.Tensor, group: str) -> torch.Tensor:
     return result
 
 
+def gather(
+    value: torch.Tensor, dim: int, longest: int, parts: Sequence[tuple[int, int]], degree: int, group: str
+) -> torch.Tensor:
+    """Return the whole of a sharded value, without a gradient.
+
+    Each device gives `longest` entries of `dim`, the last of which may be padding; `parts` are (start, length) of the
+    pieces of the whole value in the sequence of all devices' entries.
+    """
+    own = value.movedim(dim, 0)
+    padded = torch.cat([own, own.new_zeros((longest - own.shape[0], *own.shape[1:]))]).contiguous()
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(padded, degree, group)
+    entries = torch.ops._c10d_functional.wait_tensor(gathered)
+    return torch.cat([entries.narrow(0, start, length) for start, length in parts]).movedim(0, dim)
+
+
+def _gathering(sharding: Sharding) -> tuple[int, int, tuple[tuple[int, int], ...], int]:
+    """Return `dim`, `longest`, `parts` and `degree` for `gather`."""
+    longest = max(sharding.size(rank) for rank in range(sharding.degree))
+    parts: dict[int, tuple[int, int]] = {}
+    for rank in range(sharding.degree):
+        offset = rank * longest
+        for start, length in sharding.pieces(rank):
+            if length:
+                parts[start] = (offset, length)
+            offset += length
+    return sharding.dim, longest, tuple(parts[start] for start in sorted(parts)), sharding.degree
+
+
 # Operations over a divided vocabulary
 
 
@@ -192,6 +220,8 @@ class _TensorParallelRewriter(GraphRewriter):
         self._salt = 0
 
     def rule(self, node: fx.Node) -> fx.Node:
+        if node.op == "output":
+            return self._output(node)
         is_reduced = node.name in self._division.reduced
         product = product_of(node) if is_reduced else None
         if product is not None:
@@ -221,6 +251,16 @@ class _TensorParallelRewriter(GraphRewriter):
 
     def _sharding(self, node: Any) -> Sharding | None:
         return self._division.sharded.get(node.name) if isinstance(node, fx.Node) else None
+
+    def _output(self, node: fx.Node) -> fx.Node:
+        """Send whole values: a sharded one, which forward returned, is gathered."""
+        sent: Any = node.args[0]
+        whole = []
+        for source in sent:
+            sharding = self._sharding(source)
+            value = self.copies[source]
+            whole.append(value if sharding is None else self.call(gather, value, *_gathering(sharding), self._group))
+        return self.graph.output(tuple(whole))
 
     def _row(self, node: fx.Node, product: Product) -> fx.Node:
         """Sum the partial results of a product whose contracted dim is divided, then add the bias once."""

@@ -58,6 +58,8 @@ class StageOptions:
 class StageModule(nn.Module):
     """Blocks `first` … `end - 1` of a graph: `forward(*received, **batch) -> sends`, or the loss at the end.
 
+    A graph with outputs, which only evaluations run, adds these to the loss.
+
     The loss is divided by the number of micro-batches, so that a step's loss is the sum over its micro-batches.
     """
 
@@ -163,7 +165,9 @@ class StageModule(nn.Module):
                 for name in finished:  # autograd keeps what the backward needs of it
                     del values[name]
         if self.is_last:
-            return values[self.graph.loss].float().reshape(()) / self._options.num_microbatches
+            loss = values[self.graph.loss].float().reshape(()) / self._options.num_microbatches
+            outputs = self.graph.outputs
+            return loss if outputs is None else (loss, *(values[name] for name in outputs.names))
         return tuple(_to_carrier(values[name], self.graph.values[name]) for name in self._sends)
 
 

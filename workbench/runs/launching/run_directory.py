@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
-from workbench.experiment import USER_FUNCTIONS
+from workbench.experiment import METRICS, USER_FUNCTIONS
 from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json
 from workbench.runs.launching import processes
-from workbench.runs.records.environment import data_fingerprint, environment
+from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
 from workbench.user_code import UserFunction, pickled, user_path
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 100
 """Letters of an experiment's name that its directory takes over; file systems end at 255."""
-OWN_CODE = ("model", "data", "eval_data", *USER_FUNCTIONS)
+OWN_CODE = ("model", "data", "eval_data", *USER_FUNCTIONS, METRICS)
 """Fields of an experiment that may hold objects of the user, which travel in `code/`."""
 CODE_PATH = "path.json"
 """File in `code/` that lists where the modules of a model or dataset lie; the run may be continued from elsewhere."""
@@ -48,7 +49,8 @@ def written(
 ) -> Iterator[RunDir]:
     """Write a run directory that ranks can start from; nobody else can start them while the block runs."""
     code = user_code(experiment) if code is None else code
-    checkpoint = None if resume is None else checkpoint_of(Path(resume))
+    with _unwritable_named():
+        checkpoint = None if resume is None else checkpoint_of(Path(resume))
     step = 0 if checkpoint is None else step_of(checkpoint)
     if step > experiment.steps:
         raise CheckpointError(
@@ -59,7 +61,7 @@ def written(
         )
     if checkpoint is not None:
         _check_data(RunDir(checkpoint.parent.parent), experiment, facts or {})
-    with _full_disk_named(), _own_directory(experiment, directory, checkpoint) as run:
+    with _unwritable_named(), _own_directory(experiment, directory, checkpoint) as run:
         write_json(run.experiment, experiment.to_json())
         write_json(run.plan, plan.to_json())
         write_json(run.environment, {**environment(), **(facts or {})})
@@ -135,18 +137,19 @@ def _own_directory(
 
 
 @contextlib.contextmanager
-def _full_disk_named() -> Iterator[None]:
-    """Turn the error of a disk without room into a sentence."""
+def _unwritable_named() -> Iterator[None]:
+    """Turn the error of a disk without room, or of a folder that cannot be used, into a sentence."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "Free some space there, or set WORKBENCH_RUNS to a folder on another disk."
+        elif error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            remedy = f"Give another directory than {str(error.filename)[:100]}."
+        else:
             raise
-        raise WorkbenchError(
-            f"The run could not be written: {error.strerror}. Free some space there, or set WORKBENCH_RUNS to a folder "
-            "on another disk.",
-            path=error.filename,
-        ) from None
+        said = f"The run could not be written: {error.strerror}. {remedy}"
+        raise WorkbenchError(said, path=error.filename) from None
 
 
 @contextlib.contextmanager
@@ -227,7 +230,7 @@ def clear_attempt(run: RunDir, *, among_nodes: bool = False) -> Path:
     for path in (run.experiment, run.plan, run.environment, run.tracker):
         if path.exists():  # copied, because the directory must be a readable run at every moment
             shutil.copy2(path, aside)
-    for path in (run.launcher, run.resume, run.ranks, run.errors, run.stop_file, run.kill_file):
+    for path in (run.launcher, run.resume, run.ranks, run.stacks, run.errors, run.stop_file, run.kill_file):
         if path.exists():
             path.rename(aside / path.name)
     return aside
@@ -287,6 +290,8 @@ def user_code(experiment: Experiment, only: Sequence[str] = OWN_CODE) -> dict[st
     for name in USER_FUNCTIONS:
         if isinstance(function := getattr(experiment, name), UserFunction) and name in only:
             own[name] = function.function
+    if experiment.metrics and METRICS in only:
+        own[METRICS] = {name: metric.function for name, metric in experiment.metrics.items()}
     files = {}
     for name, value in own.items():
         files[f"{name}.pkl"] = pickled(name, value)
@@ -344,6 +349,8 @@ def worker_path(run: RunDir) -> Iterable[str]:
 
 def _source(value: Any) -> str:
     """Return the source of what was pickled, for people, where Python can find it."""
+    if isinstance(value, dict):
+        return "\n\n".join(f"# {name}\n{_source(function)}" for name, function in value.items())
     while isinstance(value, functools.partial):
         value = value.func
     described = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)

@@ -14,14 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from workbench.machine import available_cores, cpu_model
 
 PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
-SAMPLED = 4
-"""Number of samples at each end of the training that enter the fingerprint of its data."""
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 SECRET_LENGTH = 8
 """Shortest value of an environment variable that is masked; a shorter one may be an ordinary word."""
@@ -45,34 +42,6 @@ def environment() -> dict[str, Any]:
         "directory": os.getcwd(),
         "git": git_state(Path.cwd()),
     }
-
-
-def data_fingerprint(experiment: Any) -> str | None:
-    """Return SHA-256 over the first and the last samples that training will see; None for data that raises.
-
-    Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training, and of the
-    held-out samples if there are any.
-    """
-    from workbench.data import held_out
-
-    try:
-        digest = _digest_of_ends(experiment.data.dataset(experiment), hashlib.sha256())
-        if experiment.evaluate is not None:
-            digest = _digest_of_ends(held_out(experiment), digest)
-    except Exception:  # the user's own data may raise anything; training will report it
-        return None
-    return str(digest.hexdigest())
-
-
-def _digest_of_ends(dataset: Any, digest: Any) -> Any:
-    """Add the length of a dataset, its first and its last samples to a digest, and return it."""
-    indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
-    digest.update(str(len(dataset)).encode())
-    for index in sorted(indices):
-        for name, value in sorted(dataset[index].items()):
-            array = np.ascontiguousarray(value)
-            digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    return digest
 
 
 def masked(text: str) -> str:

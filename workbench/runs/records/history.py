@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import DeviceEvent, EvaluationEvent, Event, StartEvent
+from workbench.events import DeviceEvent, EvaluationEvent, Event, SamplesEvent, StartEvent
 from workbench.runs.records.event_lines import MEASURED, blocks, damaged_lines, milestones, number, parsed, recent_steps
+from workbench.runs.records.text_samples import TextSamples
 
 Column = NDArray[np.float64]
 _TIME, _SECONDS = MEASURED.index("time"), MEASURED.index("seconds")
 _SAMPLE_ROWS = 4  # time, device, share, used_bytes
 _FIRST_ROOM = 1024  # columns
+GOING_ON = ("running", "stalled")
+"""States of a run whose devices are sampled for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,10 @@ EVALUATED = ("step", "loss", "tokens", "samples", "flops", "seconds", "eval_seco
 
 @dataclass(frozen=True, eq=False)
 class Evaluations:
-    """The held-out losses of a run: float64 columns of equal length, in order of `step`, which begins at 0."""
+    """The held-out losses of a run: float64 columns of equal length, in order of `step`, which begins at 0.
+
+    `evaluations["accuracy"]` is the column of a metric of the experiment.
+    """
 
     step: Column
     eval_loss: Column
@@ -89,6 +95,8 @@ class Evaluations:
     eval_seconds: Column
     """Time that the evaluation took."""
     gpu_hours: Column
+    metrics: Mapping[str, Column] = field(default_factory=dict)
+    """The experiment's own metrics by name, NaN where an evaluation has none."""
 
     @property
     def perplexity(self) -> Column:
@@ -99,7 +107,7 @@ class Evaluations:
         return len(self.step)
 
     def __getitem__(self, name: str) -> Column:
-        return np.asarray(getattr(self, name))
+        return np.asarray(self.metrics[name] if name in self.metrics else getattr(self, name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +185,8 @@ class HistoryTail:
         self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
         self._device_type, self._names = "", dict[str, int]()
         self._evaluations: dict[int, list[float]] = {}
+        self._metrics: dict[int, Mapping[str, float | None]] = {}
+        self._texts: dict[int, SamplesEvent] = {}
         self.events: list[Event] = []
 
     def read(self) -> History:
@@ -195,8 +205,17 @@ class HistoryTail:
     @property
     def evaluations(self) -> Evaluations:
         """Return the held-out losses, as far as `read()` has come."""
-        rows = [self._evaluations[step] for step in sorted(self._evaluations)]
-        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T)
+        steps = sorted(self._evaluations)
+        rows = [self._evaluations[step] for step in steps]
+        computed = [self._metrics.get(step, {}) for step in steps]
+        names = dict.fromkeys(name for values in computed for name in values)
+        metrics = {name: np.array([number(values.get(name)) for values in computed]) for name in names}
+        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T, metrics)
+
+    @property
+    def texts(self) -> TextSamples:
+        """Return the samples of text, as far as `read()` has come."""
+        return TextSamples(tuple(self._texts[step] for step in sorted(self._texts)))
 
     def _take(self, block: bytes) -> None:
         arrived = parsed(block)
@@ -211,12 +230,15 @@ class HistoryTail:
                 continue
             if event["type"] == "evaluation":
                 self._evaluations[int(event["step"])] = self._evaluated(event)
+                self._metrics[int(event["step"])] = event.get("metrics") or {}
+            if event["type"] == "samples":
+                self._texts[int(event["step"])] = event
             if event["type"] == "start":
                 self._append(arrived.steps[:, taken:steps_before])
                 self._append_samples(samples)
                 taken, samples = steps_before, []
                 self._restart(event)
-            elif event["type"] == "end" or (event["type"] == "status" and event["state"] != "running"):
+            elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
                 self._training = False
             self.events.append(event)
         self._append(arrived.steps[:, taken:])
@@ -233,6 +255,7 @@ class HistoryTail:
         resumed = resumed_step(event.get("resumed_from"))
         self._forget_after(resumed)
         self._evaluations = {step: row for step, row in self._evaluations.items() if resumed and step <= resumed}
+        self._texts = {step: event for step, event in self._texts.items() if resumed and step <= resumed}
         seconds, hours = self._steps.view()[[_SECONDS, -1]]
         known = np.flatnonzero(np.isfinite(hours))
         self._before = (float(seconds[known[-1]]), float(hours[known[-1]])) if len(known) else (0.0, 0.0)

@@ -87,8 +87,22 @@ COLUMNS = (
 
 
 def summary(runs: Sequence[Run]) -> Summary:
-    """Return the summary of some runs: degrees, tokens, final loss, speed, and prediction beside measurement."""
-    return Summary(COLUMNS, tuple(map(_row, runs)), machine(runs[0]) if runs else "")
+    """Return the summary of some runs: degrees, tokens, final loss, speed, and prediction beside measurement.
+
+    The last value of each metric of the experiments comes after the held-out loss.
+    """
+    computed = [run.evaluations().metrics for run in runs]
+    metrics = tuple(dict.fromkeys(name for found in computed for name in found))
+    at = COLUMNS.index("held-out loss") + 1
+    rows = [
+        (*row[:at], *(_number(_last(found.get(name)), "{:.4g}") for name in metrics), *row[at:])
+        for row, found in zip(map(_row, runs), computed, strict=True)
+    ]
+    return Summary((*COLUMNS[:at], *metrics, *COLUMNS[at:]), tuple(rows), machine(runs[0]) if runs else "")
+
+
+def _last(values: Any) -> float:
+    return float(values[-1]) if values is not None and len(values) else float("nan")
 
 
 def _row(run: Run) -> tuple[str, ...]:
@@ -103,7 +117,7 @@ def _row(run: Run) -> tuple[str, ...]:
         _degrees(plan),
         count(history["tokens"][-1]) if steps else "–",
         _number(loss, "{:.3f}"),
-        _number(float(held_out[-1]) if len(held_out) else float("nan"), "{:.3f}"),
+        _number(_last(held_out), "{:.3f}"),
         duration(history["seconds"][-1]) if steps else "–",
         _number(measured["tokens_per_s"], "{:,.0f}"),
         _number(100 * measured["mfu"], "{:.1f} %"),

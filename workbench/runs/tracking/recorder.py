@@ -209,7 +209,8 @@ def _evaluation_metrics(evaluations: Sequence[EvaluationEvent], session: Any) ->
     session.define_metric("eval/*", step_metric="eval/step")
     loss = evaluations[-1]["loss"]
     perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
-    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/step": evaluations[-1]["step"]}
+    own = {f"eval/{name}": value for name, value in evaluations[-1].get("metrics", {}).items() if value is not None}
+    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/step": evaluations[-1]["step"], **own}
 
 
 class StepTail:

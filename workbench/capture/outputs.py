@@ -1,0 +1,232 @@
+"""The outputs of forward beside its loss, and the functions of them that a user computes in evaluations.
+
+The tensors that such a function reads become values of the graph. The structure that held them (tuple, dict,
+dataclass) is kept without them, and is filled again with the values of each micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+
+from workbench.capture.torch_internals import plain_torch_functions
+from workbench.errors import InvalidExperiment
+from workbench.tensors import TensorSpec
+
+Metric = Callable[..., Any]
+"""Function of the outputs and the batch that returns a sum and a count."""
+TOLERANCE = 1e-2
+"""Relative difference that is taken for rounding between a metric of some samples and the sum of its parts."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of a tensor in what forward returned."""
+
+    index: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The tensors of what forward returned that are computed in an evaluation."""
+
+    template: Any = dataclasses.field(repr=False)
+    """Structure of what forward returned, with a `Slot` for each tensor."""
+    values: Mapping[int, str]
+    """Index of a slot -> the value of the graph that fills it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Values of the graph, each once."""
+        return tuple(dict.fromkeys(self.values.values()))
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what forward returned, for the tensors of `names`; those that nothing reads have no values."""
+        by_name = dict(zip(self.names, tensors, strict=True))
+
+        def filled(slot: Slot) -> torch.Tensor:
+            name = self.values.get(slot.index)
+            return _empty(slot.spec, "meta") if name is None else by_name[name]
+
+        return mapped(self.template, Slot, filled)
+
+
+def mapped(value: Any, leaf: type, function: Callable[[Any], Any]) -> Any:
+    """Return a structure with `function` of each instance of `leaf`; objects that are no structure become None."""
+    if isinstance(value, leaf):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Slot)):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if isinstance(value, Mapping):  # an output class of transformers
+            return type(value)(**{name: mapped(item, leaf, function) for name, item in fields.items()})
+        result = copy.copy(value)
+        for name, item in fields.items():
+            object.__setattr__(result, name, mapped(item, leaf, function))
+        return result
+    if isinstance(value, Mapping):
+        return {key: mapped(item, leaf, function) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, leaf, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value if isinstance(value, (str, bool, int, float)) else None
+
+
+def flattened(result: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return what forward returned with a `Slot` for each tensor, and the tensors."""
+    tensors: list[torch.Tensor] = []
+
+    def slot(tensor: torch.Tensor) -> Slot:
+        tensors.append(tensor)
+        sizes = tuple(size if isinstance(size, int) else 1 for size in tensor.shape)  # 1: it depends on values
+        return Slot(len(tensors) - 1, TensorSpec("", sizes, str(tensor.dtype).removeprefix("torch.")))
+
+    return mapped(result, torch.Tensor, slot), tensors
+
+
+def slots_of(template: Any) -> list[Slot]:
+    """Return the slots of a template, in order."""
+    found: list[Slot] = []
+    mapped(template, Slot, found.append)
+    return found
+
+
+def sum_and_count(name: str, metric: Metric, outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a metric's sum and count as a tensor of two; raise `InvalidExperiment` for anything else."""
+    result = metric(outputs, batch)
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if not is_pair or not all(_is_number(value) for value in result):
+        raise InvalidExperiment(
+            f"The metric {name!r} returned {_described(result)} instead of two scalars. Return the sum and the count "
+            "over the samples of the batch, for instance (correct.sum(), correct.numel()).",
+            metric=name,
+        )
+    return torch.stack([torch.as_tensor(value).detach().double() for value in result])
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, Real) or getattr(value, "shape", None) == ()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.ndim else "one scalar"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(_described, value))})"
+    return "None" if value is None else f"{type(value).__name__} {value!r}"[:80]
+
+
+def read_by(metrics: Mapping[str, Metric], template: Any, batch: Mapping[str, TensorSpec]) -> dict[int, str]:
+    """Return the slots that the metrics read, each with the name of a metric, by running them on made-up values.
+
+    Raises `InvalidExperiment` for a metric that fails, does not return two scalars, or does not add up over samples.
+    """
+    slots = slots_of(template)
+    samples = next(iter(batch.values())).shape[0]
+    batched = all(spec.shape[:1] == (samples,) for spec in (*batch.values(), *(s.spec for s in slots if s.spec.shape)))
+    tried = min(samples, 2) if batched else samples
+    fields = {key: _made_up(spec, tried if batched else None) for key, spec in batch.items()}
+    tensors = {slot.index: _made_up(slot.spec, tried if batched else None) for slot in slots}
+    read: dict[int, str] = {}
+    for name, metric in metrics.items():
+        seen: set[int] = set()
+        whole = _tried(name, metric, template, tensors, fields, seen)
+        read |= dict.fromkeys(seen - set(read), name)
+        if batched and tried == 2:
+            parts = [
+                _tried(name, metric, template, _part(tensors, sample), _part(fields, sample), set())
+                for sample in (0, 1)
+            ]
+            _require_sum(name, whole, parts[0] + parts[1])
+    return read
+
+
+def _tried(
+    name: str,
+    metric: Metric,
+    template: Any,
+    tensors: Mapping[int, torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    seen: set[int],
+) -> torch.Tensor:
+    """Return a metric of made-up outputs, and add the slots that it reads to `seen`."""
+    outputs = mapped(template, Slot, lambda slot: _Watched.of(tensors[slot.index], slot.index, seen))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return sum_and_count(name, metric, outputs, dict(batch))
+    except InvalidExperiment:
+        raise
+    except Exception as error:
+        fields = ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items())
+        returned = ", ".join(str(list(value.shape)) for value in tensors.values())
+        raise InvalidExperiment(
+            f"The metric {name!r} raised {type(error).__name__}: {error}. It was tried on outputs of the shapes "
+            f"{returned} and a batch of {fields}: see that it runs on such tensors.",
+            metric=name,
+        ) from error
+
+
+def _require_sum(name: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
+    if not torch.allclose(whole, parts, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
+        (total, count), (sums, counts) = whole.tolist(), parts.tolist()
+        raise InvalidExperiment(
+            f"The metric {name!r} does not add up over samples: two made-up samples give ({total:.4g}, {count:.4g}) "
+            f"together and ({sums:.4g}, {counts:.4g}) one by one. Return a sum over the samples and the number of what "
+            "was summed, not a mean.",
+            metric=name,
+        )
+
+
+def _part(tensors: Mapping[Any, torch.Tensor], sample: int) -> dict[Any, torch.Tensor]:
+    return {key: value[sample : sample + 1] if value.ndim else value for key, value in tensors.items()}
+
+
+def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
+def _made_up(spec: TensorSpec, samples: int | None) -> torch.Tensor:
+    """Return a tensor of zeros and ones, or of fractions, that draws no random numbers."""
+    shape = spec.shape if samples is None or not spec.shape else (samples, *spec.shape[1:])
+    dtype = getattr(torch, spec.dtype)
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    if dtype.is_floating_point or dtype.is_complex:
+        return (numbers % 7 / 7).to(dtype)
+    return (numbers % 2).to(dtype)
+
+
+class _Watched(torch.Tensor):
+    """A tensor that notes that it was read."""
+
+    _index: int
+    _seen: set[int]
+
+    @staticmethod
+    def of(tensor: torch.Tensor, index: int, seen: set[int]) -> torch.Tensor:
+        watched = tensor.as_subclass(_Watched)
+        watched._index, watched._seen = index, seen
+        return watched
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            if isinstance(value, _Watched):
+                value._seen.add(value._index)
+                return value.as_subclass(torch.Tensor)
+            if isinstance(value, (tuple, list)) and any(isinstance(item, _Watched) for item in value):
+                return type(value)(plain(item) for item in value)
+            return value
+
+        with plain_torch_functions():
+            return func(*map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()})

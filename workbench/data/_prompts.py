@@ -1,0 +1,125 @@
+"""Prompts of a user as token ids, for the samples of text that a model writes while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workbench.data._sampling import IGNORED, special_id
+from workbench.data._tokens import CLS, END_OF_TEXT, MASK, SEP, SPECIAL_TOKENS
+from workbench.errors import DataError
+from workbench.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Prompts that pass through the model together, as one batch of `length` tokens."""
+
+    prompts: tuple[int, ...]
+    length: int
+    specs: dict[str, TensorSpec]
+    """Fields of the batch."""
+
+
+@dataclass(frozen=True)
+class EncodedPrompts:
+    """Prompts as token ids, and the tokeniser that turns ids back into text."""
+
+    objective: str
+    """`clm`, `mlm` or `mlm_nsp`."""
+    texts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt; those of a masked model are `[CLS] prompt [SEP]`."""
+    tokenizer: Tokenizer
+
+    @property
+    def is_causal(self) -> bool:
+        return self.objective == "clm"
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the tokeniser knows; a model may have more."""
+        return int(self.tokenizer.get_vocab_size())
+
+    def groups(self, tokens: int, seq_len: int) -> list[PromptGroup]:
+        """Return the prompts in groups of one length.
+
+        A causal model reads all prompts together, padded to the longest with the `tokens` that it writes. A masked
+        model would also read padding, so that only prompts of equal length go together.
+        """
+        longest = max(map(len, self.ids))
+        room = min(seq_len, longest + tokens)
+        lengths = [room if self.is_causal else len(ids) for ids in self.ids]
+        return [
+            self._group(tuple(at for at, own in enumerate(lengths) if own == length), length)
+            for length in dict.fromkeys(lengths)
+        ]
+
+    def _group(self, prompts: tuple[int, ...], length: int) -> PromptGroup:
+        import torch
+
+        fields = self.fields(torch.empty(len(prompts), length, dtype=torch.int64))
+        specs = {name: TensorSpec(name, tuple(field.shape), "int64") for name, field in fields.items()}
+        return PromptGroup(prompts, length, specs)
+
+    def masks(self, prompt: int) -> tuple[int, ...]:
+        """Return the positions of the masks in a prompt."""
+        return tuple(at for at, token in enumerate(self.ids[prompt]) if token == special_id(MASK))
+
+    def fields(self, input_ids_PS: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a batch of the model's fields around `input_ids`, with labels that a masked model ignores."""
+        import torch
+
+        if self.is_causal:
+            return {"input_ids": input_ids_PS, "labels": input_ids_PS.clone()}
+        labels_PS = torch.full_like(input_ids_PS, IGNORED)
+        if self.objective == "mlm":
+            return {"input_ids": input_ids_PS, "labels": labels_PS}
+        return {
+            "input_ids": input_ids_PS,
+            "token_type_ids": torch.zeros_like(input_ids_PS),
+            "labels": labels_PS,
+            "next_sentence_label": torch.zeros_like(input_ids_PS[:, 0]),
+        }
+
+    def continuation(self, ids: Sequence[int]) -> str:
+        """Return the text of the tokens that a causal model wrote, up to the end of the document."""
+        end = SPECIAL_TOKENS["bpe"].index(END_OF_TEXT)
+        kept = list(ids[: ids.index(end)]) if end in ids else list(ids)
+        return str(self.tokenizer.decode(kept))
+
+    def token(self, number: int) -> str:
+        """Return the text of one token."""
+        return str(self.tokenizer.id_to_token(number))
+
+
+def encode(prompts: Sequence[str], tokenizer: Tokenizer, objective: str, seq_len: int) -> EncodedPrompts:
+    """Encode prompts; raise `DataError` for one that is empty or too long, or that has no mask for a masked model."""
+    encoded = []
+    for prompt in prompts:
+        ids = tuple(tokenizer.encode(prompt, add_special_tokens=False).ids)
+        if objective != "clm":
+            if special_id(MASK) not in ids:
+                raise DataError(
+                    f"The prompt {prompt!r} has no [MASK], and the model fills masks. Write one where a word is to be "
+                    'found, such as "The capital of France is [MASK]."',
+                    prompt=prompt,
+                )
+            ids = (special_id(CLS), *ids, special_id(SEP))
+        if not ids:
+            raise DataError(f"The prompt {prompt!r} has no token. Give at least one word.", prompt=prompt)
+        if len(ids) > seq_len:
+            raise DataError(
+                f"The prompt {prompt[:60]!r} has {len(ids)} tokens, and the model reads {seq_len} (seq_len). Shorten "
+                "the prompt.",
+                prompt=prompt,
+                tokens=len(ids),
+                seq_len=seq_len,
+            )
+        encoded.append(ids)
+    return EncodedPrompts(objective, tuple(prompts), tuple(encoded), tokenizer)

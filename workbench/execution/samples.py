@@ -1,0 +1,175 @@
+"""Samples of text that a model writes while it trains, in the stages of the training.
+
+Each token of a causal model costs a whole forward over the prompts and what was written: there is no cache of keys and
+values, so that the blocks are those that train. Suffixes of tensor names: P prompts, S tokens, V tokens of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.capture import Graph
+from workbench.capture.evaluation import capture_for_samples, require_same_stages
+from workbench.data import encoded_prompts
+from workbench.events import TextSample
+from workbench.execution.blocks.context import mix
+from workbench.execution.build import evaluation_programs
+from workbench.execution.forward_pass import ForwardPass
+from workbench.execution.step_log import StepLog
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.rundir import log_event
+
+if TYPE_CHECKING:
+    from workbench.data._prompts import PromptGroup
+
+MOST_PROBABLE = 50
+"""Number of tokens among which the next one is drawn; the default of `transformers` too."""
+GUESSES = 5
+"""Number of tokens that are recorded for each mask."""
+
+
+def capture_samples(model: nn.Module, training: Graph, experiment: Experiment, plan: Plan) -> list[Graph]:
+    """Capture the model for each group of the experiment's prompts; none without samples."""
+    if experiment.samples is None:
+        return []
+    prompts, first_blocks = encoded_prompts(experiment, experiment.samples.prompts), plan.stages[1:]
+    graphs = []
+    for group in prompts.groups(experiment.samples.tokens, experiment.seq_len):
+        graph = capture_for_samples(model, training, group.specs, prompts.vocabulary)
+        cuts = [stage.first_block for stage in first_blocks]
+        require_same_stages(training, graph, cuts, plan.tensor, same_shapes=False)
+        graphs.append(graph)
+    return graphs
+
+
+class Sampler:
+    """Lets the model answer the prompts of its experiment; the same texts on every rank."""
+
+    def __init__(self, trainer: Trainer, graphs: Sequence[Graph]) -> None:
+        """`graphs` are those of `capture_samples`."""
+        experiment, plan = trainer.experiment, trainer.plan
+        assert experiment.samples is not None
+        self.trainer, self._settings = trainer, experiment.samples
+        self._prompts = encoded_prompts(experiment, experiment.samples.prompts)
+        self._groups = self._prompts.groups(experiment.samples.tokens, experiment.seq_len)
+        self._device = trainer.context.device
+        self._passes = [
+            ForwardPass(trainer, graph, evaluation_programs(plan, trainer.coordinate, graph, trainer.context))
+            for graph in graphs
+        ]
+
+    def samples(self) -> list[TextSample]:
+        """Return the answer to each prompt; a collective."""
+        self.trainer.prepare_forward()
+        answers: dict[int, TextSample] = {}
+        for group, forward in zip(self._groups, self._passes, strict=True):
+            with forward.untouched_training():
+                ones = [torch.ones((), device=self._device) for _ in forward.graph.label_counts]
+                forward.context.loss_denominators, forward.context.label_counts = ones, {}
+                answers |= self._continued(group, forward) if self._prompts.is_causal else self._filled(group, forward)
+        return [answers[prompt] for prompt in sorted(answers)]
+
+    def _continued(self, group: PromptGroup, forward: ForwardPass) -> dict[int, TextSample]:
+        """Return the continuations of prompts, which grow by one token in each forward."""
+        texts = [list(self._prompts.ids[prompt]) for prompt in group.prompts]
+        for number in range(self._settings.tokens):
+            shown = [text[-group.length :] for text in texts]
+            logits_PSV = self._logits(group, forward, shown)
+            chosen_P = torch.zeros(len(texts), dtype=torch.int64)
+            if logits_PSV is not None:
+                for row, (prompt, text) in enumerate(zip(group.prompts, shown, strict=True)):
+                    chosen_P[row] = self._next(logits_PSV[row, len(text) - 1], prompt, number)
+            for text, token in zip(texts, self._agreed(chosen_P).tolist(), strict=True):
+                text.append(int(token))
+        return {
+            prompt: {
+                "prompt": self._prompts.texts[prompt],
+                "text": self._prompts.continuation(text[len(self._prompts.ids[prompt]) :]),
+            }
+            for prompt, text in zip(group.prompts, texts, strict=True)
+        }
+
+    def _next(self, logits_V: torch.Tensor, prompt: int, number: int) -> int:
+        """Return the most probable token, or one drawn among the most probable ones."""
+        if self._settings.seed is None:
+            return int(logits_V.argmax())
+        return drawn(logits_V, mix(self._settings.seed, prompt, number))
+
+    def _filled(self, group: PromptGroup, forward: ForwardPass) -> dict[int, TextSample]:
+        """Return the most probable tokens at each mask of some prompts."""
+        masks = [(row, at) for row, prompt in enumerate(group.prompts) for at in self._prompts.masks(prompt)]
+        count = min(GUESSES, self._prompts.vocabulary)
+        logits_PSV = self._logits(group, forward, [list(self._prompts.ids[prompt]) for prompt in group.prompts])
+        found = torch.zeros(len(masks), count, 2, dtype=torch.float64)
+        if logits_PSV is not None:
+            for index, (row, at) in enumerate(masks):
+                best = logits_PSV[row, at].softmax(-1).topk(count)
+                found[index] = torch.stack([best.indices.double(), best.values], dim=-1)
+        answers: dict[int, TextSample] = {
+            prompt: {"prompt": self._prompts.texts[prompt], "masks": []} for prompt in group.prompts
+        }
+        for (row, _), guesses in zip(masks, self._agreed(found).tolist(), strict=True):
+            named = [(self._prompts.token(int(token)), float(probability)) for token, probability in guesses]
+            answers[group.prompts[row]]["masks"].append(named)
+        return answers
+
+    def _logits(self, group: PromptGroup, forward: ForwardPass, texts: Sequence[Sequence[int]]) -> torch.Tensor | None:
+        """Return the logits (P, S, V) of one forward, in float64 on the host; None on ranks without the last stage."""
+        input_ids_PS = torch.zeros(len(texts), group.length, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            input_ids_PS[row, : len(text)] = torch.tensor(text)
+        batch = {name: field.to(self._device) for name, field in self._prompts.fields(input_ids_PS).items()}
+        result = None
+        for _, _, (_, logits) in forward.run(iter([batch]), 1):
+            result = logits.reshape(len(texts), group.length, -1)[..., : self._prompts.vocabulary].double().cpu()
+        return result
+
+    def _agreed(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the value of the last stage's first replica on every rank."""
+        coordinate = self.trainer.coordinate
+        decides = self.trainer.stages.computes_loss and coordinate.data_rank == coordinate.tensor_rank == 0
+        shared = (value if decides else torch.zeros_like(value)).to(self._device)
+        dist.all_reduce(shared)
+        return shared.cpu()
+
+
+def drawn(logits_V: torch.Tensor, bits: int) -> int:
+    """Return a token drawn among the 50 most probable ones; `bits` is a random integer of 63 bits."""
+    best = logits_V.topk(min(MOST_PROBABLE, len(logits_V)))
+    reached = best.values.softmax(-1).cumsum(-1) > bits / 2**63
+    return int(best.indices[int(reached.int().argmax())])
+
+
+class SampleLog:
+    """Writes samples when they are due, and an event of them; `events` is None on all ranks but one.
+
+    Their time counts neither as training time nor as time of a step.
+    """
+
+    def __init__(self, sampler: Sampler, events: Path | None) -> None:
+        self._sampler, self._events = sampler, events
+        self._experiment = sampler.trainer.experiment
+
+    def is_due(self, step: int) -> bool:
+        """Return True if samples are to be written after `step` steps."""
+        samples = self._experiment.samples
+        return samples is not None and (step % samples.every == 0 or step == self._experiment.steps)
+
+    def run(self, step: int, log: StepLog) -> None:
+        """Let the model write after `step` steps; a collective."""
+        log.flush()
+        started = time.perf_counter()
+        samples = self._sampler.samples()
+        if self._events is not None:
+            log_event(self._events, "samples", step=step, samples=samples, seconds=time.perf_counter() - started)
+        log.restart_clock()
