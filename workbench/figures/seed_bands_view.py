@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES, check_axis
@@ -28,6 +29,7 @@ Line = tuple[Array, Array]
 """Positions and losses of one run."""
 
 
+@checked_arguments
 def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> go.Figure:
     """Draw the mean loss curve of each configuration of a sweep, with a band from its lowest to its highest seed.
 
@@ -78,6 +80,7 @@ def draw_seed_bands(
     words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
     main = theme.title(theme.text(sweep.name), words)
     figure.update_layout(template=theme.TEMPLATE, height=460, title=main, hovermode="x unified")
+    figure.update_layout(legend_title={"text": theme.text(" · ".join(sweep.axes)), "font": {"size": theme.FONT_PX}})
     return figure
 
 
@@ -125,4 +128,5 @@ def _mean(lines: Sequence[Line]) -> tuple[Array, Array, Array, Array]:
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    return theme.text(theme.short(", ".join(f"{name} {value}" for name, value in values.items())))
+    """Return the values of a configuration; the legend's title names their axes."""
+    return theme.text(theme.short(" · ".join(map(str, values.values()))))

@@ -60,7 +60,6 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> g
             text=words,
             texttemplate="%{text}",
             colorscale="Viridis",
-            reversescale=True,
             xgap=2,
             ygap=2,
             colorbar={"title": {"text": "objective"}},
@@ -84,7 +83,7 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
     means = [row.mean for row in rows]
     dimensions = [_dimension(name, [row.values[name] for row in rows]) for name in sweep.axes]
     dimensions.append({"label": "objective", "values": means})
-    line = {"color": means, "colorscale": "Viridis", "reversescale": True, "showscale": False}
+    line = {"color": means, "colorscale": "Viridis", "showscale": False}
     figure = go.Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
     words = f"{sweep.objective}, mean over the seeds; lower is better"
     main = theme.title(theme.text(sweep.name), theme.text(words))

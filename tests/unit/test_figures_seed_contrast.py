@@ -1,0 +1,119 @@
+"""Contrasts over seeds: the interval, its verdict, and which runs make one configuration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import workbench as wb
+from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.figures import Curve
+from workbench.figures.comparison import CONFIDENCE
+from workbench.figures.seed_contrast import (
+    SeedContrast,
+    contrast_seeds,
+    group_names,
+    seed_groups,
+    student_quantile,
+    welch_interval,
+)
+from workbench.rundir import RunDir, append_event, write_json
+from workbench.sweeps.directory import Entry, Result, SweepDir
+from workbench.sweeps.sweep import Sweep
+
+
+def run(end: float, steps: int = 50, tokens_per_step: int = 100, held_out: float | None = None) -> Curve:
+    step = np.arange(1.0, steps + 1)
+    costs = {"tokens": step * tokens_per_step, "flops": step * 1e9 * tokens_per_step, "gpu_hours": step / 100}
+    at = [0, steps // 2 - 1, steps - 1]
+    evaluations = {name: values[at] for name, values in {"step": step, **costs}.items()}
+    evaluations["eval_loss"] = np.array([9.0, 6.0, held_out or 0.0])
+    return Curve("run", {"step": step, "loss": end + 5 / step, **costs}, evaluations=evaluations if held_out else None)
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(1, 6.313752), (2.5, 2.558219), (4, 2.131847), (30, 1.697261)])
+def test_quantiles_of_students_t_are_those_of_the_tables(freedom: float, t: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(t, abs=1e-4)
+
+
+def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(600):
+        value, low, high = welch_interval(random.normal(1.0, 0.2, 3), random.normal(1.5, 0.6, 4))
+        assert low < value < high
+        held += low <= -0.5 <= high
+    assert held / 600 == pytest.approx(CONFIDENCE, abs=0.04)
+    assert welch_interval([1.0, 1.0], [2.0, 2.0]) == (-1.0, -1.0, -1.0)
+
+
+def test_a_difference_larger_than_the_seeds_spread_is_told_from_one_that_is_not() -> None:
+    runs = {"a": [run(4.0), run(4.1), run(3.9)], "b": [run(5.0), run(5.1), run(4.9)], "c": [run(4.1), run(4.3)]}
+    found = contrast_seeds(runs)
+    assert [item.names for item in found.differences[:2]] == [("b", "a"), ("c", "a")]
+    assert [item.axis for item in found.differences[::2]] == ["tokens", "flops", "gpu_hours"]
+    clear, unclear = found.differences[:2]
+    assert clear.distinguishable
+    assert (clear.value, clear.low, clear.high) == pytest.approx((1.0, 1.0 - 0.1741, 1.0 + 0.1741), abs=1e-3)
+    assert not unclear.distinguishable
+    assert "a is lower than b" in repr(found)
+    assert "c and a are not distinguishable" in repr(found)
+    assert found.to_html().count("not distinguishable") == 3
+    points = [trace for trace in found.figure().data if trace.error_x.array is not None]
+    assert [trace.x[0] for trace in points] == pytest.approx([item.value for item in found.differences])
+    assert points[0].error_x.array[0] == pytest.approx(0.1741, abs=1e-3)
+    assert points[0].marker.color != points[1].marker.color, "an unclear difference is pale"
+
+
+def test_runs_are_compared_where_all_have_spent_the_same_and_by_their_held_out_loss() -> None:
+    small, large = [run(4.0, held_out=3.0), run(4.0, held_out=3.2)], [run(4.0, 50, 200, 2.0), run(4.0, 50, 200, 2.2)]
+    found = contrast_seeds({"small": small, "large": large})
+    tokens, _, hours = found.differences
+    assert found.loss == "Held-out loss"
+    assert (tokens.at, hours.at) == (5000, 0.5)
+    assert tokens.means == pytest.approx((6.0, 3.1)), "half of the larger batch's training"
+    assert hours.means == pytest.approx((2.1, 3.1))
+    with pytest.raises(UnknownParameter, match="share no stretch"):
+        contrast_seeds({"a": [Curve("a", {"step": [1.0], "loss": [4.0]})] * 2, "b": small})
+
+
+def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
+    described = [
+        {"experiment": {"learning_rate": rate, "seed": seed, "name": f"{rate}{seed}"}, "plan": {"zero": zero}}
+        for rate, seed, zero in ((1e-3, 0, 0), (1e-4, 0, 0), (1e-3, 1, 0), (1e-4, 1, 0), (1e-4, 1, 3), (1e-3, 0, 0))
+    ]
+    assert seed_groups(described) == [[0, 2], [1, 3], [4], [5]], "neither another plan nor the same seed again"
+    assert group_names([described[0], described[1]]) == ["learning_rate 0.001", "learning_rate 0.0001"]
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Sweep:
+    directory = SweepDir(tmp_path / "sweep")
+    settings = {"experiment": {}, "axes": {"learning_rate": [1e-3, 1e-4]}, "sampler": "grid", "trials": None}
+    write_json(directory.settings_file, {**settings, "seeds": [0, 1]})
+    directory.write_queue([Entry(0, {"learning_rate": at}, seed) for at in (0, 1) for seed in (0, 1)])
+    for entry in directory.queue():
+        path = RunDir(directory.run(entry))
+        values = {"learning_rate": [1e-3, 1e-4][entry.choice["learning_rate"]], "seed": entry.seed, "name": "sweep"}
+        write_json(path.experiment, values)
+        write_json(path.environment, {})
+        append_event(path.events, "start", devices=1, world=1)
+        for step in range(1, 11):
+            loss = 5 - entry.choice["learning_rate"] + 0.01 * entry.seed
+            append_event(path.events, "step", step=step, loss=loss, tokens=100 * step, flops=1e9 * step, seconds=step)
+        directory.write_result(entry, Result("finished", 5.0 - entry.choice["learning_rate"], 10, 1.0))
+    return wb.load_sweep(directory.path)
+
+
+def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_and_the_first(sweep: Sweep) -> None:
+    found = wb.contrast(sweep)
+    assert isinstance(found, SeedContrast)
+    assert {item.names for item in found.differences} == {("learning_rate 0.001", "learning_rate 0.0001")}
+    assert found.differences[0].value == pytest.approx(1.0)
+    by_hand = wb.contrast(sweep.runs)
+    assert isinstance(by_hand, SeedContrast)
+    assert by_hand.differences[0].value == pytest.approx(-1.0)
+    assert not isinstance(wb.contrast(sweep.runs[:3]), SeedContrast), "one seed has no spread"
+    sweep.directory.result_file(sweep.directory.queue()[0]).unlink()
+    with pytest.raises(InvalidExperiment, match="1 of 2 configurations"):
+        wb.contrast(sweep)
