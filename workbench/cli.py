@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import workbench as wb
-from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
+from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, checked_keywords, suggestion
 
 if TYPE_CHECKING:
     from workbench.cost.cluster import Cluster
@@ -73,11 +73,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main() -> None:
-    """Run the command line; a `WorkbenchError` is printed in red without a traceback, with exit code 2."""
+    """Run the command line; an error that the user can mend is printed in red without a traceback, with exit code 2."""
     try:
         app()
     except WorkbenchError as error:
         typer.secho(f"{type(error).__name__}: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        said = f"{error.filename} cannot be read or written: {error.strerror}. Give another path."
+        typer.secho(said, fg=typer.colors.RED, err=True)
         sys.exit(2)
 
 
@@ -246,6 +252,56 @@ def slurm(
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(text)
         typer.echo(to.absolute())
+
+
+@app.command()
+def sweep(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A YAML file with the keys experiment, set, axes, seeds, stop, ..."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with what is missing of a sweep.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Print progress until the end.")] = True,
+    every: Every = 5.0,
+) -> None:
+    """Train an experiment over values and seeds, or go on with a sweep; exit code 1 if a run failed.
+
+    The sweep goes on when this shell is closed. docs/sweeps.md describes the file.
+    """
+    from workbench.sweeps.follow import follow as progress
+
+    if (file is None) == (resume is None):
+        raise WorkbenchError("Give either a YAML file, which starts a sweep, or --resume DIR, which goes on with one.")
+    started = _start_sweep(file) if file is not None else wb.load_sweep(resume or "").resume()
+    typer.echo(f"{started.path}\n{started.why}")
+    if not follow:
+        return
+    try:
+        for line in progress(started, every):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        typer.echo(f"The sweep goes on; wb.load_sweep({str(started.path)!r}).stop() ends it.")
+        return
+    typer.echo(repr(started))
+    if any(result.state == "failed" for _, result in started.results()) or not started.complete:
+        raise typer.Exit(1)
+
+
+def _start_sweep(file: Path) -> wb.Sweep:
+    """Start the sweep that a YAML file describes; raises what `wb.sweep` raises."""
+    from workbench.sweeps.axes import Axes
+    from workbench.sweeps.file import read_sweep_file
+
+    asked = read_sweep_file(file)
+    experiment = experiment_from(asked.pop("experiment"), described(asked.pop("set", {})))
+    axes = {
+        name: [described({name: value})[name] for value in values] if isinstance(values, list) else values
+        for name, values in asked.pop("axes").items()
+    }
+    Axes(experiment, axes)  # an axis must not be taken for an argument of `wb.sweep`
+    return wb.sweep(experiment, **asked, **axes)
 
 
 @app.command()
@@ -455,12 +511,15 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def experiment_from(source: str, settings: Sequence[str] = ()) -> Experiment:
-    """Return the experiment of a JSON file or of a model's description, with the fields that `settings` set."""
+def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Experiment:
+    """Return the experiment of a JSON file or of a model's description, with the fields that `settings` set.
+
+    `settings` holds pairs such as `steps=40`, or fields of the experiment.
+    """
     from workbench import data
     from workbench.experiment import Experiment
 
-    fields = fields_from(settings)
+    fields = dict(settings) if isinstance(settings, Mapping) else fields_from(settings)
     file = Path(source)
     if file.suffix != ".json" and not file.is_file():
         fields = {"model": model_from(source), **fields}
@@ -476,15 +535,22 @@ def experiment_from(source: str, settings: Sequence[str] = ()) -> Experiment:
 
 
 def fields_from(settings: Sequence[str]) -> dict[str, Any]:
-    """Return fields of an experiment from pairs such as `steps=40`; `model` and `data` become what they describe."""
+    """Return fields of an experiment from pairs such as `steps=40`."""
+    return described(values_from(settings, "--set"))
+
+
+def described(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of an experiment in which `model`, `data` and `evaluate` are what their descriptions stand for."""
     from workbench import data
 
-    fields = values_from(settings, "--set")
+    made = dict(fields)
     if "model" in fields:
-        fields["model"] = model_from(str(fields["model"]))
+        made["model"] = model_from(str(fields["model"]))
     if "data" in fields:
-        fields["data"] = data.corpus(str(fields["data"]))
-    return fields
+        made["data"] = data.corpus(str(fields["data"]))
+    if isinstance(fields.get("evaluate"), Mapping):
+        made["evaluate"] = checked_keywords(wb.Evaluate)(**fields["evaluate"])
+    return made
 
 
 def model_from(text: str) -> Any:

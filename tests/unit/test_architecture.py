@@ -43,6 +43,7 @@ HOMES = {
     "pyarrow": {"runs"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},
+    "yaml": {"sweeps"},
     "papermill": {"notebooks"},
     "typer": {"cli"},
 }
@@ -95,7 +96,8 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 def test_every_heavy_dependency_has_a_home() -> None:
     light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
     light |= {"ipykernel", "jupyterlab", "jupyterlab-templates"}
-    names = {Requirement(line).name.replace("pillow", "PIL") for line in PROJECT["dependencies"]}
+    modules = {"pillow": "PIL", "pyyaml": "yaml"}
+    names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}
     assert names - light == {name for name in HOMES if "." not in name}
 
 
