@@ -24,7 +24,7 @@ torch.distributed.fsdp.fully_shard.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -32,7 +32,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from workbench.cost.profile import BlockCosts, Profile
+from workbench.cost.profile import BlockCosts, ParameterUpdate, Profile
 from workbench.strategy import Strategy
 
 Array = npt.NDArray[np.float64]
@@ -111,6 +111,7 @@ class ParameterTable:
         self.elements_again = _spans(again, profile.parameters, len(profile.blocks))
         """Elements that a stage's backward needs: none of blocks without a backward."""
         self.trained = _spans(uses, trained, len(profile.blocks))
+        self.update = UpdateTable(profile, uses, trained, self.trained)
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )
@@ -131,7 +132,36 @@ class ParameterTable:
         """Most trained elements of any block of a stage."""
 
 
-def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, int], blocks: int) -> Array:
+class UpdateTable:
+    """Cost of the optimiser for every possible stage `[i, j]`, before ZeRO shards it."""
+
+    def __init__(
+        self, profile: Profile, uses: Mapping[str, list[int]], trained: Mapping[str, int], elements: Array
+    ) -> None:
+        updates = {name: update for name, update in profile.parameter_updates.items() if trained.get(name)}
+
+        def with_own(common: float, own: Callable[[ParameterUpdate], float]) -> Array:
+            """Return `common` for each trained element, and what `own` returns for those of parameters in `updates`."""
+            more = {name: trained[name] * (own(update) - common) for name, update in updates.items()}
+            return np.asarray(common * elements + (total(more) if more else 0.0))
+
+        def total(each: Mapping[str, float]) -> Array:
+            return _spans({name: uses[name] for name in each}, each, len(profile.blocks))
+
+        self.state_bytes = with_own(profile.optimizer_state_bytes, lambda update: update.state_bytes)
+        self.traffic_bytes = with_own(profile.optimizer_update_bytes, lambda update: update.update_bytes)
+        self.flops = total({name: update.whole_flops for name, update in updates.items()})
+        """FLOPs of products over whole tensors."""
+        self.products = total({name: float(update.products) for name, update in updates.items()})
+        whole = {name: update.gathered_bytes for name, update in updates.items() if update.gathered_bytes}
+        divided = {name: size for name, size in whole.items() if BF16 * trained[name] < size}
+        self.gathered = total(whole), total(dict.fromkeys(whole, 1.0))
+        """Bytes, and number, of the tensors that must be whole."""
+        self.gathered_on_tensor_axis = total(divided), total(dict.fromkeys(divided, 1.0))
+        """Bytes, and number, of those that tensor parallelism divides."""
+
+
+def _spans(uses: Mapping[str, list[int]], sizes: Mapping[str, float], blocks: int) -> Array:
     """Return the elements that each stage `[i, j]` needs, a parameter that several of its blocks use once."""
     each = np.zeros(blocks + 1)
     again = np.zeros((blocks + 1, blocks + 1))
@@ -156,7 +186,7 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
         parameters = parameters + BF16 * table.cast
     # One block's whole gradients, and the fp32 buffer that the reduce-scatter or all-reduce uses.
     reduction = ((compute_bytes + FP32) if strategy.data > 1 else FP32) * table.largest_trained
-    moments = profile.optimizer_state_bytes * table.trained / strategy.shard_count
+    moments = table.update.state_bytes / strategy.shard_count
     return StageState(
         parameters=parameters,
         gradients=gradient_bytes(strategy) * table.trained,

@@ -1,9 +1,10 @@
-"""The bytes that an optimiser keeps and moves per parameter, found by running its update on a small tensor."""
+"""The cost of an optimiser per parameter: bytes that it keeps and moves, found by running its update on a matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -11,8 +12,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from workbench.capture import Graph
+from workbench.capture.hidden_matrices import hidden_matrices
+from workbench.cost.profile import ParameterUpdate, Profile
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
+from workbench.optimizers.muon import orthogonalisation_flops
+from workbench.user_code import UserFunction
 
 SIDE = 128
 """Rows and columns of the matrix that is updated: large enough for what does not grow with it to round to nothing."""
@@ -26,10 +32,69 @@ class OptimizerCost:
     update_bytes: float
 
 
+def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
+    """Return the profile with the cost of the experiment's optimiser; AdamW's is that of its fused kernel."""
+    if experiment.optimizer == "adamw":
+        return profile
+    if experiment.optimizer == "muon":
+        return replace(profile, parameter_updates=_muon_updates(experiment, captured))
+    if isinstance(experiment.optimizer, UserFunction):
+        return _with_own(profile, experiment, captured)
+    cost = optimizer_cost(experiment)
+    return replace(profile, optimizer_state_bytes=cost.state_bytes, optimizer_update_bytes=cost.update_bytes)
+
+
+def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, ParameterUpdate]:
+    """Return the cost of Muon's updates by name of the matrix; AdamW updates the other parameters."""
+    cost = optimizer_cost(experiment)
+    updates = {}
+    for name in hidden_matrices(captured):
+        spec = captured.parameters[name]
+        flops, products = orthogonalisation_flops(*spec.shape)
+        updates[name] = ParameterUpdate(
+            cost.state_bytes, cost.update_bytes, whole_flops=flops, products=products, gathered_bytes=2.0 * spec.numel
+        )
+    return updates
+
+
+def _with_own(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
+    """Return the profile with the cost of an optimiser of the user's own, found on the meta device.
+
+    An optimiser that reads values, which the meta device has not, updates small tensors in the host's memory instead.
+    """
+    shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
+    try:
+        states, traffic = _own_update(experiment, shapes, "meta")
+    except (NotImplementedError, RuntimeError):
+        shapes = {name: tuple(min(size, SIDE) for size in shape) for name, shape in shapes.items()}
+        states, traffic = _own_update(experiment, shapes, "cpu")
+    update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
+    updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
+    return replace(profile, parameter_updates=updates)
+
+
+def _own_update(experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str) -> tuple[dict[str, int], int]:
+    """Return the bytes of state by parameter, and those that the second update moves."""
+    parameters = {name: nn.Parameter(torch.ones(tuple(shape), device=device)) for name, shape in shapes.items()}
+    optimizer = build_optimizer(parameters, experiment)
+    with torch.random.fork_rng([]):
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with _Traffic(least=2) as traffic:
+            optimizer.step()
+    state = optimizer.state
+    return {name: _bytes(state.get(p, {}).values(), least=2) for name, p in parameters.items()}, traffic.moved
+
+
 def optimizer_cost(experiment: Experiment) -> OptimizerCost:
-    """Run two updates of the experiment's optimiser on a matrix in the host's memory; the second one is counted."""
+    """Run two updates of the experiment's optimiser on a matrix in the host's memory; the second one is counted.
+
+    Matrix products, which Muon makes, are not counted.
+    """
     weight = nn.Parameter(torch.ones(SIDE, SIDE))
-    optimizer = build_optimizer({"weight": weight}, experiment.replace(rate_scale=None))
+    matrices = {"weight"} if experiment.optimizer == "muon" else set[str]()
+    optimizer = build_optimizer({"weight": weight}, experiment.replace(rate_scale=None), matrices=matrices)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     weight.grad = torch.ones_like(weight)
@@ -55,7 +120,8 @@ class _Traffic(TorchDispatchMode):
             if formal.alias_info is not None and formal.alias_info.is_write
         ]
         is_view = not written and any(formal.alias_info is not None for formal in func._schema.returns)
-        if not is_view:
+        is_product = func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        if not (is_view or is_product):
             self.moved += _bytes(tree_leaves((args, kwargs)), self._least)
             self.moved += _bytes(tree_leaves(written or result), self._least)
         return result

@@ -36,6 +36,22 @@ of width 1920, 4 micro-batches of 16 × 512 tokens, H200: 188.5 ms a step with c
 
 
 @dataclass(frozen=True)
+class ParameterUpdate:
+    """What the optimiser keeps of one parameter, and what an update of it costs."""
+
+    state_bytes: float
+    """Bytes of state per element."""
+    update_bytes: float
+    """Bytes that the update reads and writes per element."""
+    whole_flops: float = 0.0
+    """FLOPs of matrix products over the whole tensor, which each device that holds a shard of it computes."""
+    products: int = 0
+    """Number of these products."""
+    gathered_bytes: float = 0.0
+    """Bytes of the whole tensor as it is all-gathered for these products, in bf16."""
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One or more equal launches on the device."""
 
@@ -203,6 +219,8 @@ class Profile:
     """Bytes of the optimiser's state per trained element."""
     optimizer_update_bytes: float = ADAMW_UPDATE
     """Bytes that one update of the optimiser reads and writes per trained element."""
+    parameter_updates: Mapping[str, ParameterUpdate] = field(default_factory=dict, hash=False)
+    """Parameters by name that the optimiser treats otherwise than these two figures say."""
     measured_on: str = ""
     """`Device.name` that `time_ratios` were measured on; empty if nothing was measured."""
     time_ratios: Mapping[int, TimeRatios] = field(default_factory=dict, hash=False)

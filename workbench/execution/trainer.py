@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
+from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.label_counting import count_labels
 from workbench.capture.operations import retarget
 from workbench.execution.blocks.context import StepContext
@@ -27,6 +28,7 @@ from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.experiment import Experiment
+from workbench.optimizers.adamw import PartwiseAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
@@ -60,9 +62,14 @@ class Trainer:
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self._whole = ShardedTensors(stages, coordinate)
         self.optimizer = build_optimizer(
-            self._parameters, experiment, offload=plan.offload_optimizer, whole=self._whole
+            self._parameters,
+            experiment,
+            offload=plan.offload_optimizer,
+            whole=self._whole,
+            matrices=hidden_matrices(graph) if experiment.optimizer == "muon" else frozenset(),
         )
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._diverged: torch.Tensor | None = None
 
         # The wrappers of the data-parallel axis reduce all gradients but these.
         parameters = [parameter for stage in stages.stages for parameter in stage.parameters()]
@@ -131,19 +138,44 @@ class Trainer:
         The flag `stop` is summed over the ranks along with the loss; `batch` and `label_counts` are those of
         `gradients`.
         """
-        loss = self.gradients(step, batch, label_counts)
-        gradients = ((p.grad, holders) for p, holders in self._in_norm if p.grad is not None)
-        norm = squared_norm(gradients, self.context.device)
-        scalars = torch.stack([loss.float(), norm, torch.full_like(norm, float(stop))])
-        dist.all_reduce(scalars)
+        scalars = self.measure(step, batch, stop, label_counts)
         experiment = self.experiment
         if experiment.clip_norm is not None:
             clip(self._parameters.values(), scalars[1].sqrt(), experiment.clip_norm)
         factor = learning_rate_factor(step, experiment.warmup, experiment.steps, experiment.lr_schedule)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
-        self.optimizer.step()
+        if not experiment.stop_on_non_finite or self._may_update(scalars):
+            self.optimizer.step()
         return StepResult(scalars, experiment.learning_rate * factor)
+
+    def measure(
+        self,
+        step: int,
+        batch: Mapping[str, torch.Tensor],
+        stop: bool = False,
+        label_counts: LabelCounts | None = None,
+    ) -> torch.Tensor:
+        """Compute the gradients of a step and return the scalars of its `StepResult`; `step` explains the arguments."""
+        loss = self.gradients(step, batch, label_counts)
+        gradients = ((p.grad, holders) for p, holders in self._in_norm if p.grad is not None)
+        norm = squared_norm(gradients, self.context.device)
+        scalars = torch.stack([loss.float(), norm, torch.full_like(norm, float(stop))])
+        dist.all_reduce(scalars)
+        return scalars
+
+    def _may_update(self, scalars: torch.Tensor) -> bool:
+        """Return False once the loss or the norm of a step has not been finite: the weights stay those of that step.
+
+        The next step is launched before the scalars of this one are read. AdamW on a GPU is told on the device, so that
+        the host does not wait; it waits for the other optimisers.
+        """
+        is_bad = ~scalars[:2].isfinite().all()
+        self._diverged = is_bad if self._diverged is None else self._diverged | is_bad
+        if isinstance(self.optimizer, PartwiseAdamW) and self.optimizer.defaults["fused"]:
+            self.optimizer.skips_update = self._diverged.float()
+            return True
+        return not bool(self._diverged)
 
     def gradients(
         self, step: int, batch: Mapping[str, torch.Tensor], label_counts: LabelCounts | None = None
@@ -187,6 +219,10 @@ class Trainer:
     def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
         return self._whole.gathered(name, tensor.detach())
+
+    def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a parameter, or of a tensor sharded like it, as a plain tensor."""
+        return self._whole.own_shard(name, whole, like)
 
     def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.

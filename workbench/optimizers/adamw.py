@@ -37,6 +37,9 @@ class PartwiseAdamW(torch.optim.AdamW):
     of `DTensor`s would take. The moments of a `DTensor` are `DTensor`s, so that checkpoints know their placements.
     """
 
+    skips_update: torch.Tensor | None = None
+    """A scalar on the device: where it is 1, a fused update changes nothing."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
@@ -52,7 +55,7 @@ class PartwiseAdamW(torch.optim.AdamW):
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self._state(parameter) for parameter in parameters]
         moments = [[local(state[slot]) for state in states] for slot in MOMENTS]
-        _adamw(parameters, moments, states, group, fused=group["fused"])
+        _adamw(parameters, moments, states, group, fused=group["fused"], skips=self.skips_update)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -103,6 +106,7 @@ def _adamw(
     *,
     foreach: bool | None = None,
     fused: bool | None = None,
+    skips: torch.Tensor | None = None,
 ) -> None:
     """Update this rank's shards once; `moments` are their first and their second moments."""
     adamw(
@@ -114,6 +118,7 @@ def _adamw(
         [state["step"] for state in states],
         foreach=foreach,
         fused=fused,
+        found_inf=skips,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],

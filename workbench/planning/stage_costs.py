@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from workbench.cost.cluster import Cluster
-from workbench.cost.communication import all_reduce_s, point_to_point_s
+from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s
 from workbench.cost.device import Link
 from workbench.cost.memory import (
     BF16,
@@ -199,11 +199,9 @@ class StrategyCosts:
     @property
     def state_bytes(self) -> float:
         """Bytes of all blocks' parameters, gradients and optimiser state, which the ranks of a pipeline share."""
-        moments = (
-            0.0 if self.strategy.offload_optimizer else self.profile.optimizer_state_bytes / self.strategy.shard_count
-        )
         elements, trained = float(self.table.elements[0, -1]), float(self.table.trained[0, -1])
-        return FP32 * elements / self.strategy.shard_count + (gradient_bytes(self.strategy) + moments) * trained
+        moments = 0.0 if self.strategy.offload_optimizer else float(self.table.update.state_bytes[0, -1])
+        return (FP32 * elements + moments) / self.strategy.shard_count + gradient_bytes(self.strategy) * trained
 
     # CUDA graphs
 
@@ -289,7 +287,7 @@ class StrategyCosts:
         """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
         device = self.cluster.device
         elements = stages.whole(self.table.trained) / self.strategy.shard_count
-        traffic = (self.profile.optimizer_update_bytes + CLIP_BYTES) * elements
+        traffic = stages.whole(self.table.update.traffic_bytes) / self.strategy.shard_count + CLIP_BYTES * elements
         if self.strategy.keeps_weight_copies(self.profile.precision):
             traffic = traffic + (FP32 + BF16) * stages.whole(self.table.cast)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)
@@ -299,7 +297,23 @@ class StrategyCosts:
             together = device.shared_host_bandwidth
             bandwidth = device.host_bandwidth if together is None else min(device.host_bandwidth, together / busy)
             seconds = seconds + 2 * elements * ADAMW / bandwidth
-        return np.asarray(1e3 * seconds)
+        return np.asarray(1e3 * (seconds + self._whole_tensors_s(stages)))
+
+    def _whole_tensors_s(self, stages: Stages) -> Array:
+        """Return the seconds in which an optimiser that needs whole tensors all-gathers them and multiplies them."""
+        update, tuned, strategy = self.table.update, self.cluster.device.efficiency, self.strategy
+        flops = stages.whole(update.flops) + stages.whole(update.products) * tuned.gemm_half_flops
+        seconds = flops / (self.cluster.device.peak("bf16") * tuned.gemm)
+        axes = (
+            (update.gathered, strategy.data if strategy.shards else 1, strategy.tensor),
+            (update.gathered_on_tensor_axis, strategy.tensor, 1),
+        )
+        for (gathered, number), degree, stride in axes:
+            if degree > 1:
+                each = stages.whole(gathered) / np.maximum(stages.whole(number), 1)
+                link = self.cluster.group_link(degree, stride)
+                seconds = seconds + stages.whole(number) * all_gather_s(each, degree, link)
+        return np.asarray(seconds)
 
     def _reduced_after_backward(self, stages: Stages) -> Array:
         """Return the fraction of the gradients reduced once a step whose all-reduce waits for the last backward."""

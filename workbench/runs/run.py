@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.arguments import checked_arguments
-from workbench.errors import InvalidArgument, PlanMismatch, RunFailed, RunNotFound, WorkbenchError
+from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events, read_json
 from workbench.runs.launching import processes
@@ -22,6 +21,7 @@ from workbench.runs.status import (
     RunFacts,
     Status,
     complete_checkpoints,
+    read_described,
     read_experiment,
     read_status,
     run_facts,
@@ -80,10 +80,7 @@ class Run:
     @property
     def environment(self) -> dict[str, Any]:
         """Return machine, versions and git state of the launch."""
-        try:
-            return dict(read_json(self._dir.environment))
-        except (OSError, RecursionError, TypeError, ValueError) as error:
-            raise RunNotFound(f"{self._dir.environment} cannot be read: {error}.", run=str(self.path)) from None
+        return read_described(self._dir.environment)
 
     @property
     def alive(self) -> bool:
@@ -266,10 +263,6 @@ class Run:
     @checked_arguments
     def logs(self, rank: int | str = 0, tail: int | None = 100) -> str:
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""
-        if tail is not None and tail < 0:
-            raise InvalidArgument(f"tail={tail} is no number of lines. Give 0 or more, or None for all.")
-        if not re.fullmatch(r"[\w-]+", str(rank)) or str(rank).startswith("-"):
-            raise InvalidArgument(f"{str(rank)[:80]!r} names no log. Give a rank, or 'launcher'.", rank=rank)
         return log_tail(self._dir, rank, tail)
 
     def summary(self) -> RunFacts:

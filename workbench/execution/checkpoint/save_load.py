@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from workbench.errors import CheckpointError
-from workbench.execution.blocks.tensor_parallel import take_shard
 from workbench.execution.checkpoint.files import (
     COMPLETE,
     MODEL,
@@ -39,6 +38,7 @@ from workbench.execution.checkpoint.files import (
 )
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
+from workbench.optimizers.own import create_state
 from workbench.rundir import RunDir, write_json
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class Checkpoints:
                 path=str(path),
             )
         self._verify(path, facts["files"])
-        _create_moments(self._trainer.optimizer)
+        create_state(self._trainer.optimizer)
         live = list(_entries(self._trainer))
         divided = {key for key, name, value in live if self._is_divided(name, value)}
         targets = {
@@ -268,12 +268,8 @@ class Checkpoints:
 
     def _copy_shard(self, name: str, whole: torch.Tensor, into: torch.Tensor) -> None:
         """Copy this rank's shard of a parameter that tensor parallelism divides."""
-        sharding = self._trainer.stages.sharding(name)
-        assert sharding is not None
-        mine = take_shard(whole, sharding, self._trainer.coordinate.tensor_rank)
-        if isinstance(into, DTensor):
-            moved = mine.to(self._trainer.context.device)
-            mine = local(distribute_tensor(moved, into.device_mesh, into.placements, src_data_rank=None))
+        moved = whole.to(self._trainer.context.device) if isinstance(into, DTensor) else whole
+        mine = self._trainer.own_shard(name, moved, into)
         with torch.no_grad():
             local(into).copy_(mine)
 
@@ -290,19 +286,6 @@ def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
     for tensor, slots in trainer.optimizer.state.items():
         for slot, value in slots.items():
             yield f"optim.{names[tensor]}.{slot}", names[tensor], value
-
-
-def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimiser create the moments of every parameter, to load into, without changing a weight."""
-    saved = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 0.0, 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, (rate, decay) in zip(optimizer.param_groups, saved, strict=True):
-        group["lr"], group["weight_decay"] = rate, decay
 
 
 def _empty_folder(path: Path) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from workbench.execution.blocks.tensor_parallel import all_gather_shards
+from workbench.execution.blocks.tensor_parallel import all_gather_shards, take_shard
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.sharding import full, is_sharded
+from workbench.execution.parallel.sharding import full, is_sharded, local
 from workbench.execution.parallel.stage import RankStages
 
 
@@ -46,3 +47,11 @@ class ShardedTensors:
         if sharding is None or tensor.ndim == 0:
             return whole
         return all_gather_shards(whole, sharding, self._coordinate.tensor_group)
+
+    def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a whole tensor, as a plain tensor; `like` is sharded as the result is to be."""
+        sharding = self._stages.sharding(name)
+        mine = whole if sharding is None else take_shard(whole, sharding, self._coordinate.tensor_rank)
+        if isinstance(like, DTensor):
+            return local(distribute_tensor(mine, like.device_mesh, like.placements, src_data_rank=None))
+        return mine

@@ -31,7 +31,7 @@ LAUNCHES = "WORKBENCH_LAUNCHES"
 """
 REPLAY = "WORKBENCH_REPLAY"
 """Environment variable that names a JSON list of `{experiment, plan}`: the launches that a notebook is to repeat."""
-_SAME_PLAN = ("model", "global_batch", "seq_len", "precision")
+_SAME_PLAN = ("model", "global_batch", "seq_len", "precision", "optimizer")
 
 
 def launch(
@@ -120,10 +120,10 @@ def check_plan(experiment: Experiment, plan: Plan) -> None:
     if plan.offload_optimizer and experiment.optimizer != "adamw":
         raise PlanMismatch(
             f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
-            f"{experiment.name} trains with {experiment.optimizer}, whose state stays on the device. Plan it anew: "
-            "wb.plan(experiment).",
+            f"{experiment.name} trains with {experiment.optimizer_name}, whose state stays on the device. Plan it "
+            "anew: wb.plan(experiment).",
             field="optimizer",
-            experiment=experiment.optimizer,
+            experiment=experiment.optimizer_name,
             plan="adamw",
         )
 
