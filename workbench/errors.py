@@ -37,6 +37,10 @@ class UnknownParameter(WorkbenchError):
     """A keyword that the called function does not have."""
 
 
+class InvalidArgument(WorkbenchError):
+    """An argument of a wrong type, or outside of its range."""
+
+
 class InvalidExperiment(WorkbenchError):
     """An experiment that cannot be trained as it is written."""
 
@@ -88,10 +92,10 @@ def root_exception(error: BaseException) -> BaseException:
     return error if cause is None else root_exception(cause)
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return `"Did you mean 'global_batch'?"`, or the list of known names if none is close."""
+def suggestion(word: object, known: Iterable[str]) -> str:
+    """Return `"Did you mean 'global_batch'?"`, or the list of known names if none is close to a word."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(word)[:100], names, n=1, cutoff=0.6)
     if close:
         return f"Did you mean {close[0]!r}?"
     return "Known names: " + ", ".join(names) + "."

@@ -6,6 +6,8 @@ Importing this loads no torch.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -16,6 +18,8 @@ from workbench.cost.hardware import HOST_BYTES, NODES
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
 from workbench.units import gib, is_count, plain
 
+MOST_DEVICES = 2**17
+"""Largest number of devices in a cluster; the search for plans answers in seconds up to there."""
 HOST_SHARE = 0.8
 """Share of a host's memory that optimiser state may fill; interpreters, data and the system need the rest."""
 
@@ -44,6 +48,11 @@ class Cluster:
                 raise PlanInfeasible(
                     f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
                     f'as in Cluster.of("h200", gpus=4), or use local_cluster() for this machine.',
+                    gpus=value,
+                )
+            if value > MOST_DEVICES:
+                raise PlanInfeasible(
+                    f"A cluster of {value:,} {word} is larger than any. Give at most {MOST_DEVICES:,}.",
                     gpus=value,
                 )
 
@@ -140,9 +149,8 @@ class Cluster:
 def _fewest_peers_per_node(per_node: int, firsts: tuple[int, ...], members: int) -> int:
     """Return the fewest members in any node of any group `first + k for first in firsts`, `k` below `members`."""
     fewest = len(firsts)
-    for offset in range(members):
-        nodes = [(first + offset) // per_node for first in firsts]
-        fewest = min(fewest, *map(nodes.count, set(nodes)))
+    for offset in range(min(members, per_node)):  # a shift by a whole node changes no count
+        fewest = min(fewest, *Counter((first + offset) // per_node for first in firsts).values())
     return fewest
 
 
@@ -152,5 +160,6 @@ def _fewest_per_node(gpus: int, per_node: int, size: int, stride: int) -> int:
     span = size * stride
     if per_node % span == 0 or gpus <= per_node:
         return size
-    starts = range(0, max(gpus - span, 0) + 1, span)
+    repeats = math.lcm(span, per_node)  # groups that far apart lie alike in their nodes
+    starts = range(0, min(repeats, max(gpus - span, 0) + 1), span)
     return min(_fewest_peers_per_node(per_node, tuple(range(start, start + span, stride)), stride) for start in starts)

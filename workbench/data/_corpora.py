@@ -29,6 +29,7 @@ TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bp
 LARGEST_VOCABULARY = 2**24
 SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300}
 SHORTEST_SEQUENCE = 8
+LARGEST_MASKED_SHARE = 0.8
 CHECKED_WHOLE_BYTES = 1 << 20
 """Size up to which a text is tokenised when an experiment is checked, so that the check sees exact numbers."""
 
@@ -38,6 +39,7 @@ class TextData(ABC):
 
     vocab_size: int
     objective: str | None
+    masked_share: float
     is_custom: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -47,6 +49,12 @@ class TextData(ABC):
             raise DataError(
                 f"vocab_size={self.vocab_size} {why}. Give {least} to {LARGEST_VOCABULARY:,}.",
                 vocab_size=self.vocab_size,
+            )
+        if not 0 < self.masked_share <= LARGEST_MASKED_SHARE:
+            raise DataError(
+                f"masked_share={self.masked_share!r} lies outside 0 to {LARGEST_MASKED_SHARE}. Give 0.15, as BERT has, "
+                "or 0.3 to train on more tokens of each sample.",
+                masked_share=self.masked_share,
             )
         if self.objective is not None and self.objective not in TOKENIZER_OF_OBJECTIVE:
             raise DataError(
@@ -82,9 +90,7 @@ class TextData(ABC):
 
     def labelled_share(self, request: SampleRequest) -> float:
         """Return the fraction of word labels that are not ignored: the masked positions, or 1 for causal models."""
-        from workbench.data._sampling import MASKED_SHARE
-
-        return 1.0 if self._objective(request) == "clm" else MASKED_SHARE
+        return 1.0 if self._objective(request) == "clm" else self.masked_share
 
     def examples(self, request: SampleRequest) -> None:  # noqa: ARG002
         """Return None: random tokens measure the same, and need no tokenised text."""
@@ -224,7 +230,7 @@ class TextData(ABC):
     def _samples(self, store: TokenStore | SplicedTokens, request: SampleRequest) -> Samples:
         from workbench.data._sampling import SAMPLES
 
-        return SAMPLES[self._objective(request)](store, request.seq_len, request.seed)
+        return SAMPLES[self._objective(request)](store, request.seq_len, request.seed, self.masked_share)
 
     def _fingerprint(self) -> str:
         return self._source().fingerprint()
@@ -263,6 +269,8 @@ class Corpus(TextData):
     """Upper limit of the vocabulary; a small text does not reach it."""
     objective: str | None = None
     """`mlm`, `mlm_nsp` or `clm`; `None` takes the model's objective."""
+    masked_share: float = 0.15
+    """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
 
     @property
     def name(self) -> str:

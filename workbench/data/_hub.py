@@ -26,6 +26,13 @@ class HubText(TextData):
     """Commit or tag of the dataset. Pin it if the text may change under its name."""
     vocab_size: int = 30522
     objective: str | None = None
+    masked_share: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("repository", "split", "text_column", "config", "revision"):
+            if getattr(self, field) == "":
+                raise DataError(f"{field}='' names nothing. Give a name, or leave {field} out.", parameter=field)
 
     @property
     def name(self) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES
+from workbench.figures.axes import X_AXES, check_axis
 from workbench.figures.comparison import CONFIDENCE, Difference, Standing, difference, standings, with_unique_names
 from workbench.figures.curve import CurveLike, column, evaluations_of
 from workbench.figures.curves_view import MAX_INSIDE
 from workbench.figures.legend_placement import place_legend
-from workbench.figures.smoothing import SMOOTHING
+from workbench.figures.smoothing import SMOOTHING, check_smoothing
 
 NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 """Largest number of characters of a run's name in a sentence, which holds two names, and in the y axis' title."""
@@ -91,6 +91,8 @@ def contrast(
 
     `described` holds nested JSON for every run: its experiment, plan and environment.
     """
+    check_axis(x)
+    check_smoothing(smoothing)
     curves = with_unique_names(_comparable(curves))
     first, *others = curves
     return Contrast(

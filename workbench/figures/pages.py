@@ -18,7 +18,7 @@ import plotly.io
 
 from workbench.errors import DataError
 from workbench.figures import theme
-from workbench.figures.browserless_png import WIDTH_PX, curves_png
+from workbench.figures.browserless_png import WIDTH_PX, figure_png
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -58,8 +58,12 @@ def mimebundle(figure: go.Figure) -> dict[str, Any]:
 
 
 def mimebundle_with_picture(figure: go.Figure) -> dict[str, Any]:
-    """Return the same for a figure of curves with a PNG, which GitHub, a viewer or an e-mail shows without a script."""
-    picture = curves_png(figure)
+    """Return the same with a PNG, which GitHub, a viewer, an e-mail or a paper shows without a script.
+
+    A figure that JupyterLab draws on an open page needs none: JupyterLab would show the picture until the pointer
+    comes, and stores a picture of its own.
+    """
+    picture = figure_png(figure)
     static = {} if picture is None else {"image/png": base64.b64encode(picture).decode()}
     return {**mimebundle(figure), **static, "text/plain": ""}
 
@@ -145,6 +149,10 @@ def read_notebook(path: Path) -> Any:
         notebook = nbformat.read(path, as_version=4)
     except FileNotFoundError:
         raise DataError(f"There is no notebook {path}. Give the path of an .ipynb file.", path=str(path)) from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}. Give the path of an .ipynb file.", path=str(path)
+        ) from None
     except (nbformat.reader.NotJSONError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise DataError(
             f"{path} is not a notebook ({error}). Give the path of an .ipynb file.", path=str(path)
@@ -153,8 +161,11 @@ def read_notebook(path: Path) -> Any:
     return notebook
 
 
-def remove_widgets(notebook_path: str | Path) -> None:
-    """Rewrite an executed notebook without its widgets and their state: megabytes that only its kernel could show."""
+def finish_notebook(notebook_path: str | Path) -> None:
+    """Rewrite an executed notebook for those who only read it: without its widgets, and with a picture of each figure.
+
+    The state of widgets is megabytes that only the notebook's kernel could show.
+    """
     import nbformat
 
     path = Path(notebook_path)
@@ -162,28 +173,33 @@ def remove_widgets(notebook_path: str | Path) -> None:
     for cell in notebook.cells:
         if "outputs" in cell:
             cell["outputs"] = [o for o in cell["outputs"] if WIDGET_MIME not in o.get("data", {})]
+    add_pictures(notebook)
     nbformat.write(notebook, path)
 
 
 def add_pictures(notebook: Any, width: int = WIDTH_PX) -> str:
     """Put beside each Plotly figure of a notebook what shows without a script: a PNG, or else a table.
 
-    Returns the reason for tables instead of pictures; an empty string if there are none.
+    The figures of this package are drawn without a browser; one with a trace of another type needs kaleido and a
+    Chrome or Chromium. Returns the reason for tables instead of pictures; an empty string if there are none.
     """
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     bare = [o["data"] for o in outputs if PLOTLY_MIME in o.get("data", {}) and "image/png" not in o["data"]]
     figures = [_decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")}) for data in bare]
+    pictures = [figure_png(go.Figure(figure, skip_invalid=True), width) for figure in figures]
+    missing = [index for index, picture in enumerate(pictures) if picture is None]
     reason = ""
     try:
-        pictures: list[bytes | None] = list(_browser_pngs(figures, width))
+        for index, picture in zip(missing, _browser_pngs([figures[index] for index in missing], width), strict=True):
+            pictures[index] = picture
     except DataError as error:
-        pictures, reason = [_browserless_png(figure) for figure in figures], str(error)
+        reason = str(error)
     for data, figure, picture in zip(bare, figures, pictures, strict=True):
         if picture is None:
             data.setdefault("text/html", figure_table(figure))
         else:
             data["image/png"] = base64.b64encode(picture).decode()
-    return reason if None in pictures else ""
+    return reason
 
 
 def _decoded(value: Any) -> Any:
@@ -204,12 +220,6 @@ def _browser_pngs(figures: Sequence[Mapping[str, Any]], width: int) -> list[byte
         if files:
             _draw(lambda: plotly.io.write_images(values, files, format="png", width=width, height=heights), folder)
         return [file.read_bytes() for file in files]
-
-
-def _browserless_png(figure: Mapping[str, Any]) -> bytes | None:
-    """Return the PNG of a figure of curves; None for any other figure, and without Pillow."""
-    is_curves = "xaxis2" not in figure["layout"] and any(trace.get("meta") == "line" for trace in figure["data"])
-    return curves_png(go.Figure(figure, skip_invalid=True)) if is_curves else None
 
 
 def figure_table(figure: Mapping[str, Any]) -> str:

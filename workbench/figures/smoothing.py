@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from workbench.errors import InvalidArgument
 from workbench.figures.axes import largest_value
 from workbench.figures.curve import Array, CurveLike, column
 
@@ -15,6 +16,15 @@ CHUNK_POINTS = 2**15
 """Number of points that are averaged at a time, so that they stay in the processor's cache."""
 CHUNK_WIDTHS = 30.0
 """Largest extent of a chunk in units of the local width, so that no exponential overflows."""
+
+
+def check_smoothing(smoothing: float) -> None:
+    """Raise `InvalidArgument` unless `smoothing` is a share of a curve."""
+    if not 0 <= smoothing <= 1:
+        raise InvalidArgument(
+            f"smoothing={smoothing!r} is no share of a curve. Give a number from 0 to 1, such as {SMOOTHING}.",
+            parameter="smoothing",
+        )
 
 
 def smoothing_axis(curves: Sequence[CurveLike]) -> str:

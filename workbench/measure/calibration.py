@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import CALIBRATED, Link
-from workbench.errors import PlanMismatch, checked_keywords
+from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
 from workbench.measure.detection import CPU_PROCESSES, detected_cluster, known_gpu
@@ -192,7 +193,7 @@ def _check_figures(fields: Mapping[str, Any]) -> None:
         raise ValueError(f"devices is {fields['devices']!r}")
 
 
-@checked_keywords
+@checked_arguments
 def calibrate(*, again: bool = False) -> Calibration:
     """Measure this machine once: matrix products, attention, memory, kernel launches, and links between devices.
 

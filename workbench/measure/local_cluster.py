@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import FITTED
 from workbench.measure.calibration import cached_calibration
 from workbench.measure.detection import detected_cluster
 
 
+@checked_arguments
 def local_cluster(processes: int | None = None) -> Cluster:
     """Return this machine as a `Cluster`: its CUDA GPUs or, without any, `processes` (2) CPU processes.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, Unpack
 
-from workbench.errors import InvalidExperiment, checked_keywords, suggestion
+from workbench.arguments import checked_arguments
+from workbench.errors import InvalidExperiment, suggestion
 from workbench.models._custom import CustomModel, as_model
 from workbench.models._named import Model
 from workbench.models._scaling import Rule, Scaling, scaling
@@ -60,7 +61,7 @@ class BertOptions(ModelOptions, total=False):
     """Train on sentence pairs as well as on masked words; True by default."""
 
 
-@checked_keywords
+@checked_arguments
 def bert(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **options: Unpack[BertOptions]) -> Model:
     """Describe a BERT (arXiv:1810.04805) of any size; vocabulary 30522 and 512 positions unless `options` differ.
 
@@ -76,14 +77,14 @@ def bert(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **op
     return _model("bert", hidden_size, num_layers, num_heads, {**defaults, **options})
 
 
-@checked_keywords
+@checked_arguments
 def bert_large(**options: Unpack[BertOptions]) -> Model:
     """Describe BERT-Large (arXiv:1810.04805): 24 layers, hidden size 1024, 16 heads; 335 M parameters. See `bert`."""
     named: BertOptions = {"name": "bert-large", **options}
     return bert(hidden_size=1024, num_layers=24, num_heads=16, **named)
 
 
-@checked_keywords
+@checked_arguments
 def gpt2(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **options: Unpack[ModelOptions]) -> Model:
     """Describe a GPT-2 (`GPT2LMHeadModel`) of any size; the defaults are the smallest published one, 124 M parameters.
 
@@ -93,7 +94,7 @@ def gpt2(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **op
     return _model("gpt2", hidden_size, num_layers, num_heads, {**defaults, **options})
 
 
-@checked_keywords
+@checked_arguments
 def opt(hidden_size: int = 768, num_layers: int = 12, num_heads: int = 12, **options: Unpack[ModelOptions]) -> Model:
     """Describe an OPT (`OPTForCausalLM`, arXiv:2205.01068) of any size, pre-LayerNorm; the defaults are OPT-125M."""
     defaults: ModelOptions = {"vocab_size": 50272, "max_positions": 2048}
@@ -104,7 +105,8 @@ def _model(family: str, hidden_size: int, num_layers: int, num_heads: int, optio
     fields = {"dropout": 0.1, **options}
     if fields.get("intermediate_size") is None:
         fields["intermediate_size"] = 4 * hidden_size
-    fields["name"] = fields.get("name") or f"{family}-{num_layers}x{hidden_size}"
+    if fields.get("name") is None:
+        fields["name"] = f"{family}-{num_layers}x{hidden_size}"
     return Model(family=family, hidden_size=hidden_size, num_layers=num_layers, num_heads=num_heads, **fields)
 
 
@@ -125,7 +127,7 @@ model, which its 40 heads of 128 do not make. The usual replacements are 16 head
 """
 
 
-@checked_keywords
+@checked_arguments
 def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) -> Model:
     """Describe GPT-3 (arXiv:2005.14165) in one of its published sizes, as a `GPT2LMHeadModel` with dense attention.
 

@@ -8,6 +8,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from workbench.errors import InvalidExperiment, suggestion
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 LAYOUTS = ("post_ln", "pre_ln")
 SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "max_positions")
+LARGEST_SIZE, LARGEST_SIZES = 2**24, {"num_layers": 10_000}
+"""Largest sizes of a model; a larger one would only keep the planner busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,33 +54,35 @@ class Model:
     def __post_init__(self) -> None:
         for field in SIZES:
             value = getattr(self, field)
-            if not is_count(value):
+            most = LARGEST_SIZES.get(field, LARGEST_SIZE)
+            if not is_count(value) or value > most:
                 raise InvalidExperiment(
-                    f"{field}={value!r} must be a whole number of at least 1.", parameter=field, value=value
+                    f"{field}={value!r} must be a whole number from 1 to {most:,}.", parameter=field, value=value
                 )
+        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
+            raise InvalidExperiment(f"name={self.name!r} is not a name. Give a text of one line.", parameter="name")
         if self.layout not in LAYOUTS:
             raise InvalidExperiment(
                 f"layout={self.layout!r} is not a layout of BERT. {suggestion(str(self.layout), LAYOUTS)}",
                 layout=self.layout,
             )
         if self.hidden_size % self.num_heads:
-            divisors = (d for d in range(1, self.hidden_size + 1) if self.hidden_size % d == 0)
             raise InvalidExperiment(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}. "
                 f"Give hidden_size={self.num_heads * max(1, round(self.hidden_size / self.num_heads))}, or "
-                f"num_heads={min(divisors, key=lambda d: abs(d - self.num_heads))}.",
+                f"num_heads={_nearest_divisor(self.hidden_size, self.num_heads)}.",
                 hidden_size=self.hidden_size,
                 num_heads=self.num_heads,
             )
-        if not 0 <= self.dropout < 1:
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
             raise InvalidExperiment(
                 f"dropout={self.dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
                 dropout=self.dropout,
             )
         deviation = self.initializer_range
-        if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not 0 < deviation < math.inf:
+        if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not 0 < deviation <= 1000:
             raise InvalidExperiment(
-                f"initializer_range={deviation!r} must be a finite number above 0. Give 0.02, or about "
+                f"initializer_range={deviation!r} must be a number above 0 and at most 1000. Give 0.02, or about "
                 "1/sqrt(hidden_size) for a narrow model.",
                 parameter="initializer_range",
                 value=deviation,
@@ -106,6 +111,12 @@ class Model:
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "named", **dataclasses.asdict(self)}
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of a number that is nearest to `wanted`, the smaller one of two."""
+    near = (divisor for distance in range(wanted) for divisor in (wanted - distance, wanted + distance))
+    return next(divisor for divisor in near if number % divisor == 0)
 
 
 def initial_factor(name: str, scales: Mapping[str, float]) -> float:

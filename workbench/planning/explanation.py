@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from workbench.arguments import checked_arguments
 from workbench.cost.device import FRAGMENTATION, Efficiency, Link
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
@@ -125,6 +126,7 @@ class Explanation:
         return f"<p><b>{first}</b></p><ul>{''.join(f'<li>{sentence}</li>' for sentence in rest)}</ul>"
 
 
+@checked_arguments
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     """Explain where the step goes, which constraint binds, and what would change the plan.
 

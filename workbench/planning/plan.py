@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
@@ -217,22 +218,30 @@ class Plan(Strategy):
             raise PlanMismatch(f"The plan contradicts itself: {problem} Plan again: wb.plan(experiment).")
         return plan
 
+    @checked_arguments
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON that `Plan.load` reads, and return the file."""
         file = Path(path).expanduser()
-        write_json(file, self.to_json())
+        try:
+            write_json(file, self.to_json())
+        except (OSError, ValueError) as error:  # `ValueError` for a path without a name
+            raise PlanMismatch(
+                f"The plan cannot be written to {str(file)[:200]}: {error}. Give another path."
+            ) from None
         return file
 
     @staticmethod
+    @checked_arguments
     def load(path: str | os.PathLike[str]) -> Plan:
         """Return the plan in a file that `save` wrote, or in a run directory; raises `PlanMismatch` for others."""
         file = Path(path).expanduser()
-        file = file / "plan.json" if file.is_dir() else file
         try:
-            value = read_json(file)
-        except (OSError, ValueError) as error:
+            file = file / "plan.json" if file.is_dir() else file
+            return Plan.from_json(read_json(file))
+        except (OSError, RecursionError, ValueError) as error:
+            if isinstance(error, PlanMismatch):
+                raise PlanMismatch(f"{file}: {error}", **error.facts) from error.__cause__
             raise PlanMismatch(f"{file} holds no plan ({error}). Write one there: plan.save(path).") from None
-        return Plan.from_json(value)
 
     def describe(self) -> str:
         """Return one sentence: `"PP 2 × DP 2 (ZeRO 2), 1F1B, 8 × 4 samples, 213 ms a step, 61.2 GiB a device"`."""

@@ -94,7 +94,11 @@ def check_cluster(cluster: object) -> None:
 
 def check(request: Request, profile: Profile) -> None:
     """Raise `PlanInfeasible` for a request that no search can satisfy, with the way out."""
-    _check_numbers(request)
+    for name in ("global_batch", "seq_len", "memory_limit_bytes"):
+        value = getattr(request, name)
+        if not (is_count(value) or (value is None and name == "memory_limit_bytes")):
+            raise PlanInfeasible(f"{name}={value!r} must be a whole number of at least 1: {MEANINGS[name]}.")
+    check_choices(request.fixed)
     _check_words(request, profile)
     _check_schedule(request)
     _check_degrees(request, profile)
@@ -110,15 +114,14 @@ def check(request: Request, profile: Profile) -> None:
     _check_batch(request)
 
 
-def _check_numbers(request: Request) -> None:
-    fixed = request.fixed
-    for name, meaning in MEANINGS.items():
-        searched = name in Choices.__annotations__
-        value = fixed.get(name) if searched else getattr(request, name)
-        if not is_count(value) and not (value is None and (searched or name == "memory_limit_bytes")):
-            advice = " Leave it out to have it searched." if searched else ""
+def check_choices(fixed: Fixed) -> None:
+    """Raise `PlanInfeasible` for a choice that is wrong for every model and cluster."""
+    for name in MEANINGS.keys() & Choices.__annotations__.keys() & fixed.keys():
+        if not is_count(fixed[name]):
             raise PlanInfeasible(
-                f"{name}={value!r} must be a whole number of at least 1: {meaning}.{advice}", **{name: value}
+                f"{name}={fixed[name]!r} must be a whole number of at least 1: {MEANINGS[name]}. Leave it out to have "
+                "it searched.",
+                **{name: fixed[name]},
             )
     meanings = {
         "offload_optimizer": "True keeps the optimiser's state in the host's memory",
@@ -130,12 +133,7 @@ def _check_numbers(request: Request) -> None:
                 f"{name}={fixed[name]!r} must be True or False: {meaning}. Leave it out to have it searched.",
                 **{name: fixed[name]},
             )
-
-
-def _check_words(request: Request, profile: Profile) -> None:
-    """Raise for a choice outside of its list, or one that the model or the device rules out."""
-    fixed, device = request.fixed, request.cluster.device
-    if fixed.recompute not in (None, *RECOMPUTE):
+    if not isinstance(fixed.recompute, str | None) or fixed.recompute not in (None, *RECOMPUTE):
         raise PlanInfeasible(
             f"recompute={fixed.recompute!r} is not a kind of activation checkpointing. Choose one of "
             f"{', '.join(map(repr, RECOMPUTE))}.",
@@ -145,6 +143,15 @@ def _check_words(request: Request, profile: Profile) -> None:
         raise PlanInfeasible(
             f"zero={fixed.zero!r} is not a ZeRO stage. Choose one of {', '.join(ZERO.values())}.", zero=fixed.zero
         )
+    schedule = fixed.schedule
+    if schedule is not None and (not isinstance(schedule, str) or schedule not in SCHEDULES):
+        near = suggestion(str(schedule).lower(), SCHEDULES)
+        raise PlanInfeasible(f"There is no schedule {schedule!r}. {near}", schedule=schedule)
+
+
+def _check_words(request: Request, profile: Profile) -> None:
+    """Raise for a choice that the model or the device rules out."""
+    fixed, device = request.fixed, request.cluster.device
     if fixed.tensor is not None and not profile.divides(fixed.tensor):
         degrees = [1, *profile.divided]
         raise PlanInfeasible(
@@ -173,9 +180,6 @@ def _check_words(request: Request, profile: Profile) -> None:
 
 def _check_schedule(request: Request) -> None:
     schedule, chunks, gpus = request.fixed.schedule, request.fixed.chunks or 1, request.cluster.gpus
-    if schedule is not None and schedule not in SCHEDULES:
-        near = suggestion(str(schedule).lower(), SCHEDULES)
-        raise PlanInfeasible(f"There is no schedule {schedule!r}. {near}", schedule=schedule)
     if chunks > 1 and schedule not in (None, "interleaved"):
         raise PlanInfeasible(
             f"chunks={chunks} needs the interleaved schedule, and {schedule} has one stage on each pipeline rank. "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from workbench.arguments import checked_arguments
 from workbench.errors import RunNotFound
 from workbench.rundir import RunDir, runs_root
 from workbench.runs.run import Run, step_text
@@ -83,12 +84,14 @@ class RunTable:
         return f"<table><thead>{line('th', HEADER)}</thead><tbody>{body}</tbody></table>"
 
 
+@checked_arguments
 def list_runs(root: str | os.PathLike[str] | None = None) -> RunTable:
     """Return the runs in `root`, newest first; by default those in `$WORKBENCH_RUNS` or `./runs`."""
     folder = runs_root() if root is None else Path(root).expanduser().absolute()
     return RunTable(folder, tuple(Run(path) for path in sorted(_run_folders(folder), key=created_at, reverse=True)))
 
 
+@checked_arguments
 def load_run(path: Run | str | os.PathLike[str]) -> Run:
     """Return the run in a directory, of that name under the runs folder, or at `wandb:entity/project/id`.
 
@@ -141,7 +144,10 @@ def summary_or_reason(run: Run) -> RunFacts:
 
 
 def _run_folders(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if _is_run(path)] if root.is_dir() else []
+    try:
+        return [path for path in root.iterdir() if _is_run(path)] if root.is_dir() else []
+    except OSError:  # a name that is too long, or a folder that this user may not read
+        return []
 
 
 def _is_run(path: Path) -> bool:

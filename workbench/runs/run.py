@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.arguments import checked_arguments
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
-from workbench.rundir import RunDir, check_unedited, read_events, read_json
+from workbench.rundir import RunDir, check_unedited, read_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, run_failed
 from workbench.runs.status import (

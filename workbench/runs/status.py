@@ -218,12 +218,17 @@ def complete_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:
 
 def read_experiment(run: RunDir) -> dict[str, Any]:
     """Return `experiment.json`; raises `RunNotFound` where it cannot be read."""
+    return read_described(run.experiment)
+
+
+def read_described(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a run; raises `RunNotFound` where it cannot be read."""
     try:
-        value = read_json(run.experiment)
-    except (OSError, ValueError) as error:
-        raise RunNotFound(f"{run.experiment} cannot be read: {error}.", run=str(run.path)) from None
+        value = read_json(path)
+    except (OSError, RecursionError, ValueError) as error:
+        raise RunNotFound(f"{path} cannot be read: {error}.", run=str(path.parent)) from None
     if not isinstance(value, dict):
-        raise RunNotFound(f"{run.experiment} describes no experiment.", run=str(run.path))
+        raise RunNotFound(f"{path} does not hold what was written to it.", run=str(path.parent))
     return value
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, RunExists
 from workbench.experiment import Experiment
 from workbench.rundir import write_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.run_directory import new_directory, user_code
 from workbench.sweeps import placement
-from workbench.sweeps.axes import Axes
+from workbench.sweeps.axes import LARGEST_GRID, Axes
 from workbench.sweeps.directory import Entry, SweepDir, plan_key
 from workbench.sweeps.rules import Rule, check_rule, rule_to_json
 from workbench.sweeps.sweep import Sweep, start_supervisor
@@ -22,6 +23,7 @@ from workbench.units import is_count
 SAMPLERS = ("grid", "random", "tpe")
 
 
+@checked_arguments
 def sweep(
     experiment: Experiment,
     *,
@@ -96,8 +98,8 @@ def _cluster() -> Any:
 
 
 def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any) -> None:
-    if not is_count(seeds):
-        raise InvalidExperiment(f"seeds={seeds!r} is not a number of seeds. Give a whole number, such as 3.")
+    if not is_count(seeds) or seeds > LARGEST_GRID:
+        raise InvalidExperiment(f"seeds={seeds!r} is not a number of seeds. Give 1 to {LARGEST_GRID:,}.")
     if sampler not in SAMPLERS:
         raise InvalidExperiment(f"sampler={sampler!r} is not one of {', '.join(SAMPLERS)}. Give one of them.")
     size = sum(1 for _ in grid.choices())

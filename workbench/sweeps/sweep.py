@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import statistics
@@ -266,8 +267,9 @@ def load_sweep(path: Sweep | str | os.PathLike[str]) -> Sweep:
     if isinstance(path, Sweep):
         return path
     for candidate in (Path(path).expanduser(), runs_root() / path):
-        if SweepDir(candidate).settings_file.is_file():
-            return Sweep(candidate)
+        with contextlib.suppress(OSError):  # a name that is too long
+            if SweepDir(candidate).settings_file.is_file():
+                return Sweep(candidate)
     names = sorted(file.parent.name for file in runs_root().glob("*/sweep.json"))
     hint = f"There are {', '.join(names[-5:])}." if names else f"There are no sweeps in {runs_root()} yet."
     raise RunNotFound(f"There is no sweep {str(path)!r}. {hint}", sweep=str(path))

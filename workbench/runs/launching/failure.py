@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from workbench.errors import RunFailed
+from workbench.errors import InvalidArgument, RunFailed
 from workbench.rundir import RunDir, read_json, write_json
 from workbench.runs.launching.processes import rank_records
 
@@ -26,6 +26,8 @@ class RankError:
     message: str
     traceback: str
     time: float
+    is_origin: bool = False
+    """True if the rank knows that the cause is in its own stage."""
 
     @property
     def sentence(self) -> str:
@@ -35,15 +37,21 @@ class RankError:
 
 
 def root_cause(run: RunDir) -> RankError | None:
-    """Return the earliest of the error files; the other ranks usually die because the first one did."""
+    """Return the earliest of the error files; the other ranks usually die because the first one did.
+
+    An error that all ranks raise together is told by a rank of the stage where it arose.
+    """
     errors = []
     for path in run.errors.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             value, written = read_json(path), path.stat().st_mtime
             text = {name: str(value.get(name, "")) for name in ("message", "traceback")}
             error_type, when = str(value.get("type", "Error")), float(value.get("time", written))
-            errors.append(RankError(int(value["rank"]), value.get("stage"), error_type, **text, time=when))
-    return min(errors, key=lambda error: error.time, default=None)
+            is_origin = bool(value.get("is_origin"))
+            errors.append(
+                RankError(int(value["rank"]), value.get("stage"), error_type, **text, time=when, is_origin=is_origin)
+            )
+    return min(errors, key=lambda error: (not error.is_origin, error.time), default=None)
 
 
 def run_failed(run: RunDir, message: str) -> RunFailed:
@@ -101,11 +109,15 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
 
 def log_tail(run: RunDir, rank: int | str, lines: int | None = LOG_TAIL_LINES) -> str:
     """Return the last `lines` of a rank's log (all of it for None), "" when there is none."""
+    if lines is not None and lines < 0:
+        raise InvalidArgument(f"tail={lines} is no number of lines. Give 0 or more, or None for all.")
+    if not re.fullmatch(r"\w[\w-]*", str(rank)):
+        raise InvalidArgument(f"{str(rank)[:80]!r} names no log. Give a rank, or 'launcher'.", rank=rank)
     try:
         text = run.log(rank).read_text(errors="replace")
     except OSError:
         return ""
-    return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:])
+    return text if lines is None else "".join(text.splitlines(keepends=True)[-lines or len(text) :])
 
 
 def _exits(output: str) -> list[tuple[int, int]]:

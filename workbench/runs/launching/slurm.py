@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from workbench.errors import PlanInfeasible
+from workbench.errors import InvalidArgument, PlanInfeasible
 from workbench.home import cache_home
 from workbench.rundir import RunDir
 from workbench.runs.launching.run_directory import worker_path
@@ -16,6 +17,9 @@ from workbench.runs.launching.run_directory import worker_path
 if TYPE_CHECKING:
     from workbench.planning.plan import Plan
 
+TIME_LIMIT = re.compile(r"\d+|\d+:\d{1,2}|\d+:\d{1,2}:\d{1,2}|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.ASCII)
+"""Time limits as `sbatch` takes them: minutes, minutes:seconds, hours:minutes:seconds, or days-hours and on."""
+MOST_CORES = 2**16
 CHECKPOINT_BEFORE_END_S = 180
 """Seconds before the time limit at which Slurm sends SIGTERM; the ranks answer it with a checkpoint."""
 
@@ -31,6 +35,8 @@ def job_file(
     options: Iterable[str] = (),
 ) -> str:
     """Return the text of a job file for `sbatch`; see `Run.slurm`."""
+    options = list(options)
+    _check_values({"time": time, "partition": partition, "account": account}, options, cpus_per_node)
     nodes, per_node = plan.cluster.nodes, ranks_per_node(plan.world, plan.cluster.nodes)
     on_gpu = plan.cluster.device.type != "cpu"
     wanted = {
@@ -62,6 +68,32 @@ def job_file(
             "",
         ]
     )
+
+
+def _check_values(words: Mapping[str, str | None], options: Iterable[str], cpus_per_node: int | None) -> None:
+    """Raise `InvalidArgument` for a value that would end its line of the job file, or is no value of its option.
+
+    Bash runs whatever stands after a line end, and Slurm reads no option after the first such line.
+    """
+    if not TIME_LIMIT.fullmatch(words["time"] or ""):
+        raise InvalidArgument(
+            f"time={words['time']!r} is no time limit of Slurm. Write it as hours:minutes:seconds, such as 24:00:00, "
+            "or days-hours.",
+            parameter="time",
+        )
+    for name, value in words.items():
+        if value is not None and (not re.fullmatch(r"[\w.,:@+-]+", value) or value.startswith("-")):
+            raise InvalidArgument(f"{name}={value[:80]!r} is no {name} of Slurm. Give its name.", parameter=name)
+    for option in options:
+        if not option.startswith("-") or not option.isprintable():
+            raise InvalidArgument(
+                f"{option[:80]!r} is no option of sbatch. Write one line, such as '--constraint=h200'.",
+                parameter="options",
+            )
+    if cpus_per_node is not None and not 1 <= cpus_per_node <= MOST_CORES:
+        raise InvalidArgument(
+            f"cpus_per_node={cpus_per_node} is no number of cores. Give 1 to {MOST_CORES:,}.", parameter="cpus_per_node"
+        )
 
 
 def ranks_per_node(world: int, nodes: int) -> int:

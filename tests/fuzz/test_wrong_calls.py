@@ -1,0 +1,334 @@
+"""Wrong calls of the public API: each is answered by a `WorkbenchError` within a second, or accepted for a reason.
+
+The calls are generated: every parameter of every function gets every value of a list of wrong ones, in an otherwise
+right call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from tests.unit.test_runs import make_run
+from workbench.errors import WorkbenchError
+from workbench.measure import calibration
+from workbench.notebooks import reproducing
+from workbench.planning import from_experiment
+from workbench.rundir import append_event, write_json
+from workbench.runs.launching import launcher
+from workbench.strategy import Choices
+from workbench.sweeps import start as sweep_start
+
+LIMIT_S = 1.0
+"""Processor time that a wrong call may take."""
+CALLS = 1000
+"""Number of calls that are drawn; `make test-all` makes all of them, about 6,000."""
+HANGS_S = 20.0
+"""Time after which a call is interrupted."""
+WRONG: Mapping[str, Any] = {
+    "None": None,
+    "object": object(),
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "-1": -1,
+    "0": 0,
+    "-0.5": -0.5,
+    "1.5": 1.5,
+    "10**18": 10**18,
+    "2**70": 2**70,
+    "10**400": 10**400,
+    "True": True,
+    "empty text": "",
+    "unknown name": "no-such-thing",
+    "NUL": "\0",
+    "long text": "x" * 5000,
+    "bytes": b"bert",
+    "[]": [],
+    "[None]": [None],
+    "{}": {},
+    "function": len,
+}
+
+
+NUMBERS = ("1.5", "10**18", "2**70")
+TEXTS = ("empty text", "unknown name", "NUL", "long text")
+FINITE = {NUMBERS: "finite: a run that diverges ends at its first step"}
+OF_EXPERIMENT: Mapping[str, Mapping[tuple[str, ...], str]] = {
+    "data": {("bytes", "[]", "[None]"): "a dataset is read when it is planned, and refused then"},
+    "learning_rate": FINITE,
+    "eps": FINITE,
+    "weight_decay": {("0", *NUMBERS): "finite: a run that diverges ends at its first step"},
+    "clip_norm": {("None", *NUMBERS): "no limit, or one that is never reached"},
+    "warmup_steps": {("0",): "no warm-up"},
+    "seed": {("0", "10**18"): "a seed of 63 bits"},
+    "compile": {("True",): "a choice"},
+    "deterministic": {("True",): "a choice"},
+    "stop_on_non_finite": {("True",): "a choice"},
+    "metrics": {("{}",): "no metric"},
+    "optimizer": {("function",): "a function that builds an optimiser"},
+    "loss": {("-1", "0", "10**18", "2**70", "10**400", "function", *TEXTS): "forward is looked at when it is planned"},
+    "name": {("unknown name", "long text"): "a name; the directory's is cut"},
+    "project": {("unknown name", "long text"): "a name"},
+    "tags": {("[]",): "no tag"},
+}
+"""Reasons why a wrong value of a field of an experiment is accepted."""
+PLANNED = {
+    "memory_limit_gib": {("1.5", "10**18"): "a limit"},
+    "zero": {("0",): "a ZeRO stage"},
+    "offload_optimizer": {("True",): "a choice"},
+    "cuda_graphs": {("True",): "a choice"},
+}
+PATHS = ("empty text", "unknown name", "long text")
+MODEL_WORDS = {
+    "dropout": {("0",): "no dropout"},
+    "initializer_range": {("1.5",): "a deviation"},
+    "name": {("unknown name", "long text"): "a name"},
+}
+TEXT = {("unknown name", "long text"): "looked for when the experiment is planned"}
+ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
+    "plan": PLANNED,
+    "search": PLANNED,
+    "prepare": {"directory": {("unknown name",): "a new directory"}, "progress": {("True",): "a choice"}},
+    "compare": {
+        "smoothing": {("0",): "the raw curve alone"},
+        "title": {("empty text", "unknown name", "long text"): "a title"},
+    },
+    "contrast": {"smoothing": {("0",): "the raw values"}},
+    "list_runs": {"root": {PATHS: "a folder without runs"}},
+    "diverged": {
+        "above": {("-1", "0", "-0.5", "1.5", "10**18", "2**70"): "a loss"},
+        "after": {("0", "10**18", "2**70", "10**400"): "a step"},
+    },
+    "calibrate": {"again": {("True",): "a choice"}},
+    "Run": {"path": {PATHS: "a handle, which is read when it is used"}},
+    "Sweep": {"path": {PATHS: "a handle, which is read when it is used"}},
+    "Plan.save": {"path": {("unknown name",): "a new file"}},
+    "Run.slurm": {
+        "time": {},
+        "partition": {("unknown name", "long text"): "a name that Slurm looks up"},
+        "account": {("unknown name", "long text"): "a name that Slurm looks up"},
+        "options": {("[]",): "no option"},
+    },
+    "Run.wait": {"timeout": {("inf", "-inf", "-1", "0", "-0.5", "1.5", "10**18"): "seconds; the run has ended"}},
+    "Run.stop": {"wait": {("True",): "a choice"}},
+    "Run.kill": {"wait": {("True",): "a choice"}},
+    "Run.logs": {
+        "rank": {("0", "10**18", "unknown name", "long text"): "a log that was never written is empty"},
+        "tail": {("None", "0", "10**18"): "a number of lines"},
+    },
+    "data.corpus": {"name_or_path": TEXT},
+    "data.hub": dict.fromkeys(("name", "split", "text_column", "config", "revision"), TEXT),
+    **{f"models.{name}": MODEL_WORDS for name in ("bert", "gpt2", "opt", "gpt3")},
+}
+"""The same for other functions, by function and parameter."""
+
+
+class Started(Exception):
+    """Raised in place of starting a process: the call was accepted."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function of the API with arguments that are right, and the parameters that are given wrong values."""
+
+    name: str
+    call: Callable[..., Any]
+    right: Mapping[str, Any]
+    parameters: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Yield an experiment, its plan and a finished run, in folders of their own, where no process can start."""
+    folder = tmp_path_factory.mktemp("world")
+    import nbformat  # noqa: F401  (a first import may take seconds)
+
+    import workbench.notebooks
+    import workbench.widgets  # noqa: F401
+
+    signal.signal(signal.SIGALRM, _interrupt)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKBENCH_HOME", str(folder / "home"))
+        patch.setenv("WORKBENCH_RUNS", str(folder / "runs"))
+        patch.chdir(folder)
+        for module, name in (
+            (launcher, "_spawn_supervisor"),
+            (sweep_start, "start_supervisor"),
+            (sweep_start, "_new_folder"),
+            (reproducing, "execute"),
+            (calibration, "_measured"),
+        ):
+            patch.setattr(module, name, _start)
+        text = folder / "text.txt"
+        text.write_text("\n\n".join(f"The {i} quick brown foxes jump over {i * i} lazy dogs." for i in range(300)))
+        sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 128, "max_positions": 16}
+        right = {"steps": 4, "global_batch": 8, "seq_len": 16, "precision": "fp32"}
+        data = wb.data.corpus(text, vocab_size=128)
+        experiment = wb.Experiment(model=wb.models.bert(**sizes), data=data, name="small", **right)
+        cluster = wb.Cluster.of("h200", gpus=2)
+        costs = wb.profile(experiment, cluster)  # captured once, because a second call would take as long again
+        patch.setattr(from_experiment, "profile_and_cluster", lambda _, given: (costs, given or cluster))
+        plan = wb.plan(experiment, cluster)
+        yield {"experiment": experiment, "cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan)}
+
+
+def _interrupt(*_: Any) -> None:
+    raise TimeoutError("the call did not answer")
+
+
+def _start(*_args: Any, **_keywords: Any) -> Any:
+    raise Started
+
+
+def _run(folder: Path, experiment: wb.Experiment, plan: wb.Plan) -> wb.Run:
+    run = make_run(folder / "runs", steps=4)
+    write_json(run.experiment, experiment.to_json())
+    plan.save(run.plan)
+    for step in range(1, 5):
+        append_event(run.events, "step", step=step, loss=7.0 / step, seconds=0.5 * step, tokens=128 * step)
+    append_event(run.events, "end", steps=4, seconds=2.0)
+    append_event(run.events, "status", state="finished", message="4 steps.")
+    return wb.Run(run.path)
+
+
+def _targets(world: Mapping[str, Any]) -> list[Target]:
+    """Return every function of the API that takes arguments."""
+    experiment, cluster, plan, run = world["experiment"], world["cluster"], world["plan"], world["run"]
+    of_experiment = {field.name: getattr(experiment, field.name) for field in fields(experiment)}
+    planned = {"experiment": experiment, "cluster": cluster}
+    shared = {"notebook": "missing.ipynb"}
+    functions: list[tuple[str, Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
+        ("Experiment", wb.Experiment, of_experiment, tuple(of_experiment)),
+        ("Experiment.replace", experiment.replace, {}, tuple(of_experiment)),
+        ("Experiment.from_json", wb.Experiment.from_json, {"value": experiment.to_json()}, ("value",)),
+        ("Evaluate", wb.Evaluate, {}, ("every", "samples")),
+        ("Cluster.of", wb.Cluster.of, {"name": "h200"}, ("name", "gpus", "nodes")),
+        ("Cluster.resized", cluster.resized, {"gpus": 2}, ("gpus",)),
+        ("local_cluster", wb.local_cluster, {}, ("processes",)),
+        ("graph", wb.graph, {"experiment": experiment}, ("experiment", "micro_batch")),
+        ("profile", wb.profile, planned, ("experiment", "cluster")),
+        ("plan", wb.plan, planned, ("experiment", "cluster", "memory_limit_gib", *Choices.__annotations__)),
+        ("search", wb.search, planned, ("experiment", "cluster", "memory_limit_gib", *Choices.__annotations__)),
+        ("explain", wb.explain, {"plan": plan}, ("plan", "profile")),
+        ("launch", wb.launch, {"experiment": experiment, "plan": plan}, ()),
+        ("prepare", wb.prepare, {"experiment": experiment, "plan": plan}, ()),
+        ("partition", wb.partition, {"experiment": experiment, "plan": plan}, ()),
+        ("what_if", wb.what_if, planned, ()),
+        ("timeline", wb.timeline, {"run": run}, ()),
+        ("show", wb.show, {"run": run}, ()),
+        ("summary", wb.summary, {"runs": [run]}, ()),
+        ("live", wb.live, {"runs": [run]}, ()),
+        ("compare", wb.compare, {"runs": [run, run]}, ()),
+        ("contrast", wb.contrast, {"runs": [run, run]}, ()),
+        ("share", wb.share, shared, ()),
+        ("reproduce", wb.reproduce, shared, ()),
+        ("list_runs", wb.list_runs, {}, ()),
+        ("load_run", wb.load_run, {}, ()),
+        ("load_sweep", wb.load_sweep, {}, ()),
+        ("heat_map", wb.heat_map, {}, ("sweep",)),
+        ("seed_bands", wb.seed_bands, {}, ("sweep",)),
+        ("diverged", wb.diverged, {"above": 6.5}, ()),
+        ("calibrate", wb.calibrate, {}, ()),
+        ("Run", wb.Run, {}, ("path",)),
+        ("Sweep", wb.Sweep, {}, ("path",)),
+        ("Plan.load", wb.Plan.load, {}, ()),
+        ("Plan.save", plan.save, {}, ()),
+        ("Plan.from_json", wb.Plan.from_json, {}, ("value",)),
+        ("Run.clone", run.clone, {}, ("plan", *of_experiment)),
+        ("Run.load_experiment", run.load_experiment, {}, tuple(of_experiment)),
+        ("Run.resume", run.resume, {}, ()),
+        ("Run.export", run.export, {"to": "exported"}, ()),
+        ("Run.slurm", run.slurm, {}, ()),
+        ("Run.wait", run.wait, {}, ()),
+        ("Run.stop", run.stop, {}, ()),
+        ("Run.kill", run.kill, {}, ()),
+        ("Run.logs", run.logs, {}, ()),
+        ("data.corpus", wb.data.corpus, {}, ()),
+        ("data.hub", wb.data.hub, {"name": "some/text"}, ()),
+        ("models.gpt3", wb.models.gpt3, {}, ()),
+        *((f"models.{kind}", getattr(wb.models, kind), {}, MODEL) for kind in ("bert", "gpt2", "opt")),
+        ("sweep", wb.sweep, {"experiment": experiment, "steps": [2, 4]}, (*SWEEP, "learning_rate", "no_such_axis")),
+    ]
+    return [
+        Target(name, call, right, parameters or tuple(inspect.signature(call).parameters))
+        for name, call, right, parameters in functions
+    ]
+
+
+MODEL = (
+    *("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "max_positions", "dropout"),
+    *("initializer_range", "name"),
+)
+SWEEP = ("experiment", "seeds", "sampler", "trials", "stop", "directory")
+
+
+def _reason(target: Target, parameter: str, label: str) -> str:
+    """Return why a call may be accepted, or an empty text."""
+    of_experiment = target.name.startswith("Experiment") or target.name in ("Run.clone", "Run.load_experiment")
+    known = OF_EXPERIMENT.get(parameter, {}) if of_experiment else ACCEPTED.get(target.name, {}).get(parameter, {})
+    signature = inspect.signature(target.call).parameters
+    default = signature[parameter].default if parameter in signature else None
+    if label == "None" and default is None:
+        return "None is the default"
+    return next((reason for labels, reason in known.items() if label in labels), "")
+
+
+def _remove(path: Path) -> None:
+    """Remove what an accepted call wrote under an unknown name."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+def _outcome(target: Target, parameter: str, value: Any) -> tuple[str, str, float]:
+    """Return `refused`, `accepted` or `raised`, with what was said, and the processor time in seconds."""
+    began = time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, HANGS_S)
+    try:
+        answer = target.call(**{**target.right, parameter: value})
+        outcome, said = "accepted", type(answer).__name__
+        if hasattr(answer, "close"):
+            answer.close()
+    except Started:
+        outcome, said = "accepted", "it would start"
+    except WorkbenchError as error:
+        outcome, said = "refused", str(error)
+    except Exception as error:
+        outcome, said = "raised", f"{type(error).__name__}: {error}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _remove(Path("no-such-thing"))
+    return outcome, said, time.process_time() - began
+
+
+def test_every_wrong_call_is_answered(world: dict[str, Any]) -> None:
+    calls = [(t, parameter, label) for t in _targets(world) for parameter in t.parameters for label in WRONG]
+    if os.environ.get("WORKBENCH_TEST_ALL") != "1":
+        calls = random.Random(0).sample(calls, CALLS)
+    counts: Counter[str] = Counter()
+    problems = []
+    for target, parameter, label in calls:
+        outcome, said, seconds = _outcome(target, parameter, WRONG[label])
+        reason = _reason(target, parameter, label)
+        if outcome == "accepted" and reason:
+            counts["accepted for a reason"] += 1
+            continue
+        counts[outcome] += 1
+        if outcome != "refused" or seconds > LIMIT_S:
+            problems.append(f"{target.name}({parameter}={label}) {outcome} in {seconds:.1f} s: {said[:150]}")
+    print(f"\n{len(calls)} wrong calls: {dict(counts)}")
+    assert not problems, "\n".join(problems)

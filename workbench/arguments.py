@@ -1,0 +1,152 @@
+"""Checks of what a user passes to the functions of the API, by the annotations of their parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar
+
+from workbench.errors import InvalidArgument, checked_keywords
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LARGEST_INTEGER = 2**63 - 1
+"""Largest whole number that files, tensors and operating systems store."""
+WORDS = {
+    "Experiment": "an Experiment, such as wb.Experiment(model=…, data=…)",
+    "Plan": "a Plan, such as wb.plan(experiment)",
+    "Run": "a Run, such as wb.load_run(name)",
+    "Sweep": "a Sweep, such as wb.load_sweep(name)",
+    "Cluster": 'a Cluster, such as wb.Cluster.of("h200", gpus=4)',
+    "Profile": "a Profile, such as wb.profile(experiment)",
+    "Diverged": "a rule, such as wb.diverged(above=6.5, after=500)",
+    "str": "text",
+    "Path": "a path",
+    "PathLike": "a path",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "True or False",
+    "NoneType": "None",
+    "Sequence": "a list of these",
+    "Iterable": "several of these",
+    "Mapping": "a dict",
+}
+"""Descriptions of the types of parameters, by the name of the type."""
+
+
+def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function answer an argument of a wrong type, or an unknown keyword, with a `WorkbenchError`.
+
+    The annotations of the parameters say which types are right. Where the name of a type is imported for type checkers
+    only, the public class of that name is taken. NaN, and whole numbers beyond 64 bits, are refused as well.
+    """
+    signature = inspect.signature(function)
+    free = any(p.kind is p.VAR_KEYWORD and "Unpack" not in str(p.annotation) for p in signature.parameters.values())
+    inner = function if free else checked_keywords(function)
+    kinds = functools.cache(lambda name: _resolved(signature.parameters[name], function))
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return inner(*args, **kwargs)  # raises, and names the keyword
+        for name, value in given.items():
+            _check(function.__qualname__, name, value, kinds(name))
+        return inner(*args, **kwargs)
+
+    return checked
+
+
+def _resolved(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
+    """Return the type that a parameter is annotated with; `Any` without one, and for `*` and `**`."""
+    variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    if variadic or parameter.annotation is parameter.empty:
+        return Any
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    names: dict[str, Any] = {}
+    while True:
+        try:
+            return eval(parameter.annotation, function.__globals__, names)
+        except NameError as error:
+            name, public = str(error.name), sys.modules["workbench"]
+            if not hasattr(public, name):
+                return Any
+            names[name] = getattr(public, name)
+
+
+def _check(callee: str, name: str, value: Any, kind: Any) -> None:
+    """Raise `InvalidArgument` unless a value is of the type that the annotation names."""
+    if not _fits(value, kind):
+        raise InvalidArgument(
+            f"{callee} cannot use {name}={_short(value)}. Give {_listed(dict.fromkeys(_words(kind)))}.",
+            parameter=name,
+            callee=callee,
+        )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(kind))
+    if kind is None or kind is types.NoneType:
+        return value is None
+    if kind is bool:
+        return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+    if kind in (int, float):
+        return _is_number(value, Integral if kind is int else Real)
+    if origin in (Sequence, Iterable):
+        return _holds(value, origin, *typing.get_args(kind))
+    kind = origin or kind
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if not isinstance(value, kind):
+        return False
+    return not (isinstance(value, str | os.PathLike) and "\0" in os.fspath(value))  # no file can have such a name
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    if isinstance(value, Integral):
+        return abs(int(value)) <= LARGEST_INTEGER
+    return not math.isnan(float(value))
+
+
+def _holds(value: Any, container: type, item: Any = Any) -> bool:
+    """Return True if a value is a container of fitting items; a text is no container of its letters."""
+    if isinstance(value, str | bytes) or not isinstance(value, container):
+        return False
+    return not isinstance(value, Sequence) or all(_fits(one, item) for one in value)
+
+
+def _words(kind: Any) -> Iterator[str]:
+    """Yield the descriptions of the types in an annotation."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            yield from _words(one)
+        return
+    name = str(getattr(typing.get_origin(kind) or kind, "__name__", kind))
+    yield WORDS.get(name, name)
+
+
+def _listed(words: Iterable[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _short(value: Any) -> str:
+    """Return the beginning of a value's `repr`; a value whose `repr` raises is named by its type."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:80]}…"
