@@ -8,9 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
 from tests.distributed.test_launch import HERE, ROOT, experiment, plan_for
 from workbench import notebooks
+from workbench.figures.pages import PLOTLY_MIME
 from workbench.planning.plan import Plan
 from workbench.rundir import write_json
 from workbench.runs.launching.launcher import LAUNCHES, REPLAY, replayed_plan
@@ -21,6 +23,8 @@ CELL = f"""
     from test_launch import experiment, launch, plan_for
     asked = experiment(steps)
     run = launch(asked, plan_for(asked, 1), worker="standin_worker").wait(60)
+    import workbench as wb
+    display(wb.compare(run), wb.show(run), wb.live(run), run.plan)
     run
 """
 
@@ -49,9 +53,10 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
     done = notebooks.execute(written(node / "mine.ipynb"), node / "out", {"steps": 30}, report=lines.append)
     (run,) = done.runs
     assert run.directory.notebook.read_bytes() == done.notebook.read_bytes(), "W&B gets it from there"
+    assert_every_figure_shows_without_a_script(done.notebook)
     assert any("finished  30 of 30" in line for line in lines) or any("running" in line for line in lines)
     shared = notebooks.share(done.notebook, node / "shared")
-    assert shared.notebook.stat().st_size < 100_000
+    assert shared.notebook.stat().st_size < 300_000
     again = notebooks.reproduce(shared.notebook, node / "again")
     assert again.same
     assert [c.verdict.outcome for c in again.comparisons] == ["bitwise"]
@@ -62,6 +67,18 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
     assert answer.returncode == 1, answer.stderr
     assert ": different (" in answer.stdout
+
+
+def assert_every_figure_shows_without_a_script(path: Path) -> None:
+    outputs = [output.get("data", {}) for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", ())]
+    figures = [data for data in outputs if PLOTLY_MIME in data]
+    assert len(figures) >= 4
+    assert all(data["image/png"].startswith("iVBOR") for data in figures)
+    page, _ = HTMLExporter().from_filename(str(path))
+    shown = [data["image/png"].strip() for data in figures if "text/html" not in data]
+    assert all(picture in page.replace("\n", "") for picture in shown)
+    assert len(shown) >= 3
+    assert page.count("stage 0") >= 1, "the plan is a table of HTML"
 
 
 def test_a_repeated_launch_takes_the_recorded_plan_where_it_can_run(node, monkeypatch):

@@ -11,7 +11,7 @@ from figure_values import curve
 from workbench.errors import UnknownParameter
 from workbench.figures import Curve, difference, differences, loss_curves
 from workbench.figures.axes import X_AXES
-from workbench.figures.browserless_png import curves_png
+from workbench.figures.browserless_png import figure_png
 from workbench.figures.curve import Mark
 from workbench.figures.curves_view import _describe_loss
 from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_starts
@@ -211,7 +211,7 @@ def test_no_two_of_many_runs_share_colour_and_line() -> None:
 
 def test_a_picture_leaves_out_what_a_logarithmic_axis_cannot_show() -> None:
     falling = Curve("falling", {"step": np.arange(1, 11), "loss": np.linspace(3, -3, 10)})
-    picture = curves_png(loss_curves([falling], x="step", log_y=True))
+    picture = figure_png(loss_curves([falling], x="step", log_y=True))
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
 

@@ -1,16 +1,14 @@
-"""PNG of a figure of curves, drawn with Pillow: for notebooks where no script runs, on machines without Chrome.
+"""PNG of a figure, drawn with Pillow: for notebooks where no script runs, on machines without Chrome.
 
-It draws lines, markers and end labels over one pair of axes, and a legend. Pillow's own font has Latin characters only;
-others are replaced by similar ones, or by a question mark.
+It draws what the figures of this package consist of: lines, markers, areas, bars, heat maps and parallel coordinates in
+any number of subplots, with their axes, annotations and legends. Menus are left out.
 """
 
 from __future__ import annotations
 
-import html
-import io
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,183 +16,319 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
-from workbench.figures.curve import Array
+from workbench.figures.browserless_bars import Bars, bars_of
+from workbench.figures.browserless_canvas import LINE_PX, Canvas, item_of
+from workbench.figures.browserless_grid import draw_heat_map, draw_parallel_coordinates
+from workbench.figures.browserless_scale import Scale
 from workbench.figures.legend_placement import corner_of
 
 WIDTH_PX = 860
 """Width of a notebook's column: JupyterLab cuts a wider picture off."""
-OVERSAMPLING = 3
-"""Factor by which the drawing is finer than the PNG, which averages it: Pillow's lines are jagged."""
-LEFT, RIGHT, BELOW = 70, 76, 56
-"""Margins of the plot, in pixels."""
-LINE_PX = 18
-SIMILAR = str.maketrans({"×": "x", "–": "-", "→": "->", "≤": "<=", "≥": ">=", "○": "o", "▷": ">", "▲": "^", "✕": "x"})
+TYPES = ("scatter", "bar", "heatmap", "parcoords")
+"""Types of traces that can be drawn."""
+LEFT, RIGHT, BELOW = 64, 32, 56
+"""Smallest margins of the plots, in pixels."""
+ANCHORS = {
+    "left": "l",
+    "center": "m",
+    "right": "r",
+    "top": "a",
+    "middle": "m",
+    "bottom": "d",
+}
+"""Pillow's letters for Plotly's anchors."""
 
-Point = Sequence[float]
 
+def figure_png(figure: go.Figure, width: int = WIDTH_PX) -> bytes | None:
+    """Return a PNG of a figure, `width` pixels wide.
 
-def curves_png(figure: go.Figure, width: int = WIDTH_PX) -> bytes | None:
-    """Return a PNG, `width` pixels wide, of a figure of scatter traces over one x axis and one y axis.
-
-    Returns None if Pillow is not installed, or was built without its font.
+    Returns None if a trace is of a type that is not drawn here, and if Pillow is not installed or has no font.
     """
+    if any(trace.type not in TYPES for trace in figure.data):
+        return None
     try:
-        from PIL import Image, ImageDraw, ImageFont
-
-        fonts = {size: ImageFont.load_default(size * OVERSAMPLING) for size in (theme.FONT_PX, theme.TITLE_PX)}
+        canvas = Canvas(width, int(figure.layout.height or 480))
     except ImportError:
         return None
-    height = int(figure.layout.height or 480)
-    image = Image.new("RGB", (OVERSAMPLING * width, OVERSAMPLING * height), "white")
-    _Drawing(ImageDraw.Draw(image), fonts, width, height).draw(figure)
-    file = io.BytesIO()
-    image.reduce(OVERSAMPLING).quantize(128).save(file, "png", optimize=True)
-    return file.getvalue()
+    _Drawing(canvas, figure).draw()
+    return canvas.png()
 
 
 @dataclass(frozen=True)
-class _Scale:
-    """Conversion of an axis' values to pixels; `low` and `high` are decimal logarithms on a logarithmic axis."""
+class _Panel:
+    """One pair of axes with its scales."""
 
-    low: float
-    high: float
-    start_px: float
-    end_px: float
-    log: bool
+    x: Scale
+    y: Scale
+    x_axis: Any
+    y_axis: Any
+
+    def points(self, x: Any, y: Any) -> Any:
+        """Return pixels of shape (n, 2)."""
+        return np.column_stack([np.atleast_1d(self.x(x)), np.atleast_1d(self.y(y))])
+
+
+@dataclass(frozen=True)
+class _MarkerLook:
+    """Look of the markers of a trace, each field one value for all or one for each; `at` gives that of one marker."""
+
+    color: Any
+    edge: Any
+    symbol: Any
+    size: Any
 
     @classmethod
-    def of(cls, axis: Any, columns: Sequence[Any], start_px: float, end_px: float, room: float) -> _Scale:
-        """Return the scale with the axis' own range, or else one that holds all values and a share of free room."""
-        log = axis.type == "log"
-        if axis.range is not None and not axis.autorange:
-            return cls(float(axis.range[0]), float(axis.range[1]), start_px, end_px, log)
-        values = np.concatenate([np.empty(0), *(np.asarray(column, dtype=np.float64) for column in columns)])
-        values = values[np.isfinite(values) & ((values > 0) | (not log))]
-        values = np.log10(values) if log else values
-        low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-        if axis.rangemode == "tozero" and not log:
-            low, high = min(0.0, low), max(0.0, high)
-        span = (high - low) or max(abs(high), 1.0)
-        return cls(low - room * span, high + (room or 0.01) * span, start_px, end_px, log)
+    def of(cls, marker: Any) -> _MarkerLook:
+        return cls(marker.color, marker.line.color or marker.color, marker.symbol or "circle", marker.size or 6)
 
-    def __call__(self, values: Any) -> Array:
-        numbers = np.asarray(values, dtype=np.float64)
-        if self.log:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                numbers = np.log10(numbers)
-        share = (numbers - self.low) / (self.high - self.low)
-        return np.asarray(self.start_px + share * (self.end_px - self.start_px))
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return (value, label) of about eight round values."""
-        if self.log:
-            powers = range(math.floor(self.low), math.ceil(self.high) + 1)
-            factors = (1, 2, 3, 4, 5, 6, 8) if self.high - self.low < 1 else (1, 2, 5) if len(powers) < 5 else (1,)
-            values = [factor * 10.0**power for power in powers for factor in factors]
-            return [(value, f"{value:g}") for value in values if self.low <= math.log10(value) <= self.high]
-        least = (self.high - self.low) / 7
-        power = 10.0 ** math.floor(math.log10(least))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-        multiples = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
-        return [(multiple * step, f"{multiple * step:.6g}") for multiple in multiples]
+    def at(self, index: int) -> _MarkerLook:
+        return _MarkerLook(*(item_of(value, index) for value in (self.color, self.edge, self.symbol, self.size)))
 
 
 class _Drawing:
-    def __init__(self, pen: Any, fonts: dict[int, Any], width: int, height: int) -> None:
-        self._pen, self._fonts, self._width, self._height = pen, fonts, width, height
+    def __init__(self, canvas: Canvas, figure: go.Figure) -> None:
+        self._canvas, self._layout = canvas, figure.layout
+        self._traces = [trace for trace in figure.data if trace.visible in (None, True)]
+        self._bars: Mapping[int, Bars] = bars_of(self._traces, figure.layout.barmode or "group")
+        self._pairs = list(dict.fromkeys(self._axes_of(trace) for trace in self._traces)) or [("x", "y")]
+        self._subtitle = re.split(r"<br\s*/?>", str(self._layout.title.subtitle.text or "")) if self._title() else []
+        self._frame = self._room_for_plots()
+        self._panels = {pair: self._panel(*pair) for pair in self._pairs}
 
-    def draw(self, figure: go.Figure) -> None:
-        layout = figure.layout
-        subtitle = re.split(r"<br\s*/?>", str(layout.title.subtitle.text)) if layout.title.subtitle.text else []
-        top = 66 + LINE_PX * len(subtitle)
-        self._write(16, 14, layout.title.text, size=theme.TITLE_PX)
-        for index, line in enumerate(subtitle):
-            self._write(16, 40 + LINE_PX * index, line, theme.MUTED)
-        traces = [trace for trace in figure.data if trace.type == "scatter" and trace.visible in (None, True)]
-        filled = [trace for trace in traces if trace.x is not None and trace.y is not None]
-        y = _Scale.of(layout.yaxis, [trace.y for trace in filled], self._height - BELOW, top, room=0.05)
-        x = _Scale.of(layout.xaxis, [trace.x for trace in filled], LEFT, self._width - RIGHT, room=0.0)
-        for value, label in y.ticks():
-            self._line([(x.start_px, float(y(value))), (x.end_px, float(y(value)))], theme.GRID, 1)
-            self._write(x.start_px - 8, float(y(value)), label, anchor="rm")
-        for value, label in x.ticks():
-            self._line([(float(x(value)), y.start_px), (float(x(value)), y.end_px)], theme.GRID, 1)
-            self._write(float(x(value)), y.start_px + 8, label, anchor="mt")
-        middle = (x.start_px + x.end_px) / 2
-        self._write(middle, y.start_px + 30, layout.xaxis.title.text, theme.MUTED, anchor="mt")
-        self._write(16, y.end_px - 14, layout.yaxis.title.text, theme.MUTED, anchor="lm")
-        for trace in sorted(filled, key=lambda trace: trace.zorder or 0):
-            self._draw_trace(trace, np.column_stack([x(trace.x), y(trace.y)]))
-        named = [trace for trace in traces if trace.showlegend is not False]
-        if len(named) > 1:
-            self._draw_legend(named, corner_of(layout.legend), top)
+    def _title(self) -> str:
+        return str(self._layout.title.text or "")
 
-    def _draw_trace(self, trace: Any, points: Array) -> None:
-        """Draw one trace at its points in pixels, shape (n, 2)."""
-        mode = trace.mode or "lines"
-        if "lines" in mode:
-            for stretch in _finite_stretches(points):
-                self._line([tuple(point) for point in stretch.tolist()], trace.line.color, trace.line.width or 2)
-        for index in np.flatnonzero(np.isfinite(points).all(axis=1)).tolist():
-            x, y = points[index].tolist()
-            if "markers" in mode:
-                self._draw_marker(x, y, trace.marker, index)
-            if "text" in mode and trace.text is not None:
-                shift = {"top right": -9, "bottom right": 9}.get(str(trace.textposition), 0)
-                self._write(x + 7, y + shift, trace.text[index], trace.textfont.color, anchor="lm")
+    def _axes_of(self, trace: Any) -> tuple[str, str]:
+        return ("", "") if trace.type == "parcoords" else (trace.xaxis or "x", trace.yaxis or "y")
 
-    def _draw_marker(self, x: float, y: float, marker: Any, index: int) -> None:
-        color, symbol = _item(marker.color, index), _item(marker.symbol, index) or "circle"
-        half, edge = float(_item(marker.size, index) or 6) / 2, _item(marker.line.color, index) or color
+    def _axis(self, name: str) -> Any:
+        return self._layout[f"{name[:1]}axis{name[1:]}"]
+
+    def _room_for_plots(self) -> tuple[float, float, float, float]:
+        """Return left, top, right and bottom edge of the area in which the axes have their domains."""
+        margin, lines = self._layout.margin, len([line for line in self._subtitle if line])
+        top = max(66 + LINE_PX * lines if self._title() else 40, (margin.t or 0) if self._layout.annotations else 0)
+        left, right = LEFT, max(RIGHT, margin.r or 0)
+        for _, name in self._pairs:
+            if name:
+                axis = self._axis(name)
+                words = [str(text) for text in axis.ticktext or ()] if axis.showticklabels is not False else []
+                width = 16 + max((self._canvas.width_of(text) for text in words), default=0)
+                right = max(right, width) if axis.side == "right" else right
+                left = max(left, width) if axis.side != "right" else left
+        if any(trace.type == "heatmap" for trace in self._traces):
+            right += 40  # of the colour bar
+            names = [str(word) for trace in self._traces for word in trace.y]
+            left = max(left, 16 + max(map(self._canvas.width_of, names), default=0))
+        return left, top, self._canvas.width - right - 12, self._canvas.height - max(BELOW, margin.b or 0)
+
+    def _panel(self, x_name: str, y_name: str) -> _Panel:
+        left, top, right, bottom = self._frame
+        if not x_name:
+            return _Panel(Scale(0, 1, left, right), Scale(0, 1, bottom, top), self._layout.xaxis, self._layout.yaxis)
+        x_axis, y_axis = self._axis(x_name), self._axis(y_name)
+        across, up = x_axis.domain or (0, 1), y_axis.domain or (0, 1)
+        x_px = [left + share * (right - left) for share in across]
+        y_px = [bottom - share * (bottom - top) for share in up]
+        x_columns, y_columns = self._columns(0, x_name), self._columns(1, y_name)
+        has_bars = any(trace.type == "bar" for trace in self._traces if self._axes_of(trace)[1] == y_name)
+        x = Scale.of(x_axis, x_columns, *x_px, room=0.0)
+        return _Panel(x, Scale.of(y_axis, y_columns, *y_px, room=0.02 if has_bars else 0.05), x_axis, y_axis)
+
+    def _columns(self, which: int, name: str) -> list[Any]:
+        """Return all values along an axis, `which` is 0 for x and 1 for y."""
+        columns: list[Any] = []
+        for index, trace in enumerate(self._traces):
+            if self._axes_of(trace)[which] != name:
+                continue
+            if trace.type == "bar":
+                columns += self._bars[index].along(which)
+            else:
+                value = _x_of(trace) if which == 0 else trace.y
+                columns += [value] if value is not None else []
+        return columns
+
+    def draw(self) -> None:
+        self._canvas.write((16, 14), self._title(), size=theme.TITLE_PX)
+        for index, line in enumerate(self._subtitle):
+            self._canvas.write((16, 40 + LINE_PX * index), line, theme.MUTED)
+        for pair, panel in self._panels.items():
+            if pair != ("", ""):
+                self._draw_axes(panel)
+        order = sorted(range(len(self._traces)), key=lambda index: getattr(self._traces[index], "zorder", 0) or 0)
+        for index in order:
+            self._draw_trace(index, self._traces[index])
+        for shape in self._layout.shapes or ():
+            self._draw_shape(shape)
+        for annotation in self._layout.annotations or ():
+            self._draw_annotation(annotation)
+        self._draw_legends()
+
+    def _draw_axes(self, panel: _Panel) -> None:
+        x, y, canvas = panel.x, panel.y, self._canvas
+        for at, label in y.ticks(panel.y_axis):
+            if panel.y_axis.showgrid is not False:
+                canvas.line([(x.start_px, at), (x.end_px, at)], theme.GRID, 1)
+            if panel.y_axis.side == "right":
+                canvas.write((x.end_px + 8, at), label, anchor="lm")
+            else:
+                canvas.write((x.start_px - 8, at), label, anchor="rm")
+        for at, label in x.ticks(panel.x_axis):
+            if panel.x_axis.showgrid is not False:
+                canvas.line([(at, y.start_px), (at, y.end_px)], theme.GRID, 1)
+            canvas.write((at, y.start_px + 8), label, anchor="ma")
+        canvas.write(((x.start_px + x.end_px) / 2, y.start_px + 28), panel.x_axis.title.text, theme.MUTED, anchor="ma")
+        canvas.write((max(16, x.start_px - 48), y.end_px - 14), panel.y_axis.title.text, theme.MUTED, anchor="lm")
+
+    def _draw_trace(self, index: int, trace: Any) -> None:
+        panel = self._panels[self._axes_of(trace)]
+        if trace.type == "bar":
+            self._bars[index].draw(self._canvas, panel.x, panel.y)
+        elif trace.type == "heatmap":
+            draw_heat_map(self._canvas, trace, panel.x, panel.y)
+        elif trace.type == "parcoords":
+            draw_parallel_coordinates(self._canvas, trace, self._frame)
+        elif trace.y is not None and len(trace.y):
+            self._draw_scatter(trace, panel)
+
+    def _draw_scatter(self, trace: Any, panel: _Panel) -> None:
+        points, x, y = panel.points(_x_of(trace), trace.y), panel.x, panel.y
+        if panel.x_axis.range is None and panel.y_axis.range is None:
+            self._draw_lines(trace, points)
+        else:  # the range may leave points out
+            with self._canvas.clipped((x.start_px, y.start_px), (x.end_px, y.end_px)):
+                self._draw_lines(trace, points)
+        self._draw_error_bars(trace, panel, points)
+        mode, known = trace.mode or "lines", np.isfinite(points).all(axis=1)
+        if "markers" in mode:
+            look = _MarkerLook.of(trace.marker)
+            for index in np.flatnonzero(known).tolist():
+                self._draw_marker(*points[index].tolist(), look.at(index))
+        if "text" in mode and trace.text is not None:
+            shift = {"top right": -9, "bottom right": 9}.get(str(trace.textposition), 0)
+            words, color, size = trace.text, trace.textfont.color, trace.textfont.size or theme.FONT_PX
+            for index in np.flatnonzero(known).tolist():
+                at = points[index, 0] + 7, points[index, 1] + shift
+                self._canvas.write(at, item_of(words, index), item_of(color, index), int(item_of(size, index)), "lm")
+
+    def _draw_lines(self, trace: Any, points: Any) -> None:
+        if trace.fill == "toself":
+            self._canvas.polygon(points, trace.fillcolor)
+        if "lines" in (trace.mode or "lines") and trace.line.width != 0:
+            if trace.line.shape == "hv":  # each value holds until the next one
+                corners = np.repeat(points, 2, axis=0)
+                points = np.column_stack([corners[1:, 0], corners[:-1, 1]])
+            self._canvas.line(points, trace.line.color, trace.line.width or 2, trace.line.dash)
+
+    def _draw_error_bars(self, trace: Any, panel: _Panel, points: Any) -> None:
+        spread = trace.error_x
+        if spread.array is None:
+            return
+        numbers = np.asarray(trace.x, dtype=np.float64)
+        minus = spread.array if spread.arrayminus is None else spread.arrayminus
+        ends = panel.x(numbers - np.asarray(minus)), panel.x(numbers + np.asarray(spread.array))
+        for low, high, y in zip(*ends, points[:, 1], strict=True):
+            self._canvas.line([(low, y), (high, y)], spread.color, 2)
+
+    def _draw_marker(self, x: float, y: float, look: _MarkerLook) -> None:
+        half, color = look.size / 2, look.color
         left, right, above, below = x - half, x + half, y - half, y + half
-        if symbol == "x":
-            self._line([(left, above), (right, below)], color, 2)
-            self._line([(left, below), (right, above)], color, 2)
-        elif symbol == "circle":
-            self._pen.ellipse(_fine([(left, above), (right, below)]), color, edge, OVERSAMPLING)
+        corners = {
+            "triangle-up": [(left, below), (x, above), (right, below)],
+            "triangle-down": [(left, above), (x, below), (right, above)],
+            "triangle-right": [(left, above), (right, y), (left, below)],
+            "diamond": [(x, above), (right, y), (x, below), (left, y)],
+            "square": [(left, above), (right, above), (right, below), (left, below)],
+        }
+        if look.symbol == "x":
+            self._canvas.line([(left, above), (right, below)], color, 2)
+            self._canvas.line([(left, below), (right, above)], color, 2)
+        elif look.symbol in corners:
+            self._canvas.polygon(corners[look.symbol], color, look.edge)
         else:
-            up, sideways = [(left, below), (x, above), (right, below)], [(left, above), (right, y), (left, below)]
-            self._pen.polygon(_fine(up if symbol == "triangle-up" else sideways), color, edge, OVERSAMPLING)
+            self._canvas.ellipse((x, y), half, color, look.edge)
 
-    def _draw_legend(self, traces: Sequence[Any], corner: str, top: int) -> None:
-        names = [_plain(trace.name)[:60] for trace in traces]
-        longest = max(self._pen.textlength(name, self._fonts[theme.FONT_PX]) for name in names) / OVERSAMPLING
-        left = LEFT + 52 if "left" in corner else self._width - RIGHT - 8 - longest
+    def _place(self, reference: str, value: Any, which: int) -> float:
+        """Return the pixel of a position that refers to the paper, to an axis or to the domain of an axis."""
+        left, top, right, bottom = self._frame
+        if reference == "paper":
+            return float(left + value * (right - left) if which == 0 else bottom - value * (bottom - top))
+        name = reference.split()[0]
+        panel = next((panel for pair, panel in self._panels.items() if pair[which] == name), None)
+        scale = next(iter(self._panels.values())) if panel is None else panel
+        axis = scale.x if which == 0 else scale.y
+        if reference.endswith("domain"):
+            return float(axis.start_px + value * (axis.end_px - axis.start_px))
+        return float(axis(value))
+
+    def _draw_shape(self, shape: Any) -> None:
+        x_of, y_of = str(shape.xref or "x"), str(shape.yref or "y")
+        first = self._place(x_of, shape.x0, 0), self._place(y_of, shape.y0, 1)
+        last = self._place(x_of, shape.x1, 0), self._place(y_of, shape.y1, 1)
+        if shape.type == "rect":
+            self._canvas.rectangle(first, last, shape.fillcolor or "rgba(0, 0, 0, 0)", shape.line.color)
+        elif shape.type == "line":
+            self._canvas.line([first, last], shape.line.color, shape.line.width or 2, shape.line.dash)
+
+    def _draw_annotation(self, note: Any) -> None:
+        x = self._place(str(note.xref or "paper"), note.x, 0)
+        y = self._place(str(note.yref or "paper"), note.y, 1)
+        across = ANCHORS.get(str(note.xanchor), "m")
+        up = ANCHORS.get(str(note.yanchor), "m")
+        y += {"d": -3, "a": 3}.get(up, 0)
+        self._canvas.write((x, y), note.text, note.font.color, int(note.font.size or theme.FONT_PX), across + up)
+
+    def _draw_legends(self) -> None:
+        named: dict[str, list[Any]] = defaultdict(list)
+        for trace in self._traces:
+            if trace.type in ("scatter", "bar") and trace.name and trace.showlegend is not False:
+                named[str(trace.legend or "legend")].append(trace)
+        if self._layout.showlegend is False or sum(map(len, named.values())) < 2:
+            return
+        for name, traces in named.items():
+            legend = self._layout[name]
+            if legend.orientation == "h":
+                self._draw_row_of_names(traces, self._top_of_row(legend))
+            else:
+                self._draw_box_of_names(traces, corner_of(legend))
+
+    def _top_of_row(self, legend: Any) -> float:
+        _, top, _, bottom = self._frame
+        at = self._canvas.height * (1 - legend.y) if legend.yref == "container" else bottom - legend.y * (bottom - top)
+        return float(at - (LINE_PX if legend.yanchor == "bottom" else 0)) - (4 if legend.yref == "container" else 0)
+
+    def _draw_row_of_names(self, traces: Sequence[Any], top: float) -> None:
+        end = float(self._frame[2])
+        for trace in reversed(traces):
+            end -= self._canvas.width_of(trace.name)
+            self._canvas.write((end, top + LINE_PX / 2), trace.name, anchor="lm")
+            self._draw_key(trace, end - 22, end - 6, top + LINE_PX / 2)
+            end -= 36
+
+    def _draw_box_of_names(self, traces: Sequence[Any], corner: str) -> None:
+        _, top, right, bottom = self._frame
+        names = [str(trace.name)[:60] for trace in traces]
+        longest = max(map(self._canvas.width_of, names))
+        left = self._frame[0] + 52 if "left" in corner else right - 8 - longest
         if "bottom" in corner:
-            top = self._height - BELOW - 16 - LINE_PX * len(names)
-        box = [(left - 44, top + 4), (left + longest + 6, top + 12 + LINE_PX * len(names))]
-        self._pen.rectangle(_fine(box), "white", theme.GRID, OVERSAMPLING)
+            top = bottom - 16 - LINE_PX * len(names)
+        size = longest + 6, 12 + LINE_PX * len(names)
+        self._canvas.rectangle((left - 44, top + 4), (left + size[0], top + size[1]), "white", theme.GRID)
         for index, (trace, name) in enumerate(zip(traces, names, strict=True)):
             middle = top + 8 + LINE_PX * (index + 0.5)
-            self._line([(left - 36, middle), (left - 8, middle)], trace.line.color or _item(trace.marker.color, 0), 2.2)
-            self._write(left, middle, name, anchor="lm")
+            self._draw_key(trace, left - 36, left - 8, middle)
+            self._canvas.write((left, middle), name, anchor="lm")
 
-    def _line(self, points: Sequence[Point], color: str, width: float) -> None:
-        self._pen.line(_fine(points), fill=color, width=max(1, round(width * OVERSAMPLING)), joint="curve")
-
-    def _write(
-        self, x: float, y: float, words: Any, color: str = theme.INK, size: int = theme.FONT_PX, anchor: str = "la"
-    ) -> None:
-        self._pen.text(_fine([(x, y)])[0], _plain(words), fill=color, font=self._fonts[size], anchor=anchor)
-
-
-def _fine(points: Sequence[Point]) -> list[tuple[float, float]]:
-    return [(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in points]
+    def _draw_key(self, trace: Any, left: float, right: float, middle: float) -> None:
+        if trace.type == "bar" or trace.fill == "toself":
+            color = item_of(trace.marker.color, 0) if trace.type == "bar" else trace.fillcolor
+            self._canvas.rectangle((right - 12, middle - 6), (right, middle + 6), color, theme.GRID)
+        elif "lines" in (trace.mode or "lines"):
+            self._canvas.line([(left, middle), (right, middle)], trace.line.color, 2.2, trace.line.dash)
+        else:
+            self._draw_marker((left + right) / 2, middle, _MarkerLook.of(trace.marker).at(0))
 
 
-def _finite_stretches(points: Array) -> Iterator[Array]:
-    """Yield the stretches of two or more finite points: a line breaks off at a missing value."""
-    finite = np.isfinite(points).all(axis=1)
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], finite, [False]]).astype(np.int8)))
-    yield from (points[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if end - start > 1)
-
-
-def _item(value: Any, index: int) -> Any:
-    """Return the value of one point: plotly takes one value for all points, or one for each."""
-    return value[index] if isinstance(value, list | tuple | np.ndarray) else value
-
-
-def _plain(text: Any) -> str:
-    """Return the text that Plotly's markup shows, in characters that the font has."""
-    words = html.unescape(re.sub(r"<[^>]*>", "", str(text or "")))
-    return words.translate(SIMILAR).encode("latin-1", "replace").decode("latin-1")
+def _x_of(trace: Any) -> Any:
+    """Return the x values of a trace, which are 0, 1, 2, … if it gives none."""
+    return np.arange(len(trace.y)) if trace.x is None and trace.y is not None else trace.x

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import UnknownParameter, WorkbenchError, suggestion
-from workbench.figures.pages import notebook_to_html, read_notebook, remove_widgets
+from workbench.figures.pages import finish_notebook, notebook_to_html, read_notebook
 from workbench.notebooks.record import add_record
 from workbench.rundir import RunDir
 from workbench.runs.launching.launcher import LAUNCHES
@@ -51,7 +51,8 @@ def execute(
 ) -> Executed:
     """Execute a notebook into the folder `to`, export it as a page, and record its runs in its metadata.
 
-    A failing cell still leaves notebook and page, up to the failure.
+    A failing cell still leaves notebook and page, up to the failure. Each figure of the notebook has a picture beside
+    it, which shows where no script runs.
 
     Args:
         notebook: the notebook to execute; it is not changed.
@@ -76,7 +77,7 @@ def execute(
         with _environment({**(variables or {}), LAUNCHES: str(launches)}), _progress_reports(launches, report):
             failure = _run_papermill(source, executed, parameters or {}, kernel, folder)
         runs = launched_runs(launches)
-    remove_widgets(executed)
+    finish_notebook(executed)
     add_record(executed, runs)
     notebook_to_html(executed, page)
     for run in runs:

@@ -45,7 +45,7 @@ def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared
     _remove_widgets(value)
     reason = add_pictures(value)
     if reason:
-        notes.append(f"Figures other than curves have a table beside them instead of a picture. {reason}")
+        notes.append(f"Figures that only a browser draws have a table beside them instead of a picture. {reason}")
     notes += _shrink(value)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(masked(_notebook_text(_mask_strings(secrets(), value))), encoding="utf-8")

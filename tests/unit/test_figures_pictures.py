@@ -1,0 +1,110 @@
+"""Pictures without a browser: every figure of the package has one, with its parts where they belong."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from figure_values import curve, plan
+from PIL import Image
+
+from workbench.figures import (
+    difference,
+    differences,
+    loss_curves,
+    panels,
+    partition,
+    prediction,
+    show_plan,
+    theme,
+    timeline,
+)
+from workbench.figures.browserless_png import WIDTH_PX, figure_png
+
+CELLS = go.Heatmap(
+    x=["1e-3", "2e-3"], y=["8", "16"], z=[[1.0, 2.0], [3.0, None]], text=[["1", "2"], ["3", ""]], colorscale="Viridis"
+)
+ROWS = go.Parcoords(
+    dimensions=[{"label": "rate", "values": [0, 1], "tickvals": [0, 1]}, {"label": "loss", "values": [3.0, 2.0]}],
+    line={"color": [3.0, 2.0], "colorscale": "Viridis"},
+)
+
+
+def pixels(figure: go.Figure) -> Any:
+    picture = figure_png(figure)
+    assert picture is not None
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    assert image.size == (WIDTH_PX, figure.layout.height or 480)
+    return np.asarray(image).astype(int)
+
+
+def where(image: Any, color: str, tolerance: int = 12) -> Any:
+    """Return row and column of the pixels of a colour, shape (n, 2)."""
+    return np.argwhere(np.abs(image - np.array(theme.rgb(color))).max(axis=2) <= tolerance)
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        panels([curve("a"), curve("b", seed=1)], [None, None]),
+        partition(plan()),
+        timeline(plan(stages=8, chunks=2, microbatches=16)),
+        prediction(plan(), {"step_ms": 790.0, "tokens_per_s": 1e5}),
+        differences([difference(curve("a"), curve("b", seed=1))]),
+        go.Figure(CELLS),
+        go.Figure(ROWS),
+        go.Figure(),
+    ],
+    ids=["panels", "partition", "timeline", "prediction", "differences", "heat map", "parallel", "empty"],
+)
+def test_every_figure_has_a_picture(figure: go.Figure) -> None:
+    image = pixels(figure)
+    drawn = (image < 250).any(axis=2)
+    assert drawn.mean() > 0.005 or not figure.data
+
+
+def test_a_falling_curve_falls_in_the_picture_and_a_dashed_line_has_gaps() -> None:
+    figure = loss_curves([curve("a")], x="step", smoothing=0.0)
+    image = pixels(figure.add_hline(8.0, line={"dash": "dash", "color": "#808080"}))
+    place = where(image, theme.PALETTE[0])
+    left, right = place[place[:, 1] < 120], place[place[:, 1] > 700]
+    assert left[:, 0].min() + 150 < np.median(right[:, 0])
+    rows, columns = where(image, "#808080", 6).T
+    row = np.bincount(rows).argmax()
+    along = columns[rows == row]
+    assert np.ptp(along) > 500
+    assert 0.4 < len(along) / np.ptp(along) < 0.8
+
+
+def test_bars_are_as_long_as_their_values_and_stack() -> None:
+    lying = {"orientation": "h", "y": [0]}
+    bars = [
+        go.Bar(x=[1.0], marker={"color": "#0072B2"}, **lying),
+        go.Bar(x=[3.0], marker={"color": "#D55E00"}, **lying),
+    ]
+    image = pixels(go.Figure(bars, {"barmode": "stack", "height": 300}))
+    first, second = where(image, "#0072B2")[:, 1], where(image, "#D55E00")[:, 1]
+    assert np.ptp(second) / np.ptp(first) == pytest.approx(3, rel=0.05)
+    assert 0 < second.min() - first.max() < 4
+
+
+def test_a_line_beyond_the_range_of_its_axis_is_cut_off() -> None:
+    figure = go.Figure(go.Scatter(y=[0, 100, 0], line={"color": "#D55E00"}))
+    image = pixels(figure.update_layout(yaxis={"range": [0, 1]}))
+    rows = where(image, "#D55E00")[:, 0]
+    assert rows.min() >= 38
+    assert rows.max() <= 480 - 54
+
+
+def test_the_stages_of_a_plan_stand_below_one_another_above_its_timeline() -> None:
+    image = pixels(show_plan(plan()))
+    middles = [np.median(where(image, theme.series_color(stage))[:, 0]) for stage in range(4)]
+    assert middles == sorted(middles)
+    assert np.median(where(image, theme.BACKWARD)[:, 0]) > middles[-1]
+
+
+def test_a_trace_of_another_type_has_no_picture_without_a_browser() -> None:
+    assert figure_png(go.Figure(go.Pie(values=[1, 2]))) is None
