@@ -15,7 +15,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import RunNotFound
 from workbench.rundir import RunDir, runs_root
 from workbench.runs.run import Run, step_text
-from workbench.runs.status import RunFacts, created_at, unreadable_facts
+from workbench.runs.status import RunFacts, created_at, state_in_words, unreadable_facts
 from workbench.units import count, duration
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _cells(row: RunFacts) -> tuple[str, ...]:
     devices = f"GPU {', '.join(map(str, row['gpus']))}" if row["gpus"] else str(row["devices"] or "")
     return (
         row["name"],
-        row["state"],
+        state_in_words(row["state"], row["step"], row["loss"]),
         step_text(row),
         "" if row["loss"] is None else f"{row['loss']:.4g}",
         "" if not row["tokens_per_s"] else count(row["tokens_per_s"]),

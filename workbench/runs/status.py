@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import statistics
 import time
@@ -257,6 +258,15 @@ def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
         "damaged_lines": progress.damaged,
         "time": step.get("time", status.time),
     }
+
+
+def state_in_words(state: str, step: int, loss: float | None) -> str:
+    """Return a run's state for people, such as `"finished"`; it says so if the loss of the last step is NaN or infinite.
+
+    A loss that JSON cannot hold may be None.
+    """
+    lost = step > 0 and (loss is None or not math.isfinite(loss))
+    return f"{state}, not finite" if lost and state in ("running", "finished", "stopped") else state
 
 
 def unreadable_facts(run: RunDir, error: Exception) -> RunFacts:

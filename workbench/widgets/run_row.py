@@ -10,6 +10,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from workbench.figures import theme
+from workbench.runs.status import state_in_words
 from workbench.widgets.run_reader import RunReader, Snapshot
 
 STATE_COLORS = {
@@ -62,7 +63,7 @@ class RunRow:
     def show(self, snapshot: Snapshot) -> None:
         """Update the row."""
         state = snapshot.status.state
-        self._badge.value = badge(state)
+        self._badge.value = badge(_state_of(snapshot))
         name = html.escape(snapshot.name)
         self._name.value = f'<b title="{html.escape(self.name)}" style="{ONE_LINE};font-size:12px">{name}</b>'
         self._bar.value = snapshot.progress
@@ -144,11 +145,17 @@ def swatch(color: str) -> str:
     return f"display:inline-block;width:11px;height:11px;border-radius:2px;background:{color}"
 
 
+def _state_of(snapshot: Snapshot) -> str:
+    loss = float(snapshot.history.loss[-1]) if len(snapshot.history) else None
+    return state_in_words(snapshot.status.state, snapshot.step, loss)
+
+
 def badge(state: str) -> str:
-    """Return a state as a coloured pill."""
+    """Return a state in words as a coloured pill, which is red and says `not finite` for such a loss."""
+    word = state.rpartition(", ")[2]
     return (
-        f'<span style="background:{STATE_COLORS[state]};color:white;border-radius:8px;padding:1px 8px;'
-        f'font-size:11px;font-weight:600">{html.escape(state)}</span>'
+        f'<span title="{html.escape(state)}" style="background:{STATE_COLORS.get(word, theme.ALERT)};color:white;'
+        f'border-radius:8px;padding:1px 8px;font-size:11px;font-weight:600">{html.escape(word)}</span>'
     )
 
 
@@ -162,7 +169,7 @@ def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str]) -> str:
     cell = 'style="text-align:left;padding:2px 12px 2px 0"'
     rows = "".join(
         f"<tr><td {cell}><span style='{swatch(theme.series_color(index))}'></span></td>"
-        f"<td {cell}>{badge(snapshot.status.state)}</td>"
+        f"<td {cell}>{badge(_state_of(snapshot))}</td>"
         f"<td {cell} title='{html.escape(name)}'><b>{html.escape(snapshot.name)}</b></td>"
         f"<td {cell}>{html.escape(_describe(snapshot))}</td></tr>"
         for index, (snapshot, name) in enumerate(zip(snapshots, full_names, strict=True))

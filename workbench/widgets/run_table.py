@@ -123,14 +123,14 @@ class _TableRow:
 
     def refresh(self) -> None:
         """Update the cells and the button; a finished run no longer changes."""
-        if self._values and self._values[STATE] == "finished":
+        if self._values and self._values[STATE].startswith("finished"):
             return
         final = self._run.status.final
         [self._values] = RunTable(self._run.path.parent, (self._run,)).cells()
         for index, (cell, value) in enumerate(zip(self._cells, self._values, strict=True)):
             cell.value = badge(value) if index == STATE else _clipped(value, WIDTHS_PX[index])
         if time.monotonic() > self._busy_until:
-            resumable = final and self._values[STATE] != "finished" and bool(self._run.checkpoints)
+            resumable = final and not self._values[STATE].startswith("finished") and bool(self._run.checkpoints)
             self._button.description = "Resume" if resumable else "Stop"
             self._button.disabled = final and not resumable
             self._button.layout.visibility = "hidden" if self._button.disabled else "visible"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from workbench.rundir import FINAL_STATES
 from workbench.runs.registry import summary_or_reason
 from workbench.runs.run import Run
-from workbench.runs.status import RunFacts
+from workbench.runs.status import RunFacts, state_in_words
 from workbench.units import count, duration
 
 POLL_S = 0.2
@@ -54,7 +54,8 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
 
 def progress_line(facts: RunFacts) -> str:
     """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min 05 s left"`."""
-    parts = [time.strftime("%H:%M:%S"), facts["name"], facts["state"]]
+    parts = [time.strftime("%H:%M:%S"), facts["name"]]
+    parts.append(state_in_words(facts["state"], facts["step"], facts["loss"]))
     if facts["steps"]:
         parts.append(f"{facts['step']:,} of {facts['steps']:,} ({facts['step'] / facts['steps']:.0%})")
     if facts["loss"] is not None:

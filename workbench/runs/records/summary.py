@@ -116,7 +116,7 @@ def _row(run: Run) -> tuple[str, ...]:
         count(start["parameters"]) if start else "–",
         _degrees(plan),
         count(history["tokens"][-1]) if steps else "–",
-        _number(loss, "{:.3f}"),
+        "not finite" if steps and not np.isfinite(loss) else _number(loss, "{:.3f}"),
         _number(_last(held_out), "{:.3f}"),
         duration(history["seconds"][-1]) if steps else "–",
         _number(measured["tokens_per_s"], "{:,.0f}"),
