@@ -261,7 +261,7 @@ def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
 
 
 def state_in_words(state: str, step: int, loss: float | None) -> str:
-    """Return a run's state for people, such as `"finished"`; it says so if the loss of the last step is NaN or infinite.
+    """Return a run's state for people: `"finished"`, or `"finished, not finite"` if its last loss is NaN or infinite.
 
     A loss that JSON cannot hold may be None.
     """
