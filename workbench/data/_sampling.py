@@ -22,7 +22,8 @@ I64 = NDArray[np.int64]
 IGNORED = -100
 """Label that PyTorch's cross-entropy ignores."""
 MASKED_SHARE = 0.15
-"""Fraction of the positions of a sample that a masked model predicts (BERT, arXiv:1810.04805, section 3.1)."""
+"""Fraction of the positions of a sample that a masked model predicts (BERT, arXiv:1810.04805, section 3.1), unless the
+text says otherwise. Evaluations always hide this fraction."""
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 """Fractions of the masked positions replaced by [MASK] and by a random token; the rest stay (BERT, section 3.1)."""
 
@@ -90,6 +91,8 @@ class Samples(ABC):
     store: TokenStore | SplicedTokens
     seq_len: int
     seed: int
+    masked_share: float = MASKED_SHARE
+    """Fraction of the positions that a masked model predicts."""
     in_order: int | None = None
     """Number of samples that are read in the order of the text, spread evenly over it; None for a new order each
     epoch."""
@@ -133,7 +136,7 @@ class MaskedSamples(Samples):
         ids_BS = np.empty((len(index_B), self.seq_len), dtype=np.int64)
         ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
         ids_BS[:, 1:-1] = self.store.ids[starts_B[:, None] + np.arange(self.width)]
-        input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary)
+        input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary, self.masked_share)
         return {"input_ids": input_ids, "labels": labels}
 
 
@@ -162,7 +165,7 @@ class PairedSamples(Samples):
         ids_BS = self.store.ids[np.clip(source_BS, 0, self.store.tokens - 1)].astype(np.int64)
         ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
         ids_BS[np.arange(len(index_B)), length_B + 1] = special_id(SEP)
-        input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary)
+        input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary, self.masked_share)
         return {
             "input_ids": input_ids,
             "token_type_ids": (position_S >= length_B[:, None] + 2).astype(np.int64),
@@ -199,10 +202,10 @@ class PairedSamples(Samples):
         return np.where(chosen_B < before_B, chosen_B, end_B + chosen_B - before_B), choices_B > 0
 
 
-def masked(ids_BS: I64, index_B: I64, seed: int, vocabulary: int) -> tuple[I64, I64]:
-    """Mask as BERT does: return inputs with 15 % of the positions hidden, and labels that are -100 everywhere else.
+def masked(ids_BS: I64, index_B: I64, seed: int, vocabulary: int, share: float = MASKED_SHARE) -> tuple[I64, I64]:
+    """Mask as BERT does: return inputs with a `share` of the positions hidden, and labels that are -100 elsewhere.
 
-    Every sample hides `round(0.15 S)` positions and at least one, drawn among all but [CLS] and [SEP]. Of these,
+    Every sample hides `round(share * S)` positions and at least one, drawn among all but [CLS] and [SEP]. Of these,
     80 % become [MASK], 10 % become a random token and 10 % stay. The choice depends on seed, sample and position
     only.
     """
@@ -210,7 +213,7 @@ def masked(ids_BS: I64, index_B: I64, seed: int, vocabulary: int) -> tuple[I64, 
     counter_BS = index_B[:, None] * seq_len + np.arange(seq_len)
     order_BS = hashed(seed, SELECT, counter_BS)
     order_BS[(ids_BS == special_id(CLS)) | (ids_BS == special_id(SEP))] = np.iinfo(np.uint64).max
-    hidden = max(1, round(MASKED_SHARE * seq_len))
+    hidden = max(1, round(share * seq_len))
     position_BH = np.argpartition(order_BS, hidden - 1, axis=1)[:, :hidden]
 
     original_BH = np.take_along_axis(ids_BS, position_BH, axis=1)

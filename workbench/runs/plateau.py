@@ -1,0 +1,145 @@
+"""When a run left the plateau of context-free prediction, and the end of runs that stay on it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workbench.errors import InvalidExperiment
+from workbench.runs.run import Run
+from workbench.units import count
+
+MARGIN = 0.1
+"""Distance below the plateau that counts as having left it, in nats."""
+WINDOW, LEAST_WINDOW = 0.02, 5
+"""Share of the logged steps, and smallest number of them, over which training losses are averaged."""
+LEAST_EVALUATIONS = 5
+"""Smallest number of held-out losses from which they decide instead of the training losses."""
+POLL_S = 0.5
+LEVEL = "a loss above 0. Give wb.context_free(experiment).loss."
+"""Description of what a level must be."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Where a loss curve left the plateau of context-free prediction, or that it did not."""
+
+    name: str
+    level: float
+    """Loss of context-free prediction, in nats."""
+    tokens: float | None
+    """Tokens at which the curve had left the plateau; None if it did not leave it."""
+    step: float | None
+    until: float
+    """Tokens at the end of the curve."""
+    losses: str
+    """`held-out` or `training`: the losses that decided."""
+
+    def __bool__(self) -> bool:
+        return self.tokens is not None
+
+    def __str__(self) -> str:
+        limit = f"{self.level - MARGIN:.2f} nats ({MARGIN} below context-free prediction)"
+        if self.tokens is None:
+            return f"{self.name}: the {self.losses} loss did not stay below {limit} in {count(self.until)} tokens."
+        return f"{self.name}: the {self.losses} loss stays below {limit} from {count(self.tokens)} tokens on."
+
+
+def left_plateau(run: Run | Mapping[str, Any], level: float) -> Departure:
+    """Return where the loss of a run left the plateau of context-free prediction.
+
+    The rule: the losses are averaged over windows, and the plateau is left at the end of the first window from which on
+    every window lies at least `MARGIN` (0.1 nats) below `level`; two windows that do not overlap must show it. Held-out
+    losses decide if there are at least five, each a window of its own; otherwise training losses, in windows of 2 % of
+    the logged steps and at least 5. A dip that does not last is no departure.
+
+    Args:
+        run: a run, or columns `tokens`, `step` and `loss` (training losses) of equal length.
+        level: loss of context-free prediction, such as `wb.context_free(experiment).loss`.
+    """
+    _require("level", level, math.inf, LEVEL)
+    name, losses, columns = _columns(run)
+    loss, tokens, step = (np.asarray(columns[key], dtype=np.float64) for key in ("loss", "tokens", "step"))
+    window = 1 if losses == "held-out" else max(LEAST_WINDOW, round(WINDOW * len(loss)))
+    until = float(tokens[-1]) if len(tokens) else 0.0
+    first = _departure(loss, window, level - MARGIN)
+    if first is None:
+        return Departure(name, level, None, None, until, losses)
+    return Departure(name, level, float(tokens[first]), float(step[first]), until, losses)
+
+
+def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> list[str]:
+    """Wait until the runs have ended, and stop each that still sits on the plateau after `share` of its steps.
+
+    A run sits on the plateau if the mean training loss of the last tenth of the steps so far is not at least `MARGIN`
+    below `level`. Returns a sentence for each run that was stopped; it wrote a checkpoint, and `run.resume()` goes on.
+    Raises `RunFailed` if a run failed.
+    """
+    _require("level", level, math.inf, LEVEL)
+    _require("share", share, 1, "a share between 0 and 1. Give 1/3, for instance.")
+    undecided, sentences = list(runs), []
+    while undecided:
+        for run in list(undecided):
+            final, history = run.status.final, run.history()  # in this order, so that no step is missed
+            needed = math.ceil(share * run.experiment["steps"])
+            reached = int(history.step[-1]) if len(history) else 0
+            if reached < needed and not final:
+                continue
+            undecided.remove(run)
+            if reached < needed or final:
+                continue
+            mean = float(history.loss[history.step > 0.9 * reached].mean())
+            if not mean <= level - MARGIN:
+                run.stop()
+                sentences.append(
+                    f"{run.name} was stopped at step {reached} of {run.experiment['steps']}: its loss of {mean:.3g} is "
+                    f"not {MARGIN} below the {level:.3g} nats of context-free prediction. Try half or twice the "
+                    f"learning rate, or a longer warm-up; run.resume() would train on."
+                )
+        time.sleep(POLL_S if undecided else 0)
+    for run in runs:
+        run.wait()
+    return sentences
+
+
+def _require(name: str, value: Any, below: float, described: str) -> None:
+    """Raise `InvalidExperiment` unless a value is a number above 0 and below a limit."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < below:
+        raise InvalidExperiment(f"{name}={value!r} is not {described}", parameter=name)
+
+
+def _columns(run: Run | Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+    """Return the name, which losses decide, and the columns."""
+    if not isinstance(run, Run):
+        missing = [key for key in ("tokens", "step", "loss") if key not in run]
+        if missing:
+            raise InvalidExperiment(
+                f"The curve has no column {missing[0]!r}. Give tokens, step and loss, or a run.", parameter="run"
+            )
+        return str(run.get("name", "The curve")), "training", run
+    held_out = run.evaluations()
+    if len(held_out) >= LEAST_EVALUATIONS:
+        return (
+            run.name,
+            "held-out",
+            {k: held_out[v] for k, v in (("loss", "eval_loss"), ("tokens", "tokens"), ("step", "step"))},
+        )
+    history = run.history()
+    return run.name, "training", {key: history[key] for key in ("loss", "tokens", "step")}
+
+
+def _departure(loss: NDArray[np.float64], window: int, limit: float) -> int | None:
+    """Return the last index of the first window from which on all means are below `limit`; None without two."""
+    if len(loss) < 2 * window:
+        return None
+    means = np.convolve(loss, np.full(window, 1 / window), mode="valid")
+    above = np.flatnonzero(~(means <= limit))  # A NaN counts as above.
+    first = int(above[-1]) + 1 if len(above) else 0
+    return None if len(means) - first < window + 1 else first + window - 1
