@@ -16,10 +16,12 @@ from test_figures_live import checkpoint, end, eventually, start_run, train
 from workbench.cost.cluster import Cluster
 from workbench.figures.pages import plotly_js
 from workbench.planning import what_if
-from workbench.rundir import RunDir
+from workbench.rundir import RunDir, append_event
 from workbench.runs import Run, list_runs
-from workbench.widgets import LiveTable, WhatIf
+from workbench.runs.records.follow import progress_line
+from workbench.widgets import LiveTable, WhatIf, live
 from workbench.widgets.plot import Plot, growing_plot
+from workbench.widgets.run_row import STATE_COLORS
 
 
 def cells(table: LiveTable) -> list[str]:
@@ -122,3 +124,20 @@ def test_plots_send_plotly_js_once_for_a_kernel_and_load_it_outside_of_their_mod
     renewed = Plot().library
     assert renewed.comm is not None
     assert Plot().library is renewed
+
+
+def test_a_run_that_trained_on_after_its_loss_was_lost_is_no_green_finished_run(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "lost")
+    train(run, 1, 3)
+    append_event(run.events, "step", step=4, loss=float("nan"), seconds=2.0, tokens=4000, step_ms=500.0)
+    end(run, "finished")
+    table = list_runs(tmp_path)
+    assert "finished, not finite" in repr(table)
+    assert "finished, not finite" in progress_line(table[0].summary())
+    live_table, dashboard = LiveTable(table), live(table[0])
+    for shown in (cells(live_table)[0], dashboard._rows_html()):
+        assert "not finite" in shown
+        assert STATE_COLORS["failed"] in shown
+        assert STATE_COLORS["finished"] not in shown
+    live_table.close()
+    dashboard.close()
