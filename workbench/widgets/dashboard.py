@@ -35,7 +35,7 @@ from workbench.widgets.static_copy import EMPTY, DisplayedWidget, copy_hider
 REFRESH_S = 0.1
 """Seconds between two reads of the run directories."""
 REST_FACTOR = 3.0
-"""Smallest ratio of the thread's rest to the drawing before it: the kernel has other work."""
+"""Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
 PANELS_AFTER_ZOOM_S = 0.3
 """Seconds by which the panels follow a zoom later than the curves: the page draws one thing at a time."""
 STATIC_COPY_S = 30.0
@@ -107,7 +107,7 @@ class Live(widgets.VBox):
                 self._wake.clear()
                 if self._closed.is_set():
                     return
-                started = time.monotonic()
+                started, computed = time.monotonic(), time.process_time()
                 self._snapshots = [
                     last if last.status.final and not self._readers[index].has_grown() else self._read(index)
                     for index, last in enumerate(self._snapshots)
@@ -115,7 +115,9 @@ class Live(widgets.VBox):
                 self._refresh()
                 if started >= self._next_copy_at:
                     self._update_static_copy()
-                rest_s = max(self._refresh_s, REST_FACTOR * (time.monotonic() - started))
+                # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
+                work_s = min(time.monotonic() - started, time.process_time() - computed)
+                rest_s = max(self._refresh_s, REST_FACTOR * work_s)
                 if self._all_ended():
                     self._ended.set()
                     self._leave_static_copy()
