@@ -269,7 +269,7 @@ class Experiment:
         for name in USER_FUNCTIONS:
             value[name] = value[name].to_json() if isinstance(value[name], UserFunction) else value[name]
         value["samples"] = None if self.samples is None else dataclasses.asdict(self.samples)
-        value["metrics"] = {name: metric.to_json() for name, metric in (self.metrics or {}).items()} or None
+        value["metrics"] = {name: as_user_function(own).to_json() for name, own in (self.metrics or {}).items()} or None
         value["rate_scale"] = None if self.rate_scale is None else dict(self.rate_scale)
         return value
 

@@ -30,6 +30,7 @@ from workbench.runs.run import Run
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
 from workbench.widgets.run_reader import RunReader, Snapshot
 from workbench.widgets.run_row import RunRow, failures_html, fixed_width, name_width, respond_while_busy, rows_html
+from workbench.widgets.samples_view import samples_at, samples_table
 from workbench.widgets.static_copy import EMPTY, DisplayedWidget, copy_hider
 
 REFRESH_S = 0.1
@@ -64,13 +65,14 @@ class Live(widgets.VBox):
             for index, reader in enumerate(self._readers)
         ]
         self._controls = Controls(settings, self._wake.set)
-        self._key, self._note = widgets.HTML(), widgets.HTML()
+        self._key, self._texts, self._note = widgets.HTML(), widgets.HTML(), widgets.HTML()
         super().__init__(_view_count=0)  # with a number instead of None the page counts the widget's views
         self._loss = LiveLossFigure(self._snapshots, settings, self._wake.set)
         self._panels = LivePanelsFigure()
         self._refresh()
         boxes = [row.box for row in self._rows]
-        self.children = (*boxes, self._controls.box, self._loss.widget, self._key, self._panels.box, self._note)
+        curves = (self._loss.widget, self._key, self._texts)
+        self.children = (*boxes, self._controls.box, *curves, self._panels.box, self._note)
         self._start_thread()
 
     @property
@@ -143,6 +145,7 @@ class Live(widgets.VBox):
             key = self._loss.key
             self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{key or ""}</small>'
             self._key.layout.display = None if key else "none"
+        self._texts.value = samples_at(self._snapshots, self._loss.hovered_step)
         if before is not None and window != before[1]:
             self._zoomed_at = time.monotonic()
         if self._all_ended() or time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S:
@@ -159,7 +162,7 @@ class Live(widgets.VBox):
             self._update_static_copy()
 
     def _rows_html(self) -> str:
-        return rows_html(self._snapshots, [reader.name for reader in self._readers])
+        return rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
 
     def _update_static_copy(self) -> None:
         self._next_copy_at = time.monotonic() + STATIC_COPY_S

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ipywidgets as widgets
+import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures.axes import AxisUnit, shared_axes
@@ -82,7 +83,7 @@ class CurveCache:
 
 
 class LiveLossFigure:
-    """The loss curves of all runs; `on_zoom` is called when the user looks at another part of the x axis."""
+    """The loss curves of all runs; `on_zoom` is called when the user looks at another part or point of the x axis."""
 
     def __init__(self, snapshots: Sequence[Snapshot], settings: CurveSettings, on_zoom: Callable[[], None]) -> None:
         self._cache = CurveCache()
@@ -96,7 +97,8 @@ class LiveLossFigure:
         prepared = self._prepare(snapshots, x, unit, settings.smoothing)
         self.figure.add_traces(curve_traces(prepared, x, "loss", smooth=settings.smoothing > 0, complete=True))
         self.widget = growing_plot(self.figure)
-        self.widget.observe(lambda _: on_zoom(), names="visible")
+        self._x = x
+        self.widget.observe(lambda _: on_zoom(), names=("visible", "hovered"))
         respond_while_busy(self.widget)
 
     @property
@@ -106,6 +108,14 @@ class LiveLossFigure:
             return None
         low, high = sorted(self.widget.visible)
         return (10**low, 10**high) if self.figure.layout.xaxis.type == "log" else (low, high)
+
+    def hovered_step(self, index: int) -> float:
+        """Return the step of a run under the pointer; infinity before the pointer was over the figure."""
+        position, curve = self.widget.hovered, self._latest[index]
+        if position is None:
+            return math.inf
+        before = int(np.searchsorted(curve.x[self._x], position, side="right"))
+        return float(curve.step[before - 1]) if before else 0.0
 
     def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> None:
         """Update every run's curve, with points chosen for the visible part of the x axis."""
@@ -121,6 +131,8 @@ class LiveLossFigure:
             preferred = corner_of(legend)  # the legend moves only if a curve has come to run through it
             place = place_legend(self.figure.data, log_x=settings.log_x, log_y=settings.log_y, preferred=preferred)
             legend.update(place)
+        self._x = x
+        self.widget.tells_hover = any(len(snapshot.texts) for snapshot in snapshots)
         self.widget.show(self.figure, sorted(redrawn))
 
     def _update_traces(self, whole: Sequence[PreparedCurve], x: str, smooth: bool, window: Window) -> set[int]:

@@ -49,6 +49,7 @@ async function render({ model, el }) {
   el.append(node);
   const parsed = [];  // for each trace: its JSON text and its value
   let timer = null, stale = true, ended = 0, duration = 0, width = 0, listening = false, gone = false;
+  let pointing = null;
 
   const trace = index => {
     const text = model.get(`trace_${index}`);
@@ -69,6 +70,7 @@ async function render({ model, el }) {
     Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
     if (!listening) {
       node.on("plotly_afterplot", tell);
+      node.on("plotly_hover", point);
       setTimeout(ask, 1000);  // the second drawing is twice as fast: have it before the user acts
       setTimeout(rehearse, 1500);
       listening = true;
@@ -112,6 +114,14 @@ async function render({ model, el }) {
     model.save_changes();
   };
 
+  const point = ({ points }) => {  // the kernel hears of the last of many movements
+    const x = Number(points[0]?.x);
+    if (!model.get("tells_hover") || !Number.isFinite(x) || x === model.get("hovered")) return;
+    model.set("hovered", x);
+    clearTimeout(pointing);
+    pointing = setTimeout(() => model.save_changes(), 80);
+  };
+
   const fit = new ResizeObserver(() => {
     if (node.offsetWidth && (stale || node.offsetWidth !== width)) ask();
   });
@@ -127,6 +137,7 @@ async function render({ model, el }) {
     states.forEach(name => model.off(`change:${name}`, changed));
     fit.disconnect();
     clearTimeout(timer);
+    clearTimeout(pointing);
     gone = true;
     Plotly.purge(node);
   };

@@ -71,6 +71,10 @@ class Plot(anywidget.AnyWidget):
     """The figure as JSON."""
     visible = traitlets.Any(None).tag(sync=True)
     """Low and high end of the zoomed first x axis (powers of ten on a log axis); None shows the whole axis."""
+    tells_hover = traitlets.Bool(False).tag(sync=True)
+    """True if `hovered` follows the pointer."""
+    hovered = traitlets.Any(None).tag(sync=True)
+    """Value of the x axis under the pointer, or None before the pointer was over a point."""
     rehearsal = traitlets.Unicode("").tag(sync=True)
     """A figure that the page draws once out of sight; the page empties it afterwards."""
 

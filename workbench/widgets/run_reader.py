@@ -16,6 +16,7 @@ from workbench.errors import RunFailed
 from workbench.figures.curve import Curve, Mark
 from workbench.rundir import RunDir, read_json
 from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, resumed_step
+from workbench.runs.records.text_samples import TextSamples
 from workbench.runs.run import Run
 from workbench.runs.status import Status
 from workbench.units import count, duration
@@ -48,6 +49,8 @@ class Snapshot:
     """Samples of how busy the run's devices were."""
     evaluations: Evaluations | None = None
     """The held-out losses."""
+    texts: TextSamples = field(default_factory=TextSamples)
+    """Samples of the text that the model writes."""
 
     @property
     def step(self) -> int:
@@ -61,8 +64,8 @@ class Snapshot:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds of training left at the recent speed; None before two steps and after the end."""
-        if self.status.final or self.steps is None or len(self.history) < 2:
+        """Seconds of training left at the recent speed; None before two steps, in a stall and after the end."""
+        if self.status.final or self.status.state == "stalled" or self.steps is None or len(self.history) < 2:
             return None
         seconds, step = self.history.seconds[-RECENT_STEPS:], self.history.step[-RECENT_STEPS:]
         per_step = (seconds[-1] - seconds[0]) / max(1.0, step[-1] - step[0])
@@ -157,6 +160,7 @@ class RunReader:
             resumable=status.final and self._can_resume(history),
             utilization=self._tail.utilization,
             evaluations=self._tail.evaluations,
+            texts=self._tail.texts,
         )
 
     def has_grown(self) -> bool:

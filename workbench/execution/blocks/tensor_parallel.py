@@ -260,7 +260,8 @@ class _TensorParallelRewriter(GraphRewriter):
             sharding = self._sharding(source)
             value = self.copies[source]
             whole.append(value if sharding is None else self.call(gather, value, *_gathering(sharding), self._group))
-        return self.graph.output(tuple(whole))
+        output: fx.Node = self.graph.output(tuple(whole))
+        return output
 
     def _row(self, node: fx.Node, product: Product) -> fx.Node:
         """Sum the partial results of a product whose contracted dim is divided, then add the bias once."""

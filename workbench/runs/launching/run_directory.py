@@ -24,7 +24,7 @@ from workbench.runs.launching import processes
 from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
-from workbench.user_code import UserFunction, pickled, user_path
+from workbench.user_code import UserFunction, as_user_function, pickled, user_path
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
@@ -291,7 +291,7 @@ def user_code(experiment: Experiment, only: Sequence[str] = OWN_CODE) -> dict[st
         if isinstance(function := getattr(experiment, name), UserFunction) and name in only:
             own[name] = function.function
     if experiment.metrics and METRICS in only:
-        own[METRICS] = {name: metric.function for name, metric in experiment.metrics.items()}
+        own[METRICS] = {name: as_user_function(metric).function for name, metric in experiment.metrics.items()}
     files = {}
     for name, value in own.items():
         files[f"{name}.pkl"] = pickled(name, value)

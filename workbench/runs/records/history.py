@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import DeviceEvent, EvaluationEvent, Event, SamplesEvent, StartEvent
+from workbench.events import DataEvaluationEvent, DeviceEvent, EvaluationEvent, Event, SamplesEvent, StartEvent
 from workbench.runs.records.event_lines import MEASURED, blocks, damaged_lines, milestones, number, parsed, recent_steps
 from workbench.runs.records.text_samples import TextSamples
 
@@ -185,6 +185,7 @@ class HistoryTail:
         self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
         self._device_type, self._names = "", dict[str, int]()
         self._evaluations: dict[int, list[float]] = {}
+        self._on_data: dict[str, dict[int, list[float]]] = {}
         self._metrics: dict[int, Mapping[str, float | None]] = {}
         self._texts: dict[int, SamplesEvent] = {}
         self.events: list[Event] = []
@@ -210,7 +211,12 @@ class HistoryTail:
         computed = [self._metrics.get(step, {}) for step in steps]
         names = dict.fromkeys(name for values in computed for name in values)
         metrics = {name: np.array([number(values.get(name)) for values in computed]) for name in names}
-        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T, metrics)
+        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T, metrics=metrics)
+
+    def evaluations_on(self, data: str) -> Evaluations:
+        """Return the losses on data that `run.evaluate` was given, by its name, as far as `read()` has come."""
+        rows = [row for _, row in sorted(self._on_data.get(data, {}).items())]
+        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T)
 
     @property
     def texts(self) -> TextSamples:
@@ -231,6 +237,8 @@ class HistoryTail:
             if event["type"] == "evaluation":
                 self._evaluations[int(event["step"])] = self._evaluated(event)
                 self._metrics[int(event["step"])] = event.get("metrics") or {}
+            if event["type"] == "data_evaluation":
+                self._on_data.setdefault(event["data"], {})[int(event["step"])] = self._evaluated(event)
             if event["type"] == "samples":
                 self._texts[int(event["step"])] = event
             if event["type"] == "start":
@@ -262,7 +270,7 @@ class HistoryTail:
         last = self._steps.view()[_TIME, -1] if self._steps.length else -np.inf
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
 
-    def _evaluated(self, event: EvaluationEvent) -> list[float]:
+    def _evaluated(self, event: EvaluationEvent | DataEvaluationEvent) -> list[float]:
         before_s, before_h = self._before
         gpu_hours = before_h + (event["seconds"] - before_s) * self._devices / 3600
         return [*(number(event.get(name)) for name in EVALUATED), gpu_hours]

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.events import EvaluationEvent, StepEvent
+from workbench.events import EvaluationEvent, SamplesEvent, StepEvent
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json
 from workbench.runs.launching.processes import run_alive
 from workbench.runs.records.history import resumed_step
+from workbench.runs.records.text_samples import answer
 from workbench.runs.tracking.wandb_run import (
     NICENESS,
     attachments,
@@ -186,15 +187,16 @@ def _log_steps(run: RunDir, session: Any, follow: bool) -> int:
     while True:
         over = not follow or not run_alive(run)
         for row in steps.read():
-            held_out = steps.evaluations_before(row["step"])
+            held_out, written = steps.evaluations_before(row["step"]), steps.samples_before(row["step"])
             if row["step"] >= first:
                 metrics = {key: value for key, value in row.items() if key not in _NOT_METRICS and value is not None}
-                metrics |= _evaluation_metrics(held_out, session)
+                metrics |= _evaluation_metrics(held_out, session) | samples_table(written)
                 session.log({**metrics, "_timestamp": row["time"]}, step=row["step"], commit=True)
         if over or steps.ended:
-            held_out = steps.evaluations_before(steps.last + 1)
-            if held_out and steps.last + 1 >= first:
-                session.log(_evaluation_metrics(held_out, session), step=steps.last + 1, commit=True)
+            held_out, written = steps.evaluations_before(steps.last + 1), steps.samples_before(steps.last + 1)
+            if (held_out or written) and steps.last + 1 >= first:
+                last = _evaluation_metrics(held_out, session) | samples_table(written)
+                session.log(last, step=steps.last + 1, commit=True)
             return steps.last
         time.sleep(POLL_S)
 
@@ -213,6 +215,14 @@ def _evaluation_metrics(evaluations: Sequence[EvaluationEvent], session: Any) ->
     return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/step": evaluations[-1]["step"], **own}
 
 
+def samples_table(written: Sequence[SamplesEvent]) -> dict[str, Any]:
+    """Return a W&B table of samples of text under the key `samples`; nothing without samples."""
+    import wandb
+
+    rows = [[event["step"], sample["prompt"], answer(sample)] for event in written for sample in event["samples"]]
+    return {"samples": wandb.Table(columns=["step", "prompt", "what the model wrote"], data=rows)} if rows else {}
+
+
 class StepTail:
     """A reader of the logged steps as they arrive, each once: a resumption replaces those after its checkpoint."""
 
@@ -221,6 +231,7 @@ class StepTail:
         self._tail = EventTail(run.events)
         self._caught_up = False
         self._evaluations: dict[int, EvaluationEvent] = {}
+        self._samples: dict[int, SamplesEvent] = {}
         self.last = 0
         self.ended = False
 
@@ -240,6 +251,8 @@ class StepTail:
                 rows.append(event)
             elif event["type"] == "evaluation":
                 self._evaluations[event["step"]] = event
+            elif event["type"] == "samples":
+                self._samples[event["step"]] = event
         self._caught_up = True
         rows = [row for row in rows if row["step"] > self.last]
         self.last = rows[-1]["step"] if rows else self.last
@@ -249,6 +262,11 @@ class StepTail:
         """Return the evaluations of earlier steps that no call has returned yet, in order."""
         known = sorted(number for number in self._evaluations if number < step)
         return [self._evaluations.pop(number) for number in known]
+
+    def samples_before(self, step: int) -> list[SamplesEvent]:
+        """Return the samples of text of earlier steps that no call has returned yet, in order."""
+        known = sorted(number for number in self._samples if number < step)
+        return [self._samples.pop(number) for number in known]
 
 
 def _up_to(rows: list[StepEvent], step: int) -> list[StepEvent]:
