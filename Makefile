@@ -42,11 +42,13 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two files of tests at a time, one thread each; tests of delays in JupyterLab, and of GPUs, have the machine to themselves.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(filter-out tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	$(BIN)/python -m pytest tests/browser tests/gpu
 
-test-all: lint
-	WORKBENCH_TEST_ALL=1 $(BIN)/python -m pytest
+test-all: export WORKBENCH_TEST_ALL = 1
+test-all: test
 
 docs: $(VENV)/.documented
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
