@@ -6,6 +6,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     plan.json            how it was divided, with the prediction
     started.json         copy of what determines the training in the two files above, as the run was started
     environment.json     machine, versions, git state
+    own_data.json        fingerprint of a dataset of the user's own, computed by the ranks
     code/                the user's own model or dataset: model.pkl, data.pkl for the workers, their source beside
                          them, and path.json, which lists the folders of their modules
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
@@ -13,6 +14,8 @@ Everything that a run leaves lies in one folder, readable without importing torc
     events.jsonl         one JSON object a line, appended as it happens; live figures read it
     launcher.json        process ids and start times of the supervisor, the launcher and the ranks
     ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
+    ranks/<rank>.beat    what the rank does now: step, activity (`workbench.execution.heartbeat`)
+    stacks/<rank>.txt    stacks of the rank's threads, once it was asked for them
     logs/<rank>.log      what each rank printed; logs/launcher.log the launcher's own
     errors/<rank>.json   a dead rank's rank, stage, type, message, traceback, time
     STOP, KILL           ask the ranks to write a checkpoint and leave, or the supervisor to kill them
@@ -48,7 +51,7 @@ import psutil
 from workbench.errors import PlanMismatch
 from workbench.events import Event, ProcessRecord
 
-STATES = ("queued", "starting", "running", "finished", "stopped", "failed")
+STATES = ("queued", "starting", "running", "stalled", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
 KILLED = "Killed; what was trained since the last checkpoint is lost."
 _CLOCK_SLACK_S = 2.0
@@ -87,6 +90,7 @@ class RunDir:
     plan = _Entry("plan.json")
     started = _Entry("started.json")
     environment = _Entry("environment.json")
+    own_data = _Entry("own_data.json")
     code = _Entry("code")
     events = _Entry("events.jsonl")
     model_code = _Entry("code/model.pkl")
@@ -106,6 +110,7 @@ class RunDir:
     ranks = _Entry("ranks")
     errors = _Entry("errors")
     logs = _Entry("logs")
+    stacks = _Entry("stacks")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
@@ -115,6 +120,12 @@ class RunDir:
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"{rank}.json"
+
+    def beat(self, rank: int) -> Path:
+        return self.ranks / f"{rank}.beat"
+
+    def stack(self, rank: int) -> Path:
+        return self.stacks / f"{rank}.txt"
 
     def log(self, rank: int | str) -> Path:
         return self.logs / f"{rank}.log"

@@ -17,6 +17,7 @@ STATE_COLORS = {
     "queued": "#6B7280",
     "starting": "#9A6B00",
     "running": "#0072B2",
+    "stalled": "#A04000",
     "finished": "#00785A",
     "stopped": "#5B6472",
     "failed": theme.ALERT,

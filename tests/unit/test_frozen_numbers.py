@@ -1,0 +1,95 @@
+"""A Python number that forward changes is frozen at capture: refused where forward computes with it, else mentioned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from workbench.capture import Graph, capture, spec_of
+from workbench.errors import CaptureError
+
+BATCH = {"x": torch.zeros(2, 4), "y": torch.zeros(2, 4)}
+
+
+class Changing(nn.Module):
+    """A layer that keeps numbers, of which the subclasses change one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale, self.calls, self.state, self.rates = 1.0, 0, {"step": 0}, [0.5, 0.25]
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.change()
+        scale = self.scale * self.rates[0] * (1 + self.state["step"]) * (1 + self.count)
+        if self.calls > 1000:
+            scale = scale * 2
+        return functional.mse_loss(self.layer(x) * scale, y)
+
+    def change(self) -> None:
+        """Change nothing."""
+
+
+class Scale(Changing):
+    def change(self) -> None:
+        self.scale *= 0.99
+
+
+class InADict(Changing):
+    def change(self) -> None:
+        self.state["step"] += 1
+
+
+class InAList(Changing):
+    def change(self) -> None:
+        self.rates[0] /= 2
+
+
+class Counts(Changing):
+    def change(self) -> None:
+        self.calls += 1
+
+
+class Buffer(Changing):
+    def change(self) -> None:
+        self.count += 1
+
+
+def captured(model: nn.Module) -> Graph:
+    return capture(model, {name: spec_of(name, value) for name, value in BATCH.items()}, name="model")
+
+
+@pytest.mark.parametrize(("made", "place"), [(Scale, "self.scale"), (InADict, "self.state"), (InAList, "self.rates")])
+def test_a_number_that_forward_changes_and_computes_with_is_refused(made: type[Changing], place: str) -> None:
+    model = made()
+    before = (model.scale, dict(model.state), list(model.rates))
+    with pytest.raises(CaptureError, match=rf"changes {place} and computes with it.*register_buffer"):
+        captured(model)
+    assert (model.scale, model.state, model.rates) == before, "the user's model is as it was"
+    inner = nn.ModuleDict({"inner": made()})
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = inner
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.parts["inner"](x=x, y=y)
+            return result
+
+    with pytest.raises(CaptureError, match=f"self.parts.inner.{place.removeprefix('self.')} and computes"):
+        captured(Outer())
+
+
+def test_a_counter_is_mentioned_and_numbers_that_stay_are_not() -> None:
+    assert captured(Changing()).notes == ()
+    [note] = captured(Counts()).notes
+    assert "self.calls" in note
+    assert "a branch that a later value would take is never taken" in note
+
+
+def test_the_buffer_that_the_refusal_recommends_is_captured() -> None:
+    assert captured(Buffer()).notes == ()

@@ -1,0 +1,92 @@
+"""A dataset of the user's own that gives other samples at a continuation is refused until the change is accepted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workbench import models
+from workbench.errors import DataError
+from workbench.execution.own_data import check_own_data
+from workbench.experiment import Experiment
+from workbench.rundir import RunDir, read_json, write_json
+
+MODEL = models.bert(hidden_size=16, num_layers=2, num_heads=2, vocab_size=50, max_positions=8)
+
+
+class Rows:
+    """Items that a function of their index makes."""
+
+    def __init__(self, value: Callable[[int], float]) -> None:
+        self._value = value
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([index]), "weight": torch.tensor(self._value(index))}
+
+
+def asked(value: Callable[[int], float], **changes: Any) -> Experiment:
+    return Experiment(**{"model": MODEL, "data": Rows(value), "steps": 10, "global_batch": 4, "seq_len": 8, **changes})
+
+
+def continued(run: RunDir) -> RunDir:
+    write_json(run.resume, {"checkpoint": str(run.checkpoint(5)), "step": 5})
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """Return a run that trained on weights that equal their index."""
+    run = RunDir(tmp_path / "run")
+    check_own_data(run, asked(float))
+    return continued(run)
+
+
+def test_the_same_samples_go_on_and_others_are_refused_until_they_are_accepted(run: RunDir) -> None:
+    check_own_data(run, asked(float))
+    check_own_data(run, asked(float, steps=20))  # the number of steps does not hide a change, nor is it one
+    for steps in (10, 20):
+        with pytest.raises(DataError, match=r"Rows gives other samples .*accept_changed_data=True"):
+            check_own_data(run, asked(lambda index: index + 1.0, steps=steps))
+    write_json(run.environment, {"accepted_changed_data": True})
+    check_own_data(run, asked(lambda index: index + 1.0))
+    write_json(run.environment, {})
+    check_own_data(run, asked(lambda index: index + 1.0))  # the new samples are those of the run from now on
+    with pytest.raises(DataError, match="gives other samples"):
+        check_own_data(run, asked(float))
+
+
+def test_a_run_that_continues_anothers_checkpoint_is_compared_with_that_run(run: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    write_json(other.resume, {"checkpoint": str(run.checkpoint(5)), "step": 5})
+    with pytest.raises(DataError, match="when run was started"):
+        check_own_data(other, asked(lambda index: -float(index)))
+    check_own_data(other, asked(float))
+    assert read_json(other.own_data) == read_json(run.own_data)
+
+
+def test_data_that_cannot_be_compared_goes_on(tmp_path: Path) -> None:
+    def fails(_index: int) -> float:
+        raise RuntimeError("no such file")
+
+    for name, value in (("random", lambda _: random.random()), ("raises", fails)):
+        run = RunDir(tmp_path / name)
+        check_own_data(run, asked(value))
+        assert read_json(run.own_data)["fingerprint"] is None
+        check_own_data(continued(run), asked(value))
+
+
+def test_other_data_is_what_an_experiment_that_names_it_asks_for(run: RunDir) -> None:
+    class Others(Rows):
+        pass
+
+    check_own_data(run, asked(float).replace(data=Others(lambda index: -float(index))))
+    with pytest.raises(DataError, match="Others gives other samples"):
+        check_own_data(run, asked(float).replace(data=Others(float)))

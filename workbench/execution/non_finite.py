@@ -1,0 +1,193 @@
+"""Location of a loss or gradient that is not finite: a second pass over the step, in which every block is observed.
+
+The trainer leaves out the update of a step whose loss or gradient norm is not finite, and every update after it.
+Therefore the weights are still those of that step, and its batch, dropout and schedule can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.errors import NonFiniteLoss
+from workbench.execution.blocks.block_module import BlockModule
+from workbench.execution.blocks.labelled_head import LabelCounts
+from workbench.execution.trainer import Trainer
+from workbench.optimizers.shards import local
+
+BATCH, WEIGHT, FORWARD, BACKWARD, GRADIENT = PLACES = range(5)
+"""Places of a number that is not finite: a batch field that a block reads, its weights, a value that it sends, a
+gradient that it passes on, the gradient of its weights."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first place of a step at which a number was not finite."""
+
+    place: int
+    """One of `PLACES`."""
+    block: int
+    block_name: str
+    stage: int
+    num_blocks: int
+    micro_batch: int | None = None
+    """Micro-batch of the global batch, from 0; None where micro-batches are summed."""
+
+    @property
+    def sentence(self) -> str:
+        """Tell in a sentence where the number arose."""
+        block = f"block {self.block_name} ({self.block + 1} of {self.num_blocks}, stage {self.stage})"
+        if self.place == BATCH:
+            return f"The batch itself is not finite, in a field that {block} reads."
+        if self.place == WEIGHT:
+            return f"A weight of {block} was not finite before this step."
+        if self.place == FORWARD:
+            return f"It arose in the forward of {block}: everything before that block is finite."
+        return f"It arose in the backward of {block}: the forward and all later blocks are finite."
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of the error record."""
+        places = ("batch", "weights", "forward", "backward", "backward")
+        return {
+            "place": places[self.place],
+            "block": self.block,
+            "block_name": self.block_name,
+            "stage": self.stage,
+            "micro_batch": self.micro_batch,
+        }
+
+
+Batches = Callable[[int], Iterator[tuple[Mapping[str, torch.Tensor], LabelCounts]]]
+"""Function of a first step (0-based) that yields this replica's batches from there on, with their label counts."""
+
+
+def with_origin(error: NonFiniteLoss, trainer: Trainer, batches: Batches) -> NonFiniteLoss:
+    """Return the error of a step with the block in which the number arose; a collective."""
+    step = error.facts["step"] - 1
+    try:
+        origin, sentence = locate(trainer, step, *next(batches(step)))
+    except Exception as failure:  # such as a lack of memory; why training ended must not be hidden by it
+        return NonFiniteLoss(f"{error} Its block is not known: {type(failure).__name__}: {failure}", **error.facts)
+    return NonFiniteLoss(f"{error} {sentence}", **error.facts, **({} if origin is None else origin.facts))
+
+
+def locate(
+    trainer: Trainer, step: int, batch: Mapping[str, torch.Tensor], label_counts: LabelCounts
+) -> tuple[Origin | None, str]:
+    """Repeat step `step` (0-based) without its update, and return where a number first was not finite; a collective.
+
+    The result is the same on every rank, with a sentence about it. The origin is None if nothing in the second pass is.
+    """
+    observer = _Observer(trainer)
+    with observer.observing():
+        loss, squared_norm, _ = trainer.measure(step, batch, label_counts=label_counts).tolist()
+    origin = observer.origin()
+    if origin is not None:
+        return origin, origin.sentence
+    if math.isfinite(loss) and math.isfinite(squared_norm):
+        return None, "A second pass over the step is finite, so it does not repeat: suspect the device or random code."
+    return None, "Every value and gradient of a second pass is finite, and only their sum exceeds the range of fp32."
+
+
+class _Observer:
+    """Hooks on the blocks of one rank, which note the first micro-batch of each place that is not finite.
+
+    Everything is noted on the device, so that the schedule of the pipeline runs as it does in training.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._plan, self._context = trainer, trainer.plan, trainer.context
+        self._modules = [module for stage in trainer.stages.stages for module in stage.block_modules()]
+        self._never = trainer.plan.num_microbatches * trainer.plan.data
+        shape = (len(PLACES), len(trainer.graph.blocks))
+        self._first = torch.full(shape, self._never, dtype=torch.int64, device=trainer.context.device)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the passes over the stages that run in this context."""
+        handles = [module.register_forward_pre_hook(self._before) for module in self._modules]
+        handles += [module.register_forward_hook(self._after) for module in self._modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def origin(self) -> Origin | None:
+        """Return the first place over all ranks; a collective."""
+        for stage in self._trainer.stages.stages:
+            weights = stage.model_parameters()
+            for module in stage.block_modules():
+                for name in module.block.parameters:
+                    self._note(WEIGHT, module.block.index, 0, weights[name])
+                    if name in module.own_parameters and weights[name].grad is not None:
+                        self._note(GRADIENT, module.block.index, 0, weights[name].grad)
+        dist.all_reduce(self._first, op=dist.ReduceOp.MIN)
+        first = self._first.tolist()
+        for place in (BATCH, WEIGHT, FORWARD):
+            for block, micro_batch in enumerate(first[place]):
+                if micro_batch < self._never:
+                    return self._found(place, block, micro_batch)
+        for block in reversed(range(len(first[BACKWARD]))):  # the backward comes to the last block first
+            for place in (BACKWARD, GRADIENT):
+                if first[place][block] < self._never:
+                    return self._found(place, block, first[place][block])
+        return None
+
+    def _found(self, place: int, block: int, micro_batch: int) -> Origin:
+        stage = next(stage.index for stage in self._plan.stages if block < stage.end_block)
+        is_known = place not in (WEIGHT, GRADIENT)
+        name, count = self._plan.block_names[block], len(self._plan.block_names)
+        return Origin(place, block, name, stage, count, micro_batch if is_known else None)
+
+    @property
+    def _micro_batch(self) -> int:
+        """The micro-batch of the global batch whose forward runs."""
+        return self._context.first_microbatch + self._context.microbatch
+
+    def _note(self, place: int, block: int, micro_batch: int, value: Any) -> None:
+        """Note the micro-batch if the value is not finite.
+
+        Minus infinity in a value counts only where gradients flow, since masks of attention are made of it.
+        """
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return
+        allows_minus = place in (BATCH, FORWARD) and not value.requires_grad
+        value = local(value.detach())
+        value = value.coalesce().values() if value.is_sparse else value
+        value = torch.view_as_real(value) if value.is_complex() else value
+        if not value.numel():
+            return
+        low, high = value.aminmax()  # NaN if any element is NaN; needs no memory of the value's size
+        is_finite = high.isfinite() | (high == -math.inf) if allows_minus else high.isfinite() & low.isfinite()
+        found = torch.where(is_finite, self._never, micro_batch)
+        self._first[place, block] = torch.minimum(self._first[place, block], found)
+
+    def _before(self, module: BlockModule, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Note the batch fields of a block, and observe the gradients that it will pass on."""
+        shared, values = arguments
+        block, micro_batch = module.block, self._micro_batch
+        for value in values[len(block.receives) :]:
+            self._note(BATCH, block.index, micro_batch, value)
+
+        def observed(value: Any) -> Any:
+            if not (isinstance(value, torch.Tensor) and value.requires_grad):
+                return value
+            own = value.view_as(value)  # the gradient of `value` itself is the sum over all blocks that read it
+            own.register_hook(functools.partial(self._note, BACKWARD, block.index, micro_batch))
+            return own
+
+        return {name: observed(value) for name, value in shared.items()}, tuple(map(observed, values))
+
+    def _after(self, module: BlockModule, _arguments: tuple[Any, ...], sent: tuple[torch.Tensor, ...]) -> None:
+        """Note what a block sends."""
+        for value in sent:
+            self._note(FORWARD, module.block.index, self._micro_batch, value)

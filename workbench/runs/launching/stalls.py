@@ -1,0 +1,216 @@
+"""Detection of ranks that hang: a step that takes far longer than the steps before it, and which rank it waits for.
+
+Ranks write what they do (`workbench.execution.heartbeat`). A step counts as stalled after `STALL_FACTOR` times the
+median of the latest steps, and never before `STALL_S`. Only steps and waiting for their batches are timed: loading,
+compiling before the first steps, evaluations, checkpoints and the end of a run may take any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from workbench.events import RankRecord
+from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, read_beat
+from workbench.rundir import RunDir, append_event, is_elsewhere, write_json
+from workbench.runs.launching import processes
+from workbench.units import duration
+
+STALL_FACTOR = 10.0
+"""Multiple of the median step time from which a step counts as stalled."""
+STALL_S = 60.0
+"""Least number of seconds after which a step counts as stalled (`$WORKBENCH_STALL_S`)."""
+STALL_LIMIT_S = 1800.0
+"""Seconds without progress after which a stalled run is ended (`$WORKBENCH_STALL_LIMIT_S`)."""
+KNOWN_STEPS = 3
+"""Number of logged steps from which their median is trusted: the first steps of an attempt compile."""
+RECENT_STEPS = 20
+"""Number of latest steps over which the median is taken."""
+LOOK_S = 0.5
+"""Seconds between two looks at the ranks."""
+ANSWER_S = 5.0
+"""Seconds that ranks have to write their stacks."""
+WAITS_IN = ("torch/distributed/", "torch/cuda/streams.py", "torch/autograd/graph.py")
+"""Files of torch in whose code a rank waits for other ranks or for its device."""
+STOPPED = {
+    psutil.STATUS_STOPPED: "its process is stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "a debugger holds its process",
+    psutil.STATUS_DISK_SLEEP: "its process waits for a disk or a driver",
+}
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of one rank of a stalled step."""
+
+    record: RankRecord
+    beat: Beat | None
+    stack: str | None
+    """Stacks of its threads; None if the rank did not answer in time."""
+    reason: str = ""
+    """Why the process cannot answer, where the system tells."""
+
+    @property
+    def name(self) -> str:
+        """Name rank and stage."""
+        stage = self.record.get("stage")
+        return f"rank {self.record['rank']}" + ("" if stage is None else f" (stage {stage})")
+
+    @property
+    def frames(self) -> list[tuple[str, int, str]]:
+        """File, line and function of the main thread's frames, innermost first."""
+        main = (self.stack or "").rpartition("(most recent call first):")[2]
+        found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
+        return [(file, int(line), function) for file, line, function in found]
+
+    @property
+    def waits(self) -> bool:
+        """True if the rank is in a collective, or waits for its device."""
+        if self.beat is not None and self.beat.activity == "batch":
+            return False
+        files = [file for file, _, _ in self.frames]
+        if files and files[0].endswith("torch/_ops.py"):  # an operation of torch that Python calls
+            files = files[1:]
+        return bool(files) and any(part in files[0] for part in WAITS_IN)
+
+    @property
+    def place(self) -> str:
+        """Name the innermost line of the main thread."""
+        if not self.frames:
+            return "outside of Python"
+        file, line, function = self.frames[0]
+        return f"{function} at {'/'.join(file.rsplit('/', 2)[-2:])}:{line}"
+
+
+class StallWatch:
+    """Watches the ranks of one attempt; `look` reports a stall and its end, and returns True when the run must end."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._step_ms: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._known = 0
+        self._beats: dict[int, Beat] = {}
+        self._changed_at = self._looked_at = time.monotonic()
+        self._ends = False
+        self._states: list[RankState] = []
+        """The ranks of the present stall; empty if there is none."""
+
+    def note_step(self, step_ms: float | None) -> None:
+        """Take note of a step that was logged."""
+        if step_ms is not None:
+            self._known += 1
+            self._step_ms.append(step_ms)
+
+    def look(self) -> bool:
+        """Report a stall that has begun or is over, and return True once it has lasted too long.
+
+        Its cause is then written as the error of a rank, and the ranks must be killed.
+        """
+        if self._ends or time.monotonic() - self._looked_at < LOOK_S:
+            return self._ends
+        self._looked_at = time.monotonic()
+        records = [record for record in processes.rank_records(self._run) if not is_elsewhere(record)]
+        beats = {int(r["rank"]): beat for r in records if (beat := read_beat(self._run, int(r["rank"]))) is not None}
+        if beats != self._beats:
+            self._beats, self._changed_at = beats, time.monotonic()
+            if self._states:
+                self._states = []
+                append_event(self._run.events, "status", state="running", message="")
+        lasted_s = time.monotonic() - self._changed_at
+        if not self._is_timed(beats) or lasted_s < self._limit_s():
+            return False
+        if not self._states:
+            self._states = self._asked(records, beats)
+            append_event(self._run.events, "status", state="stalled", message=self._message(lasted_s))
+        if lasted_s >= end_s():
+            self._write_error(lasted_s)
+            self._ends = True
+        return self._ends
+
+    def _is_timed(self, beats: Mapping[int, Beat]) -> bool:
+        """Return True if every rank is in a step, and enough steps are known to judge it."""
+        return self._known >= KNOWN_STEPS and bool(beats) and all(beat.activity in TIMED for beat in beats.values())
+
+    def _limit_s(self) -> float:
+        """Return the seconds from which the present step counts as stalled."""
+        return max(_seconds("WORKBENCH_STALL_S", STALL_S), STALL_FACTOR * statistics.median(self._step_ms) / 1e3)
+
+    def _asked(self, records: list[RankRecord], beats: Mapping[int, Beat]) -> list[RankState]:
+        """Ask each rank for its stacks, and return what was found about it."""
+        known = [record for record in records if int(record["rank"]) in beats]  # others would die of the signal
+        sizes = {int(record["rank"]): self._size(record) for record in known}
+        processes.send_signal(known, STACK_SIGNAL)
+        deadline = time.monotonic() + ANSWER_S
+        while any(self._size(r) == sizes[int(r["rank"])] for r in known) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # an answer may be half written
+        states = []
+        for record in known:
+            rank = int(record["rank"])
+            answered = self._size(record) > sizes[rank]
+            stack = self._run.stack(rank).read_bytes()[sizes[rank] :].decode(errors="replace") if answered else None
+            states.append(RankState(record, beats[rank], stack, "" if answered else _process_state(record)))
+        return states
+
+    def _size(self, record: RankRecord) -> int:
+        with contextlib.suppress(OSError):
+            return self._run.stack(int(record["rank"])).stat().st_size
+        return 0
+
+    def _culprits(self) -> list[RankState]:
+        """Return the ranks that the others wait for: those that do not answer, or those that wait for nobody."""
+        silent = [state for state in self._states if state.stack is None]
+        return silent or [state for state in self._states if not state.waits]
+
+    def _message(self, lasted_s: float) -> str:
+        culprits = self._culprits()
+        waiting = [state for state in self._states if state not in culprits]
+        step = max((state.beat.step for state in self._states if state.beat), default=0)
+        median = duration(statistics.median(self._step_ms) / 1e3)
+        parts = [f"Step {step:,} has made no progress for {duration(lasted_s)}, and steps take {median}."]
+        for state in culprits:
+            if state.stack is None:
+                because = f": {state.reason}" if state.reason else ""
+                parts.append(f"{_capital(state.name)} does not answer{because}.")
+            else:
+                parts.append(f"{_capital(state.name)} is busy in {state.place}.")
+        if self._states and not culprits:
+            parts.append("Every rank of this node waits: for a rank of another node, or for a device that hangs.")
+        if waiting:
+            parts.append(f"Waiting: {', '.join(f'{state.name} in {state.place}' for state in waiting)}.")
+        parts.append(f"Stacks are in {self._run.stacks}. The run ends after {duration(end_s())} without progress.")
+        return " ".join(parts)
+
+    def _write_error(self, lasted_s: float) -> None:
+        culprit = next(iter(self._culprits() or self._states))
+        rank = int(culprit.record["rank"])
+        stacks = "\n".join(f"{state.name}:\n{state.stack or 'no answer'}" for state in self._states)
+        fields = {"rank": rank, "stage": culprit.record.get("stage"), "type": "Stalled", "time": time.time()}
+        write_json(self._run.error(rank), {**fields, "message": self._message(lasted_s), "traceback": stacks})
+
+
+def end_s() -> float:
+    """Return the seconds without progress after which a stalled run is ended."""
+    return _seconds("WORKBENCH_STALL_LIMIT_S", STALL_LIMIT_S)
+
+
+def _process_state(record: RankRecord) -> str:
+    with contextlib.suppress(psutil.Error):
+        return STOPPED.get(psutil.Process(record["pid"]).status(), "")
+    return "its process is gone"
+
+
+def _capital(name: str) -> str:
+    return name[:1].upper() + name[1:]
+
+
+def _seconds(variable: str, default: float) -> float:
+    return float(os.environ.get(variable) or default)
