@@ -11,7 +11,7 @@ import pytest
 from cost_values import layered_profile, uneven_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_values import CAPTURABLE, costs_of, plan_of, with_host
+from plan_values import CAPTURABLE, PROFILE, costs_of, plan_of, with_host
 
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, PlanMismatch
@@ -128,6 +128,10 @@ def test_a_plan_of_another_format_is_refused() -> None:
         Plan.from_json({**stored, "format": 99})
 
 
+H200_BF16_FLOPS = 989e12
+"""Dense bf16 FLOP/s of one H200 (NVIDIA's data sheet of November 2024)."""
+
+
 @pytest.mark.parametrize("changes", [{}, {"pipeline": 4}, {"pipeline": 2, "zero": 2}, {"data": 4, "zero": 3}])
 def test_the_parts_of_a_prediction_sum_to_the_step(changes: dict[str, int]) -> None:
     found = plan_of(**changes).prediction
@@ -135,8 +139,8 @@ def test_the_parts_of_a_prediction_sum_to_the_step(changes: dict[str, int]) -> N
     assert parts == pytest.approx(found.step_ms)
     assert min(found.compute_ms, found.optimizer_ms) > 0
     assert found.bubble_ms >= -1e-6
-    assert found.mfu is not None
-    assert 0 < found.mfu < 1
+    flops_of_the_step = 64 * PROFILE.flops_per_sample
+    assert found.mfu == pytest.approx(flops_of_the_step / (found.step_ms / 1e3) / (4 * H200_BF16_FLOPS))
     assert found.tokens_per_s == pytest.approx(64 * 512 / found.step_ms * 1e3)
 
 

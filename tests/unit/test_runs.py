@@ -15,6 +15,7 @@ from torch import fx, nn
 import workbench as wb
 from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
+from workbench.data import data_fingerprint
 from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
 from workbench.execution.checkpoint import files
 from workbench.execution.deterministic import CUBLAS_SETTING, use_deterministic_kernels
@@ -31,7 +32,7 @@ from workbench.runs.launching.failure import record_silent_death, root_cause
 from workbench.runs.launching.launcher import prepare
 from workbench.runs.launching.run_directory import continued_facts
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
-from workbench.runs.records.environment import data_fingerprint, environment, git_state
+from workbench.runs.records.environment import environment, git_state
 
 DEAD = {"pid": 2**22 + 1, "created": 0.0}
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, PlanMismatch
 from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, read_facts
 from workbench.experiment import Experiment
@@ -16,7 +17,6 @@ from workbench.planning import Plan
 from workbench.planning.from_experiment import plan as make_plan
 from workbench.rundir import RunDir, check_unedited, read_json, write_json
 from workbench.runs.launching.launcher import prepare
-from workbench.runs.records.environment import data_fingerprint
 
 
 def small(text: Path, **changes: Any) -> Experiment:

@@ -23,6 +23,7 @@ from workbench.runs.launching import processes
 from workbench.runs.launching.device_queue import Ticket
 from workbench.runs.launching.device_sampler import sampled
 from workbench.runs.launching.failure import record_silent_death, root_cause
+from workbench.runs.launching.stalls import StallWatch
 from workbench.runs.tracking.wandb_run import start_recorder
 
 POLL_S = 0.2
@@ -82,6 +83,10 @@ class _Attempt:
     """True once ranks were killed from here: their exit codes then say nothing about the cause."""
     steps: int | None = None
     """Steps in the ranks' `end` event; None unless the ranks have left in order."""
+    stalls: StallWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stalls = StallWatch(self.run)
 
     def read(self) -> None:
         for event in self.events.read():
@@ -91,6 +96,8 @@ class _Attempt:
             if event["type"] == "start" and not self.started:
                 self.started = True
                 _status(self.run, "running", "")
+            if event["type"] == "step":
+                self.stalls.note_step(event.get("step_ms"))
             if event["type"] == "end":
                 self.steps = int(event["steps"])
 
@@ -281,6 +288,9 @@ def _watch(process: subprocess.Popen[bytes], attempt: _Attempt, launcher: Launch
             if not {one["pid"] for one in workers} <= {one["pid"] for one in launcher.get("workers", ())}:
                 launcher["workers"] = workers
                 _save(attempt.run, launcher, nodes)
+        if attempt.stalls.look():
+            attempt.forced = True
+            processes.kill_trees(_ranks(attempt.run))
         _enforce_failure(attempt)
         _enforce_stop(attempt)
 
