@@ -37,6 +37,8 @@ REFRESH_S = 0.1
 """Seconds between two reads of the run directories."""
 REST_FACTOR = 3.0
 """Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
+UNSEEN_FACTOR = 10.0
+"""Factor by which the time between two reads is longer while no page shows the dashboard, as in `workbench execute`."""
 PANELS_AFTER_ZOOM_S = 0.3
 """Seconds by which the panels follow a zoom later than the curves: the page draws one thing at a time."""
 STATIC_COPY_S = 30.0
@@ -67,6 +69,7 @@ class Live(widgets.VBox):
         self._controls = Controls(settings, self._wake.set)
         self._key, self._texts, self._note = widgets.HTML(), widgets.HTML(), widgets.HTML()
         super().__init__(_view_count=0)  # with a number instead of None the page counts the widget's views
+        self.observe(lambda _: self._wake.set(), names="_view_count")
         self._loss = LiveLossFigure(self._snapshots, settings, self._wake.set)
         self._panels = LivePanelsFigure()
         self._refresh()
@@ -119,7 +122,7 @@ class Live(widgets.VBox):
                     self._update_static_copy()
                 # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
                 work_s = min(time.monotonic() - started, time.process_time() - computed)
-                rest_s = max(self._refresh_s, REST_FACTOR * work_s)
+                rest_s = max(self._refresh_s * (1 if self._view_count else UNSEEN_FACTOR), REST_FACTOR * work_s)
                 if self._all_ended():
                     self._ended.set()
                     self._leave_static_copy()
