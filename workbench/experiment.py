@@ -199,8 +199,9 @@ class Experiment:
         object.__setattr__(self, "tags", tuple(self.tags))
         if self.name is None:
             object.__setattr__(self, "name", self.model.name)
-        for field in ("name", "project"):
-            _require_text(field, getattr(self, field))
+        _require_text("name", self.name)
+        if self.project != "":  # which switches tracking off
+            _require_text("project", self.project)
         for field, least in _MINIMA.items():
             _require_number(field, getattr(self, field), least)
         for field in ("deterministic", "stop_on_non_finite"):
