@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import accelerate  # noqa: F401  # before QUICK_LAUNCHER hides it from the processes that this one starts
 import psutil
 import pytest
 
@@ -20,6 +21,7 @@ from workbench.sweeps.rules import diverged
 from workbench.sweeps.sweep import Sweep
 
 HERE = Path(__file__).resolve().parent
+QUICK_LAUNCHER = HERE / "quick_launcher"
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(processes, "WORKER", "sweep_worker")
     monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(QUICK_LAUNCHER))
     yield tmp_path
     for file in (tmp_path / "runs").glob("*/supervisor.json"):
         processes.kill_trees([read_json(file)])
@@ -61,6 +64,7 @@ from tests.distributed.test_sweeps import experiment
 import workbench as wb
 from workbench.runs.launching import processes
 processes.WORKER = "sweep_worker"
+sys.path.insert(0, sys.argv[2])
 wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], global_batch=[4, 8], seeds=3, directory=sys.argv[1])
 print("started", flush=True)
 time.sleep(3600)
@@ -71,9 +75,8 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     monkeypatch.setenv("SWEEP_STEP_S", "0.02")
     path = node / "runs" / "sweep"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
-    kernel = subprocess.Popen(
-        [sys.executable, "-c", KERNEL, str(path)], stdout=subprocess.PIPE, env=environment, text=True
-    )
+    command = [sys.executable, "-c", KERNEL, str(path), str(QUICK_LAUNCHER)]
+    kernel = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert kernel.stdout is not None
     assert kernel.stdout.readline() == "started\n"
     kernel.kill()

@@ -10,10 +10,12 @@ import pytest
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, experiment
 from workbench.cost.cluster import Cluster
-from workbench.errors import InvalidExperiment, UnknownParameter
-from workbench.rundir import RunDir, append_event, write_json
+from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError
+from workbench.rundir import RunDir, append_event, read_json, write_json
+from workbench.runs.launching import launcher
 from workbench.runs.records.history import History, read_tail
-from workbench.sweeps import placement
+from workbench.runs.tracking.recorder import config_of
+from workbench.sweeps import placement, start
 from workbench.sweeps.axes import Axes
 from workbench.sweeps.directory import Entry, Result, SweepDir, plan_key
 from workbench.sweeps.objective import objective, reports
@@ -141,6 +143,39 @@ def test_runs_side_by_side_share_the_cores_unless_the_user_set_the_threads():
     assert thread_limit({"side_by_side": 1, "devices_each": 2}, {}) == {}
     assert thread_limit({"side_by_side": 2, "devices_each": 1}, {"OMP_NUM_THREADS": "3"}) == {}
     assert int(thread_limit({"side_by_side": 1000, "devices_each": 1}, {})["OMP_NUM_THREADS"]) == 1
+
+
+@pytest.fixture
+def no_processes(tmp_path, monkeypatch):
+    """Let sweeps plan for two processes and start none."""
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(start, "_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
+    monkeypatch.setattr(start, "start_supervisor", lambda _: None)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_no_plan_of_a_sweep_can_compute_is_refused_before_anything_is_written(tmp_path):
+    asked = experiment().replace(samples=wb.Samples(prompts=["Hello"]))
+    with pytest.raises(WorkbenchError, match="prompt"):
+        wb.sweep(asked, learning_rate=[1e-3, 2e-3], directory=tmp_path / "rates")
+    assert not (tmp_path / "rates").exists()
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_hold_every_value(tmp_path):
+    asked = dataclasses.replace(experiment(steps=7), project="trials")
+    directory = wb.sweep(asked, learning_rate=[1e-3, 2e-3], seeds=2, directory=tmp_path / "rates").directory
+    runs = []
+    for entry in directory.queue():
+        at, facts = directory.run(entry), {"sweep": directory.path.name}
+        runs.append(launcher.prepare(directory.experiment(entry), directory.plan(entry), directory=at, facts=facts))
+    assert {(run["project"], run["group"]) for run in (read_json(run.tracker) for run in runs)} == {("trials", "rates")}
+    assert len({read_json(run.tracker)["id"] for run in runs}) == 4
+    configs = [config_of(run) for run in runs]
+    assert [(it["learning_rate"], it["seed"]) for it in configs] == [(1e-3, 0), (2e-3, 0), (1e-3, 1), (2e-3, 1)]
+    assert all(it.keys() >= asked.to_json().keys() and it["steps"] == 7 for it in configs)
+    assert all(it["environment"]["sweep"] == "rates" and it["plan"]["micro_batch"] for it in configs)
 
 
 @pytest.fixture

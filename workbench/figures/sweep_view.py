@@ -68,7 +68,7 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> g
     )
     figure.update_xaxes(type="category", title_text=theme.text(x), showgrid=False)
     figure.update_yaxes(type="category", title_text=theme.text(y or ""), showgrid=False)
-    main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds; lower is better"))
+    main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds"))
     figure.update_layout(template=theme.TEMPLATE, height=200 + 60 * max(3, len(lines)), title=main)
     return figure
 
@@ -85,7 +85,7 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
     dimensions.append({"label": "objective", "values": means})
     line = {"color": means, "colorscale": "Viridis", "showscale": False}
     figure = go.Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
-    words = f"{sweep.objective}, mean over the seeds; lower is better"
+    words = f"{sweep.objective}, mean over the seeds"
     main = theme.title(theme.text(sweep.name), theme.text(words))
     figure.update_layout(template=theme.TEMPLATE, height=420, title=main, margin={"t": 110, "b": 36, "l": 80, "r": 80})
     return figure

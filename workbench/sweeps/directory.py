@@ -26,10 +26,8 @@ from typing import Any
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import read_json, write_json
+from workbench.runs.launching.run_directory import OWN_CODE
 from workbench.sweeps.axes import PLAN_FREE, label
-
-OWN_CODE = ("model", "data", "eval_data", "lr_schedule", "optimizer")
-"""Axes whose values may be the user's own code."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import Any
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, RunExists
 from workbench.experiment import Experiment
+from workbench.planning import from_experiment
+from workbench.planning.plan import Plan
 from workbench.rundir import write_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.run_directory import new_directory, user_code
@@ -69,6 +71,8 @@ def sweep(
     runs = [(plan_key(choice), grid.experiment_of(choice).steps) for _ in seed_list for choice in choices[:count]]
     experiments = {key: grid.experiment_of(choice) for key, choice in planned.items()}
     placed, why = placement.choose(experiments, runs, _cluster())
+    for key, plan in placed.plans.items():
+        _check_plan(experiments[key], plan)
     folder = SweepDir(_new_folder(experiment, directory))
     for key, plan in placed.plans.items():
         (folder.path / "plans").mkdir(exist_ok=True)
@@ -89,6 +93,15 @@ def sweep(
     write_json(folder.settings_file, settings)
     start_supervisor(folder)
     return Sweep(folder.path)
+
+
+def _check_plan(experiment: Experiment, plan: Plan) -> None:
+    """Raise what `wb.launch` raises for an optimiser, an evaluation or samples that the plan cannot have."""
+    from_experiment.check_optimizer(experiment, plan)
+    if experiment.evaluate is not None:
+        from_experiment.check_evaluation(experiment, plan)
+    if experiment.samples is not None:
+        from_experiment.check_samples(experiment, plan)
 
 
 def _cluster() -> Any:
