@@ -157,6 +157,29 @@ class Gpt(nn.Module):
         return Output(logits, functional.cross_entropy(logits, labels.view(batch * length)))
 
 
+class LoopsOverExperts(Residual):
+    """Layers that select the rows of each expert in turn: their numbers depend on the router's choice."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(WIDTH, 3)
+            experts = (nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(3))
+            self.experts = nn.ModuleList(experts)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+            out = torch.zeros_like(x)
+            for index, expert in enumerate(self.experts):
+                rows, rank = torch.where(chosen == index)
+                out[rows] += expert(x[rows]) * weights[rows, rank, None]
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+
 def llama_with_a_cache() -> nn.Module:
     """GPT-2 with its default configuration, which returns a cache of keys and values."""
     sizes = {"vocab_size": zoo.VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
@@ -165,7 +188,7 @@ def llama_with_a_cache() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    kind.__name__: kind for kind in (WritesIntoViews, OddParameters, Routed, Branches, Gpt)
+    kind.__name__: kind for kind in (WritesIntoViews, OddParameters, Routed, Branches, LoopsOverExperts, Gpt)
 } | {"llama": llama_with_a_cache}
 CASES = (
     Case(pipeline=2),

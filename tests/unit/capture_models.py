@@ -259,6 +259,52 @@ class LayerDrop(Net):
         return x
 
 
+class Codebook(Net):
+    """A vector quantisation whose codebook has the name of an attribute of `GraphModule` and is the head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Embedding(5, 16)
+        self.head = nn.Linear(16, 5, bias=False)
+        self.head.weight = self.code.weight
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().body(x)
+        nearest = self.code((x[:, None] - self.code.weight).square().sum(-1).argmin(-1))
+        return x + (nearest - x).detach() + functional.mse_loss(nearest, x.detach())
+
+
+class LoopsOverExperts(Net):
+    """A mixture of experts that selects the rows of each expert in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 3)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().body(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows, rank = torch.where(chosen == index)
+            out[rows] += expert(x[rows]) * weights[rows, rank, None]
+        return x + out
+
+
+class Checks(Net):
+    """Checks of values that raise, in the ways that models write them."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if labels is not None and labels.max() >= 5:
+            raise ValueError(f"{labels.max()} is no class.")
+        if not (labels >= 0).all() or x.abs().max().item() > 100:
+            raise ValueError("x or labels are out of range.")
+        loss = super().forward(x, labels)
+        assert not torch.isnan(loss), "The loss is not a number."
+        return loss
+
+
 SMALL: dict[str, Callable[[], nn.Module]] = {
     model_class.__name__: model_class
     for model_class in (
@@ -277,6 +323,9 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
         Weighted,
         Smoothed,
         LayerDrop,
+        Codebook,
+        LoopsOverExperts,
+        Checks,
     )
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {"ResNet": ResNet, "Overwrites": lambda: ResNet(OverwritesItsInput)}

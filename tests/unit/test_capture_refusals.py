@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from tests.unit import capture_models
 from tests.unit.capture_models import (
@@ -85,6 +88,135 @@ def test_a_custom_autograd_function_is_refused_because_its_backward_would_be_los
     assert "Doubled" in str(error)
     assert "register_autograd" in str(error)
     assert torch.equal(Doubled.apply(torch.ones(2)), torch.ones(2)), "the function itself is not changed"
+
+
+def test_a_custom_function_of_a_library_is_blamed_on_no_line_outside_of_forward() -> None:
+    """The lines that lead to the capture are not the model's."""
+    namespace = {"__name__": "library", "nn": nn, "Doubled": Doubled}
+    source = "class Layer(nn.Module):\n    def forward(self, x):\n        return Doubled.apply(x)\n"
+    exec(compile(source, f"{sys.prefix}/lib/library.py", "exec"), namespace)
+
+    class Uses(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = namespace["Layer"]()
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(super().body(x))
+
+    assert refused(Uses()).facts["line"] == line_of(Uses, "return self.layer(")
+    assert refused(namespace["Layer"](), batch={"x": torch.zeros(4, 8)}).facts["file"] == ""
+
+
+def test_reentrant_checkpointing_is_refused_with_the_other_way() -> None:
+    class Checkpoints(Net):
+        reentrant = True
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().body, x, use_reentrant=self.reentrant)
+
+    error = refused(Checkpoints())
+    assert error.facts["line"] == line_of(Checkpoints, "return checkpoint(")
+    assert "Pass use_reentrant=False" in str(error)
+    Checkpoints.reentrant = False
+    captured(Checkpoints(), batch_for("Net"))
+
+
+def test_a_branch_in_a_model_of_a_library_is_refused_with_its_line_and_the_users() -> None:
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", out_features=["stage1"])
+    sizes = {
+        f"{half}_{what}": 2 for half in ("encoder", "decoder") for what in ("layers", "ffn_dim", "attention_heads")
+    }
+    config = DetrConfig(backbone_config=backbone, use_pretrained_backbone=False, d_model=16, num_queries=2, **sizes)
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.detr = DetrForObjectDetection(config)
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.detr(pixels).logits.mean()
+
+    error = refused(Wrapper(), batch={"pixels": torch.zeros(2, 3, 32, 32)})
+    assert "detr/modeling_detr.py" in str(error.facts["file"])
+    assert "(`if not torch.isfinite(hidden_states).all():`, called from " in str(error)
+    assert f"{__file__}:{line_of(Wrapper, 'return self.detr')}" in str(error)
+
+
+class Packs(nn.Module):
+    packs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.packs:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            last = self.cells(packed)[1][0][0]
+        else:
+            last = self.cells(x)[0][torch.arange(len(x), device=x.device), lengths - 1]
+        return functional.cross_entropy(self.head(last), labels)
+
+
+def test_packed_sequences_are_refused_with_a_way_out_that_is_equal() -> None:
+    lengths = torch.tensor([6, 2, 5, 3])
+    batch = {"x": torch.randn(4, 6, 8), "lengths": lengths, "labels": torch.arange(4)}
+    model = Packs()
+    error = refused(model, batch=batch)
+    assert error.facts["line"] == line_of(Packs, "pack_padded_sequence")
+    assert "lengths - 1" in str(error)
+    expected = model(**batch)
+    model.packs = False
+    assert torch.allclose(model(**batch), expected)
+    captured(model, batch)
+
+
+class Scores(Net):
+    """Sequences scored by the CTC loss, or attention by FlexAttention, or rows by `torch.vmap`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "torch.jit.script":
+            self.layers[0] = torch.jit.script(self.layers[0])
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().body(x)
+        if self.how == "CTC":
+            spoken, said = torch.full((4,), 3), torch.full((4,), 1)
+            scores = self.head(x).log_softmax(-1).expand(3, 4, 5)
+            return functional.ctc_loss(scores, torch.ones(4, 1, dtype=torch.long), spoken, said)
+        if self.how == "FlexAttention":
+            return flex_attention(*3 * [x[None, None]], score_mod=lambda score, *_: score)[0, 0]
+        if self.how == "torch.vmap":
+            return x * torch.vmap(lambda row: row > 0)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "line", "way_out"),
+    [
+        ("CTC", "return functional.ctc_loss", "torch.library.custom_op"),
+        ("FlexAttention", "return flex_attention", "scaled_dot_product_attention"),
+        ("torch.vmap", "torch.vmap(", "by broadcasting"),
+        ("torch.jit.script", "", "as it was before torch.jit.script"),
+    ],
+)
+def test_a_feature_that_export_lacks_is_refused_by_its_name(how: str, line: str, way_out: str) -> None:
+    error = refused(Scores(how))
+    assert how in str(error)
+    assert way_out in str(error)
+    assert "see that model(**batch) runs" not in str(error)
+    assert not line or error.facts["line"] == line_of(Scores, line)
+
+
+def test_a_parameter_with_a_name_of_exports_own_is_refused() -> None:
+    model = Net()
+    model.code = nn.Parameter(torch.zeros(2))
+    assert "called code" in str(refused(model))
 
 
 def test_a_hook_on_a_tensor_is_refused_with_its_line_because_it_would_be_lost() -> None:

@@ -11,7 +11,6 @@ import io
 import logging
 import random
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +20,20 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.context_managers import inline_regions
+from workbench.capture.export_errors import depends_on_values, explained, mixes_devices, refuse_vmap
 from workbench.capture.frozen_numbers import Numbers, note_of_changes
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import flattened
 from workbench.capture.returned_loss import LossChoice, find_loss
-from workbench.capture.source_lines import line_of_frames
-from workbench.capture.torch_internals import SYMBOLIC_SHAPES_LOG, exportable, move_meta_to_cpu, remove_checks
+from workbench.capture.torch_internals import (
+    SYMBOLIC_SHAPES_LOG,
+    exportable,
+    members_renamed,
+    move_meta_to_cpu,
+    remove_checks,
+    rename_in_stacks,
+)
+from workbench.capture.value_checks import passed_checks
 from workbench.errors import CaptureError, WorkbenchError
 from workbench.tensors import TensorSpec
 
@@ -70,7 +77,7 @@ def export(
         return _export_on(device, model, batch, name, loss, returns)
     except CaptureError as error:
         cause = error.__cause__
-        is_of_meta = cause is not None and (_mixes_devices(str(cause)) or _depends_on_values(cause))
+        is_of_meta = cause is not None and (mixes_devices(cause) or depends_on_values(cause))
         if not any(p.is_meta for p in model.parameters()) or not is_of_meta:
             raise
     move_meta_to_cpu(model)
@@ -106,30 +113,33 @@ def _export_on(
         after.append(Numbers.of(model))  # export restores them when forward has returned
         return loss_of(result, batch=batch)
 
-    with exportable(model, name, observed), _quiet_failure(), (numbers or Numbers({})).held_by(model):
+    with (
+        exportable(model, name, observed),
+        passed_checks() as checks,
+        members_renamed(model, name) as renamed,
+        _quiet_failure(),
+        (numbers or Numbers({})).held_by(model),
+    ):
         before = _random_states()
         try:
             program = torch.export.export(model, (), example, strict=False)
         except WorkbenchError:
             raise
         except Exception as error:
-            raise _explained(error, name, batch) from error
-        if _random_states() != before:
-            raise CaptureError(
-                f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
-                f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where.",
-                model=name,
-            )
+            raise explained(error, model, name, batch) from error
+        _refuse_drawn_numbers(before, name)
+    refuse_vmap(program.graph, name)
     module = remove_checks(program.module(check_guards=False))
+    rename_in_stacks(module.graph, renamed)
     inline_regions(module)
     _make_gradients_dense(module)
     [output] = module.graph.find_nodes(op="output")
     values: Any = output.args[0] if returns else output.all_input_nodes
     changed = held.changes_to(after[-1])
     if numbers is not None or not changed.values:
-        return Exported(module, values[0], template=templates[0])
+        return Exported(module, values[0], tuple(checks), templates[0])
     second = _export_on(device, model, batch, name, choice, returns, changed)
-    notes = (note_of_changes(changed, module.graph, second.module.graph, name),)
+    notes = (*checks, note_of_changes(changed, module.graph, second.module.graph, name))
     return Exported(module, values[0], notes, templates[0])
 
 
@@ -139,14 +149,14 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), repr(numpy.random.get_state()) if numpy is not None else ""
 
 
-def _mixes_devices(message: str) -> bool:
-    return "on the same device" in message or "found two different devices" in message
-
-
-def _depends_on_values(error: BaseException) -> bool:
-    """Return True if export failed because something depends on the values of a tensor."""
-    reason = str(error).lower()
-    return "datadependent" in type(error).__name__.lower() or "data-dependent" in reason or "unbacked" in reason
+def _refuse_drawn_numbers(before: tuple[Any, ...], name: str) -> None:
+    """Raise `CaptureError` if forward drew from a generator of random numbers whose states `before` has."""
+    if _random_states() != before:
+        raise CaptureError(
+            f"The forward of {name} draws from Python's or NumPy's random numbers, and capture would repeat the "
+            f"drawn numbers in every step. Draw from torch's: torch.rand(…), and choose by torch.where.",
+            model=name,
+        )
 
 
 def _make_gradients_dense(module: fx.GraphModule) -> None:
@@ -171,29 +181,3 @@ def _quiet_failure() -> Iterator[None]:
         sys.stderr.write(written.getvalue())
     finally:
         log.setLevel(level)
-
-
-def _explained(error: Exception, name: str, batch: Mapping[str, TensorSpec]) -> CaptureError:
-    """Return the `CaptureError` that says why an export failed, and what to do."""
-    line = line_of_frames(traceback.extract_tb(error.__traceback__))
-    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), "").rstrip(".")
-    error_type = type(error).__name__
-    fields = ", ".join(f"{key} {list(spec.shape)}" for key, spec in batch.items())
-    if _depends_on_values(error):
-        message = (
-            f"what it does{line.where or ' in its forward'} depends on the values of a tensor. Replace a branch by "
-            f"torch.where or torch.cond and a selection by a mask, or decide before training."
-        )
-    elif "unexpected keyword" in reason or ("missing" in reason and "argument" in reason):
-        message = f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
-    elif _mixes_devices(reason):
-        message = (
-            f"tensors of two devices meet{line.where}. Make tensors in forward where its inputs are, "
-            f"torch.arange(…, device=x.device), and register those made in the constructor as buffers."
-        )
-    else:
-        message = (
-            f"{error_type}{line.where}: {reason}. It was called with {fields}: see that model(**batch) runs on such "
-            f"a batch."
-        )
-    return line.error(name, f"cannot be captured: {message}", reason=reason, fields=fields)

@@ -7,8 +7,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ _INSTALLED = tuple(
     str(Path(path)) for path in {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parent)} if path != "/"
 )
 _OWN = str(Path(__file__).parent.parent)
+_LIBRARY_MODELS = re.compile(r"/(?:transformers|(?:site|dist)-packages/[^/]+)/models/")
+"""Files of installed libraries that hold models."""
+FORWARD = "forward_loss"
+"""Name of the function of this package that calls the model's forward while it is exported."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,14 @@ class SourceLine:
     file: str = ""
     number: int = 0
     text: str = ""
+    caller: str = ""
+    """The user's line that led to it, `file:number`, if it is in a library."""
 
     @property
     def where(self) -> str:
         """The line as a part of a sentence, `" at file:number (`text`)"`; empty if it is not known."""
-        return f" at {self.file}:{self.number} (`{self.text}`)" if self.file else ""
+        caller = f", called from {self.caller}" if self.caller else ""
+        return f" at {self.file}:{self.number} (`{self.text}`{caller})" if self.file else ""
 
     def error(self, model: str, message: str, **facts: Any) -> CaptureError:
         """Return a `CaptureError` that blames this line; the message continues the model's name."""
@@ -47,12 +55,29 @@ def line_of_node(node: fx.Node) -> SourceLine:
 
 
 def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
-    """Return the innermost line of the user's code; if there is none, the innermost in a model of `transformers`."""
-    inside = [frame for frame in frames if frame.name != "<module>"]
-    users = [f for f in inside if not f.filename.startswith((*_INSTALLED, _OWN, "<frozen", "<string>"))]
-    candidates = users or [f for f in inside if "transformers/models" in f.filename.replace("\\", "/")]
+    """Return the innermost line inside forward that is the user's, or in a model of an installed library.
+
+    Lines outside of forward, as those that called capture, are left out. A line of a library comes with the user's
+    line that led to it.
+    """
+    every = list(frames)
+    inside = [index for index, frame in enumerate(every) if frame.name == FORWARD and frame.filename.startswith(_OWN)]
+    model = [frame for frame in every[inside[-1] + 1 if inside else 0 :] if frame.name != "<module>"]
+    users = [f for f in model if not f.filename.startswith((*_INSTALLED, _OWN, "<frozen", "<string>"))]
+    candidates = [f for f in model if f in users or _LIBRARY_MODELS.search(f.filename.replace("\\", "/"))]
     if not candidates:
         return SourceLine()
     frame = candidates[-1]
-    number = frame.lineno or 0
-    return SourceLine(frame.filename, number, frame.line or linecache.getline(frame.filename, number).strip())
+    line = _line(frame.filename, frame.lineno or 0, frame.line)
+    if frame in users or not users:
+        return line
+    return replace(line, caller=f"{users[-1].filename}:{users[-1].lineno}")
+
+
+def line_of_frame(frame: FrameType) -> SourceLine:
+    """Return the line that a running frame is at."""
+    return _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _line(file: str, number: int, text: str | None = None) -> SourceLine:
+    return SourceLine(file, number, text or linecache.getline(file, number).strip())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,6 +100,47 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
         yield
 
 
+@contextlib.contextmanager
+def members_renamed(model: nn.Module, name: str) -> Iterator[dict[str, str]]:
+    """Rename members of a model that are called as an attribute of `GraphModule` (`code`, `graph`) during an export.
+
+    Yields new name -> name. Raises `CaptureError` for a parameter or buffer of such a name.
+    """
+    for key in (*model._parameters, *model._buffers):
+        if hasattr(fx.GraphModule, key):
+            raise CaptureError(
+                f"{name} has a parameter or buffer called {key}, a name that torch.export uses itself. Give it another "
+                f"name.",
+                model=name,
+            )
+    members = dict(model._modules)
+    names = {f"{key}_member" if hasattr(fx.GraphModule, key) else key: key for key in members}
+    renamed = {new: key for new, key in names.items() if new != key}
+    for key in renamed.values():
+        object.__setattr__(model, key, members[key])
+    if renamed:
+        model._modules = {new: members[key] for new, key in names.items()}
+    try:
+        yield renamed
+    finally:
+        if renamed:
+            model._modules = members
+        for key in renamed.values():
+            object.__delattr__(model, key)
+
+
+def rename_in_stacks(graph: fx.Graph, renamed: Mapping[str, str]) -> None:
+    """Give modules their own names again in what export noted on the operations."""
+
+    def restored(path: str) -> str:
+        first, dot, rest = path.partition(".")
+        return f"{renamed.get(first, first)}{dot}{rest}"
+
+    for node in graph.nodes if renamed else ():
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: (restored(path), kind) for key, (path, kind) in stack.items()}
+
+
 def _refusing_custom_functions(name: str) -> Any:
     """Return an `autograd.Function.apply` that refuses functions from outside torch.
 
@@ -111,6 +152,12 @@ def _refusing_custom_functions(name: str) -> Any:
         if cls.__module__.startswith("torch.") and not cls.__module__.startswith("torch.utils.checkpoint"):
             return original.__get__(None, cls)(*args, **kwargs)
         line = line_of_frames(traceback.extract_stack())
+        if cls.__module__.startswith("torch.utils.checkpoint"):
+            raise line.error(
+                name,
+                f"checkpoints activations{line.where} in the reentrant way, whose backward torch.export would drop. "
+                f"Pass use_reentrant=False, or leave checkpointing to the plan, which adds it where memory is short.",
+            )
         raise line.error(
             name,
             f"uses the custom autograd function {cls.__name__}{line.where}, whose backward torch.export would silently "

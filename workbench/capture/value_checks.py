@@ -1,0 +1,104 @@
+"""Checks of values in forward: `assert not torch.isnan(loss)`, `if labels.max() >= n: raise`.
+
+Capture runs forward once, on tensors without values, and takes such checks as passed. Each is a note of the plan, so
+that nobody relies on it in silence.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from workbench.capture.source_lines import line_of_frame
+from workbench.capture.torch_internals import patched
+
+
+@contextlib.contextmanager
+def passed_checks() -> Iterator[list[str]]:
+    """Take every check of a tensor's values as passed while a model is exported.
+
+    A check is an `assert`, or an `if` that ends in `raise`. Yields a list to which a sentence is added for each.
+    """
+    notes: list[str] = []
+
+    def passing(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def truth(value: Any) -> bool:
+            frame = sys._getframe(1)
+            outcome = _passing_outcome(frame.f_code.co_filename, frame.f_lineno)
+            if outcome is None:
+                return original(value)
+            _note_check(notes, frame)
+            return outcome
+
+        return truth
+
+    def passing_if_unknown(value: torch.SymBool) -> bool:
+        try:
+            return bool(symbolic(value))
+        except Exception:  # the size of a selection, or a number that was taken out of a tensor
+            frame = sys._getframe(1)
+            outcome = _passing_outcome(frame.f_code.co_filename, frame.f_lineno)
+            if outcome is None:
+                raise
+            _note_check(notes, frame)
+            return outcome
+
+    symbolic = torch.SymBool.__bool__
+    with (
+        patched(torch.Tensor, "__bool__", passing(torch.Tensor.__bool__)),
+        patched(torch.SymBool, "__bool__", passing_if_unknown),
+    ):
+        yield notes
+
+
+def _note_check(notes: list[str], frame: FrameType) -> None:
+    line = line_of_frame(frame)
+    note = f"The check{line.where} depends on the values of tensors: training goes on as if it passed in every step."
+    if note not in notes:
+        notes.append(note)
+
+
+def _passing_outcome(file: str, line: int) -> bool | None:
+    """Return the truth of a tensor with which the check on a line passes; None if the line is not in a check."""
+    outcomes = {outcome for first, last, outcome in _checks(file) if first <= line <= last}
+    return outcomes.pop() if len(outcomes) == 1 else None
+
+
+@functools.cache
+def _checks(file: str) -> tuple[tuple[int, int, bool | None], ...]:
+    """Return first line, last line and passing outcome of the condition of each check in a file."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    caught = {id(node) for handled in ast.walk(tree) if isinstance(handled, ast.Try) for node in _body_of(handled)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)):
+            outcomes = _outcomes(node.test, isinstance(node, ast.Assert))
+            outcome = outcomes.pop() if len(outcomes) == 1 and id(node) not in caught else None
+            found.append((node.test.lineno, node.test.end_lineno or node.test.lineno, outcome))
+    return tuple(found)
+
+
+def _body_of(handled: ast.Try) -> Iterator[ast.AST]:
+    """Return what lies in a `try`: the failure of a check there may be a way of branching."""
+    return (node for statement in handled.body for node in ast.walk(statement))
+
+
+def _outcomes(test: ast.expr, wanted: bool) -> set[bool]:
+    """Return the truths that the operands of `not`, `and` and `or` need, so that the whole condition is `wanted`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _outcomes(test.operand, not wanted)
+    if isinstance(test, ast.BoolOp):
+        return set().union(*(_outcomes(operand, wanted) for operand in test.values))
+    is_python = isinstance(test, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops)
+    return set() if is_python else {wanted}
