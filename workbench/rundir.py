@@ -223,7 +223,7 @@ def is_elsewhere(record: ProcessRecord) -> bool:
 
 def process_alive(record: ProcessRecord | None) -> bool:
     """Return True if exactly this process still runs; False for a zombie and for a process on another host."""
-    if record is None or is_elsewhere(record):
+    if not isinstance(record, dict) or is_elsewhere(record):
         return False
     try:
         process = psutil.Process(record["pid"])
@@ -232,10 +232,10 @@ def process_alive(record: ProcessRecord | None) -> bool:
         else:
             same = abs(process.create_time() - record["created"]) < _CLOCK_SLACK_S
         return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
     except psutil.AccessDenied:
         return True
+    except (psutil.NoSuchProcess, KeyError, OverflowError, TypeError, ValueError):  # a damaged record names none
+        return False
 
 
 def append_event(path: Path, type: str, /, **fields: Any) -> None:
@@ -276,7 +276,7 @@ def _append(path: Path, lines: bytes) -> None:
 
     A line that a killed process left unfinished is ended first, because it would spoil the next one as well.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

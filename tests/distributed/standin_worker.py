@@ -1,7 +1,7 @@
 """A worker for tests of launching: keeps the real worker's contract, trains nothing, and misbehaves on request.
 
 `STANDIN_…` variables: `STEP_S` seconds a step, `CHECKPOINT_EVERY` so many steps besides the end,
-`LIFT` is added to every loss, `FAIL_RANK` raises at step 2, `KILL_RANK` dies without a word,
+`LIFT` is added to every loss, `FAIL_RANK` raises at step 2 (with `FAIL_MESSAGE`), `KILL_RANK` dies without a word,
 `HANG_RANK` stays in step 2 and ignores every request to stop.
 """
 
@@ -79,7 +79,7 @@ def _agreed_to_stop(run: RunDir, asked: list[bool], world: int) -> bool:
 
 def _misbehave(rank: int, step: int) -> None:
     if step == 2 and os.environ.get("STANDIN_FAIL_RANK") == str(rank):
-        raise FloatingPointError(f"the loss of rank {rank} is NaN")
+        raise FloatingPointError(os.environ.get("STANDIN_FAIL_MESSAGE") or f"the loss of rank {rank} is NaN")
     if step == 2 and os.environ.get("STANDIN_KILL_RANK") == str(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 2 and os.environ.get("STANDIN_HANG_RANK") == str(rank):

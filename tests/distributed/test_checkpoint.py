@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
 from workbench.errors import CheckpointError, PlanMismatch
+from workbench.execution.checkpoint import guarded_reader
 from workbench.execution.checkpoint import model_export as export
 from workbench.execution.checkpoint.files import (
     COMPLETE,
@@ -329,7 +330,7 @@ class Named:
 
 def test_members_of_enumerations_are_read_however_python_writes_them_and_nothing_else_is_reached() -> None:
     def read(owner: type, name: str) -> Any:
-        return export._IndexUnpickler(io.BytesIO(pickle.dumps(Named(owner, name)))).load()
+        return guarded_reader._IndexUnpickler(io.BytesIO(pickle.dumps(Named(owner, name)))).load()
 
     assert read(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
     for owner, name in ((torch.Size, "__subclasses__"), (_MEM_FORMAT_ENCODING, "__init_subclass__")):

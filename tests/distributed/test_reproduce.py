@@ -57,13 +57,14 @@ def test_a_shared_notebook_comes_out_bitwise_the_same_and_says_when_it_does_not(
     assert any("finished  30 of 30" in line for line in lines) or any("running" in line for line in lines)
     shared = notebooks.share(done.notebook, node / "shared")
     assert shared.notebook.stat().st_size < 300_000
-    again = notebooks.reproduce(shared.notebook, node / "again")
+    again = notebooks.reproduce(shared.notebook, node / "again", trust=True)
     assert again.same
     assert [c.verdict.outcome for c in again.comparisons] == ["bitwise"]
     assert {d.subject for d in again.differences} <= {"git commit", "uncommitted changes"}, "of this very checkout"
 
     monkeypatch.setenv("STANDIN_LIFT", "0.5")
-    command = [sys.executable, "-m", "workbench.cli", "reproduce", str(shared.notebook), "--to", str(node / "other")]
+    words = ["reproduce", "--yes", str(shared.notebook), "--to", str(node / "other")]
+    command = [sys.executable, "-m", "workbench.cli", *words]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
     assert answer.returncode == 1, answer.stderr
     assert ": different (" in answer.stdout

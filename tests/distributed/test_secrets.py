@@ -30,16 +30,17 @@ SECRETS = {
 CELL = f"""
     import os, sys
     sys.path.insert(0, {str(HERE)!r})
+    import workbench as wb
     from test_launch import experiment, launch, plan_for
     asked = experiment(5).replace(name="<img src=x onerror=alert(1)>")
     run = launch(asked, plan_for(asked), worker="standin_worker").wait(60)
-    os.environ["STANDIN_FAIL_RANK"] = "1"
+    os.environ["STANDIN_FAIL_RANK"], os.environ["STANDIN_FAIL_MESSAGE"] = "1", "<img src=x onerror=alert(2)>"
     failed = launch(asked, plan_for(asked), worker="standin_worker")
     try:
         failed.wait(60)
     except Exception as error:
         print(error)
-    run
+    display(run.plan, failed, wb.list_runs())
 """
 
 
@@ -79,9 +80,14 @@ def test_no_key_is_in_any_file_and_names_are_escaped_in_every_page(tmp_path, mon
     uploaded = json.dumps(server.buckets) + json.dumps(server.histories) + str(server.files)
     assert not [name for name, value in SECRETS.items() if value in uploaded]
 
-    pages = [done.page, shared.page, finished.directory.plan_page]
-    assert all("<img src=x" not in page.read_text() for page in pages)
-    assert "<img src=x" not in finished._repr_html_()
+    assert failed.status.message == "rank 1 (stage 1): FloatingPointError: <img src=x onerror=alert(2)>"
+    pages = [path.read_text() for path in (done.page, shared.page, finished.directory.plan_page)]
+    for page in (*pages, failed._repr_html_()):  # names and failures reach every page, and none as markup
+        assert "<img src=x" not in page
+        assert "&lt;img src=x onerror=alert(" in page
+    for page in pages[:2]:
+        assert page.count("&lt;img src=x onerror=alert(2)") >= 2  # printed, and as a run
+        assert "&lt;img src=x onerror=alert(1)" in page  # the model in the plan
 
 
 def test_the_lab_that_make_starts_answers_this_machine_alone_and_asks_for_a_token(tmp_path):

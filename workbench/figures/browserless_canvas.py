@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from workbench.figures import theme
 from workbench.figures.curve import Array
@@ -81,14 +82,14 @@ class Canvas:
         self._image.paste(before)
         self._image.paste(inside, box)
 
-    def line(self, points: Array, color: Any, width: float = 2, dash: str | None = None) -> None:
+    def line(self, points: ArrayLike, color: Any, width: float = 2, dash: str | None = None) -> None:
         """Draw lines through points of shape (n, 2); they break off where a point is missing."""
         for stretch in _finite_stretches(np.asarray(points, dtype=np.float64)):
             for piece in [stretch] if dash in (None, "solid") else _dashes(stretch, *DASH_PX.get(str(dash), (9, 6))):
                 thick = max(1, round(width * OVERSAMPLING))
                 self._pen.line(_fine(piece.tolist()), fill=_color(color), width=thick, joint="curve")
 
-    def polygon(self, points: Array, color: Any, edge: Any = None) -> None:
+    def polygon(self, points: ArrayLike, color: Any, edge: Any = None) -> None:
         """Fill the area inside points of shape (n, 2); a missing point parts two areas."""
         for stretch in _finite_stretches(np.asarray(points, dtype=np.float64)):
             if len(stretch) > 2:

@@ -107,8 +107,11 @@ class _Drawing:
     def _room_for_plots(self) -> tuple[float, float, float, float]:
         """Return left, top, right and bottom edge of the area in which the axes have their domains."""
         margin, lines = self._layout.margin, len([line for line in self._subtitle if line])
-        top = max(66 + LINE_PX * lines if self._title() else 40, (margin.t or 0) if self._layout.annotations else 0)
-        left, right = LEFT, max(RIGHT, margin.r or 0)
+        top: float = max(
+            66 + LINE_PX * lines if self._title() else 40, (margin.t or 0) if self._layout.annotations else 0
+        )
+        left: float = LEFT
+        right: float = max(RIGHT, margin.r or 0)
         for _, name in self._pairs:
             if name:
                 axis = self._axis(name)
@@ -132,8 +135,10 @@ class _Drawing:
         y_px = [bottom - share * (bottom - top) for share in up]
         x_columns, y_columns = self._columns(0, x_name), self._columns(1, y_name)
         has_bars = any(trace.type == "bar" for trace in self._traces if self._axes_of(trace)[1] == y_name)
-        x = Scale.of(x_axis, x_columns, *x_px, room=0.0)
-        return _Panel(x, Scale.of(y_axis, y_columns, *y_px, room=0.02 if has_bars else 0.05), x_axis, y_axis)
+        x = Scale.of(x_axis, x_columns, (x_px[0], x_px[1]), room=0.0)
+        return _Panel(
+            x, Scale.of(y_axis, y_columns, (y_px[0], y_px[1]), room=0.02 if has_bars else 0.05), x_axis, y_axis
+        )
 
     def _columns(self, which: int, name: str) -> list[Any]:
         """Return all values along an axis, `which` is 0 for x and 1 for y."""
@@ -203,7 +208,7 @@ class _Drawing:
         if "markers" in mode:
             look = _MarkerLook.of(trace.marker)
             for index in np.flatnonzero(known).tolist():
-                self._draw_marker(*points[index].tolist(), look.at(index))
+                self._draw_marker(points[index, 0], points[index, 1], look.at(index))
         if "text" in mode and trace.text is not None:
             shift = {"top right": -9, "bottom right": 9}.get(str(trace.textposition), 0)
             words, color, size = trace.text, trace.textfont.color, trace.textfont.size or theme.FONT_PX

@@ -31,13 +31,13 @@ class Scale:
     names: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, axis: Any, columns: Sequence[Any], start_px: float, end_px: float, room: float) -> Scale:
+    def of(cls, axis: Any, columns: Sequence[Any], ends_px: tuple[float, float], room: float) -> Scale:
         """Return the scale with the axis' own range, or else one that holds all values and a share of free room."""
         log, names = axis.type == "log", category_names(axis, columns)
         if axis.range is not None and not axis.autorange:
-            return cls(float(axis.range[0]), float(axis.range[1]), start_px, end_px, log, names)
+            return cls(float(axis.range[0]), float(axis.range[1]), *ends_px, log, names)
         if names:
-            return cls(-0.5, len(names) - 0.5, start_px, end_px, names=names)
+            return cls(-0.5, len(names) - 0.5, *ends_px, names=names)
         values = np.concatenate([np.empty(0), *(np.asarray(column, dtype=np.float64).ravel() for column in columns)])
         values = values[np.isfinite(values) & ((values > 0) | (not log))]
         values = np.log10(values) if log else values
@@ -45,7 +45,7 @@ class Scale:
         if axis.rangemode == "tozero" and not log:
             low, high = min(0.0, low), max(0.0, high)
         span = (high - low) or max(abs(high), 1.0)
-        return cls(low - room * span, high + (room or 0.01) * span, start_px, end_px, log)
+        return cls(low - room * span, high + (room or 0.01) * span, *ends_px, log)
 
     def __call__(self, values: Any) -> Array:
         """Return the pixel of each value; NaN for a value that the axis cannot show."""

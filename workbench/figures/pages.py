@@ -186,12 +186,13 @@ def add_pictures(notebook: Any, width: int = WIDTH_PX) -> str:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     bare = [o["data"] for o in outputs if PLOTLY_MIME in o.get("data", {}) and "image/png" not in o["data"]]
     figures = [_decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")}) for data in bare]
-    pictures = [figure_png(go.Figure(figure, skip_invalid=True), width) for figure in figures]
+    pictures: list[bytes | None] = [figure_png(go.Figure(figure, skip_invalid=True), width) for figure in figures]
     missing = [index for index, picture in enumerate(pictures) if picture is None]
     reason = ""
     try:
-        for index, picture in zip(missing, _browser_pngs([figures[index] for index in missing], width), strict=True):
-            pictures[index] = picture
+        drawn = _browser_pngs([figures[index] for index in missing], width)
+        for index, png in zip(missing, drawn, strict=True):
+            pictures[index] = png
     except DataError as error:
         reason = str(error)
     for data, figure, picture in zip(bare, figures, pictures, strict=True):

@@ -117,7 +117,7 @@ def best_so_far(sweep: Sweep, x: str = "step") -> go.Figure:
     values = np.array([ended[at][1].objective for at in known], dtype=np.float64)
     scale, x_title = X_AXES[x].unit(float(spent[-1]) if len(spent) else 1.0)
     at, best = spent[known] / scale, np.minimum.accumulate(values) if len(values) else values
-    end = spent[-1:] / scale if len(known) else []  # the line goes on to the end of the last run
+    end = spent[-1 if len(known) else len(spent) :] / scale  # the line goes on to the end of the last run
     names = [theme.text(", ".join(f"{n} {v}" for n, v in sweep.directory.labels(ended[i][0]).items())) for i in known]
     runs = go.Scatter(
         x=at,

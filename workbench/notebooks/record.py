@@ -75,7 +75,7 @@ class Record:
 def read_record(notebook: Any, name: str) -> Record:
     """Return the record in a notebook's metadata; raises `WorkbenchError` if there is none or its format is unknown."""
     value = notebook.metadata.get(KEY)
-    if not value or not value.get("runs"):
+    if not isinstance(value, Mapping) or not value.get("runs"):
         raise WorkbenchError(
             f"{name} holds no record of a run, so there is nothing to compare a second run with. Execute it with "
             "`workbench execute`, or share it with `workbench share` on the machine that has its runs.",
@@ -87,7 +87,17 @@ def read_record(notebook: Any, name: str) -> Record:
             "version that wrote it; the notebook's metadata name it.",
             notebook=name,
         )
-    return Record(value["time"], value["environment"], tuple(map(RecordedRun.from_json, value["runs"])))
+    try:
+        return Record(
+            float(value["time"]), dict(value["environment"]), tuple(map(RecordedRun.from_json, value["runs"]))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, WorkbenchError):
+            raise
+        raise WorkbenchError(
+            f"The record in {name} is damaged ({type(error).__name__}: {error}). Share the notebook again.",
+            notebook=name,
+        ) from None
 
 
 def add_record(path: Path, notebook_runs: Sequence[Run]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,7 @@ def reproduce(
     kernel: str | None = None,
     at_commit: bool = False,
     report: Callable[[str], None] | None = None,
+    trust: bool = False,
 ) -> Reproduction:
     """Execute a notebook again, with the parameters that it holds, and compare its runs with the recorded ones.
 
@@ -107,12 +109,21 @@ def reproduce(
         kernel: name of the kernel; the notebook's own by default.
         at_commit: True executes the code of the recorded git commit, checked out in a temporary folder.
         report: function that gets a line of progress every few seconds while runs train.
+        trust: True executes the cells; False raises `WorkbenchError` with what would run.
 
-    Raises `WorkbenchError` before anything is executed if the notebook has no record, if `to` holds the notebook
-    itself, or if the commit is not in this repository.
+    Raises `WorkbenchError` before anything is executed without `trust`, if the notebook has no record, if `to` holds
+    the notebook itself, or if the commit is not in this repository.
     """
     record = read_record(read_notebook(notebook), notebook.name)
     check_not_overwritten(notebook, to, "reproduce")
+    if not trust:
+        raise WorkbenchError(
+            f"Reproducing executes code, and nothing was executed yet. {what_runs(notebook, at_commit)}\n"
+            "Read it. If you trust it, call wb.reproduce(..., trust=True).",
+            notebook=str(notebook),
+        )
+    if at_commit:
+        recorded_commit(record)  # raises for what is no commit
     to.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, _work_tree(record, Path(scratch), at_commit) as folder:
         replay = Path(scratch) / "replay.json"
@@ -133,11 +144,12 @@ def _work_tree(record: Record, scratch: Path, wanted: bool) -> Iterator[Path | N
     if not wanted:
         yield None
         return
-    commit = (record.environment.get("git") or {}).get("commit")
+    commit = recorded_commit(record)
     if commit is None:
         raise WorkbenchError("The notebook was not executed in a git repository; reproduce it without --at-commit.")
     tree = scratch / "tree"
-    added = subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], capture_output=True, text=True)
+    command = ["git", "worktree", "add", "--detach", "--", str(tree), commit]
+    added = subprocess.run(command, capture_output=True, text=True)
     if added.returncode != 0:
         raise WorkbenchError(
             f"Commit {commit[:10]} cannot be checked out here ({added.stderr.strip().splitlines()[-1]}). Fetch it, and "
@@ -148,6 +160,38 @@ def _work_tree(record: Record, scratch: Path, wanted: bool) -> Iterator[Path | N
         yield tree
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], capture_output=True, check=False)
+
+
+def recorded_commit(record: Record) -> str | None:
+    """Return the commit of a record, None without one; raises `WorkbenchError` for what is no commit.
+
+    Git would read a text such as `--upload-pack=…` as an option.
+    """
+    git = record.environment.get("git")
+    commit = git.get("commit") if isinstance(git, Mapping) else None
+    if commit is not None and not re.fullmatch(r"[0-9a-f]{7,64}", str(commit)):
+        raise WorkbenchError(
+            f"The record names {str(commit)[:40]!r} as its commit, which is none. Reproduce the notebook without "
+            "at_commit, once you have read its cells.",
+            commit=str(commit),
+        )
+    return None if commit is None else str(commit)
+
+
+def what_runs(notebook: Path, at_commit: bool = False) -> str:
+    """Return what `reproduce` would execute, and from where: the code of each cell, and the folder of its imports.
+
+    Raises `WorkbenchError` for a notebook without a record.
+    """
+    value = read_notebook(notebook)
+    record = read_record(value, notebook.name)
+    cells = [cell.source for cell in value.cells if cell.cell_type == "code"]
+    commit = recorded_commit(record)
+    where = f"with the code of commit {commit}" if at_commit and commit else f"with the code in {Path.cwd()}"
+    lines = [f"{notebook.absolute()} has {len(cells)} cells of code, which run as you, {where}:"]
+    for number, source in enumerate(cells, start=1):
+        lines += [f"[{number}]", *(f"    {line}" for line in source.expandtabs().splitlines())]
+    return "\n".join("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line) for line in lines)
 
 
 def _comparisons(recorded: Sequence[RecordedRun], again: Sequence[Run]) -> Iterator[Comparison]:

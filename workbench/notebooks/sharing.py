@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import WorkbenchError
 from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
+from workbench.figures.sanitizing import harmless_html
 from workbench.notebooks.executing import check_not_overwritten
 from workbench.notebooks.record import KEY, Record, runs_shown_in
-from workbench.runs.records.environment import masked, secrets
+from workbench.runs.records.secrets import MASK, masked, masked_words, secrets
 from workbench.runs.run import Run
 
 MAX_BYTES = 5_000_000
 """Largest size of a shared notebook: mail and code hosts take no more, or do not render it."""
+
+
+SHOWN = frozenset(
+    {PLOTLY_MIME, "text/plain", "text/latex", "application/json", "image/png", "image/jpeg", "image/gif", "image/webp"}
+)
+"""Types of outputs that hold nothing to run, beside HTML and Markdown, which are cleaned."""
+RUNS = re.compile(
+    r"<\s*/?\s*(?:script|iframe|object|embed|form|input|button|link|meta|base|style|svg|math|template|frame|applet)\b"
+    r"|\bon\w+\s*=|(?:java|vb)\s*script\s*:|data\s*:\s*text/html|srcdoc\s*=",
+    re.IGNORECASE,
+)
+"""Markup that may run something, or load something from elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +49,8 @@ def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared
     """Write `<name>.ipynb` (under 5 MB, with a picture beside each figure) and `<name>.html` into the folder `to`.
 
     The notebook keeps the record that `workbench execute` made of its runs. A notebook without one gets a record of
-    `runs`, by default of the runs that its outputs name. The values of environment variables with names like secrets
-    are replaced by `***`. Raises `WorkbenchError` if `to` holds the notebook itself.
+    `runs`, by default of the runs that its outputs name. Secrets become `***`, as far as their names or their form
+    tell, and scripts in texts and outputs are removed. Raises `WorkbenchError` if `to` holds the notebook itself.
     """
     check_not_overwritten(notebook, to, "share")
     target = (to / notebook.name).absolute()
@@ -46,10 +60,20 @@ def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared
     reason = add_pictures(value)
     if reason:
         notes.append(f"Figures that only a browser draws have a table beside them instead of a picture. {reason}")
+    notes += _remove_scripts(value)
     notes += _shrink(value)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(masked(_notebook_text(_mask_strings(secrets(), value))), encoding="utf-8")
-    page = notebook_to_html(target, target.with_suffix(".html"))
+    _mask(value)
+    text = _notebook_text(value)
+    for secret in secrets():
+        text = text.replace(secret, MASK)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        page = notebook_to_html(target, target.with_suffix(".html"))
+    except OSError as error:
+        raise WorkbenchError(
+            f"The shared notebook cannot be written to {to}: {error.strerror}. Give another folder.", folder=str(to)
+        ) from None
     return Shared(target, page, tuple(notes))
 
 
@@ -117,13 +141,38 @@ def _notebook_text(notebook: Any) -> str:
     return str(nbformat.writes(notebook))
 
 
-def _mask_strings(hidden: Sequence[str], value: Any) -> Any:
-    """Replace secrets in every string before JSON escapes the quotes and line ends that a secret may contain."""
-    if isinstance(value, dict):
-        return type(value)({key: _mask_strings(hidden, content) for key, content in value.items()})
+def _mask(notebook: Any) -> None:
+    """Remove secrets from every text, before JSON escapes the quotes and line ends that a secret may contain."""
+    for cell in notebook.cells:
+        cell.update(_masked(dict(cell), masked_words))
+    notebook.metadata.update(_masked(dict(notebook.metadata), masked))
+
+
+def _masked(value: Any, mask: Callable[[str], str]) -> Any:
+    """Return a JSON value with `mask` applied to its strings; pictures and the figures' numbers hold no words."""
+    if isinstance(value, Mapping):
+        masks = {key: masked if key == PLOTLY_MIME else mask for key in value if not str(key).startswith("image/")}
+        kept: Any = type(value)  # a notebook's nodes stay nodes
+        return kept({key: _masked(item, masks[key]) if key in masks else item for key, item in value.items()})
     if isinstance(value, list):
-        return [_mask_strings(hidden, content) for content in value]
-    if isinstance(value, str):
-        for secret in hidden:
-            value = value.replace(secret, "***")
-    return value
+        return [_masked(item, mask) for item in value]
+    return mask(value) if isinstance(value, str) else value
+
+
+def _remove_scripts(notebook: Any) -> list[str]:
+    """Remove what a browser would run from texts and outputs; return a note if there was any."""
+    removed = 0
+    for cell in notebook.cells:
+        if cell.cell_type != "code" and RUNS.search(cell.source):
+            cell.source, removed = harmless_html(cell.source), removed + 1
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            for mime in [mime for mime in data if mime not in SHOWN and mime not in ("text/html", "text/markdown")]:
+                del data[mime]
+                removed += 1
+            for mime in ("text/html", "text/markdown"):
+                if mime in data:
+                    before = "".join(data[mime])
+                    data[mime] = harmless_html(before) if mime == "text/html" or RUNS.search(before) else before
+                    removed += bool(RUNS.search(before))
+    return [f"Removed from {removed} places what a browser would run, or no viewer shows."] if removed else []

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.errors import WorkbenchError
 from workbench.runs.run import Run
 
 BITWISE, NOISE, DIFFERENT = "bitwise", "within noise", "different"
@@ -65,7 +66,21 @@ def _pack(column: Column) -> str:
 
 
 def _unpack(text: str) -> Column:
-    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")
+    """Return a packed column; raises `WorkbenchError` for one that is damaged, or that expands to more than is written.
+
+    A record of a few kilobytes could otherwise expand to gigabytes.
+    """
+    most = 8 * (MAX_POINTS + 1)
+    try:
+        decompressor = zlib.decompressobj()
+        content = decompressor.decompress(base64.b64decode(text), most)
+        if not decompressor.eof or len(content) % 8:
+            raise ValueError(f"it is larger than {MAX_POINTS:,} points, or not whole")
+        return np.frombuffer(content, "<f8")
+    except (TypeError, ValueError, zlib.error) as error:
+        raise WorkbenchError(
+            f"The curve in the notebook's record is damaged: {error}. Share the notebook again."
+        ) from None
 
 
 @dataclass(frozen=True)

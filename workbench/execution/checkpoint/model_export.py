@@ -7,19 +7,16 @@ user's code is imported or unpickled.
 from __future__ import annotations
 
 import json
-import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from workbench.errors import CheckpointError
@@ -31,6 +28,7 @@ from workbench.execution.checkpoint.files import (
     read_facts,
     step_of,
 )
+from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.rundir import read_json
 
 FILE_BYTES = 5 * 10**9
@@ -142,7 +140,7 @@ def _write(tensors: Mapping[str, torch.Tensor], to: Path) -> None:
 
 def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]:
     """Read the whole tensors of those names into the host's memory."""
-    reader = _Reader(checkpoint)
+    reader = GuardedReader(checkpoint)
     index = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
@@ -157,45 +155,3 @@ def _read_tensors(checkpoint: Path, names: list[str]) -> dict[str, torch.Tensor]
     with warnings.catch_warnings(action="ignore"):  # torch warns that no process group exists.
         dcp_load(tensors, storage_reader=reader, no_dist=True)
     return {name: tensors[f"model.{name}"] for name in names}
-
-
-class _Reader(FileSystemReader):
-    """Reads the index of a checkpoint, which is a pickle, without executing anything that the pickle names."""
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = _IndexUnpickler(file).load()
-        return metadata
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles the types of values that `torch.distributed.checkpoint` writes into its index, and no others."""
-
-    KNOWN = (
-        *(("torch", name) for name in ("Size", "device")),
-        *(("torch.serialization", name) for name in ("_get_layout", "_get_dtype")),
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-        ("collections", "OrderedDict"),
-    )
-    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        value = getattr(torch, name, None) if module == "torch" else None
-        is_plain = isinstance(value, torch.dtype | torch.layout | torch.memory_format)
-        if is_plain or module in self.MODULES or (module, name) in self.KNOWN:
-            return super().find_class(module, name)
-        raise DamagedCheckpoint(f"The checkpoint's index names {module}.{name}, which does not belong there.")
-
-
-def _member(enumeration: Any, name: str) -> Enum:
-    """Return a member of an enumeration, in place of `getattr`, which would reach any attribute of any object.
-
-    Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle a member as `getattr(enumeration, name)`.
-    """
-    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
-        raise DamagedCheckpoint(
-            f"The checkpoint's index asks for {name} of {enumeration!r}, which does not belong there."
-        )
-    return enumeration[name]

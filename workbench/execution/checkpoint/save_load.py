@@ -36,6 +36,7 @@ from workbench.execution.checkpoint.files import (
     remove,
     step_of,
 )
+from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.own import create_state
@@ -218,6 +219,7 @@ class Checkpoints:
                 path=str(path),
             )
         self._verify(path, facts["files"])
+        GuardedReader(path).read_metadata()  # raises before anything is changed
         create_state(self._trainer.optimizer)
         live = list(_entries(self._trainer))
         divided = {key for key, name, value in live if self._is_divided(name, value)}
@@ -227,7 +229,7 @@ class Checkpoints:
         }
         if self._is_main:
             targets |= {f"model.{name}": tensor for name, tensor in self._extras.unused.items()}
-        dcp_load(targets, checkpoint_id=path, process_group=self._group)
+        dcp_load(targets, storage_reader=GuardedReader(path), process_group=self._group)
         for key, name, value in live:
             if key in divided:
                 self._copy_shard(name, targets[key], value)

@@ -165,11 +165,20 @@ def _live_tickets(folder: Path) -> list[dict[str, Any]]:
     for path in _tickets(folder):
         with contextlib.suppress(OSError, ValueError):
             ticket = read_json(path)
-            if process_alive(ticket["supervisor"]) or run_alive(RunDir(Path(ticket["run"]))):
+            if not _is_whole(ticket):  # written by another program, or damaged: nobody would ever remove it
+                path.unlink(missing_ok=True)
+            elif process_alive(ticket["supervisor"]) or run_alive(RunDir(Path(ticket["run"]))):
                 live.append({**ticket, "number": int(path.stem)})
             else:
                 path.unlink(missing_ok=True)
     return live
+
+
+def _is_whole(ticket: Any) -> bool:
+    """Return True for a ticket that `take_ticket` wrote."""
+    types: dict[str, Any] = {"run": str, "pool": list, "count": int, "devices": list | None, "supervisor": dict}
+    fields = ticket if isinstance(ticket, Mapping) else {}
+    return all(name in fields and isinstance(fields[name], kind) for name, kind in types.items())
 
 
 @contextlib.contextmanager

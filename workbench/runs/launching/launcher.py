@@ -59,10 +59,13 @@ def launch(
     devices = _check_machine(plan)
     _check_host(plan)
     device_queue.queue_folder()
+    is_training = worker != processes.EVALUATOR
     with written(experiment, plan, directory, resume, facts, code) as run:
+        if not is_training:
+            run.tracker.unlink(missing_ok=True)  # the run that is evaluated has the result, not a run of its own on W&B
         append_event(run.events, "status", state="queued", message="")
         _start_supervisor(run, plan, devices, worker, cpu_share)
-    if os.environ.get(LAUNCHES):
+    if os.environ.get(LAUNCHES) and is_training:
         with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
             file.write(f"{run.path}\n")
     return run

@@ -16,7 +16,7 @@ from workbench.rundir import RunDir, process_alive, process_record, read_json
 
 POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
-WORKER = "workbench.execution.worker"
+WORKER, EVALUATOR = "workbench.execution.worker", "workbench.execution.evaluation_worker"
 LEAVES_S = 5.0
 """Seconds after the last status until the supervisor, or its replacement, has exited and freed the devices."""
 

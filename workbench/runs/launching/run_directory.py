@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
+OWNER_ONLY = 0o700
+"""Mode of a run directory: experiments, commands and logs are for nobody else, unless the owner says so by chmod."""
 LONGEST_NAME = 100
 """Letters of an experiment's name that its directory takes over; file systems end at 255."""
 OWN_CODE = ("model", "data", "eval_data", *USER_FUNCTIONS, METRICS)
@@ -76,6 +78,9 @@ def written(
         write_json(run.started, what_was_started(run))
         if checkpoint is not None:
             write_json(run.resume, {"checkpoint": str(checkpoint), "step": step})
+        for file in (run.experiment, run.plan, run.environment, run.started, run.tracker, *run.code.iterdir()):
+            with contextlib.suppress(OSError):  # the tracker's file may be absent
+                file.chmod(OWNER_ONLY & 0o600)
         yield run
 
 
@@ -125,7 +130,8 @@ def _own_directory(
             raise _taken(run)
         if run.path.exists() and not run.path.is_dir():
             raise RunExists(f"{run.path} is a file. Choose a directory for the run.", directory=str(run.path))
-        run.path.mkdir(parents=True, exist_ok=True)
+        run.path.parent.mkdir(parents=True, exist_ok=True)
+        run.path.mkdir(mode=OWNER_ONLY, exist_ok=True)
     with _removed_if_full(run if continued is None else None), _locked(run):
         if continued is not None and checkpoint is not None:
             _set_aside_later(run, clear_attempt(run), step_of(checkpoint))
@@ -194,7 +200,7 @@ def new_directory(name: str) -> Path:
         for attempt in range(1, 1000):
             path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(mode=OWNER_ONLY)
                 return path
     except OSError as error:
         raise WorkbenchError(

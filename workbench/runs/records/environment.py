@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -17,11 +16,9 @@ from typing import Any
 import psutil
 
 from workbench.machine import available_cores, cpu_model
+from workbench.runs.records.secrets import masked_command
 
 PACKAGES = ("workbench", "torch", "accelerate", "transformers", "datasets", "tokenizers", "numpy", "wandb")
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-SECRET_LENGTH = 8
-"""Shortest value of an environment variable that is masked; a shorter one may be an ordinary word."""
 DIFF_LIMIT = 20_000
 """Characters of `git diff --stat` that are recorded."""
 
@@ -38,27 +35,10 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: package_version(name) for name in PACKAGES},
-        "command": [masked(argument) for argument in sys.argv],
+        "command": masked_command(sys.argv),
         "directory": os.getcwd(),
         "git": git_state(Path.cwd()),
     }
-
-
-def masked(text: str) -> str:
-    """Return the text without the values of environment variables that are named like secrets (`…_KEY`, `…TOKEN…`)."""
-    for value in secrets():
-        text = text.replace(value, "***")
-    return text
-
-
-def secrets() -> list[str]:
-    """Return the values of environment variables that are named like secrets, the longest first."""
-    values = {
-        value
-        for name, value in os.environ.items()
-        if SECRET_NAME.search(name) and len(value) >= SECRET_LENGTH and not os.path.exists(value)
-    }
-    return sorted(values, key=len, reverse=True)
 
 
 def package_version(name: str) -> str | None:

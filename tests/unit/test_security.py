@@ -1,0 +1,256 @@
+"""What comes from somebody else runs nothing, and what leaves this machine holds no secret and no script."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.unit.test_runs_tampering import plan, small, text  # noqa: F401  (fixtures)
+from workbench import notebooks
+from workbench.errors import InvalidArgument, WorkbenchError
+from workbench.execution.checkpoint import save_load
+from workbench.execution.checkpoint.files import COMPLETE, DamagedCheckpoint, digest_of, digests
+from workbench.execution.checkpoint.guarded_reader import GuardedReader
+from workbench.notebooks.record import Record
+from workbench.notebooks.reproducing import recorded_commit
+from workbench.notebooks.verdict import MAX_POINTS, LossCurve
+from workbench.planning import Plan
+from workbench.rundir import RunDir, this_process, write_json
+from workbench.runs.launching import device_queue
+from workbench.runs.launching.launcher import prepare
+from workbench.runs.launching.slurm import job_file
+from workbench.runs.records.environment import environment
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (self.path, "w")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Return a whole checkpoint of one tensor."""
+    path = tmp_path / "step-00000004"
+    dcp_save({"model.weight": torch.arange(4.0)}, checkpoint_id=path, no_dist=True)
+    complete(path)
+    return path
+
+
+def complete(path: Path) -> None:
+    files = digests(file for file in path.iterdir() if file.name != COMPLETE)
+    facts = {"step": 4, "seconds": 1.0, "signature": "abc", "files": files}
+    write_json(path / COMPLETE, {**facts, "digest": digest_of(facts)})
+
+
+def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Return the weight that a rank loads when it resumes."""
+    weight = torch.zeros(4)
+    stages = SimpleNamespace(sharding=lambda _: None)
+    graph = SimpleNamespace(parameters={"weight": weight})
+    trainer = SimpleNamespace(
+        plan=SimpleNamespace(signature="abc"), optimizer=None, stages=stages, graph=graph, evaluator=None
+    )
+    monkeypatch.setattr(save_load, "create_state", lambda _: None)
+    monkeypatch.setattr(save_load, "_entries", lambda _: [("model.weight", "weight", weight)])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_load.Checkpoints(trainer, RunDir(path.parent.parent)).load(path)  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    return weight
+
+
+def test_resuming_reads_a_whole_checkpoint(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resumed(checkpoint, monkeypatch).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["names code", "holds a pickle", "is no pickle"])
+def test_resuming_executes_nothing_that_a_checkpoint_names(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    executed, file = checkpoint.parent / "executed", checkpoint / ".metadata"
+    if kind == "names code":
+        file.write_bytes(pickle.dumps(Bomb(executed)))
+    elif kind == "is no pickle":
+        file.write_bytes(b"\x80\x04nonsense")
+    else:  # a value that torch.distributed.checkpoint would unpickle
+        index = GuardedReader(checkpoint).read_metadata()
+        index.state_dict_metadata["model.weight"] = BytesStorageMetadata()
+        file.write_bytes(pickle.dumps(index))
+        content = io.BytesIO()
+        torch.save(Bomb(executed), content)
+        (checkpoint / "__0_0.distcp").write_bytes(content.getvalue())
+    complete(checkpoint)
+    with pytest.raises(DamagedCheckpoint, match=r"does not belong there|is no tensor|is no index"):
+        resumed(checkpoint, monkeypatch)
+    assert not executed.exists()
+
+
+SECRETS = {
+    "GITHUB_PAT": "a-personal-token",
+    "DATABASE_URL": "postgresql://me:pa55@db.example/x",
+    "MYSQL_PWD": "hun7",
+    "SLACK_WEBHOOK_URL": "https://hooks.slack.com/services/T0/B0/fromtheenvironment",
+}
+FOREIGN = {
+    "OPENAI_API_KEY": "sk-abcdefghijklmnopqrstuvwx",
+    "STRIPE_SECRET": "tiny",
+    "HOOK": "https://hooks.slack.com/services/T1/B1/fromelsewhere",
+    "MONGO": "mongodb://root:t0pl3vel@db.example/x",
+}
+"""Secrets that this process does not know: they stand beside their names, or have a known form."""
+
+
+def notebook(cells: list[Any], path: Path) -> Path:
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    return path
+
+
+def test_a_shared_notebook_holds_no_secret_by_value_by_name_or_by_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    printed = "\n".join(f"{name}={value}" for name, value in {**SECRETS, **FOREIGN}.items())
+    source = "\n".join(f'os.environ["{name}"] = "{value}"' for name, value in FOREIGN.items())
+    keep = 'PAD_TOKEN = "[PAD]"\nMAX_TOKENS = 4096\nSORT_KEY = "loss"\nkey = data["hun7ter"]'
+    outputs = [
+        nbformat.v4.new_output("stream", text=printed),
+        nbformat.v4.new_output("display_data", data={"text/html": f"<pre>{dict(FOREIGN)}</pre>", "text/plain": ""}),
+    ]
+    cell = nbformat.v4.new_code_cell(f"{source}\n{keep}", outputs=outputs)
+    shared = notebooks.share(notebook([cell], tmp_path / "mine.ipynb"), tmp_path / "to", [])
+    written = shared.notebook.read_text() + shared.page.read_text()
+    for value in ("a-personal-token", "pa55", "hun7 ", "hun7\\n", "fromtheenvironment", "fromelsewhere", "t0pl3vel"):
+        assert value not in written
+    assert "sk-abcdef" not in written
+    assert "tiny" not in nbformat.read(shared.notebook, 4).cells[0].source
+    assert nbformat.read(shared.notebook, 4).cells[0].source.endswith(keep)
+
+
+def test_a_shared_notebook_runs_nothing_in_a_browser(tmp_path: Path) -> None:
+    attack = (
+        "<script>alert(1)</script><img src=x onerror=alert(2)><iframe srcdoc='<p>'></iframe><svg onload=alert(3)></svg>"
+        "<a href='javascript:alert(4)'>a</a><a href='jav&#x61;script:alert(5)'>b</a>"
+    )
+    data = {"text/html": f"<b>bold</b>{attack}", "application/javascript": "alert(6)", "image/svg+xml": "<svg/>"}
+    cells = [
+        nbformat.v4.new_markdown_cell(f"# Title\n\n> quoted, where 1 < 2\n\n{attack}"),
+        nbformat.v4.new_code_cell("x", outputs=[nbformat.v4.new_output("display_data", data=data)]),
+    ]
+    shared = notebooks.share(notebook(cells, tmp_path / "mine.ipynb"), tmp_path / "to", [])
+    title, code = nbformat.read(shared.notebook, 4).cells
+    assert title.source.startswith("# Title\n\n> quoted")
+    assert code.outputs[0]["data"]["text/html"].startswith("<b>bold</b>")
+    for content in (shared.page.read_text(), shared.notebook.read_text()):
+        for part in ("<script>alert", "onerror=alert", "<iframe", "onload=alert", "javascript:alert", "alert(6)"):
+            assert part not in content, part
+    assert any("what a browser would run" in note for note in shared.notes)
+
+
+def test_a_command_line_is_recorded_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train.py", "--api-key", "short", "--db-password=x", "GITHUB_PAT=y", "--steps", "4", "hf_" + "a" * 20]
+    monkeypatch.setattr("sys.argv", words)
+    expected = ["train.py", "--api-key", "***", "--db-password=***", "GITHUB_PAT=***", "--steps", "4", "***"]
+    assert environment()["command"] == expected
+
+
+def test_a_run_directory_is_its_owners(text: Path, plan: Plan) -> None:  # noqa: F811
+    run = prepare(small(text), plan)
+    assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
+    for file in (run.experiment, run.plan, run.environment, run.started, run.events):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    chosen = prepare(small(text), plan, directory=run.path.parent / "own")
+    assert stat.S_IMODE(chosen.path.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("value", ["gpu\ntouch x #", "gpu;touch x", "--uid=0", "gpu $(id)", ""])
+def test_a_job_file_takes_no_value_that_begins_a_line_or_an_option(
+    text: Path,  # noqa: F811
+    plan: Plan,  # noqa: F811
+    value: str,
+) -> None:
+    run = prepare(small(text), plan)
+    for name in ("time", "partition", "account"):
+        with pytest.raises(InvalidArgument, match=name):
+            job_file(run, plan, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="option"):
+        job_file(run, plan, options=["--comment=a\ntouch x"])
+    made = job_file(run, plan, partition="gpu-long,a_b", time="1-12:00:00", options=["--constraint=h200"])
+    assert "#SBATCH --partition=gpu-long,a_b\n" in made
+
+
+def test_reproducing_shows_what_would_run_and_runs_nothing_unasked(tmp_path: Path) -> None:
+    curve = LossCurve.from_json({"step": packed(b""), "loss": packed(b""), "steps": 0, "digest": ""})
+    run = {"name": "a", "experiment": {}, "plan": {}, "data_fingerprint": None, "state": "", "curve": curve.to_json()}
+    record = {"format": 1, "time": 0.0, "environment": {"git": {"commit": "--upload-pack=touch x"}}, "runs": [run]}
+    marker = tmp_path / "executed"
+    cell = nbformat.v4.new_code_cell(f"open({str(marker)!r}, 'w')\x1b[2K")
+    value = nbformat.v4.new_notebook(cells=[cell], metadata={"workbench": record})
+    path = tmp_path / "theirs.ipynb"
+    nbformat.write(value, path)
+    with pytest.raises(WorkbenchError, match="which is none"):
+        notebooks.reproduce(path, tmp_path / "again", at_commit=True, trust=True)
+    record["environment"] = {}
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell], metadata={"workbench": record}), path)
+    with pytest.raises(WorkbenchError, match="nothing was executed yet") as shown:
+        notebooks.reproduce(path, tmp_path / "again")
+    assert f"open({str(marker)!r}, 'w')" in str(shown.value)
+    assert "\x1b" not in str(shown.value)
+    assert not marker.exists()
+    assert not (tmp_path / "again").exists()
+    command = [sys.executable, "-m", "workbench", "reproduce", str(path), "--to", str(tmp_path / "again")]
+    answer = subprocess.run(command, input="n\n", capture_output=True, text=True, env=dict(os.environ))
+    assert "Execute it?" in answer.stdout
+    assert (answer.returncode, marker.exists()) == (1, False)
+
+
+@pytest.mark.parametrize("commit", ["--upload-pack=x", "-f", "HEAD", "", "abcdefg;x", 5])
+def test_a_recorded_commit_that_is_none_is_refused(commit: Any) -> None:
+    with pytest.raises(WorkbenchError, match="which is none"):
+        recorded_commit(Record(0.0, {"git": {"commit": commit}}, ()))
+
+
+def packed(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content, 9)).decode()
+
+
+def test_a_record_expands_to_no_more_than_a_curve_can_have() -> None:
+    bomb = packed(bytes(8 * (MAX_POINTS + 2)))
+    assert len(bomb) < 1000
+    for text_ in (bomb, packed(b"\0" * 7), "?", "AAAA", 5):
+        with pytest.raises(WorkbenchError, match="damaged"):
+            LossCurve.from_json({"step": text_, "loss": text_, "steps": 1, "digest": ""})
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{}", "[]", "5", '{"run": 5}', '{"run": "/x", "pool": ["cpu"], "count": 1, "devices": null, "supervisor": {}}'],
+)
+def test_a_ticket_of_nonsense_does_not_break_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    (device_queue.queue_folder() / "000001.json").write_text(content)
+    ticket = device_queue.take_ticket(RunDir(tmp_path / "run"), pool=["cpu"], count=1, supervisor=this_process())
+    assert ticket.ahead() == []
+    assert ticket.try_start() == ("cpu",)
