@@ -82,8 +82,27 @@ class EvaluationEvent(_Timed):
     """Training time so far, without evaluations."""
     eval_seconds: float
     """Time that this evaluation took."""
+    evaluated: NotRequired[int]
+    """Number of held-out samples."""
     metrics: NotRequired[dict[str, float | None]]
     """The experiment's own metrics; None for one whose count was 0."""
+
+
+class DataEvaluationEvent(_Timed):
+    """The loss on data that `run.evaluate` was given; the other fields are those of an `EvaluationEvent`."""
+
+    type: Literal["data_evaluation"]
+    data: str
+    """Name of the data."""
+    step: int
+    loss: float
+    tokens: float
+    samples: float
+    flops: float
+    seconds: float
+    eval_seconds: float
+    evaluated: int
+    metrics: NotRequired[dict[str, float | None]]
 
 
 class TextSample(TypedDict):
@@ -190,6 +209,7 @@ Event = (
     | PhaseEvent
     | StepEvent
     | EvaluationEvent
+    | DataEvaluationEvent
     | SamplesEvent
     | MemoryEvent
     | DeviceEvent

@@ -18,7 +18,9 @@ from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
 from workbench.capture import capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.data import held_out as held_out_of
 from workbench.data._datasets import HeldOutDataset
+from workbench.errors import CheckpointError, DataError, RunExists
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage, evaluation_programs
 from workbench.execution.evaluate import Evaluator, micro_batches
@@ -261,6 +263,8 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     plan = wb.plan(experiment, pipeline=2, data=1, micro_batch=2)
     assert plan.prediction.evaluation_s > 0
     run = wb.launch(experiment, plan)
+    with pytest.raises(RunExists, match=r"Wait for it, run\.wait\(\)"):
+        run.evaluate()
     run.wait(timeout=120)
     assert run.evaluations().step.tolist() == [0, 2, 4], run.logs()
     assert run.evaluations().eval_loss[0] == pytest.approx(math.log(200) + math.log(2), rel=0.2)
@@ -279,3 +283,26 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     run.resume(steps=6)
     run.wait(timeout=120)
     assert run.evaluations().step.tolist() == [0, 2, 4, 6]
+    _check_evaluation_of_checkpoints(run, experiment)
+
+
+def _check_evaluation_of_checkpoints(run: wb.Run, experiment: wb.Experiment) -> None:
+    """A checkpoint has the loss that the run computed, on its held-out samples and on equal samples that are given."""
+    before = run.evaluations()
+    again = run.evaluate(step=2)
+    assert (again.loss, again.count, again.step, again.metrics) == (before.eval_loss[1], 9, 2, {"known": 5.0})
+    assert run.evaluations().eval_loss.tolist() == before.eval_loss.tolist()
+    samples = held_out_of(experiment)
+    given = run.evaluate([samples[index] for index in range(5)])
+    assert (given.count, given.step, given.data) == (5, 6, "list")
+    assert abs(given.loss - before.eval_loss[3]) < 0.5
+    assert run.evaluations("list").eval_loss.tolist() == [given.loss]
+    assert run.evaluations().step.tolist() == [0, 2, 4, 6]
+    assert run.status.state == "finished"
+    assert not list((run.path / "evaluations").iterdir())
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. It has those of the steps 2, 4, 6"):
+        run.evaluate(step=3)
+    with pytest.raises(DataError, match="eval_data has the fields"):
+        run.evaluate([{"x": torch.zeros(3)}] * 4)
+    with pytest.raises(DataError, match="There are 1 samples, fewer than the 2 of one micro-batch"):
+        run.evaluate([samples[0]])

@@ -19,6 +19,7 @@ from workbench.capture.returned_loss import LossChoice
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
+from workbench.errors import PlanMismatch
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.block_module import BlockProgram
@@ -83,6 +84,20 @@ def capture_for(plan: Plan, model: nn.Module, samples: Mapping[str, TensorSpec],
     """
     batch = {name: spec.batched(plan.micro_batch) for name, spec in samples.items()}
     return capture(model, batch, name=plan.model, loss=loss)
+
+
+def check_coupling(plan: Plan, graph: Graph, batch_coupling: str) -> None:
+    """Raise `PlanMismatch` if the plan divides a batch whose samples the loss compares, which nobody allowed.
+
+    The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
+    """
+    if graph.coupled and batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
+        raise PlanMismatch(
+            f"The loss of {plan.model} compares samples of one batch ({graph.coupled[0]}), and the plan divides the "
+            f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
+            f"wb.plan(experiment), or give it batch_coupling='allow'.",
+            coupled=list(graph.coupled),
+        )
 
 
 def build_stage(

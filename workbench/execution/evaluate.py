@@ -75,6 +75,11 @@ class Evaluator:
         self._micro_batches = divided[coordinate.data_rank * share : (coordinate.data_rank + 1) * share]
         self._denominators: list[torch.Tensor] | None = None
 
+    @property
+    def samples(self) -> int:
+        """Number of samples of the set."""
+        return len(self._dataset)
+
     def loss(self) -> float:
         """Return the mean loss over the whole set; a collective."""
         return self.evaluate()[0]
@@ -179,6 +184,7 @@ class EvaluationLog:
                 step=step,
                 loss=loss,
                 **({"metrics": metrics} if metrics else {}),
+                evaluated=self._evaluator.samples,
                 tokens=step * self._experiment.tokens_per_step,
                 samples=step * self._experiment.global_batch,
                 flops=step * self._plan.flops_per_step,

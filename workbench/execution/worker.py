@@ -38,6 +38,7 @@ from workbench.execution.build import (
     build_model,
     build_stage,
     capture_for,
+    check_coupling,
     evaluation_programs,
     prepare_compiler,
     turn_to_build,
@@ -72,8 +73,8 @@ WARM_STEPS = 3
 """Steps after which the peak memory is reported for the first time."""
 
 
-def main(directory: str) -> int:
-    """Run one rank from start to end; return the exit code of its process."""
+def main(directory: str, worker_type: type[Worker] | None = None) -> int:
+    """Run one rank from start to end, by default of a training; return the exit code of its process."""
     run = RunDir(Path(directory))
     _complete_environment()
     rank = int(os.environ["RANK"])
@@ -90,7 +91,7 @@ def main(directory: str) -> int:
     if rank == 0:
         enter("starting")
     try:
-        worker = Worker(run, plan)
+        worker = (worker_type or Worker)(run, plan)
         steps, target = worker.run(), worker.experiment.steps
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
@@ -211,6 +212,7 @@ class Worker:
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         with self._timed_phase("capture"):
             graph = capture_for(plan, model, specs, experiment.loss)
+            check_coupling(plan, graph, experiment.batch_coupling)
             metrics = experiment.metrics or {}
             evaluated = capture_for_evaluation(model, graph, metrics) if experiment.evaluate is not None else None
             sampled = capture_samples(model, graph, experiment, plan)

@@ -1,4 +1,4 @@
-"""When a run left the plateau of context-free prediction, and the end of runs that stay on it."""
+"""Departure of a run from the plateau of context-free prediction, and the end of runs that stay on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEVEL = "a loss above 0. Give wb.context_free(experiment).loss."
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a loss curve left the plateau of context-free prediction, or that it did not."""
+    """Point at which a loss curve left the plateau of context-free prediction, or that it did not."""
 
     name: str
     level: float

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,17 +24,18 @@ from workbench.runs.status import (
     read_experiment,
     read_status,
     run_facts,
+    wait_for_end,
 )
 from workbench.units import count, gib
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
+    from workbench.runs.evaluating import Evaluation
     from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization
     from workbench.runs.records.text_samples import TextSamples
     from workbench.runs.tracking.wandb_run import Delivery
 
-POLL_S = 0.2
 PLANNED_FIELDS = frozenset({"model", "data", "global_batch", "seq_len", "precision", "optimizer"})
 """Fields of an experiment that a plan depends on: a clone that changes one of them is planned anew."""
 
@@ -129,18 +129,11 @@ class Run:
         An interrupt leaves the run training, and is raised again. Raises `RunFailed`, with the worker's own traceback,
         if the run failed.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while not (status := self.status).final:
-                if deadline is not None and time.monotonic() > deadline:
-                    return self
-                time.sleep(POLL_S)
+            _, self._progress = wait_for_end(self._dir, self._progress, timeout)
         except KeyboardInterrupt:
             print(f"{self.name} trains on; stop() ends it.")
             raise
-        processes.wait_left(self._dir)
-        if status.state == "failed":
-            raise run_failed(self._dir, status.message)
         return self
 
     def error(self) -> RunFailed | None:
@@ -248,9 +241,21 @@ class Run:
 
         return read_tail(self._dir.events)
 
-    def evaluations(self) -> Evaluations:
-        """Return the held-out losses as NumPy columns, one row an evaluation; empty without `evaluate`."""
-        return self._tail().evaluations
+    @checked_arguments
+    def evaluate(self, data: Any = None, step: int | None = None) -> Evaluation:
+        """Return the loss of a checkpoint on held-out samples, once this run has ended; blocks, and records the result.
+
+        `data` replaces the samples that the run held out, and `step` names a checkpoint other than the last one;
+        `workbench.runs.evaluating.evaluate` says what is refused.
+        """
+        from workbench.runs.evaluating import evaluate
+
+        return evaluate(self._dir, data, step)
+
+    @checked_arguments
+    def evaluations(self, data: str | None = None) -> Evaluations:
+        """Return the held-out losses, or those on `data` by its name, as NumPy columns, one row an evaluation."""
+        return self._tail().evaluations if data is None else self._tail().evaluations_on(data)
 
     def samples(self) -> TextSamples:
         """Return the text that the model wrote while it trained; empty without `samples`."""
@@ -271,16 +276,19 @@ class Run:
         return run_facts(self._dir, status, self._progress)
 
     def __repr__(self) -> str:
-        facts = self.summary()
-        parts = [facts["state"], f"step {step_text(facts)}", *_figures(facts)]
-        message = f" ({facts['message']})" if facts["message"] and facts["state"] != "finished" else ""
-        return f"Run({self.name}: {', '.join(parts)}{message})"
+        return f"Run({self.name}: {_in_words(self.summary())})"
 
     def _repr_html_(self) -> str:
         from workbench.runs.tracking.wandb_run import tracking_note
 
         facts = self.summary()
         return _run_html(facts, self._progress.problems, tracking_note(self._dir))
+
+
+def _in_words(facts: RunFacts) -> str:
+    parts = [facts["state"], f"step {step_text(facts)}", *_figures(facts)]
+    message = f" ({facts['message']})" if facts["message"] and facts["state"] != "finished" else ""
+    return f"{', '.join(parts)}{message}"
 
 
 def _load_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:

@@ -17,6 +17,7 @@ from workbench.events import EndEvent, MemoryEvent, ProcessRecord, StartEvent, S
 from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json
 from workbench.runs.launching import processes
+from workbench.runs.launching.failure import run_failed
 from workbench.runs.records.history import latest_events
 
 RECENT_STEPS = 20
@@ -25,6 +26,7 @@ VANISHED = "The launcher vanished."
 DISK_FULL = " Its disk is full, so nobody could write why. Free some space, then resume the run."
 DISK_FULL_BYTES = 2**20
 """Free bytes below which a disk counts as full."""
+POLL_S = 0.2
 LAUNCH_LIMIT_S = 30.0
 """Seconds from a new run's first file until its supervisor must be known."""
 SILENCE_S = 60.0
@@ -163,6 +165,25 @@ def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progr
         message = "The launcher vanished, its ranks train on; stop() ends them."
         return Status("running", message, recorded.time), progress
     return _status_without_processes(run, progress, recorded), progress
+
+
+def wait_for_end(run: RunDir, seen: Progress = Progress(), timeout: float | None = None) -> tuple[Status, Progress]:
+    """Block until a run has ended and its processes have left, or until `timeout` seconds have passed.
+
+    Returns what `read_status` does. Raises `RunFailed`, with the worker's own traceback, if the run failed.
+    """
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        status, seen = read_status(run, seen)
+        if status.final:
+            break
+        if time.monotonic() > deadline:
+            return status, seen
+        time.sleep(POLL_S)
+    processes.wait_left(run)
+    if status.state == "failed":
+        raise run_failed(run, status.message)
+    return status, seen
 
 
 def _status_without_processes(run: RunDir, progress: Progress, recorded: Status) -> Status:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -211,12 +211,12 @@ class HistoryTail:
         computed = [self._metrics.get(step, {}) for step in steps]
         names = dict.fromkeys(name for values in computed for name in values)
         metrics = {name: np.array([number(values.get(name)) for values in computed]) for name in names}
-        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T, metrics=metrics)
+        return replace(_evaluations_of(rows), metrics=metrics)
 
     def evaluations_on(self, data: str) -> Evaluations:
         """Return the losses on data that `run.evaluate` was given, by its name, as far as `read()` has come."""
         rows = [row for _, row in sorted(self._on_data.get(data, {}).items())]
-        return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T)
+        return _evaluations_of(rows)
 
     @property
     def texts(self) -> TextSamples:
@@ -346,3 +346,7 @@ def read_tail(path: Path) -> HistoryTail:
 def resumed_step(value: str | int | None) -> int:
     """Return the step of `resumed_from`: a checkpoint's path (`.../step-00000400`), a step, or None for a new start."""
     return int(value.rpartition("step-")[2]) if isinstance(value, str) else int(value or 0)
+
+
+def _evaluations_of(rows: Sequence[Sequence[float]]) -> Evaluations:
+    return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T)

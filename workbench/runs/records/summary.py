@@ -44,6 +44,8 @@ class Summary:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     machine: str
+    notes: tuple[str, ...] = ()
+    """Sentences of the plans that a user may not expect (coupled samples, checks left out), with their runs."""
 
     def _transposed(self) -> list[tuple[str, ...]]:
         return list(zip(self.columns, *self.rows, strict=True))
@@ -52,7 +54,7 @@ class Summary:
         table = self._transposed()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join([*lines, self.machine])
+        return "\n".join([*lines, self.machine, *self.notes])
 
     def _repr_html_(self) -> str:
         style = "text-align:left;padding:2px 10px;white-space:nowrap"
@@ -64,9 +66,8 @@ class Summary:
 
         head, *body = self._transposed()
         rows = line(head, "th") + "".join(line(row, "td") for row in body)
-        return (
-            f"<div style='overflow-x:auto'><table>{rows}</table></div><p><small>{html.escape(self.machine)}</small></p>"
-        )
+        below = "<br>".join(map(html.escape, (self.machine, *self.notes)))
+        return f"<div style='overflow-x:auto'><table>{rows}</table></div><p><small>{below}</small></p>"
 
 
 COLUMNS = (
@@ -98,7 +99,17 @@ def summary(runs: Sequence[Run]) -> Summary:
         (*row[:at], *(_number(_last(found.get(name)), "{:.4g}") for name in metrics), *row[at:])
         for row, found in zip(map(_row, runs), computed, strict=True)
     ]
-    return Summary((*COLUMNS[:at], *metrics, *COLUMNS[at:]), tuple(rows), machine(runs[0]) if runs else "")
+    columns = (*COLUMNS[:at], *metrics, *COLUMNS[at:])
+    return Summary(columns, tuple(rows), machine(runs[0]) if runs else "", notes_of_plans(runs))
+
+
+def notes_of_plans(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Return each note of the runs' plans once, with the names of the runs that it holds for."""
+    runs_by_note: dict[str, list[str]] = {}
+    for run in runs:
+        for note in run.plan.notes:
+            runs_by_note.setdefault(note, []).append(run.name)
+    return tuple(f"{', '.join(names)}: {note}" for note, names in runs_by_note.items())
 
 
 def _last(values: Any) -> float:

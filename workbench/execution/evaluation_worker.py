@@ -1,0 +1,36 @@
+"""One rank of `run.evaluate`: a worker that loads a checkpoint and evaluates it instead of training on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
+from workbench.execution.evaluate import EvaluationLog
+from workbench.execution.step_log import StepLog
+from workbench.execution.trainer import Trainer
+from workbench.execution.worker import BetweenSteps, Worker, main
+
+
+class EvaluationWorker(Worker):
+    """Evaluates the checkpoint that `resume.json` names, and writes no checkpoint."""
+
+    def _train(
+        self,
+        trainer: Trainer,  # noqa: ARG002 - its evaluators are in `between`
+        checkpoints: Checkpoints,  # noqa: ARG002 - a training saves
+        progress: TrainingProgress,
+        between: Sequence[BetweenSteps],
+    ) -> TrainingProgress:
+        """Compute the loss of the held-out samples once."""
+        events = self.run_dir.events if self.is_main else None
+        log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
+        self.heartbeat.begin("evaluation")
+        for each in between:
+            if isinstance(each, EvaluationLog):
+                each.run(progress.step, log)
+        return progress
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], EvaluationWorker))

@@ -1,0 +1,183 @@
+"""Evaluation of a run that has ended: its checkpoint is loaded under its own plan by processes of their own.
+
+The processes work in `evaluations/<number>/` of the run directory, which is a run directory itself and is removed
+afterwards. The result becomes an event of the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import CheckpointError, DataError, RunExists, RunFailed, WorkbenchError
+from workbench.rundir import RunDir, append_event, read_events
+from workbench.runs.launching import processes
+from workbench.runs.launching.failure import log_tail, root_cause
+from workbench.runs.launching.launcher import launch, request_end
+from workbench.runs.launching.run_directory import code_of_clone, step_of
+from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
+
+if TYPE_CHECKING:
+    from workbench.experiment import Experiment
+    from workbench.planning.plan import Plan
+
+CARRIED = ("step", "loss", "metrics", "evaluated", "tokens", "samples", "flops", "seconds", "eval_seconds")
+"""Fields of the event of an evaluation that the run takes over."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of `run.evaluate`."""
+
+    loss: float
+    """Mean loss over all samples."""
+    count: int
+    """Number of samples."""
+    step: int
+    """Steps that the evaluated checkpoint was trained for."""
+    data: str | None = None
+    """Name of the data; None for the samples that the run held out."""
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def evaluate(run: RunDir, data: Any, step: int | None) -> Evaluation:
+    """Evaluate a checkpoint of a run and record the result; `Run.evaluate` describes the arguments and errors."""
+    from workbench.planning.plan import Plan
+
+    checkpoint = _checkpoint(run, step)
+    experiment, plan = _evaluated_experiment(run, data), Plan.load(run.plan)
+    _check(experiment, plan, is_given=data is not None)
+    code = code_of_clone(run, experiment, () if data is None else ("eval_data",))
+    directory = _new_folder(run.path / "evaluations")
+    try:
+        child = launch(experiment, plan, directory=directory, resume=checkpoint, code=code, worker=processes.EVALUATOR)
+        event = _result_event(child, checkpoint)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    facts = {name: event[name] for name in CARRIED if name in event}
+    if data is None:
+        append_event(run.events, "evaluation", **facts)
+        return _result(event, None)
+    assert experiment.eval_data is not None
+    append_event(run.events, "data_evaluation", **facts, data=experiment.eval_data.name)
+    return _result(event, experiment.eval_data.name)
+
+
+def _result(event: Mapping[str, Any], data: str | None) -> Evaluation:
+    return Evaluation(event["loss"], int(event["evaluated"]), int(event["step"]), data, event.get("metrics") or {})
+
+
+def _checkpoint(run: RunDir, step: int | None) -> Path:
+    """Return the checkpoint of a step, or the last one, of a run that has ended."""
+    status = read_status(run)[0]
+    if status.final:
+        processes.wait_left(run)
+    if not status.final or processes.run_alive(run):
+        raise RunExists(
+            f"{run.path.name} is still {status.state}, and its devices are busy. Wait for it, run.wait(), or stop it, "
+            "run.stop(wait=True). A run with evaluate=wb.Evaluate(...) is evaluated while it trains.",
+            run=str(run.path),
+        )
+    found = {checkpoint.step: checkpoint.path for checkpoint in complete_checkpoints(run)}
+    if not found:
+        raise CheckpointError(
+            f"{run.path.name} has no checkpoint that could be evaluated. Launch it anew, with checkpoint_every set if "
+            "it may be interrupted.",
+            run=str(run.path),
+        )
+    if step is not None and step not in found:
+        steps = ", ".join(f"{each:,}" for each in found)
+        raise CheckpointError(
+            f"{run.path.name} has no checkpoint of step {step:,}. It has those of the steps {steps}; more are kept "
+            "with keep_checkpoints.",
+            run=str(run.path),
+            step=step,
+        )
+    return found[max(found) if step is None else step]
+
+
+def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
+    """Return the experiment whose held-out samples are those to evaluate."""
+    from workbench.experiment import Evaluate, Experiment
+
+    experiment = Experiment.from_json(read_experiment(run)).replace(samples=None)
+    if data is not None:
+        given = experiment.replace(eval_data=data, evaluate=experiment.evaluate or Evaluate())
+        if given.eval_data is None or not given.eval_data.is_custom:
+            return given
+        return given.replace(evaluate=Evaluate(samples=given.eval_data.prepare(given).samples))
+    if experiment.evaluate is None:
+        raise WorkbenchError(
+            f"{run.path.name} was trained without evaluate, so that it held no samples out. Give data of the same "
+            "kind: run.evaluate(my_validation_data)."
+        )
+    return experiment
+
+
+def _check(experiment: Experiment, plan: Plan, *, is_given: bool) -> None:
+    """Raise `DataError` if the samples do not fit the plan, as far as the run's stored code need not be loaded.
+
+    The processes load it, and find the rest.
+    """
+    from workbench.data import held_out
+
+    own = experiment.eval_data is not None and experiment.eval_data.is_custom
+    if not experiment.data.is_custom and (is_given or not own):
+        experiment.data.prepare(experiment, progress=False)
+        samples = len(held_out(experiment))
+    elif is_given and experiment.evaluate is not None:
+        samples = experiment.evaluate.samples
+    else:
+        return
+    if samples < plan.micro_batch:
+        raise DataError(
+            f"There are {samples:,} samples, fewer than the {plan.micro_batch:,} of one micro-batch of the run's plan. "
+            "Give more of them.",
+            samples=samples,
+            micro_batch=plan.micro_batch,
+        )
+
+
+def _new_folder(root: Path) -> Path:
+    """Make the first of `root/1`, `root/2`, … that nobody has made."""
+    root.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        folder = root / str(number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
+
+
+def _result_event(child: RunDir, checkpoint: Path) -> dict[str, Any]:
+    """Wait until the processes of an evaluation have ended, and return its event."""
+    try:
+        status, _ = wait_for_end(child)
+    except KeyboardInterrupt:
+        request_end(child, child.kill_file, read_status(child)[0])
+        wait_for_end(child)
+        raise
+    except RunFailed as failure:
+        root = root_cause(child)
+        if root is not None and root.type == DataError.__name__:
+            raise DataError(root.message) from failure
+        raise
+    events = [event for event in read_events(child.events) if event["type"] == "evaluation"]
+    if not events:
+        raise WorkbenchError(
+            f"The evaluation of {checkpoint.name} ended without a result: {status.message or log_tail(child, 0, 100)} "
+            "Evaluate again."
+        )
+    if events[-1]["step"] != step_of(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is damaged. The newest checkpoint before it that is not is of step {events[-1]['step']:,}: "
+            "give that step to evaluate.",
+            path=str(checkpoint),
+        )
+    return dict(events[-1])
