@@ -4,6 +4,7 @@ from . import data as data
 from . import models as models
 from .api import compare as compare
 from .api import contrast as contrast
+from .api import coordinate_check as coordinate_check
 from .api import launch as launch
 from .api import live as live
 from .api import partition as partition

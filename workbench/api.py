@@ -195,6 +195,36 @@ def timeline(run: OneRun | Plan) -> go.Figure:
 
 
 @checked_arguments
+def coordinate_check(experiment: Experiment, widths: Sequence[int] = (64, 128, 256), steps: int = 4) -> go.Figure:
+    """Draw activation sizes over the first steps against the width, with the rule of `wb.scaling` and without it.
+
+    The experiment's model is the base of the rule. It is trained at each width for some steps in this process, on the
+    CPU, at the full rate. Sizes that grow with the width mean that a rate does not carry over.
+
+    Args:
+        experiment: an experiment with a small `wb.models.…`.
+        widths: hidden sizes, each a multiple of the model's head size.
+        steps: number of steps.
+
+    Raises `InvalidExperiment` for a model whose parameters the rule does not know, or a width of other heads.
+    """
+    from workbench.execution.activation_sizes import activation_sizes
+    from workbench.figures.coordinate_view import coordinate_check as draw
+    from workbench.models import at_width, scaling
+
+    experiment.data.check(experiment)
+    base: Any = experiment.model
+    with_rule, without = {}, {}
+    for width in sorted(set(widths)):
+        model = at_width(base, width)
+        rule = scaling(base, model)
+        scaled = experiment.replace(model=rule.model, rate_scale=rule.rate_scale)
+        with_rule[width] = activation_sizes(scaled, steps)
+        without[width] = activation_sizes(experiment.replace(model=model), steps)
+    return draw(with_rule, without)
+
+
+@checked_arguments
 def live(runs: Runs, x: str = "tokens") -> Live:
     """Return a dashboard whose curves grow in place, with state, speed and a button to stop or resume each run."""
     from workbench.widgets import live as live_dashboard
@@ -248,9 +278,16 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
 
 @checked_arguments
 def reproduce(
-    notebook: PathLike, to: PathLike = "reproduced", *, kernel: str | None = None, at_commit: bool = False
+    notebook: PathLike,
+    to: PathLike = "reproduced",
+    *,
+    kernel: str | None = None,
+    at_commit: bool = False,
+    trust: bool = False,
 ) -> Reproduction:
     """Execute a shared notebook again and compare its curves with the recorded ones.
+
+    Its cells run as you: without `trust=True` nothing is executed, and the error shows what would be.
 
     Its runs take the recorded plans, if this machine can run them. `at_commit=True` executes the code of the recorded
     git commit. Raises `WorkbenchError` for a notebook without a record.
@@ -258,7 +295,7 @@ def reproduce(
     from workbench.notebooks import reproduce as reproduce_notebook
 
     files = Path(notebook).expanduser(), Path(to).expanduser()
-    return reproduce_notebook(*files, kernel=kernel, at_commit=at_commit)
+    return reproduce_notebook(*files, kernel=kernel, at_commit=at_commit, trust=trust)
 
 
 def _handles(runs: Runs) -> list[Run]:

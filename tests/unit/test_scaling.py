@@ -7,10 +7,13 @@ import json
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import workbench as wb
 from workbench import models
 from workbench.errors import InvalidExperiment
+from workbench.execution.activation_sizes import activation_sizes
+from workbench.figures.coordinate_view import HIDDEN, READ_OUT, coordinate_check, drift
 from workbench.models import Model, Scaling, scaling
 from workbench.models._named import initial_factor
 from workbench.optimizers.groups import parameter_groups, rate_scale
@@ -162,3 +165,62 @@ def test_the_table_of_a_rule_shows_every_factor():
     assert "2 times as wide, 3 times as deep" in repr(rule)
     assert len(repr(rule).splitlines()) == 2 + len(rule.rules)
     assert rule._repr_html_().count("<tr>") == 1 + len(rule.rules)
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[bool, dict[int, list[dict[str, float]]]]:
+    """Activation sizes of widths 64, 128 and 256 over four steps, with the rule and without it."""
+    ids = torch.randint(90, (64, 12), generator=torch.Generator().manual_seed(0))
+    items = [{"input_ids": row, "labels": row} for row in ids]
+    base = models.bert(64, 2, 8, **BERT)
+    experiment = wb.Experiment(
+        model=base, data=items_of(items), seq_len=12, global_batch=8, steps=10, learning_rate=1e-2
+    )
+    found: dict[bool, dict[int, list[dict[str, float]]]] = {True: {}, False: {}}
+    for width in (64, 128, 256):
+        model = models.at_width(base, width)
+        rule = scaling(base, model)
+        scaled = experiment.replace(model=rule.model, rate_scale=rule.rate_scale)
+        found[True][width] = activation_sizes(scaled, 4)
+        found[False][width] = activation_sizes(experiment.replace(model=model), 4)
+    return found
+
+
+def items_of(items: list[dict[str, torch.Tensor]]) -> Dataset[dict[str, torch.Tensor]]:
+    class Items(Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return len(items)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return items[index]
+
+    return Items()
+
+
+def test_with_the_rule_activations_do_not_drift_with_the_width_and_without_it_they_do(sizes):
+    for step in range(5):
+        assert abs(drift(sizes[True], HIDDEN, step)) < 0.1, step
+        assert drift(sizes[False], HIDDEN, step) > 0.4, step
+    assert drift(sizes[True], READ_OUT) < 0.2
+    assert drift(sizes[False], READ_OUT) > 0.4
+
+
+def test_the_coordinate_check_draws_a_line_for_each_step_and_says_the_drift(sizes):
+    figure = coordinate_check(sizes[True], sizes[False])
+    assert len(figure.data) == 2 * 2 * 5
+    assert list(figure.data[0].x) == [64, 128, 256]
+    titles = [note.text for note in figure.layout.annotations if "drift" in (note.text or "")]
+    assert len(titles) == 4
+    assert f"hidden activations, drift {drift(sizes[False], HIDDEN):+.2f}" in titles[1]
+
+
+def test_a_coordinate_check_leaves_random_numbers_alone_and_names_a_width_that_fits():
+    with pytest.raises(InvalidExperiment, match=r"A width of 100 does not divide into heads of 8 dims.*such as 96"):
+        models.at_width(models.bert(64, 2, 8, **BERT), 100)
+    assert models.at_width(models.bert(64, 2, 8, **BERT), 128).intermediate_size == 512
+    state = torch.get_rng_state()
+    experiment = wb.Experiment(
+        model=models.bert(16, 1, 2, **BERT), data=items_of([{"input_ids": torch.arange(8), "labels": torch.arange(8)}])
+    )
+    wb.coordinate_check(experiment.replace(global_batch=1, seq_len=8), widths=(16, 32), steps=1)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -12,7 +12,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, suggestion
 from workbench.models._custom import CustomModel, as_model
 from workbench.models._named import Model
-from workbench.models._scaling import Rule, Scaling, scaling
+from workbench.models._scaling import Rule, Scaling, at_width, scaling
 from workbench.models._source import ModelSource
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Rule",
     "Scaling",
     "as_model",
+    "at_width",
     "bert",
     "bert_large",
     "from_json",

@@ -74,12 +74,13 @@ class Model:
                 hidden_size=self.hidden_size,
                 num_heads=self.num_heads,
             )
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, Real) or not 0 <= self.dropout < 1:
+        dropout: Any = self.dropout
+        if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= float(dropout) < 1:
             raise InvalidExperiment(
-                f"dropout={self.dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
-                dropout=self.dropout,
+                f"dropout={dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
+                dropout=dropout,
             )
-        deviation = self.initializer_range
+        deviation: Any = self.initializer_range
         if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not 0 < deviation <= 1000:
             raise InvalidExperiment(
                 f"initializer_range={deviation!r} must be a number above 0 and at most 1000. Give 0.02, or about "

@@ -7,6 +7,7 @@ import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model, initial_factor
@@ -126,6 +127,29 @@ def scaling(base: Model, target: Model) -> Scaling:
     return Scaling(base, dataclasses.replace(started, initial_scale=initial), rules)
 
 
+def at_width(model: Model, width: int) -> Model:
+    """Return the model at another hidden size, with heads of the same size and a feed-forward in proportion.
+
+    Raises `InvalidExperiment` if the width is not a multiple of the head size, or if the model is no `wb.models.…`.
+    """
+    _check_models(model)
+    head = model.hidden_size // model.num_heads
+    if width < head or width % head:
+        raise InvalidExperiment(
+            f"A width of {width} does not divide into heads of {head} dims, which {model.name} has. Give a multiple "
+            f"of {head}, such as {head * max(1, round(width / head))}.",
+            width=width,
+            head=head,
+        )
+    return dataclasses.replace(
+        model,
+        name=f"{model.family}-{model.num_layers}x{width}",
+        hidden_size=width,
+        num_heads=width // head,
+        intermediate_size=max(1, model.intermediate_size * width // model.hidden_size),
+    )
+
+
 def _factors(role: str, base: Model, target: Model) -> tuple[float, float]:
     """Return the factors of the initial values and of the learning rate of the parameters of one role."""
     width, depth = target.hidden_size / base.hidden_size, target.num_layers / base.num_layers
@@ -174,14 +198,18 @@ def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:
     return {pattern: factors.pop() if factors else 1.0 for pattern, factors in found.items()}
 
 
-def _check_pair(base: Model, target: Model) -> None:
-    for model in (base, target):
+def _check_models(*models: Any) -> None:
+    for model in models:
         if not isinstance(model, Model):
             raise InvalidExperiment(
                 f"The rule knows the roles of the parameters of wb.models.bert, gpt2 and opt, and not those of "
                 f"{getattr(model, 'name', type(model).__name__)}. Give such models, or write rate_scale yourself.",
                 model=str(getattr(model, "name", model)),
             )
+
+
+def _check_pair(base: Model, target: Model) -> None:
+    _check_models(base, target)
     for field in ("family", "layout"):
         ours, theirs = getattr(base, field), getattr(target, field)
         if ours != theirs:
