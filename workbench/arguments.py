@@ -118,7 +118,7 @@ def _is_number(value: Any, kind: type) -> bool:
         return False
     if isinstance(value, Integral):
         return abs(int(value)) <= LARGEST_INTEGER
-    return not math.isnan(float(value))
+    return not math.isnan(float(typing.cast(float, value)))
 
 
 def _holds(value: Any, container: type, item: Any = Any) -> bool:

@@ -217,6 +217,28 @@ def clone(run: OneRun, settings: Settings = None, wait: Wait = False, as_json: A
     _print_started(load_run(run).clone(**fields_from(settings or ())), wait, as_json)
 
 
+@app.command()
+def evaluate(
+    run: OneRun,
+    step: Annotated[int | None, typer.Option("--step", help="Checkpoint to evaluate; the last one by default.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Text file or folder, instead of the samples that the run held out.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the held-out loss of a checkpoint of a run that has ended."""
+    from dataclasses import asdict
+
+    from workbench.runs import load_run
+
+    found = load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+        return
+    metrics = "".join(f", {name} {value}" for name, value in found.metrics.items())
+    typer.echo(f"loss {found.loss:.6g}{metrics} on {found.count:,} samples after {found.step:,} steps")
+
+
 def _print_started(started: Run, wait: bool, as_json: bool) -> None:
     if wait:
         started.wait()
@@ -301,7 +323,8 @@ def _start_sweep(file: Path) -> wb.Sweep:
         for name, values in asked.pop("axes").items()
     }
     Axes(experiment, axes)  # an axis must not be taken for an argument of `wb.sweep`
-    return wb.sweep(experiment, **asked, **axes)
+    options: dict[str, Any] = {**asked, **axes}
+    return wb.sweep(experiment, **options)
 
 
 @app.command()
@@ -497,11 +520,15 @@ def reproduce(
     at_commit: Annotated[
         bool, typer.Option("--at-commit", help="Run the code of the recorded git commit, checked out temporarily.")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Execute the cells without showing them and asking.")] = False,
 ) -> None:
     """Execute a notebook again and compare its curves with the recorded ones; exit code 1 if a run is different."""
     from workbench import notebooks
 
-    result = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report)
+    if not yes:
+        typer.echo(notebooks.what_runs(notebook, at_commit))
+        typer.confirm("Execute it?", abort=True)
+    result = notebooks.reproduce(notebook, to, kernel=kernel, at_commit=at_commit, report=_report, trust=True)
     typer.echo(repr(result))
     if not result.same:
         raise typer.Exit(1)

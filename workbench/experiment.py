@@ -184,9 +184,8 @@ class Experiment:
         _check_evaluation(self)
         _check_metrics(self)
         _check_samples(self)
-        object.__setattr__(self, "lr_schedule", as_user_function(self.lr_schedule))
-        object.__setattr__(self, "loss", as_user_function(self.loss))
-        object.__setattr__(self, "optimizer", as_user_function(self.optimizer))
+        for field in USER_FUNCTIONS:
+            object.__setattr__(self, field, as_user_function(getattr(self, field)))
         if isinstance(self.loss, bool) or not isinstance(self.loss, (str, int, UserFunction, type(None))):
             raise InvalidExperiment(
                 f"loss={self.loss!r} is neither a name, an index nor a function of the outputs and the batch. Give one "

@@ -12,11 +12,13 @@ import psutil
 import pytest
 
 import workbench as wb
-from tests.distributed.real_worker import SEQ, VOCAB, Words
+from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
+from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter
 from workbench.rundir import read_json
 from workbench.runs import Run
 from workbench.runs.launching import processes
+from workbench.sweeps import start
 from workbench.sweeps.rules import diverged
 from workbench.sweeps.sweep import Sweep
 
@@ -31,7 +33,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(processes, "WORKER", "sweep_worker")
+    prepare(monkeypatch.setattr)
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.syspath_prepend(str(QUICK_LAUNCHER))
     yield tmp_path
@@ -41,6 +43,12 @@ def node(tmp_path, monkeypatch):
         run = Run(path)
         supervisor = processes.launcher_record(run.directory).get("supervisor")
         processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(run.directory)])
+
+
+def prepare(replace=setattr) -> None:
+    """Let this process start the stand-in worker, on a machine of two processes whose speed need not be measured."""
+    replace(processes, "WORKER", "sweep_worker")
+    replace(start, "_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
 
 
 def experiment(**changes) -> wb.Experiment:
@@ -60,10 +68,9 @@ def eventually(truth, seconds: float = 60.0):
 
 KERNEL = """
 import sys, time
-from tests.distributed.test_sweeps import experiment
+from tests.distributed.test_sweeps import experiment, prepare
 import workbench as wb
-from workbench.runs.launching import processes
-processes.WORKER = "sweep_worker"
+prepare()
 sys.path.insert(0, sys.argv[2])
 wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], global_batch=[4, 8], seeds=3, directory=sys.argv[1])
 print("started", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from tests.unit.capture_models import Net, ResNet, batch_for, captured
 from workbench.capture import Graph, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
-from workbench.errors import InvalidExperiment, PlanInfeasible
+from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
+from workbench.execution.build import check_coupling
 from workbench.experiment import Experiment
 from workbench.planning import from_experiment, search
 from workbench.planning.plan import Plan
+from workbench.runs.records.summary import Summary, notes_of_plans
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -120,6 +123,27 @@ def test_a_coupled_batch_stays_in_one_micro_batch_on_one_replica() -> None:
     free = plan_of(replace(graph, coupled=()), 2)
     assert any(row.data == 2 for row in free.candidates)
     assert "notes" not in free.to_json()
+
+
+def test_a_plan_that_divides_a_coupled_batch_is_refused_when_the_model_is_built() -> None:
+    """The plan was made for another loss, whose model has the same parameters."""
+    graph = graph_of(clip)
+    divided = plan_of(replace(graph, coupled=()), 2, data=2)
+    with pytest.raises(PlanMismatch, match=r"compares samples of one batch \(matmul at .*batch_coupling='allow'"):
+        check_coupling(divided, graph, "keep")
+    check_coupling(divided, graph, "allow")
+    check_coupling(divided, replace(graph, coupled=()), "keep")
+    check_coupling(plan_of(graph, 2), graph, "keep")
+
+
+def test_a_summary_of_runs_shows_the_notes_of_their_plans_once() -> None:
+    coupled, free = plan_of(graph_of(clip), 2), plan_of(replace(graph_of(clip), coupled=()), 2)
+    runs: Any = [SimpleNamespace(name=name, plan=plan) for name, plan in (("a", coupled), ("b", free), ("c", coupled))]
+    notes = notes_of_plans(runs)
+    assert notes == (f"a, c: {coupled.notes[0]}",)
+    shown = Summary(("run",), (("a",),), "this machine", notes)
+    assert notes[0] in repr(shown)
+    assert "a, c: The loss compares samples of one batch" in shown._repr_html_()
 
 
 def test_degrees_that_would_divide_a_coupled_batch_are_refused_with_the_way_out() -> None:

@@ -7,7 +7,7 @@ import pytest
 from figure_values import curve
 
 from workbench.errors import UnknownParameter
-from workbench.figures import Curve, contrast, difference, differences, standings
+from workbench.figures import Curve, comparison, contrast, difference, differences, standings
 from workbench.figures.contrast_view import setting_differences
 
 
@@ -27,6 +27,29 @@ def test_straight_lines_cross_where_geometry_says_and_the_interval_holds_it() ->
         assert found.crossing_share == 1.0
         assert found.value[-1] == pytest.approx(-0.5, abs=0.04)
         assert found.describe().startswith("a ends lower than b by 0.")
+
+
+def zigzag(name: str, *corners: tuple[float, float]) -> Curve:
+    """A loss without noise that runs straight from corner to corner; x is in millions of tokens."""
+    tokens = np.linspace(corners[0][0], corners[-1][0], 121)
+    loss = np.interp(tokens, *np.array(corners).T)
+    return Curve(name, {"step": np.arange(1, 122), "tokens": 1e6 * tokens, "loss": loss})
+
+
+def test_of_several_crossings_the_last_is_told_to_a_fraction_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference is +1 at 0, -1 at 4 M, +3 at 8 M and -1 at 12 M tokens: it is 0 at 2 M, 5 M and 11 M.
+
+    On a grid of 4 M tokens the last crossing is three quarters of the way from one point to the next.
+    """
+    monkeypatch.setattr(comparison, "GRID_POINTS", 4)
+    monkeypatch.setattr(comparison, "RESAMPLES", 10)
+    corners = ((0.0, 6.0), (4.0, 4.0), (8.0, 8.0), (12.0, 4.0))
+    found = difference(zigzag("a", *corners), zigzag("b", (0.0, 5.0), (12.0, 5.0)), smoothing=1e-9)
+    assert found.value == pytest.approx([1.0, -1.0, 3.0, -1.0])
+    assert found.crossover is not None
+    assert found.crossover.value == pytest.approx(11e6)
+    assert found.crossover.low == pytest.approx(11e6)
+    assert "the curves last cross at 11" in found.describe()
 
 
 def test_the_band_holds_the_true_difference_about_as_often_as_it_says() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from figure_values import plan
 
-from tests.distributed.real_worker import experiment, plan
+from tests.distributed.real_worker import experiment
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, append_event, log_event, read_events
@@ -20,7 +21,9 @@ from workbench.runs.launching import run_directory
 from workbench.runs.records import event_lines
 from workbench.runs.records.history import read_history
 
-STEPS, MUTATIONS = 60, 300
+STEPS = 60
+MUTATIONS = 42 if os.environ.get("WORKBENCH_TEST_ALL") else 14
+"""Mutations of each sort, read in each of two ways."""
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_no_mutation_is_silent(
         monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
     lines = finished.events.read_bytes().splitlines(keepends=True)
     dice, found = random.Random(mutate.__name__), 0
-    for _ in range(MUTATIONS // 7):
+    for _ in range(MUTATIONS):
         finished.events.write_bytes(mutate(lines, dice))
         history, facts = read_history(finished.events), Run(finished.path).summary()
         wrong = history.loss != 7.0 / history.step
@@ -97,6 +100,42 @@ def test_no_mutation_is_silent(
             assert facts["damaged_lines"] or history.missing, history
             found += 1
     assert found or mutate in (_repeat, _swap, _digit, _insert_bytes), "the mutations did nothing"
+
+
+def _cut(data: bytes, steps: int) -> bytes:
+    """Return the events up to the middle of the line of a step."""
+    at = data.index(b'"step": %d, ' % steps)
+    return data[:at]
+
+
+ENDS = {
+    "empty": (lambda _: b"", 0, 0),
+    "one newline": (lambda _: b"\n", 0, 0),
+    "the last line is cut": (lambda data: _cut(data, 31), 30, 0),  # as a killed process leaves it: it is read later
+    "a cut line, ended": (lambda data: _cut(data, 31) + b"\n", 30, 1),
+    "a line that is not UTF-8": (lambda data: data.replace(b'"step": 30, ', b'"st\xff\xfe": 30, '), STEPS - 1, 1),
+    "no line is UTF-8": (lambda _: b"\xff\xfe\x00\n" * 40, 0, 40),
+    "zeros, as after a power failure": (lambda data: _cut(data, 31) + bytes(4096), 30, 0),
+    "binary without an end": (lambda data: data + b"\x80" * 300, STEPS, 0),
+}
+
+
+@pytest.mark.parametrize("in_bulk", [False, True])
+@pytest.mark.parametrize("damage", ENDS)
+def test_the_edges_of_a_file_are_read_as_far_as_they_are_whole(
+    damage: str, in_bulk: bool, finished: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_bulk:
+        monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
+    change, steps, damaged = ENDS[damage]
+    finished.events.write_bytes(change(finished.events.read_bytes()))
+    history, facts = read_history(finished.events), Run(finished.path).summary()
+    assert len(history) == steps
+    assert (history.loss == 7.0 / history.step).all()
+    assert facts["damaged_lines"] == damaged
+    assert "bert-1" in repr(list_runs(finished.path.parent))
+    append_event(finished.events, "step", step=STEPS + 1, loss=7.0 / (STEPS + 1), seconds=31.0)
+    assert read_history(finished.events).step[-1] == STEPS + 1, "a run that goes on is not hidden by it"
 
 
 def test_an_intact_file_is_called_intact(finished: RunDir) -> None:
@@ -141,11 +180,9 @@ def test_a_launch_into_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, mo
 
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr(run_directory, "environment", full)
-    asked = experiment()
-    chosen = plan(asked)
     with (
         pytest.raises(WorkbenchError, match=r"No space left on device\. Free some space"),
-        run_directory.written(asked, chosen, None, None, None, None),
+        run_directory.written(experiment(), plan(2, 8), None, None, None, None),
     ):
         pass
     assert list((tmp_path / "runs").iterdir()) == []

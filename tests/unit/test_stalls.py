@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_runs import make_run
 
-from workbench.execution.heartbeat import STACK_SIGNAL, Heartbeat, read_beat
+from workbench.execution.heartbeat import Heartbeat, read_beat
 from workbench.rundir import RunDir, append_event, process_record, read_json, this_process, write_json
 from workbench.runs import Run
 from workbench.runs.launching import stalls

@@ -72,8 +72,10 @@ def _forward_reduced(trace: BlockTrace) -> list[tuple[float, bool]]:
     steps = [step for step, ran in enumerate(trace.operations) if ran.node in trace.division.reduced]
     found = []
     for step, elements in zip(steps, trace.division.forward_elements, strict=True):
-        size = trace.operations[step].output_tensors[0].element_size()
-        found.append((elements * size / trace.samples, step in trace.recomputed))
+        result = trace.operations[step].output_tensors[0]
+        # The trace keeps every row of a selection by values, whose own number of rows is not known.
+        known = elements if isinstance(elements, int) else result.numel()
+        found.append((known * result.element_size() / trace.samples, step in trace.recomputed))
     return found
 
 

@@ -37,7 +37,7 @@ of width 1920, 4 micro-batches of 16 × 512 tokens, H200: 188.5 ms a step with c
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """What the optimiser keeps of one parameter, and what an update of it costs."""
+    """Memory and work that the optimiser needs for one parameter."""
 
     state_bytes: float
     """Bytes of state per element."""

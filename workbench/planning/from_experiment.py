@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
@@ -195,14 +195,15 @@ def _undivided(experiment: Experiment, choices: Choices) -> Choices:
     Raises `InvalidExperiment` for an optimiser that cannot train, and `PlanInfeasible` for a choice that it rules out.
     """
     whole = _needed_whole(experiment, _trained_shapes(experiment))
+    chosen: dict[str, Any] = dict(choices)
     for name, needed in whole.items():
-        if choices.get(name) not in (None, needed):
+        if chosen.get(name) not in (None, needed):
             raise PlanInfeasible(
-                f"{name}={choices[name]} divides what the optimizer of {experiment.optimizer_name} needs whole: "
+                f"{name}={chosen[name]} divides what the optimizer of {experiment.optimizer_name} needs whole: "
                 f"{_WHOLE[name]}. Choose {name}={needed}, or leave it out.",
-                **{name: choices[name]},
+                **{name: chosen[name]},
             )
-    return {**choices, **whole}
+    return cast(Choices, {**choices, **whole})
 
 
 _WHOLE = {

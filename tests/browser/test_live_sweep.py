@@ -1,0 +1,80 @@
+"""A sweep in a real JupyterLab in a real browser: real supervisors and launchers; only the training is pretended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import lab
+import pytest
+
+import workbench as wb
+from tests.distributed.test_sweeps import HERE, QUICK_LAUNCHER, experiment, prepare
+from workbench.sweeps.sweep import Sweep
+
+CELL = """
+from workbench.widgets import live_sweep
+live_sweep.STATIC_COPY_S = 1
+import workbench as wb
+wb.load_sweep({path!r})
+"""
+GRAPHS = "[...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')].filter(graph => graph.data)"
+CELLS_FILLED = f"{GRAPHS}.find(g => g.data[0]?.type === 'heatmap')?.data[0].text.flat().filter(text => text).length"
+POINTS = f"{GRAPHS}.find(g => g.data[0]?.type === 'scatter')?._fullData.reduce((sum, t) => sum + t.y.length, 0)"
+LONG = 50_000
+PATIENCE_S = lab.PATIENCE_MS / 1e3
+
+
+@pytest.fixture
+def sweep(server: lab.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
+    """Start a sweep of two rates and two lengths: short runs wait for a gate, long ones outlast the test."""
+    monkeypatch.setenv("WORKBENCH_HOME", str(server.root / "home"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("SWEEP_STEP_S", "0.05")
+    monkeypatch.setenv("SWEEP_GATE", str(server.root / "gate"))
+    prepare(monkeypatch.setattr)
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.syspath_prepend(str(QUICK_LAUNCHER))
+    lengths = [20, LONG]
+    started = wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], steps=lengths, directory=server.root / "sweep")
+    yield started
+    started.stop(wait=True)
+    for run in started.runs:
+        run.wait(PATIENCE_S)
+
+
+def wait_for(page: Any, truth: str) -> None:
+    page.wait_for_function(f"() => {truth}", timeout=lab.PATIENCE_MS)
+
+
+def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
+    lab_page: Any, server: lab.Server, sweep: Sweep, picture: Any
+) -> None:
+    page = lab_page
+    page.set_default_timeout(lab.PATIENCE_MS)
+    lab.write_notebook(server.root / "sweep.ipynb", [CELL.format(path=str(sweep.path)), "6 * 7"])
+    lab.open_notebook(page, server, "sweep.ipynb")
+    lab.run_all(page)
+    wait_for(page, f"{POINTS} > 10")
+    points = page.evaluate(f"() => {POINTS}")
+    wait_for(page, f"{POINTS} > {points}")
+    assert page.evaluate(f"() => {CELLS_FILLED}") == 0
+    page.get_by_text(re.compile("0 of 4 runs have ended")).first.wait_for()
+    (server.root / "gate").touch()
+    wait_for(page, f"{CELLS_FILLED} >= 1")
+    page.get_by_role("cell", name="1 finished").first.wait_for()
+    picture(page, "sweep-growing")
+
+    row = page.locator(".jupyter-widgets.widget-hbox", has_text=f"steps {LONG}").filter(has=page.get_by_role("button"))
+    row.get_by_role("button", name="Stop").last.click()
+    page.get_by_role("cell", name="1 stopped").first.wait_for()
+    [stopped] = [run for run in sweep.runs if run.status.state == "stopped"]
+    assert stopped.experiment["steps"] == LONG
+    page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    wait_for(page, f"{CELLS_FILLED} >= 2")
+    picture(page, "sweep-dark")
+    page.locator(".js-plotly-plot").last.scroll_into_view_if_needed()
+    picture(page, "sweep-dark-curves")
+    page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+    assert page.refused == []

@@ -1,0 +1,30 @@
+"""The template of a sweep, executed in miniature by papermill with real trainings."""
+
+import nbformat
+import pytest
+
+import workbench as wb
+from workbench import notebooks
+from workbench.figures.pages import PLOTLY_MIME
+
+
+def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    small = {"learning_rates": [1e-3, 1e-2], "batches": [8], "steps": 12, "hidden_size": 16, "num_layers": 1}
+    done = notebooks.execute(notebooks.template_path("sweep"), tmp_path, small)
+    [folder] = [file.parent for file in (tmp_path / "runs").glob("*/sweep.json")]
+    sweep = wb.load_sweep(folder)
+    assert sweep.complete
+    assert sweep.objective == "held-out loss"
+    for row in sweep.rows():
+        last = [float(run.evaluations().eval_loss[-1]) for run in row.finished]
+        assert row.mean == pytest.approx(sum(last) / 2)
+    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
+    shown = {cell.source.splitlines()[-1]: [output.get("data", {}) for output in cell.outputs] for cell in cells}
+    assert "4 of 4 runs have ended, complete" in str(shown["sweep"])
+    [heat_map] = [data[PLOTLY_MIME] for data in shown["wb.heat_map(sweep)"]]
+    assert all(text for row in heat_map["data"][0]["text"] for text in row)
+    assert {trace["meta"] for trace in shown["wb.seed_bands(sweep)"][0][PLOTLY_MIME]["data"]} == {"band", "mean"}
+    assert "90% interval" in str(shown["wb.contrast(sweep)"])
