@@ -1,9 +1,11 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
-    python benchmarks/pictures.py [cost planning figures curves]
+    python benchmarks/pictures.py [cost planning figures curves samples
+                                   sweep-heat-map sweep-bands sweep-parallel sweep-best sweep-contrast]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
-runs under notebooks/recorded; everything else is predicted. (The SVG files in that folder are written by hand.)
+runs under notebooks/recorded, the samples those of benchmarks/samples.jsonl, and the sweep is that of
+benchmarks/results/gpt-sweep; everything else is predicted. (The SVG files in that folder are written by hand.)
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from workbench.planning import search
 from workbench.planning.from_experiment import CAPTURE_BATCH
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline
+from workbench.runs import HistoryTail
+from workbench.runs.records.text_samples import answer
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
@@ -220,11 +224,54 @@ def curves() -> go.Figure:
     return figure.update_layout(margin={"t": 64})
 
 
+def samples() -> go.Figure:
+    """Draw losses, a metric and samples of text from the events that benchmarks/samples.py has kept."""
+    tail = HistoryTail(ROOT / "benchmarks" / "samples.jsonl")
+    history = tail.read()
+    figure = make_subplots(
+        rows=2,
+        cols=2,
+        specs=[[{}, {"type": "table", "rowspan": 2}], [{}, None]],
+        column_widths=[0.45, 0.55],
+        subplot_titles=("Loss, and ◆ held-out loss", "", "Accuracy on held-out text"),
+        vertical_spacing=0.16,
+        horizontal_spacing=0.05,
+    )
+    color, held_out = theme.series_color(0), tail.evaluations
+    loss = go.Scatter(x=history.step, y=history.loss, line={"color": theme.pale(color, 0.5)})
+    figure.add_trace(loss, row=1, col=1)
+    marks = {"x": held_out.step, "mode": "lines+markers", "line": {"color": color}, "marker": {"symbol": "diamond"}}
+    figure.add_trace(go.Scatter(y=held_out["eval_loss"], **marks), row=1, col=1)
+    figure.add_trace(go.Scatter(y=held_out["accuracy"], **marks), row=2, col=1)
+    written = [(f"{event['step']}", answer(sample)) for event in tail.texts for sample in event["samples"]]
+    prompt = tail.texts[0]["samples"][0]["prompt"]
+    table = go.Table(
+        columnwidth=[1, 7],
+        header={"values": ["step", f"“{theme.text(prompt)} …”"], "align": "left", "font": {"size": 13}},
+        cells={"values": [*zip(*written, strict=True)], "align": "left", "font": {"size": 13}, "height": 24},
+    )
+    figure.add_trace(table, row=1, col=2)
+    figure.update_xaxes(title_text="Step", row=2, col=1)
+    figure.update_yaxes(tickformat=".0%", row=2, col=1)
+    return figure.update_layout(template=theme.TEMPLATE, height=460, showlegend=False, margin={"t": 36, "b": 48})
+
+
+def recorded_sweep() -> wb.Sweep:
+    """Return the sweep of templates/sweep.ipynb that was recorded on two CPU processes."""
+    return wb.load_sweep(ROOT / "benchmarks" / "results" / "gpt-sweep")
+
+
 PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "cost": cost,
     "planning": planning,
     "figures": figures,
     "curves": curves,
+    "samples": samples,
+    "sweep-heat-map": lambda: wb.heat_map(recorded_sweep()),
+    "sweep-bands": lambda: wb.seed_bands(recorded_sweep()),
+    "sweep-parallel": lambda: wb.parallel_coordinates(recorded_sweep()),
+    "sweep-best": lambda: wb.best_so_far(recorded_sweep(), x="gpu_hours"),
+    "sweep-contrast": lambda: wb.contrast(recorded_sweep()).figure(),
 }
 
 

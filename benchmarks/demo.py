@@ -1,0 +1,127 @@
+"""Execute the demo with several seeds, and write the losses of its two models to benchmarks/results/.
+
+    python benchmarks/demo.py 0 1 2              # executes templates/bert_scaling.ipynb with each seed
+    python benchmarks/demo.py 0 1 2 --read RUNS  # reads the runs of earlier demos in RUNS/0, RUNS/1 and RUNS/2
+
+It prints a table of the last losses beside the unigram entropy of the text, which a model reaches by knowing how
+frequent each token is and nothing else. The picture goes to docs/pictures/demo.png; it needs kaleido and a Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+import workbench as wb
+from workbench import notebooks
+from workbench.figures import save_png, theme
+from workbench.runs import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "demo_2cores.json"
+PICTURE = ROOT / "docs" / "pictures" / "demo.png"
+LAST_STEPS = 30
+"""Number of last steps over which the training loss is averaged."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", nargs="+", type=int)
+    parser.add_argument("--read", type=Path, help="folder with the runs of each seed, in a folder named for the seed")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = {seed: demo(seed, asked.read or Path(scratch), asked.read is None) for seed in asked.seeds}
+        rows = [losses(run, seed) for seed, pair in runs.items() for run in pair]
+        entropy = unigram_entropy(runs[asked.seeds[0]][0])
+    found = {"unigram_entropy": entropy, "cores": os.cpu_count(), "runs": rows}
+    RESULT.write_text(json.dumps(found) + "\n")
+    save_png(picture(found), PICTURE, width=960, scale=1.5)
+    print(table(found))
+
+
+def demo(seed: int, folder: Path, execute: bool) -> list[Run]:
+    """Return the runs of the demo with one seed in their order, after executing it if `execute`."""
+    runs_folder = folder / str(seed)
+    if execute:
+        parameters = {"seed": seed, "runs_folder": str(runs_folder)}
+        notebooks.execute(ROOT / "templates" / "bert_scaling.ipynb", folder / f"report-{seed}", parameters)
+    return list(reversed(wb.list_runs(runs_folder).runs))
+
+
+def losses(run: Run, seed: int) -> dict[str, Any]:
+    """Return the curves of one model."""
+    history, held_out = run.history(), run.evaluations()
+    assert run.experiment["seed"] == seed, f"{run.name} has another seed"
+    return {
+        "model": run.experiment["name"],
+        "seed": seed,
+        "steps": int(history.step[-1]),
+        "tokens": int(history.tokens[-1]),
+        "training_loss": round(float(np.mean(history.loss[-LAST_STEPS:])), 4),
+        "held_out_loss": round(float(held_out.eval_loss[-1]), 4),
+        "loss_of_step": [round(float(loss), 4) for loss in history.loss],
+        "held_out": [
+            [int(step), round(float(loss), 4)] for step, loss in zip(held_out.step, held_out.eval_loss, strict=True)
+        ],
+    }
+
+
+def unigram_entropy(run: Run) -> float:
+    """Return the entropy in nats of a token of the text on which a run trains."""
+    experiment = wb.Experiment.from_json(run.experiment)
+    store = experiment.data.dataset(experiment).samples.store
+    counts = np.bincount(store.ids[np.arange(store.tokens)])
+    shares = counts[counts > 0] / counts.sum()
+    return round(float(-(shares * np.log(shares)).sum()), 4)
+
+
+def picture(found: dict[str, Any]) -> go.Figure:
+    """Draw the held-out losses of the two models over all seeds: their mean, and a band from lowest to highest."""
+    figure = go.Figure()
+    for index, model in enumerate(dict.fromkeys(run["model"] for run in found["runs"])):
+        runs = [run for run in found["runs"] if run["model"] == model]
+        step, losses = zip(*(zip(*run["held_out"], strict=True) for run in runs), strict=True)
+        tokens = np.array(step[0]) * runs[0]["tokens"] / runs[0]["steps"] / 1e3
+        low, high, color = np.min(losses, axis=0), np.max(losses, axis=0), theme.series_color(index)
+        x, y = np.concatenate([tokens, tokens[::-1]]), np.concatenate([low, high[::-1]])
+        fill = f"rgba({', '.join(map(str, theme.rgb(color)))}, 0.2)"
+        figure.add_scatter(x=x, y=y, fill="toself", fillcolor=fill, line={"width": 0}, showlegend=False)
+        mean, line = np.mean(losses, axis=0), {"color": color, "width": 2.5}
+        name = f"{model}, {mean[-1]:.2f} after all steps"
+        figure.add_scatter(x=tokens, y=mean, name=name, line=line, marker={"size": 6}, mode="lines+markers")
+    entropy, words = found["unigram_entropy"], {"font": {"color": theme.MUTED}}
+    figure.add_hline(entropy, line={"dash": "dash", "color": theme.MUTED, "width": 1.5}).add_annotation(
+        x=1,
+        xref="x domain",
+        y=entropy,
+        yanchor="bottom",
+        text=f"unigram entropy {entropy:.2f}",
+        showarrow=False,
+        **words,
+    )
+    seeds = len({run["seed"] for run in found["runs"]})
+    title = theme.title("What make demo learns on two CPU cores", f"held-out loss: mean and range of {seeds} seeds")
+    figure.update_layout(template=theme.TEMPLATE, height=440, title=title, legend={"x": 0.99, "xanchor": "right"})
+    figure.update_xaxes(title_text="Tokens (k)", rangemode="tozero")
+    return figure.update_yaxes(title_text="Held-out loss (nats)")
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the last losses as a table in Markdown."""
+    entropy = found["unigram_entropy"]
+    lines = ["| seed | model | training loss | held-out loss | below the unigram entropy |", "|---|---|---|---|---|"]
+    for entry in found["runs"]:
+        figures = f"{entry['training_loss']:.2f} | {entry['held_out_loss']:.2f}"
+        lines.append(f"| {entry['seed']} | {entry['model']} | {figures} | {entropy - entry['held_out_loss']:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
