@@ -298,7 +298,7 @@ class Checks(Net):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if labels is not None and labels.max() >= 5:
             raise ValueError(f"{labels.max()} is no class.")
-        if not (labels >= 0).all() or x.abs().max().item() > 100:
+        if (labels < 0).any() or x.abs().max().item() > 100:
             raise ValueError("x or labels are out of range.")
         loss = super().forward(x, labels)
         assert not torch.isnan(loss), "The loss is not a number."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from workbench.figures import (
     timeline,
 )
 from workbench.figures.browserless_png import WIDTH_PX, figure_png
+from workbench.figures.pages import PLOTLY_MIME, add_pictures
 
 CELLS = go.Heatmap(
     x=["1e-3", "2e-3"], y=["8", "16"], z=[[1.0, 2.0], [3.0, None]], text=[["1", "2"], ["3", ""]], colorscale="Viridis"
@@ -64,6 +68,15 @@ def test_every_figure_has_a_picture(figure: go.Figure) -> None:
     image = pixels(figure)
     drawn = (image < 250).any(axis=2)
     assert drawn.mean() > 0.005 or not figure.data
+
+
+def test_cells_that_plotly_packed_into_bytes_have_the_picture_that_lists_have() -> None:
+    packed = go.Figure(CELLS).update_traces(z=np.array([[1.0, 2.0], [3.0, np.nan]]))
+    data = {PLOTLY_MIME: json.loads(packed.to_json())}
+    assert data[PLOTLY_MIME]["data"][0]["z"]["shape"] == "2, 2"
+    notebook = SimpleNamespace(cells=[{"outputs": [{"data": data}]}])
+    assert add_pictures(notebook) == ""
+    assert base64.b64decode(data["image/png"]) == figure_png(go.Figure(CELLS))
 
 
 def test_a_falling_curve_falls_in_the_picture_and_a_dashed_line_has_gaps() -> None:

@@ -8,11 +8,13 @@ import pytest
 import workbench as wb
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.figures import Curve
+from workbench.figures.browserless_png import figure_png
 from workbench.figures.comparison import CONFIDENCE
 from workbench.figures.seed_contrast import (
     SeedContrast,
     contrast_seeds,
     group_names,
+    seed_differences,
     seed_groups,
     student_quantile,
     welch_interval,
@@ -110,6 +112,7 @@ def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_a
     assert isinstance(found, SeedContrast)
     assert {item.names for item in found.differences} == {("learning_rate 0.001", "learning_rate 0.0001")}
     assert found.differences[0].value == pytest.approx(1.0)
+    assert figure_png(seed_differences(found)) is not None
     by_hand = wb.contrast(sweep.runs)
     assert isinstance(by_hand, SeedContrast)
     assert by_hand.differences[0].value == pytest.approx(-1.0)

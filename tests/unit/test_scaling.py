@@ -174,7 +174,7 @@ def sizes() -> dict[bool, dict[int, list[dict[str, float]]]]:
     items = [{"input_ids": row, "labels": row} for row in ids]
     base = models.bert(64, 2, 8, **BERT)
     experiment = wb.Experiment(
-        model=base, data=items_of(items), seq_len=12, global_batch=8, steps=10, learning_rate=1e-2
+        model=base, data=items_of(items), seq_len=12, global_batch=8, steps=10, learning_rate=5e-3
     )
     found: dict[bool, dict[int, list[dict[str, float]]]] = {True: {}, False: {}}
     for width in (64, 128, 256):
@@ -219,8 +219,7 @@ def test_a_coordinate_check_leaves_random_numbers_alone_and_names_a_width_that_f
         models.at_width(models.bert(64, 2, 8, **BERT), 100)
     assert models.at_width(models.bert(64, 2, 8, **BERT), 128).intermediate_size == 512
     state = torch.get_rng_state()
-    experiment = wb.Experiment(
-        model=models.bert(16, 1, 2, **BERT), data=items_of([{"input_ids": torch.arange(8), "labels": torch.arange(8)}])
-    )
-    wb.coordinate_check(experiment.replace(global_batch=1, seq_len=8), widths=(16, 32), steps=1)
+    items = items_of([{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4)
+    experiment = wb.Experiment(model=models.bert(16, 1, 2, **BERT), data=items, global_batch=2, seq_len=8)
+    wb.coordinate_check(experiment, widths=(16, 32), steps=1)
     assert torch.equal(torch.get_rng_state(), state)

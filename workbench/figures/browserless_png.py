@@ -19,7 +19,8 @@ from workbench.figures import theme
 from workbench.figures.browserless_bars import Bars, bars_of
 from workbench.figures.browserless_canvas import LINE_PX, Canvas, item_of
 from workbench.figures.browserless_grid import draw_heat_map, draw_parallel_coordinates
-from workbench.figures.browserless_scale import Scale
+from workbench.figures.browserless_scale import Scale, category_names
+from workbench.figures.curve import Array
 from workbench.figures.legend_placement import corner_of
 
 WIDTH_PX = 860
@@ -115,14 +116,15 @@ class _Drawing:
         for _, name in self._pairs:
             if name:
                 axis = self._axis(name)
-                words = [str(text) for text in axis.ticktext or ()] if axis.showticklabels is not False else []
+                names = category_names(axis, self._columns("xy".index(name[0]), name))
+                words = [str(text) for text in axis.ticktext or names] if axis.showticklabels is not False else []
                 width = 16 + max((self._canvas.width_of(text) for text in words), default=0)
                 right = max(right, width) if axis.side == "right" else right
                 left = max(left, width) if axis.side != "right" else left
         if any(trace.type == "heatmap" for trace in self._traces):
             right += 40  # of the colour bar
-            names = [str(word) for trace in self._traces for word in trace.y]
-            left = max(left, 16 + max(map(self._canvas.width_of, names), default=0))
+            rows = [str(word) for trace in self._traces for word in trace.y]
+            left = max(left, 16 + max(map(self._canvas.width_of, rows), default=0))
         return left, top, self._canvas.width - right - 12, self._canvas.height - max(BELOW, margin.b or 0)
 
     def _panel(self, x_name: str, y_name: str) -> _Panel:
@@ -149,8 +151,12 @@ class _Drawing:
             if trace.type == "bar":
                 columns += self._bars[index].along(which)
             else:
-                value = _x_of(trace) if which == 0 else trace.y
+                value = _x_of(trace) if which == 0 else _y_of(trace)
                 columns += [value] if value is not None else []
+                columns += _error_bar_ends(trace) if which == 0 else []
+        if columns:  # shapes lie inside the axes, as Plotly has it
+            refs = [((s.xref, s.x0, s.x1), (s.yref, s.y0, s.y1))[which] for s in self._layout.shapes]
+            columns += [ends for ref, *ends in refs if ref == name]
         return columns
 
     def draw(self) -> None:
@@ -197,7 +203,7 @@ class _Drawing:
             self._draw_scatter(trace, panel)
 
     def _draw_scatter(self, trace: Any, panel: _Panel) -> None:
-        points, x, y = panel.points(_x_of(trace), trace.y), panel.x, panel.y
+        points, x, y = panel.points(_x_of(trace), _y_of(trace)), panel.x, panel.y
         if panel.x_axis.range is None and panel.y_axis.range is None:
             self._draw_lines(trace, points)
         else:  # the range may leave points out
@@ -229,10 +235,7 @@ class _Drawing:
         spread = trace.error_x
         if spread.array is None:
             return
-        numbers = np.asarray(trace.x, dtype=np.float64)
-        minus = spread.array if spread.arrayminus is None else spread.arrayminus
-        ends = panel.x(numbers - np.asarray(minus)), panel.x(numbers + np.asarray(spread.array))
-        for low, high, y in zip(*ends, points[:, 1], strict=True):
+        for low, high, y in zip(*map(panel.x, _error_bar_ends(trace)), points[:, 1], strict=True):
             self._canvas.line([(low, y), (high, y)], spread.color, 2)
 
     def _draw_marker(self, x: float, y: float, look: _MarkerLook) -> None:
@@ -337,3 +340,20 @@ class _Drawing:
 def _x_of(trace: Any) -> Any:
     """Return the x values of a trace, which are 0, 1, 2, … if it gives none."""
     return np.arange(len(trace.y)) if trace.x is None and trace.y is not None else trace.x
+
+
+def _error_bar_ends(trace: Any) -> list[Array]:
+    """Return the left and the right end of each error bar along x; nothing without error bars."""
+    spread = trace.error_x if trace.type == "scatter" else None
+    if spread is None or spread.array is None:
+        return []
+    values, plus = np.asarray(trace.x, dtype=np.float64), np.asarray(spread.array, dtype=np.float64)
+    minus = plus if spread.arrayminus is None else np.asarray(spread.arrayminus, dtype=np.float64)
+    return [values - minus, values + plus]
+
+
+def _y_of(trace: Any) -> Any:
+    """Return the y values of a trace; words of two levels become one word each."""
+    if trace.y is not None and len(trace.y) == 2 and all(np.ndim(level) == 1 for level in trace.y):
+        return [" ".join(map(str, words)) for words in zip(*trace.y, strict=True)]
+    return trace.y

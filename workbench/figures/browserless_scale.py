@@ -37,7 +37,9 @@ class Scale:
         if axis.range is not None and not axis.autorange:
             return cls(float(axis.range[0]), float(axis.range[1]), *ends_px, log, names)
         if names:
-            return cls(-0.5, len(names) - 0.5, *ends_px, names=names)
+            low, high = -0.5, len(names) - 0.5
+            ends = (high, low) if axis.autorange == "reversed" else (low, high)
+            return cls(*ends, *ends_px, names=names)
         values = np.concatenate([np.empty(0), *(np.asarray(column, dtype=np.float64).ravel() for column in columns)])
         values = values[np.isfinite(values) & ((values > 0) | (not log))]
         values = np.log10(values) if log else values

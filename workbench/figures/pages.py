@@ -207,7 +207,9 @@ def _decoded(value: Any) -> Any:
     """Return Plotly's JSON with its base64 columns as lists."""
     if isinstance(value, Mapping):
         if "bdata" in value:
-            return np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"]).tolist()
+            column = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
+            shape = [int(size) for size in str(value.get("shape", len(column))).split(",")]
+            return column.reshape(shape).tolist()
         return {key: _decoded(item) for key, item in value.items()}
     return [_decoded(item) for item in value] if isinstance(value, list) else value
 
