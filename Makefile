@@ -58,7 +58,7 @@ wheel: $(VENV)/.documented
 	rm -rf dist .wheel
 	$(BIN)/python -m build --wheel --outdir dist . > /dev/null
 	$(PYTHON) -m venv .wheel/venv
-	.wheel/venv/bin/python -m pip --disable-pip-version-check --quiet install --constraint requirements.lock dist/*.whl
+	.wheel/venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --constraint requirements.lock dist/*.whl
 	cd .wheel && venv/bin/workbench doctor && venv/bin/workbench new bert_scaling && test -s bert_scaling.ipynb
 	rm -rf .wheel
 
