@@ -187,16 +187,19 @@ def draw(raw: dict[str, Any]) -> go.Figure:
         words = [["" if math.isnan(v) else f"<b>{v:.2f}</b>" if v == 0 else f"{v:.2f}" for v in row] for row in grid]
         heat = go.Heatmap(x=columns, y=names, z=grid, text=words, texttemplate="%{text}", coloraxis="coloraxis")
         figure.add_trace(heat, row=1, col=column)
-        figure.add_vline(x=columns[used.index(centre)], line={"dash": "dash", "color": "black"}, row=1, col=column)
+        at = used.index(centre)  # An axis of categories counts them; plotly would read their names as numbers.
+        frame = {"dash": "dash", "color": "black", "width": 2}
+        figure.add_vrect(x0=at - 0.5, x1=at + 0.5, line=frame, row=1, col=column)
         figure.update_xaxes(type="category", title_text="Peak learning rate", showgrid=False, row=1, col=column)
     figure.update_yaxes(showgrid=False)
     figure.update_yaxes(title_text="Width × depth", row=1, col=1)
     title = theme.title(
         "The proxy's best rate, carried to wider and deeper models",
-        "Held-out loss above the model's own best (0.00, bold); the dashed line is the proxy's best rate",
+        "Held-out loss above the model's own best (0.00, bold); the frame holds the proxy's best rate",
     )
     axis = {"colorscale": "Viridis", "reversescale": True, "cmin": 0, "cmax": 0.4, "colorbar": {"title": "nats"}}
-    return figure.update_layout(template=theme.TEMPLATE, height=460, title=title, coloraxis=axis)
+    margin = {"t": 110, "l": 90}
+    return figure.update_layout(template=theme.TEMPLATE, height=500, title=title, coloraxis=axis, margin=margin)
 
 
 if __name__ == "__main__":
