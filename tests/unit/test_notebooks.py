@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import workbench as wb
+from workbench.figures.pages import PLOTLY_MIME
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -25,6 +26,15 @@ def test_a_kept_notebook_is_small_and_names_no_path_of_the_machine(path):
     text = path.read_text()
     assert len(text) < 5_000_000
     assert not [word for word in ("/tmp/", "/home/", "/root/", "site-packages") if word in text]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_figure_of_a_kept_notebook_has_a_picture_beside_it(path):
+    cells = json.loads(path.read_text())["cells"]
+    shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    figures = [data for data in shown if PLOTLY_MIME in data]
+    assert figures
+    assert all(data.get("image/png") for data in figures)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
