@@ -12,6 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench import notebooks
+from workbench.figures.pages import PLOTLY_MIME
 
 STEPS = 40
 needs_time = pytest.mark.skipif(
@@ -27,9 +28,12 @@ def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
     template, parameters = notebooks.template_path("bert_scaling"), {"preset": "rehearsal"}
     watcher = threading.Thread(target=stop_midway, args=(tmp_path / "runs",), daemon=True)
     watcher.start()
-    notebooks.execute(template, tmp_path / "first", parameters)
+    first = notebooks.execute(template, tmp_path / "first", parameters)
     watcher.join()
-    names = sorted(path.name for path in (tmp_path / "runs").iterdir() if "bert" in path.name)
+    assert "The best rate of the pilots is" in str(outputs(first.notebook))
+    pilots = [wb.load_sweep(file.parent) for file in (tmp_path / "runs").glob("pilot-*/sweep.json")]
+    assert sorted(len(pilot.rows()) for pilot in pilots if pilot.complete) == [3, 3]
+    names = sorted(path.name for path in (tmp_path / "runs").glob("bert-*"))
     states = {name: wb.load_run(name).status.state for name in names}
     assert sorted(states.values()) == ["finished", "stopped"]
     stopped = next(name for name, state in states.items() if state == "stopped")
@@ -37,26 +41,36 @@ def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
     assert 0 < reached < STEPS
 
     done = notebooks.execute(template, tmp_path / "second", {**parameters, "continue_runs": names})
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir() if "bert" in path.name) == names
+    assert sorted(path.name for path in (tmp_path / "runs").glob("bert-*")) == names
     for name in names:
         history = wb.load_run(name).history()
         assert wb.load_run(name).status.state == "finished"
         assert history.step.tolist() == list(range(1, STEPS + 1))
-    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
-    shown = str([output for cell in cells for output in cell.outputs])
+    shown = outputs(done.notebook)
+    figures = [output.data for output in shown if PLOTLY_MIME in output.get("data", {})]
+    assert len(figures) >= 7
+    assert all("image/png" in data for data in figures)
     for words in (
         "2 times as wide, 2 times as deep",
+        "Predicted training time, without start-up",
+        "No pilots",
         "context-free prediction",
         "At equal tokens",
         "ended as finished",
     ):
-        assert words in shown, words
+        assert words in str(shown), words
+
+
+def outputs(notebook: Path) -> list:
+    """Return the outputs of all cells."""
+    cells = [cell for cell in nbformat.read(notebook, 4).cells if cell.cell_type == "code"]
+    return [output for cell in cells for output in cell.outputs]
 
 
 def stop_midway(runs: Path) -> None:
     """Stop the second of the two runs once it has trained for a few steps."""
     while True:
-        for path in runs.glob("*bert-scaled*"):
+        for path in runs.glob("bert-scaled*"):
             run = wb.load_run(path)
             history = run.history()
             if len(history) and history.step[-1] >= 3:

@@ -1,0 +1,74 @@
+"""Plan the full preset of templates/bert_scaling.ipynb for 4 × H200, and predict the time of the whole notebook.
+
+    python benchmarks/full_preset.py
+
+It executes the template's own cells up to the predicted times, with the real sizes, on any machine: models are captured
+without weights. Only the plans are made here, because the template plans for the machine on which it runs. Nothing is
+trained. The result goes to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+import workbench as wb
+from workbench.units import GIB
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "full_preset_4xH200_predicted.json"
+CLUSTER = "4 × H200"
+PARAMETERS, PLANS, TIMES = "preset = ", "large_plan = ", "def predicted_minutes"
+"""Beginnings of three of the template's cells: parameters, plans and predicted times."""
+
+
+def main() -> None:
+    names = executed()
+    plans = {each.name: plan_facts(each, plan) for each, plan in names["pairs"]}
+    minutes = {name: round(value, 2) for name, value in names["minutes"].items()}
+    pilots = {"rates": names["rates_tried"], "steps": names["short_steps"]}
+    found = {"cluster": CLUSTER, "date": time.strftime("%Y-%m-%d"), "plans": plans, "pilots": pilots}
+    found |= {"minutes": minutes, "minutes_together": round(sum(minutes.values()), 2)}
+    RESULT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print(json.dumps(found, indent=1, ensure_ascii=False))
+
+
+def executed() -> dict[str, Any]:
+    """Return the names of the template after its cell of predicted times, with the full preset on 4 × H200."""
+    notebook = nbformat.read(ROOT / "templates" / "bert_scaling.ipynb", 4)
+    names: dict[str, Any] = {}
+    for source in (cell.source for cell in notebook.cells if cell.cell_type == "code"):
+        if source.startswith(PLANS):
+            cluster = wb.Cluster.of("h200", gpus=4)
+            names["large_plan"] = wb.plan(names["large"], cluster)
+            names["plan"] = wb.plan(names["scaled"], cluster)
+            continue
+        exec(source, names)
+        if source.startswith(PARAMETERS):
+            names["preset"] = "full"
+        if source.startswith(TIMES):
+            return names
+    raise ValueError("The template has no cell that predicts the times.")
+
+
+def plan_facts(experiment: wb.Experiment, plan: wb.Plan) -> dict[str, Any]:
+    """Return what a plan predicts for a run of an experiment."""
+    predicted = plan.prediction
+    return {
+        "plan": repr(plan),
+        "parameters": plan.model_bytes // 4,  # fp32
+        "steps": experiment.steps,
+        "tokens": experiment.steps * experiment.global_batch * experiment.seq_len,
+        "step_ms": round(predicted.step_ms, 1),
+        "evaluation_s": round(predicted.evaluation_s, 2),
+        "mfu": predicted.mfu and round(predicted.mfu, 3),
+        "peak_gib": round(plan.peak_bytes / GIB, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()
