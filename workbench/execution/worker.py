@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -49,6 +48,7 @@ from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoin
 from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
 from workbench.execution.evaluate import EvaluationLog, Evaluator
 from workbench.execution.heartbeat import Heartbeat
+from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
 from workbench.execution.own_data import check_own_data
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
@@ -404,12 +404,12 @@ def cap_memory(plan: Plan, device: torch.device) -> None:
 
 def _complete_environment() -> None:
     """Set the variables of a world of one process, which Accelerate's launcher leaves unset."""
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", LOOPBACK)):
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        # Otherwise torch would open a store that listens on every address.
+        port = str(loopback_store().port)
+        os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def _redirect_output(log: Path) -> None:

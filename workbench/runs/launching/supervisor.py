@@ -232,9 +232,11 @@ def accelerate_command(config: Path, plan: PlanFacts, nodes: Nodes = Nodes()) ->
     """Return the command line of Accelerate's launcher on one node, without the worker's module.
 
     `--cpu --num_processes n` starts one process only; `--multi_gpu` under `ACCELERATE_USE_CPU=true` starts n, on gloo.
-    The config file keeps the user's own default configuration out of it.
+    The config file keeps the user's own default configuration out of it. Several ranks of one node meet on the loopback
+    interface.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    launcher = processes.LOCAL_LAUNCHER if plan["world"] > 1 and nodes.count == 1 else processes.LAUNCHER
+    command = [sys.executable, "-m", launcher, "--config_file", str(config)]
     if plan["world"] > 1:
         command += ["--multi_gpu", "--main_process_port", str(nodes.port)]
     elif plan["device_type"] == "cpu":
