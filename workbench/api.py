@@ -76,10 +76,7 @@ def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> di
     check_signature(experiment, plan)
     from_experiment.check_optimizer(experiment, plan)
     experiment.data.prepare(experiment, progress=progress)
-    if experiment.evaluate is not None:
-        from_experiment.check_evaluation(experiment, plan)
-    if experiment.samples is not None:
-        from_experiment.check_samples(experiment, plan)
+    from_experiment.check_between_steps(experiment, plan)
     return {"data_fingerprint": data_fingerprint(experiment)}
 
 

@@ -214,11 +214,19 @@ def test_models_that_differ_in_eval_mode_equal_plain_pytorch(name: str) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "division"),
-    [("bert", Division(data=2, zero=3)), ("normalised", Division()), ("normalised", Division(pipeline=2))],
-    ids=["bert under ZeRO 3", "BatchNorm in one process", "BatchNorm under PP 2"],
-)
+UNTOUCHED = {
+    "bert under ZeRO 3": ("bert", Division(data=2, zero=3)),
+    "BatchNorm in one process": ("normalised", Division()),
+    "BatchNorm under PP 2": ("normalised", Division(pipeline=2)),
+    **(
+        {f"bert under {name}": ("bert", division) for name, division in DIVISIONS.items()}
+        if os.environ.get("WORKBENCH_TEST_ALL")
+        else {}
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "division"), UNTOUCHED.values(), ids=UNTOUCHED)
 def test_training_with_evaluation_is_bitwise_the_training_without(name: str, division: Division) -> None:
     often, _, _, parameters = launch(train, division.world, name, division, 1, name in METRICS)
     seldom, _, _, others = launch(train, division.world, name, division, 10**9)

@@ -11,7 +11,7 @@ import workbench as wb
 from workbench.data import encoded_prompts
 from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.samples import drawn
-from workbench.planning.from_experiment import check_samples
+from workbench.planning.from_experiment import check_between_steps
 from workbench.rundir import append_event
 from workbench.runs import HistoryTail
 from workbench.runs.tracking.recorder import samples_table as wandb_table
@@ -53,13 +53,13 @@ class OnlyLoss(nn.Module):
 def test_prompts_that_a_model_cannot_answer_are_refused(folder):
     plan = SimpleNamespace(micro_batch=2, stages=(), tensor=1)
     with pytest.raises(DataError, match=r"has \d+ tokens, and the model reads 16 \(seq_len\)"):
-        check_samples(experiment(folder, ["birds sing in tree 7. " * 20]), plan)
+        check_between_steps(experiment(folder, ["birds sing in tree 7. " * 20]), plan)
     masked = wb.models.bert(**SIZES)
     with pytest.raises(DataError, match=r"has no \[MASK\]"):
-        check_samples(experiment(folder, ["Birds sing."], masked), plan)
+        check_between_steps(experiment(folder, ["Birds sing."], masked), plan)
     with pytest.raises(InvalidExperiment, match=r"OnlyLoss returned \[\]\. Let forward return its logits"):
-        check_samples(experiment(folder, ["Birds"], OnlyLoss, "clm"), plan)
-    check_samples(experiment(folder, ["Birds [MASK]", "all [MASK] sing"], masked), plan)
+        check_between_steps(experiment(folder, ["Birds"], OnlyLoss, "clm"), plan)
+    check_between_steps(experiment(folder, ["Birds [MASK]", "all [MASK] sing"], masked), plan)
 
 
 @pytest.mark.parametrize("prompts", ["Hello", [], [""], [3], None])

@@ -6,18 +6,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 import workbench as wb
-from tests.distributed.real_worker import DEVICE, LINK, experiment
+from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
 from workbench.cost.cluster import Cluster
-from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError
+from workbench.errors import DataError, InvalidExperiment, UnknownParameter
+from workbench.planning import from_experiment
 from workbench.rundir import RunDir, append_event, read_json, write_json
 from workbench.runs.launching import launcher
 from workbench.runs.records.history import History, read_tail
 from workbench.runs.tracking.recorder import config_of
 from workbench.sweeps import placement, start
 from workbench.sweeps.axes import Axes
-from workbench.sweeps.directory import Entry, Result, SweepDir, plan_key
+from workbench.sweeps.directory import Entry, Result, SweepDir, plan_key, profile_key
 from workbench.sweeps.objective import objective, reports
 from workbench.sweeps.rules import Diverged, rule_from_json, rule_to_json
 from workbench.sweeps.study import FIRST_RUNS, Study
@@ -124,12 +126,36 @@ def test_the_objective_of_a_run_that_evaluates_is_its_last_held_out_loss(tmp_pat
 def test_the_placement_with_the_shortest_predicted_time_is_taken():
     asked = experiment(steps=100)
     cluster = Cluster(DEVICE, 2, 2, LINK, LINK)
-    best, why = placement.choose({"all": asked}, [("all", 100)] * 4, cluster)
+    best, why = placement.choose({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
     assert (best.side_by_side, best.devices_each) == (2, 1)
     assert "2 runs side by side on 1 device each" in why
     assert "4 runs one after another on 2 devices" in why
-    alone, _ = placement.choose({"all": asked}, [("all", 100)], cluster)
+    alone, _ = placement.choose({"all": asked}, [("all", 100)], cluster, {"all": "all"})
     assert alone.seconds <= best.seconds
+
+
+def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeypatch):
+    captured, graph = [], from_experiment.graph
+    monkeypatch.setattr(from_experiment, "graph", lambda asked: captured.append(asked) or graph(asked))
+    axes = Axes(experiment(), {"global_batch": [4, 8], "seq_len": [SEQ, SEQ // 2]})
+    named = {plan_key(choice): choice for choice in axes.choices()}
+    asked = {key: axes.experiment_of(choice) for key, choice in named.items()}
+    profiled_as = {key: profile_key(choice) for key, choice in named.items()}
+    placed, _ = placement.choose(asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as)
+    assert [each.seq_len for each in captured] == [SEQ, SEQ // 2]
+    assert {(plan.global_batch, plan.seq_len) for plan in placed.plans.values()} == {
+        (batch, length) for batch in (4, 8) for length in (SEQ, SEQ // 2)
+    }
+
+
+def test_the_predicted_time_of_a_sweep_counts_the_evaluations():
+    cluster, runs = Cluster(DEVICE, 1, 1, LINK, LINK), [("all", 100)] * 3
+    without, _ = placement.choose({"all": experiment()}, runs, cluster, {"all": "all"})
+    asked = experiment(evaluate=wb.Evaluate(every=40), eval_data=Words())
+    placed, _ = placement.choose({"all": asked}, runs, cluster, {"all": "all"})
+    each = placed.plans["all"].prediction.evaluation_s
+    assert each > 0
+    assert placed.seconds == pytest.approx(without.seconds + 3 * 4 * each), "at the steps 0, 40, 80 and 100"
 
 
 def test_axes_that_change_no_plan_share_one():
@@ -156,8 +182,8 @@ def no_processes(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("no_processes")
 def test_what_no_plan_of_a_sweep_can_compute_is_refused_before_anything_is_written(tmp_path):
-    asked = experiment().replace(samples=wb.Samples(prompts=["Hello"]))
-    with pytest.raises(WorkbenchError, match="prompt"):
+    asked = experiment(evaluate=wb.Evaluate(), eval_data=torch.utils.data.Subset(Words(), [0]))
+    with pytest.raises(DataError, match="There are 1 held-out samples, fewer than the"):
         wb.sweep(asked, learning_rate=[1e-3, 2e-3], directory=tmp_path / "rates")
     assert not (tmp_path / "rates").exists()
 

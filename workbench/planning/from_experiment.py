@@ -47,13 +47,17 @@ def plan(
     Raises `PlanInfeasible` if nothing fits, `CaptureError` if the model cannot be captured, `DataError` if the data
     cannot feed it.
     """
-    best = search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best
+    return with_evaluation(experiment, search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best)
+
+
+def with_evaluation(experiment: Experiment, plan: Plan) -> Plan:
+    """Return the plan with the predicted time of one evaluation, if the experiment evaluates."""
     if experiment.evaluate is None:
-        return best
-    predicted = dataclasses.replace(best.prediction, evaluation_s=evaluation_seconds(experiment, best))
-    plan = dataclasses.replace(best, prediction=predicted)
-    object.__setattr__(plan, "origin", best.origin)
-    return plan
+        return plan
+    predicted = dataclasses.replace(plan.prediction, evaluation_s=evaluation_seconds(experiment, plan))
+    complete = dataclasses.replace(plan, prediction=predicted)
+    object.__setattr__(complete, "origin", plan.origin)
+    return complete
 
 
 def evaluation_seconds(experiment: Experiment, plan: Plan) -> float:
@@ -85,15 +89,27 @@ def search(
 
     Arguments and errors are those of `wb.plan`.
     """
+    limit, fixed = memory_limit_bytes(memory_limit_gib), _fixed(experiment, choices)
+    costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
+    request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
+    return weigh(costs, costs.precision, request)
+
+
+def search_profiled(experiment: Experiment, costs: Profile, cluster: Cluster) -> Plans:
+    """Return what `search` does for a model whose profile is known, without another capture."""
+    request = Request(experiment.global_batch, experiment.seq_len, cluster, None, _fixed(experiment, {}))
+    return weigh(costs, costs.precision, request)
+
+
+def _fixed(experiment: Experiment, choices: Choices) -> Fixed:
+    """Return the checked choices, and those that follow from the experiment's optimiser."""
     if isinstance(experiment.optimizer, UserFunction):
         choices = _undivided(experiment, choices)
     if experiment.optimizer != "adamw":
         choices = {**choices, "offload_optimizer": _kept_on_device(experiment, choices.get("offload_optimizer"))}
-    limit, fixed = memory_limit_bytes(memory_limit_gib), Fixed(**choices)
-    check_choices(fixed)  # before the model is captured, which takes seconds
-    costs, cluster = profile_and_cluster(experiment, cluster)
-    request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
-    return weigh(costs, costs.precision, request)
+    fixed = Fixed(**choices)
+    check_choices(fixed)
+    return fixed
 
 
 @checked_arguments
@@ -295,14 +311,37 @@ def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
     return {name: spec.batched(micro_batch) for name, spec in specs.items()}
 
 
-def check_evaluation(experiment: Experiment, plan: Plan) -> None:
-    """Raise unless the experiment's held-out loss can be computed in the plan's stages.
+def check_between_steps(experiment: Experiment, plan: Plan) -> None:
+    """Raise unless what the experiment computes between steps can be computed in the plan's stages.
 
-    Raises `DataError` if there are too few held-out samples, and `CaptureError` if the model in eval mode does not
-    consist of the same blocks.
+    That is the held-out loss with metrics, and samples of text. Raises `DataError` if there are too few held-out
+    samples or the model cannot read a prompt, `InvalidExperiment` for a metric that cannot be summed or a model that
+    returns no logits, and `CaptureError` if the model in eval mode does not consist of the same blocks.
     """
     from workbench.capture import build_meta, capture
-    from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+    from workbench.capture.evaluation import capture_for_evaluation, capture_for_samples, require_same_stages
+    from workbench.data import encoded_prompts
+
+    if experiment.evaluate is None and experiment.samples is None:
+        return
+    if experiment.evaluate is not None:
+        _check_held_out(experiment, plan)
+    prompts = None if experiment.samples is None else encoded_prompts(experiment, experiment.samples.prompts)
+    first_blocks = [stage.first_block for stage in plan.stages[1:]]
+    model = build_meta(experiment.model.build)
+    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name, loss=experiment.loss)
+    if experiment.evaluate is not None:
+        evaluation = capture_for_evaluation(model, training, experiment.metrics or {})
+        require_same_stages(training, evaluation, first_blocks, plan.tensor)
+    if prompts is not None:
+        assert experiment.samples is not None
+        for group in prompts.groups(experiment.samples.tokens, experiment.seq_len):
+            sampling = capture_for_samples(model, training, group.specs, prompts.vocabulary)
+            require_same_stages(training, sampling, first_blocks, plan.tensor, same_shapes=False)
+
+
+def _check_held_out(experiment: Experiment, plan: Plan) -> None:
+    """Raise `DataError` if the held-out samples do not fill one micro-batch of the plan."""
     from workbench.data import held_out
 
     samples = len(held_out(experiment))
@@ -313,30 +352,6 @@ def check_evaluation(experiment: Experiment, plan: Plan) -> None:
             samples=samples,
             micro_batch=plan.micro_batch,
         )
-    model = build_meta(experiment.model.build)
-    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name, loss=experiment.loss)
-    evaluation = capture_for_evaluation(model, training, experiment.metrics or {})
-    require_same_stages(training, evaluation, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
-
-
-def check_samples(experiment: Experiment, plan: Plan) -> None:
-    """Raise unless the model can write the experiment's samples of text in the plan's stages.
-
-    Raises `DataError` for a prompt that it cannot read, `InvalidExperiment` if forward returns no logits, and
-    `CaptureError` if the model in eval mode does not consist of the same blocks.
-    """
-    from workbench.capture import build_meta, capture
-    from workbench.capture.evaluation import capture_for_samples, require_same_stages
-    from workbench.data import encoded_prompts
-
-    assert experiment.samples is not None
-    prompts = encoded_prompts(experiment, experiment.samples.prompts)
-    model = build_meta(experiment.model.build)
-    training = capture(model, _batch(experiment, plan.micro_batch), name=experiment.model.name, loss=experiment.loss)
-    for group in prompts.groups(experiment.samples.tokens, experiment.seq_len):
-        sampling = capture_for_samples(model, training, group.specs, prompts.vocabulary)
-        first_blocks = [stage.first_block for stage in plan.stages[1:]]
-        require_same_stages(training, sampling, first_blocks, plan.tensor, same_shapes=False)
 
 
 def check_signature(experiment: Experiment, plan: Plan) -> None:

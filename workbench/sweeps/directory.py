@@ -125,6 +125,11 @@ def plan_key(choice: Mapping[str, int]) -> str:
     return _key(choice, choice.keys() - PLAN_FREE)
 
 
+def profile_key(choice: Mapping[str, int]) -> str:
+    """Return a text that is equal for choices whose models cost the same: a batch changes the plan only."""
+    return _key(choice, choice.keys() - PLAN_FREE - {"global_batch"})
+
+
 def _key(choice: Mapping[str, int], names: set[str]) -> str:
     return "-".join(f"{name}.{choice[name]}" for name in sorted(names)) or "all"
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.cost.cluster import Cluster
+from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
-from workbench.planning.from_experiment import search
+from workbench.planning.from_experiment import profile, search_profiled, with_evaluation
 from workbench.planning.plan import Plan
 from workbench.units import duration
 
@@ -33,7 +35,10 @@ class Placement:
 
 
 def choose(
-    experiments: Mapping[str, Experiment], runs: Sequence[tuple[str, int]], cluster: Cluster
+    experiments: Mapping[str, Experiment],
+    runs: Sequence[tuple[str, int]],
+    cluster: Cluster,
+    profiled_as: Mapping[str, str],
 ) -> tuple[Placement, str]:
     """Return the placement with the shortest predicted time, and the sentence that says why.
 
@@ -41,13 +46,19 @@ def choose(
         experiments: one experiment for each plan that is needed, by its key.
         runs: key and steps of each run of the sweep, in the order in which they start.
         cluster: the devices that the sweep may use.
+        profiled_as: a text by the key of each plan, equal for experiments whose models cost the same.
 
     Raises `PlanInfeasible` if no plan fits even on all devices.
     """
+    profiles: dict[str, Profile] = {}
+    for key, experiment in experiments.items():
+        if profiled_as[key] not in profiles:
+            profiles[profiled_as[key]] = profile(experiment, cluster)
+    asked = {key: (experiment, profiles[profiled_as[key]]) for key, experiment in experiments.items()}
     options, refusal = [], None
     for each in (count for count in range(cluster.gpus, 0, -1) if cluster.gpus % count == 0):
         try:
-            options.append(_placement(experiments, runs, cluster, each))
+            options.append(_placement(asked, runs, cluster, each))
         except PlanInfeasible as error:
             refusal = refusal or error
     if not options:
@@ -66,12 +77,21 @@ def _divisors(count: int) -> list[int]:
 
 
 def _placement(
-    experiments: Mapping[str, Experiment], runs: Sequence[tuple[str, int]], cluster: Cluster, each: int
+    asked: Mapping[str, tuple[Experiment, Profile]], runs: Sequence[tuple[str, int]], cluster: Cluster, each: int
 ) -> Placement:
     # `Cluster.resized` would give a CPU process the cores of the others, which run beside it here.
     part = replace(cluster, gpus=each, gpus_per_node=min(each, cluster.gpus_per_node))
-    plans = {key: search(experiment, part).best for key, experiment in experiments.items()}
+    plans = {
+        key: with_evaluation(experiment, search_profiled(experiment, costs, part).best)
+        for key, (experiment, costs) in asked.items()
+    }
     slots = [0.0] * (cluster.gpus // each)
     for key, steps in runs:
-        heapq.heapreplace(slots, slots[0] + steps * plans[key].prediction.step_ms / 1e3)
+        heapq.heapreplace(slots, slots[0] + _run_seconds(asked[key][0], plans[key], steps))
     return Placement(len(slots), each, plans, max(slots))
+
+
+def _run_seconds(experiment: Experiment, plan: Plan, steps: int) -> float:
+    """Return the predicted time of the steps of a run, and of its evaluations: before, every so many steps, after."""
+    evaluations = 0 if experiment.evaluate is None else 1 + math.ceil(steps / experiment.evaluate.every)
+    return steps * plan.prediction.step_ms / 1e3 + evaluations * plan.prediction.evaluation_s

@@ -11,13 +11,12 @@ from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, RunExists
 from workbench.experiment import Experiment
 from workbench.planning import from_experiment
-from workbench.planning.plan import Plan
 from workbench.rundir import write_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.run_directory import new_directory, user_code
 from workbench.sweeps import placement
 from workbench.sweeps.axes import LARGEST_GRID, Axes
-from workbench.sweeps.directory import Entry, SweepDir, plan_key
+from workbench.sweeps.directory import Entry, SweepDir, plan_key, profile_key
 from workbench.sweeps.rules import Rule, check_rule, rule_to_json
 from workbench.sweeps.sweep import Sweep, start_supervisor
 from workbench.units import is_count
@@ -70,9 +69,11 @@ def sweep(
     count = len(choices) if trials is None else trials
     runs = [(plan_key(choice), grid.experiment_of(choice).steps) for _ in seed_list for choice in choices[:count]]
     experiments = {key: grid.experiment_of(choice) for key, choice in planned.items()}
-    placed, why = placement.choose(experiments, runs, _cluster())
+    profiled_as = {key: profile_key(choice) for key, choice in planned.items()}
+    placed, why = placement.choose(experiments, runs, _cluster(), profiled_as)
     for key, plan in placed.plans.items():
-        _check_plan(experiments[key], plan)
+        from_experiment.check_optimizer(experiments[key], plan)
+        from_experiment.check_between_steps(experiments[key], plan)
     folder = SweepDir(_new_folder(experiment, directory))
     for key, plan in placed.plans.items():
         (folder.path / "plans").mkdir(exist_ok=True)
@@ -93,15 +94,6 @@ def sweep(
     write_json(folder.settings_file, settings)
     start_supervisor(folder)
     return Sweep(folder.path)
-
-
-def _check_plan(experiment: Experiment, plan: Plan) -> None:
-    """Raise what `wb.launch` raises for an optimiser, an evaluation or samples that the plan cannot have."""
-    from_experiment.check_optimizer(experiment, plan)
-    if experiment.evaluate is not None:
-        from_experiment.check_evaluation(experiment, plan)
-    if experiment.samples is not None:
-        from_experiment.check_samples(experiment, plan)
 
 
 def _cluster() -> Any:
