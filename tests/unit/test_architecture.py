@@ -40,7 +40,7 @@ HOMES = {
     "nbconvert": {"figures"},
     "PIL": {"figures"},
     "cloudpickle": {"user_code"},
-    "pyarrow": {"runs"},
+    "pyarrow": {"runs", "data"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},
     "yaml": {"sweeps"},

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from workbench import data, models
-from workbench.data import _sampling, _tokens
+from workbench.data import _sampling, _tokens, _vocabulary
 from workbench.errors import DataError, UnknownParameter
 from workbench.experiment import Evaluate
 
@@ -279,7 +279,9 @@ def test_byte_level_tokens_give_the_text_back_exactly(text, speeches):
     assert store.ids[bounds[3] - 1] == 0  # the end of text
 
 
-@pytest.mark.parametrize("train", [_tokens._wordpiece, _tokens._byte_level_bpe], ids=["wordpiece", "bpe"])
+@pytest.mark.parametrize(
+    "train", [_vocabulary.train_wordpiece, _vocabulary.train_byte_level_bpe], ids=["wordpiece", "bpe"]
+)
 def test_training_twice_gives_the_same_vocabulary(speeches, train):
     vocabularies = [train(speeches, 600, lambda _: None).get_vocab() for _ in range(4)]
     assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
@@ -288,7 +290,7 @@ def test_training_twice_gives_the_same_vocabulary(speeches, train):
 
 def test_a_small_wordpiece_vocabulary_keeps_to_its_size_whatever_the_script():
     text = ["".join(chr(0x3041 + (7 * n + k) % 86) for k in range(9)) + chr(0x4E00 + n) for n in range(900)]
-    tokenizer = _tokens._wordpiece(text, 100, lambda _: None)
+    tokenizer = _vocabulary.train_wordpiece(text, 100, lambda _: None)
     assert tokenizer.get_vocab_size() <= 100
     assert tokenizer.token_to_id("[UNK]") == 1
 

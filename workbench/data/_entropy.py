@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples
 from workbench.data._source import SampleRequest
 from workbench.data._split import SplicedTokens
-from workbench.data._tokens import SPECIAL_TOKENS
+from workbench.data._vocabulary import SPECIAL_TOKENS
 from workbench.errors import DataError
 
 BLOCK = 1 << 22

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.data._sampling import IGNORED, special_id
-from workbench.data._tokens import CLS, END_OF_TEXT, MASK, SEP, SPECIAL_TOKENS
+from workbench.data._vocabulary import CLS, END_OF_TEXT, MASK, SEP, SPECIAL_TOKENS
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 

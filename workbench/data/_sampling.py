@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.data._split import SplicedTokens
-from workbench.data._tokens import CLS, MASK, SEP, SPECIAL_TOKENS, TokenStore
+from workbench.data._tokens import TokenStore
+from workbench.data._vocabulary import CLS, MASK, SEP, SPECIAL_TOKENS
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]

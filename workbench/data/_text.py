@@ -1,14 +1,19 @@
 """Sources of text: packaged speeches, local files, rows of a hub dataset. Imports the standard library only.
 
-A source yields `(starts_document, paragraph)` pairs, so that memory stays bounded however long a document is.
+A source is read in blocks of about `BLOCK_BYTES`, so that memory stays bounded however long the text, a document or a
+line is. One process reads the blocks, and several turn them into `(starts_document, paragraph)` pairs.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import difflib
+import functools
 import gzip
 import hashlib
 import lzma
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +23,97 @@ from workbench.errors import DataError
 
 Paragraph = tuple[bool, str]
 Advance = Callable[[int], None]
+Position = tuple[int, ...]
+"""Place in a source after a block, from which reading goes on; the empty tuple is the beginning."""
 
-COMPRESSED = {".xz": lzma.open, ".gz": gzip.open}
+
+def _open_zstandard(file: IO[bytes]) -> Any:
+    """Open a `.zst` file; the standard library of Python 3.11 cannot, and pyarrow can."""
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(file, "zstd")
+
+
+COMPRESSED: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".xz": lzma.open,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".zst": _open_zstandard,
+}
 COMPRESSION_RATIO = 4
-"""Approximate compression ratio of English prose under xz or gzip; used only to size the vocabulary's sample."""
+"""Approximate compression ratio of English prose; used only to size the vocabulary's sample."""
+BLOCK_BYTES = 1 << 20
+"""Approximate size of a block of text: the unit that a process tokenises, and after which work can go on."""
 LONGEST_PARAGRAPH = 1 << 16
 """Longest paragraph in characters; longer lines are cut at a space, so that one giant line does not fill memory."""
 HASHED_WHOLE_BYTES = 1 << 28
 """Size up to which a whole file is hashed; of a larger one, evenly spaced samples."""
 HASHED_SAMPLES, HASHED_SAMPLE_BYTES = 64, 1 << 20
+BYTE_ORDER_MARK = codecs.BOM_UTF8
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive lines of one file."""
+
+    path: str
+    line: int
+    """Number of the first line in the file, from 1."""
+    starts: bool
+    """True if the first paragraph begins a document."""
+    text: bytes
+    goes_on: bool = False
+    """True if the last line goes on in the next part."""
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Lines of one file, or of several small ones."""
+
+    parts: tuple[Part, ...]
+    one_document_each: bool
+    advance: int
+    """Part of the source's `size` that the block covers."""
+    end: Position
+
+    def paragraphs(self) -> Iterator[Paragraph]:
+        """Yield every paragraph that is not blank; raise `DataError` for bytes that are not UTF-8."""
+        for part in self.parts:
+            starts = part.starts
+            lines = part.text.split(b"\n")
+            for number, line in enumerate(lines, part.line):
+                try:
+                    text = line.decode().lstrip()
+                except UnicodeDecodeError as error:
+                    raise _unreadable(part.path, error, number) from None
+                # A space before the cut of a long line belongs to its piece.
+                paragraph = text if part.goes_on and number == part.line + len(lines) - 1 else text.rstrip()
+                if not paragraph:
+                    starts = starts or not self.one_document_each
+                for piece in _pieces(paragraph):
+                    yield starts, piece
+                    starts = False
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of a dataset: each is one document, and each of its lines one paragraph."""
+
+    texts: tuple[str, ...]
+    advance: int
+    end: Position
+
+    def paragraphs(self) -> Iterator[Paragraph]:
+        """Yield every paragraph that is not blank."""
+        for text in self.texts:
+            starts = True
+            for line in text.splitlines():
+                for piece in _pieces(line.strip()):
+                    yield starts, piece
+                    starts = False
+
+
+Block = LineBlock | RowBlock
 
 
 class TextSource(Protocol):
@@ -34,7 +121,7 @@ class TextSource(Protocol):
 
     @property
     def size(self) -> int:
-        """Total of the progress that `paragraphs` reports through `advance`."""
+        """Total of the progress that blocks report as `advance`."""
 
     @property
     def unit(self) -> str:
@@ -47,8 +134,8 @@ class TextSource(Protocol):
     def fingerprint(self) -> str:
         """Return a key that changes when the text changes."""
 
-    def paragraphs(self, advance: Advance) -> Iterator[Paragraph]:
-        """Yield every paragraph that is not blank, each with True if it begins a document."""
+    def blocks(self, after: Position = ()) -> Iterator[Block]:
+        """Yield the blocks of the text after a position."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +160,56 @@ class Files:
     def fingerprint(self) -> str:
         digest = hashlib.sha256(b"one each" if self.one_document_each else b"empty lines")
         for path in self.paths:
-            digest.update(_digest_of_file(path))
+            try:
+                stat = path.stat()
+                digest.update(_digest_of_file(path, stat.st_size, stat.st_mtime_ns))
+            except OSError as error:
+                raise _unopened(path, error) from error
         return digest.hexdigest()
 
-    def paragraphs(self, advance: Advance) -> Iterator[Paragraph]:
-        for path in self.paths:
-            starts = True
-            for line in _lines(path, advance):
-                paragraph = line.strip()
-                if not paragraph:
-                    starts = starts or not self.one_document_each
-                    continue
-                for piece in _pieces(paragraph):
-                    yield starts, piece
-                    starts = False
+    def blocks(self, after: Position = ()) -> Iterator[LineBlock]:
+        """Yield the lines in blocks; several small files share one. A position is (file, byte, line, starts)."""
+        first, byte, line, starts = after or (0, 0, 1, 1)
+        parts: list[Part] = []
+        gathered = advance = 0
+        for number in range(first, len(self.paths)):
+            own = (byte, line, bool(starts)) if number == first else (0, 1, True)
+            for part, read, end in self._parts(self.paths[number], *own):
+                parts.append(part)
+                gathered, advance = gathered + len(part.text), advance + read
+                if gathered >= BLOCK_BYTES // 2:
+                    yield LineBlock(tuple(parts), self.one_document_each, advance, (number, *end))
+                    parts, gathered, advance = [], 0, 0
+        if parts:
+            yield LineBlock(tuple(parts), self.one_document_each, advance, (len(self.paths), 0, 1, 1))
+
+    def _parts(self, path: Path, byte: int, line: int, starts: bool) -> Iterator[tuple[Part, int, Position]]:
+        """Yield the lines of a file from a byte on, each part with the bytes of the file that were read for it."""
+        try:
+            with path.open("rb") as raw:
+                unpack = COMPRESSED.get(path.suffix)
+                stream = unpack(raw) if unpack else raw
+                _skip(stream, byte, seekable=unpack is None)
+                reported = raw.tell() if byte else 0
+                for text, dropped, goes_on in _whole_lines(stream, begins=byte == 0):
+                    byte += dropped + len(text)
+                    part = Part(str(path), line, starts, text, goes_on)
+                    starts = self._starts_after(text, starts)
+                    line += text.count(b"\n")
+                    now = raw.tell()
+                    yield part, now - reported, (byte, line, int(starts))
+                    reported = now
+        except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _unreadable(path, error, line) from error
+        except OSError as error:
+            raise (_unopened(path, error) if error.errno else _unreadable(path, error, line)) from error
+
+    def _starts_after(self, text: bytes, starts: bool) -> bool:
+        """Return True if the paragraph after some whole lines begins a document."""
+        if self.one_document_each:
+            return starts and not text.decode(errors="replace").strip()
+        last = text[text.rfind(b"\n", 0, -1) + 1 :]
+        return not last.decode(errors="replace").strip()
 
 
 @dataclass(frozen=True)
@@ -114,15 +237,22 @@ class Rows:
     def fingerprint(self) -> str:
         return self.key
 
-    def paragraphs(self, advance: Advance) -> Iterator[Paragraph]:
-        for batch in self.dataset.select_columns([self.column]).iter(batch_size=1000):
+    def blocks(self, after: Position = ()) -> Iterator[RowBlock]:
+        """Yield the rows in blocks. A position is the number of rows before it."""
+        at = after[0] if after else 0
+        texts: list[str] = []
+        gathered = 0
+        rows = self.dataset.select_columns([self.column]).select(range(at, self.size))
+        for batch in rows.iter(batch_size=100):
             for text in batch[self.column]:
-                starts = True
-                for line in (text or "").splitlines():
-                    for piece in _pieces(line.strip()):
-                        yield starts, piece
-                        starts = False
-            advance(len(batch[self.column]))
+                texts.append(text or "")
+                gathered += len(texts[-1])
+                if gathered >= BLOCK_BYTES:
+                    at += len(texts)
+                    yield RowBlock(tuple(texts), len(texts), (at,))
+                    texts, gathered = [], 0
+        if texts:
+            yield RowBlock(tuple(texts), len(texts), (at + len(texts),))
 
 
 def packaged_speeches() -> Files:
@@ -148,13 +278,14 @@ def local_text(name: str) -> Files:
         hint = "Did you mean 'demo'?" if near else "Check the path, or use wb.data.corpus('demo')."
         raise DataError(f"There is no text file or folder at {name}. {hint}", path=name)
     if path.is_dir():
-        paths = tuple(sorted(p for p in path.iterdir() if p.name.endswith((".txt", ".txt.xz", ".txt.gz"))))
+        endings = tuple(f".txt{ending}" for ending in ("", *COMPRESSED))
+        paths = tuple(sorted(p for p in path.iterdir() if p.name.endswith(endings)))
         if not paths:
-            raise DataError(f"The folder {name} holds no .txt, .txt.xz or .txt.gz file.", path=name)
+            raise DataError(f"The folder {name} holds no {_listed(endings)} file.", path=name)
     else:
         paths = (path,)
     files = Files(paths, one_document_each=path.is_dir())
-    if next(files.paragraphs(lambda _: None), None) is None:
+    if next((paragraph for block in files.blocks() for paragraph in block.paragraphs()), None) is None:
         raise DataError(
             f"{name} is empty: it holds no word of text. Give a file with one paragraph a line.",
             path=name,
@@ -163,27 +294,51 @@ def local_text(name: str) -> Files:
     return files
 
 
-def _lines(path: Path, advance: Advance) -> Iterator[str]:
-    """Yield the lines of a plain or compressed file; report the bytes of the file to `advance` as they are read."""
-    read = 0
-    with path.open("rb") as raw:
-        unpack: Any = COMPRESSED.get(path.suffix)
-        stream: IO[bytes] = unpack(raw, "rb") if unpack else raw
-        number = 0
-        try:
-            for number, line in enumerate(stream, 1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if number % 256 == 0:
-                    advance(raw.tell() - read)
-                    read = raw.tell()
-        except (UnicodeDecodeError, lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-            raise DataError(
-                f"{path} is not readable as text: {error} (line {number}). "
-                "Give UTF-8 text, plain or as .xz or .gz with that ending.",
-                path=str(path),
-                line=number,
-            ) from error
-        advance(raw.tell() - read)
+def _skip(stream: Any, byte: int, seekable: bool) -> None:
+    """Move a stream to a byte of its text; of a compressed file everything before it is read again."""
+    if seekable:
+        stream.seek(byte)
+        return
+    while byte > 0 and (read := stream.read(min(byte, BLOCK_BYTES))):
+        byte -= len(read)
+
+
+def _whole_lines(stream: Any, begins: bool) -> Iterator[tuple[bytes, int, bool]]:
+    """Yield text in pieces of whole lines; a line longer than a block is cut where `_pieces` cuts it too.
+
+    Each comes with the number of bytes before it that are no text, those of a byte-order mark if the file `begins`,
+    and with True if its last line goes on.
+    """
+    ended, dropped, rest = False, 0, b""
+    while not ended:
+        read = stream.read(BLOCK_BYTES)
+        ended, rest = not read, rest + read
+        if begins and rest.startswith(BYTE_ORDER_MARK):
+            dropped, rest = len(BYTE_ORDER_MARK), rest[len(BYTE_ORDER_MARK) :]
+        begins = False
+        cut = len(rest) if ended else rest.rfind(b"\n") + 1
+        goes_on = not cut and len(rest) >= BLOCK_BYTES
+        if goes_on:
+            cut = _cut_of_line(rest)
+        if cut:
+            yield rest[:cut], dropped, goes_on
+            rest, dropped = rest[cut:], 0
+
+
+def _cut_of_line(line: bytes) -> int:
+    """Return the length in bytes of the beginning of an endless line that holds whole pieces; 0 if there is none."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(line)
+    except UnicodeDecodeError:
+        return len(line)  # the process that reads the block reports it
+    begin, cut = len(text) - len(text.lstrip()), 0
+    end = len(text.rstrip())
+    while end - begin > LONGEST_PARAGRAPH:
+        at = text.rfind(" ", begin + 1, begin + LONGEST_PARAGRAPH)
+        cut = begin = begin + LONGEST_PARAGRAPH if at < 0 else at
+        while text[begin].isspace():
+            begin += 1
+    return len(text[:cut].encode())
 
 
 def _pieces(paragraph: str) -> Iterator[str]:
@@ -197,14 +352,38 @@ def _pieces(paragraph: str) -> Iterator[str]:
         yield paragraph
 
 
-def _digest_of_file(path: Path) -> bytes:
-    """Return the SHA-256 of a file: of its content, or of samples, size and modification time if it is large."""
-    stat = path.stat()
+def _unreadable(path: Path | str, error: Exception, line: int) -> DataError:
+    endings = _listed(tuple(COMPRESSED))
+    return DataError(
+        f"{path} is not readable as text: {error} (line {line}). Give UTF-8 text, plain or as {endings} with that "
+        "ending.",
+        path=str(path),
+        line=line,
+    )
+
+
+def _unopened(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be read: {error.strerror}. Make it readable for this user, or remove it from the text.",
+        path=str(path),
+    )
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of_file(path: Path, size: int, mtime_ns: int) -> bytes:
+    """Return the SHA-256 of a file: of its content, or of samples, size and modification time if it is large.
+
+    The last two arguments also say whether the answer of an earlier call still holds.
+    """
     with path.open("rb") as file:
-        if stat.st_size <= HASHED_WHOLE_BYTES:
+        if size <= HASHED_WHOLE_BYTES:
             return hashlib.file_digest(file, "sha256").digest()
-        digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+        digest = hashlib.sha256(f"{size} {mtime_ns}".encode())
         for part in range(HASHED_SAMPLES):
-            file.seek(part * (stat.st_size - HASHED_SAMPLE_BYTES) // (HASHED_SAMPLES - 1))
+            file.seek(part * (size - HASHED_SAMPLE_BYTES) // (HASHED_SAMPLES - 1))
             digest.update(file.read(HASHED_SAMPLE_BYTES))
         return digest.digest()

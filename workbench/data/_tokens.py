@@ -2,20 +2,21 @@
 
 One folder per (text, tokeniser, vocabulary size) holds `tokens.bin` (uint16, or uint32 for vocabularies over
 65,536), `documents.npy` (the offset at which each document begins), `tokenizer.json` and `facts.json`.
-The folder appears whole or not at all, and processes that want the same one wait for the first.
+The folder appears whole or not at all, and processes that want the same one wait for the first. Until then a folder
+with the ending `.part` holds what is done (`_partial.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import shutil
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,25 +24,23 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from workbench.data._text import Advance, Paragraph, TextSource
+from workbench.data._encoding import Encoder, encode_all
+from workbench.data._partial import PartialTokens, can_go_on
+from workbench.data._text import Advance, TextSource
+from workbench.data._vocabulary import train_byte_level_bpe, train_wordpiece
 from workbench.errors import DataError
 from workbench.home import cache_home
+from workbench.machine import available_cores
+from workbench.units import gib
 
-SMALLEST_WITH_WORDS = 256
-"""Vocabulary size from which WordPiece keeps at least half of its entries for pieces of words."""
 FORMAT = 2
 """Version of the folder's format; part of its name."""
-CHUNK_CHARACTERS = 2 << 20
-"""Characters tokenised at once; each occupies about a hundred bytes of the library's objects."""
+SMALL_BYTES = 8 << 20
+"""Size of a text up to which starting worker processes does not pay."""
 TRAINING_BYTES = 64 << 20
 """Approximate size of the sample, taken evenly from the text, on which a vocabulary is trained."""
-
-PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
-END_OF_TEXT = "<|endoftext|>"
-SPECIAL_TOKENS = {"wordpiece": (PAD, UNKNOWN, CLS, SEP, MASK), "bpe": (END_OF_TEXT,)}
-"""Special tokens of each type of tokeniser; the id of a token is its index."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,13 @@ class TokenStore:
         return {key: value for key, value in self.__dict__.items() if key not in ("ids", "document_starts")}
 
 
-def tokenised(key: TokensKey, name: str, source: Callable[[], TextSource], progress: bool) -> tuple[TokenStore, bool]:
+def tokenised(
+    key: TokensKey, name: str, source: Callable[[], TextSource], progress: bool, workers: int | None = None
+) -> tuple[TokenStore, bool]:
     """Return the tokens of a text, and True if they were in the cache; tokenise the text if not.
 
-    `source` is called only if there is work to do. Several processes may ask at once.
+    `source` is called only if there is work to do. Several processes may ask at once: one works, with `workers`
+    processes (one per core by default), and the others wait. Work that was killed goes on where it stopped.
     """
     folder = key.folder
     if (store := _opened(folder)) is not None:
@@ -107,12 +109,18 @@ def tokenised(key: TokensKey, name: str, source: Callable[[], TextSource], progr
         if (store := _opened(folder)) is not None:
             return store, True
         part = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # A process that was killed may have left one.
-        part.mkdir()
-        _fill(part, key, name, source(), progress)
-        if folder.exists():  # Its files are damaged: processes that have them open keep what they opened.
-            shutil.rmtree(folder)
-        part.rename(folder)
+        try:
+            part.mkdir(exist_ok=True)
+            _write_facts(part, name, key, _fill(part, key, source(), progress, workers))
+            if folder.exists():  # Its files are damaged: processes that have them open keep what they opened.
+                shutil.rmtree(folder)
+            part.rename(folder)
+        except DataError as error:
+            if "line" in error.facts:  # The text must change, and then has another folder.
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        except OSError as error:
+            raise _unwritable(folder.parent, error) from error
     store = _opened(folder)
     assert store is not None
     return store, False
@@ -171,191 +179,105 @@ def _only_process(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(f"{folder.name}.lock").open("w")
     except OSError as error:
-        raise DataError(
-            f"The token cache at {folder.parent} cannot be written: {error.strerror}. "
-            "Point WORKBENCH_HOME at a folder that can.",
-            path=str(folder.parent),
-        ) from error
+        raise _unwritable(folder.parent, error) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _fill(part: Path, key: TokensKey, name: str, source: TextSource, progress: bool) -> None:
-    """Train a vocabulary on the text, tokenise it, and write the files of its folder."""
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return DataError(
+            f"The token cache at {folder} cannot be written: {error.strerror}. "
+            "Point WORKBENCH_HOME at a folder that can.",
+            path=str(folder),
+        )
+    free = shutil.disk_usage(folder).free
+    return DataError(
+        f"The disk of the token cache at {folder} is full ({gib(free)} are free). What is tokenised is kept, and the "
+        "next attempt goes on there. Free space, or point WORKBENCH_HOME at a larger disk.",
+        path=str(folder),
+        free_bytes=free,
+    )
+
+
+def _fill(part: Path, key: TokensKey, source: TextSource, progress: bool, workers: int | None) -> dict[str, Any]:
+    """Train a vocabulary on the text, unless that is done; tokenise what is left of it; return the facts."""
     begun = time.monotonic()
-    if key.tokenizer_of is not None:
-        tokenizer = Tokenizer.from_file(str(key.tokenizer_of / "tokenizer.json"))
-    else:
-        sample = _training_sample(source, progress)
-        train = _wordpiece if key.tokenizer_type == "wordpiece" else _byte_level_bpe
-        with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
-            tokenizer = train(sample, key.vocab_size, advance)
-    tokenizer.save(str(part / "tokenizer.json"))
-    starts = _write_tokens(part / "tokens.bin", tokenizer, source, key.tokenizer_type, progress)
-    np.save(part / "documents.npy", starts[:-1])
-    facts: dict[str, Any] = {
-        "name": name,
-        "type": key.tokenizer_type,
-        "tokens": int(starts[-1]),
-        "documents": len(starts) - 1,
-        "vocabulary": tokenizer.get_vocab_size(),
+    if not can_go_on(part):
+        shutil.rmtree(part)
+        part.mkdir()
+        _vocabulary_of(key, source, progress).save(str(part / "tokenizer.json"))
+    vocabulary = _entries(part / "tokenizer.json")
+    end = 0 if key.tokenizer_type == "bpe" else None
+    encoder = Encoder(part / "tokenizer.json", np.dtype(_dtype(vocabulary)).name, end)
+    if workers is None:
+        workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
+    with PartialTokens(part, encoder.dtype) as tokens:
+        begun -= tokens.seconds
+        blocks = source.blocks(tokens.position)
+        with _bar("Tokenising", source.size, source.unit, progress, tokens.advance) as advance:
+            for block, encoded in encode_all(blocks, encoder, workers):
+                own = encoded if tokens.tokens or end is None else encoded.without_first_end()
+                tokens.append(own.ids, own.starts, block.end, block.advance, time.monotonic() - begun)
+                advance(block.advance)
+    documents = tokens.finish()
+    return {
+        "tokens": tokens.tokens,
+        "documents": documents,
+        "vocabulary": vocabulary,
         "seconds": time.monotonic() - begun,
     }
+
+
+def _write_facts(part: Path, name: str, key: TokensKey, found: dict[str, Any]) -> None:
+    """Write the values that describe finished tokens, and last of all the digests of their files."""
+    facts: dict[str, Any] = {"name": name, "type": key.tokenizer_type, **found}
     facts["files"] = {
-        name: {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "blake2b": _digest(part / name)}
+        name: {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "blake2b": _digest(part / name)}
         for name in ("tokens.bin", "documents.npy", "tokenizer.json")
-        if (found := (part / name).stat())
+        if (stat := (part / name).stat())
     }
     facts["digest"] = _digest_of_facts(facts)
     (part / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
+def _vocabulary_of(key: TokensKey, source: TextSource, progress: bool) -> Tokenizer:
+    """Return the tokeniser of a text: that of another text, or one that is trained on this text."""
+    if key.tokenizer_of is not None:
+        return Tokenizer.from_file(str(key.tokenizer_of / "tokenizer.json"))
+    sample = _training_sample(source, progress)
+    train = train_wordpiece if key.tokenizer_type == "wordpiece" else train_byte_level_bpe
+    with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
+        return train(sample, key.vocab_size, advance)
+
+
 def _training_sample(source: TextSource, progress: bool) -> list[str]:
     """Return paragraphs taken evenly from the text, about `TRAINING_BYTES` of them at most."""
     stride = max(1, round(source.text_bytes / TRAINING_BYTES))
+    sample: list[str] = []
+    number = itertools.count()
     with _bar("Reading for the vocabulary", source.size, source.unit, progress) as advance:
-        return [text for index, (_, text) in enumerate(source.paragraphs(advance)) if index % stride == 0]
-
-
-def _wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
-    """Train BERT's uncased tokeniser, which lowers the case, strips accents and separates ideographs.
-
-    By default the trainer numbers the continuing characters (`##a`) in the order of a hash table and breaks ties by
-    those numbers, so that every process learns another vocabulary. Naming them beforehand, as special tokens, makes
-    training repeatable; the returned tokeniser is built from the result and has BERT's five special tokens only.
-    """
-    special = SPECIAL_TOKENS["wordpiece"]
-    tokenizer = _untrained_wordpiece({})
-    # Each character may enter twice, alone and continuing a word, so that half of the entries hold it at most. A tiny
-    # vocabulary is all characters: with a quarter of 64 entries, every third token of English would be unknown.
-    room = vocab_size - len(special)
-    limit = room // 2 if vocab_size < SMALLEST_WITH_WORDS else min(6000, room // 4)
-    alphabet, continuing = _alphabet(sample, tokenizer, limit)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        special_tokens=[*special, *(f"##{character}" for character in continuing)],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_counted(sample, advance), trainer=trainer)
-    trained = _untrained_wordpiece(tokenizer.get_vocab())
-    trained.add_special_tokens(list(special))
-    return trained
-
-
-def _untrained_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=100))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=True
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##")
-    return tokenizer
-
-
-def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list[str], list[str]]:
-    """Return the `limit` most frequent characters after normalisation, and those of them that can continue a word."""
-    frequency: Counter[str] = Counter()
-    continuing: set[str] = set()
-    for raw, times in _character_counts(sample).items():
-        words = tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str("a" + raw))
-        for character in "".join(word for word, _ in words)[1:]:
-            frequency[character] += times
-        if len(words) == 1:
-            continuing.update(words[0][0][1:])
-    ranked = sorted(frequency, key=lambda character: (-frequency[character], character))
-    alphabet = sorted(ranked[:limit])
-    return alphabet, [character for character in alphabet if character in continuing]
-
-
-def _character_counts(sample: list[str]) -> dict[str, int]:
-    counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
-    for first in range(0, len(sample), 1024):
-        text = "".join(sample[first : first + 1024])
-        codes, times = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), return_counts=True)
-        counts[codes] += times
-    return {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
-
-
-def _byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
-    """Train GPT-2's tokeniser: byte-pair encoding over bytes, so that no character is unknown."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL_TOKENS["bpe"]),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_counted(sample, advance), trainer=trainer)
-    return tokenizer
-
-
-def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
-    for first in range(0, len(sample), 1024):
-        yield (batch := sample[first : first + 1024])
-        advance(len(batch))
-
-
-def _write_tokens(
-    path: Path, tokenizer: Tokenizer, source: TextSource, tokenizer_type: str, progress: bool
-) -> NDArray[np.int64]:
-    """Append the ids of every paragraph to a file; return the offset of each document and, last, the total.
-
-    BPE streams carry the end-of-text token after each document and a line break after each paragraph.
-    """
-    dtype = _dtype(tokenizer.get_vocab_size())
-    is_bpe = tokenizer_type == "bpe"
-    tokenizer.encode_special_tokens = True  # A "[SEP]" in the text is text.
-    starts: list[int] = []
-    total = 0
-    with path.open("wb") as file, _bar("Tokenising", source.size, source.unit, progress) as advance:
-        for chunk in _chunks(source.paragraphs(advance)):
-            texts = ["\n" + text if is_bpe and not starts_document else text for starts_document, text in chunk]
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for (starts_document, _), encoding in zip(chunk, encodings, strict=True):
-                if starts_document and is_bpe and total:
-                    total += _append(file, [0], dtype)
-                if starts_document and (not starts or starts[-1] != total):
-                    starts.append(total)
-                total += _append(file, encoding.ids, dtype)
-    if starts and starts[-1] == total:  # Nothing of the last document remained.
-        starts.pop()
-    return np.asarray([*starts, total], dtype=np.int64)
-
-
-def _append(file: Any, ids: list[int], dtype: Any) -> int:
-    file.write(np.asarray(ids, dtype=dtype).tobytes())
-    return len(ids)
-
-
-def _chunks(paragraphs: Iterable[Paragraph]) -> Iterator[list[Paragraph]]:
-    chunk: list[Paragraph] = []
-    characters = 0
-    for paragraph in paragraphs:
-        chunk.append(paragraph)
-        characters += len(paragraph[1])
-        if characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
+        for block in source.blocks():
+            sample += [text for _, text in block.paragraphs() if next(number) % stride == 0]
+            advance(block.advance)
+    return sample
 
 
 @contextlib.contextmanager
-def _bar(title: str, total: int, unit: str, progress: bool) -> Iterator[Advance]:
+def _bar(title: str, total: int, unit: str, progress: bool, done: int = 0) -> Iterator[Advance]:
     if not progress:
         yield lambda _: None
         return
     from tqdm.auto import tqdm
 
-    with tqdm(desc=title, total=total, unit=unit, unit_scale=True) as bar:
+    with tqdm(desc=title, total=total, unit=unit, unit_scale=True, initial=done) as bar:
         yield bar.update
+
+
+def _entries(tokenizer: Path) -> int:
+    """Return the number of ids of a tokeniser in a file."""
+    return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=-1) + 1
 
 
 def _dtype(vocabulary: int) -> Any:

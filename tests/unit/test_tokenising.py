@@ -1,0 +1,258 @@
+"""Tokenising is the same by any number of processes, goes on after a kill, and takes nothing half-written for whole."""
+
+from __future__ import annotations
+
+import bz2
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow
+import pytest
+
+from workbench.data import _encoding, _partial, _text
+from workbench.data._text import Files
+from workbench.data._tokens import TokensKey, tokenised
+from workbench.errors import DataError
+
+STORED = ("tokens.bin", "documents.npy", "tokenizer.json")
+WORDS = ("the", "Fox", "naïve", "日本", "　", "\t", "a  b", "🙂", "[SEP]", "x" * 30)
+
+
+def sentences(lines: int, seed: int = 0) -> str:
+    """Return lines of odd words, a fifth of them blank in one of several ways."""
+    dice = random.Random(seed)
+    text = [
+        dice.choice(("", "  ", "　", "\r")) if dice.random() < 0.2 else " ".join(dice.choices(WORDS, k=12))
+        for _ in range(lines)
+    ]
+    return "\ufeff" + "\n".join(text)
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 12)
+    path = tmp_path / "text.txt"
+    path.write_text(sentences(1200), newline="")
+    return path
+
+
+def stored(path: Path, kind: str = "bpe", workers: int = 0, key: str = "one") -> dict[str, bytes]:
+    """Tokenise a file, or the files of a folder, and return what the cache then holds."""
+    paths = tuple(sorted(path.iterdir())) if path.is_dir() else (path,)
+    source = Files(paths, one_document_each=path.is_dir())
+    store, _ = tokenised(TokensKey(key, kind, 400), "text", lambda: source, False, workers)
+    assert not list(store.folder.parent.glob("*.part"))
+    assert {file.name for file in store.folder.iterdir()} == {*STORED, "facts.json"}
+    return {name: (store.folder / name).read_bytes() for name in STORED}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_processes_and_sizes_of_blocks_do_not_matter(text: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_two = stored(text, kind, workers=2, key="two")
+    assert by_two == stored(text, kind, key="one")
+    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 20)
+    assert by_two == stored(text, kind, key="large")
+
+
+@pytest.mark.usefixtures("text")
+def test_small_files_share_a_block_and_each_is_a_document(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(sentences(6, number) if number % 7 else "\n \n")
+    files = Files(tuple(sorted(folder.iterdir())), one_document_each=True)
+    assert len(list(files.blocks())) < 20
+    small = stored(folder)
+    assert len(np.frombuffer(small["documents.npy"][128:], np.int64)) == 34
+    for number, block in enumerate(files.blocks()):  # from every place where work can go on
+        rest = [paragraph for later in files.blocks(block.end) for paragraph in later.paragraphs()]
+        whole = [paragraph for later in list(files.blocks())[number + 1 :] for paragraph in later.paragraphs()]
+        assert rest == whole
+
+
+def test_a_line_of_any_length_is_read_in_blocks_and_cut_as_a_whole_one(tmp_path: Path) -> None:
+    for line in ("word  " * 900_000, "y" * 2_500_000, "日本 " * 400_000, " " * 3_000_000 + "end"):
+        path = tmp_path / "line.txt"
+        path.write_text(f"before\n\n{line}\nafter")
+        blocks = list(Files((path,), one_document_each=False).blocks())
+        assert max(len(part.text) for block in blocks for part in block.parts) <= 4 * _text.BLOCK_BYTES
+        found = [paragraph for block in blocks for paragraph in block.paragraphs()]
+        pieces = list(_text._pieces(line.strip()))
+        starts = [True] + [False] * len(pieces)
+        assert found == [(True, "before"), *zip(starts, pieces, strict=False), (False, "after")]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from workbench.data import _text, _tokens
+_text.BLOCK_BYTES = 1 << 12
+source = _text.Files((Path(sys.argv[1]),), one_document_each=False)
+_tokens.tokenised(_tokens.TokensKey("killed", "bpe", 400), "text", lambda: source, False, 1)
+"""
+
+
+def test_killed_ten_times_the_tokens_are_those_of_one_go(text: Path) -> None:
+    text.write_text(sentences(6000), newline="")
+    dice, done = random.Random(3), 0
+    part = TokensKey("killed", "bpe", 400).folder.with_suffix(".part")
+    for _ in range(10):
+        worker = subprocess.Popen([sys.executable, "-c", KILLED, str(text)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        target, limit = done + dice.randint(1, 6), time.monotonic() + 60
+        while _lines(part) < target and worker.poll() is None and time.monotonic() < limit:
+            time.sleep(0.002)
+        worker.send_signal(signal.SIGKILL)
+        assert worker.wait() == -signal.SIGKILL, "the text is too short to be killed ten times"
+        assert _lines(part) >= target > done, "work does not go on where it stopped"
+        done = _lines(part)
+    assert not (part.with_suffix("") / "facts.json").exists()
+    assert stored(text, workers=1, key="killed") == stored(text, key="one go")
+
+
+def _lines(part: Path) -> int:
+    try:
+        return (part / "progress.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def stopped(text: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, after: int = 5) -> Path:
+    """Tokenise until a block cannot be written, and return the folder of what is left."""
+    calls, write = iter(range(1000)), _partial.PartialTokens.append
+
+    def append(self: Any, *args: Any) -> None:
+        if next(calls) == after:
+            raise error
+        write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_partial.PartialTokens, "append", append)
+        with pytest.raises((DataError, KeyboardInterrupt)):
+            stored(text)
+    return TokensKey("one", "bpe", 400).folder.with_suffix(".part")
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 3)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def grow(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"{}")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "progress.jsonl", "tokenizer.json"])
+@pytest.mark.parametrize("damage", [cut, flip, grow, Path.unlink])
+def test_damage_to_unfinished_tokens_is_made_good(
+    text: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[[Path], None]
+) -> None:
+    whole = stored(text, key="whole")
+    damage(stopped(text, monkeypatch, KeyboardInterrupt()) / name)
+    assert stored(text) == whole
+
+
+def test_interrupted_work_goes_on_and_does_nothing_twice(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = stored(text, key="whole")
+    stopped(text, monkeypatch, KeyboardInterrupt(), after=5)
+    begun: list[Any] = []
+    read = Files.blocks
+    monkeypatch.setattr(Files, "blocks", lambda self, after=(): begun.append(after) or read(self, after))
+    assert stored(text) == whole
+    assert [position[1] > 4 * _text.BLOCK_BYTES for position in begun] == [True], "the vocabulary is not trained again"
+
+
+def test_a_full_disk_is_one_sentence_and_what_is_done_is_kept(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = stored(text, key="whole")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    part = stopped(text, monkeypatch, full)
+    assert _lines(part) == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(_partial.PartialTokens, "append", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(DataError, match=r"The disk of the token cache at .* is full \(.*GiB are free\)"):
+            stored(text)
+    assert stored(text) == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bytes_that_are_no_text_are_named_by_their_line(text: Path, workers: int) -> None:
+    lines = text.read_bytes().split(b"\n")
+    lines[777] = b"caf\xe9"
+    text.write_bytes(b"\n".join(lines))
+    key = TokensKey("no text", "bpe", 400)
+    source = Files((text,), one_document_each=False)
+    with pytest.raises(DataError, match=r"text\.txt is not readable as text: .*0xe9.* \(line 778\)"):
+        tokenised(key, "text", lambda: source, False, workers)
+    assert not list(key.folder.parent.glob("*.part")), "another text has another folder"
+
+
+def test_a_worker_names_the_line_too_and_a_killed_one_is_reported(text: Path) -> None:
+    stored(text)
+    encoder = _encoding.Encoder(TokensKey("one", "bpe", 400).folder / "tokenizer.json", "uint16", 0)
+    blocks = list(Files((text,), one_document_each=False).blocks())
+    bad = _text.LineBlock((_text.Part("a.txt", 41, True, b"fine\ncaf\xe9"),), False, 0, ())
+    with pytest.raises(DataError, match=r"a\.txt is not readable as text.*line 42"):
+        list(_encoding.encode_all([*blocks[:2], bad, *blocks[2:]], encoder, 1))
+    before = set(psutil.Process().children())
+    encoded = _encoding.encode_all(iter(blocks * 20), encoder, 1)
+    next(encoded)
+    for child in set(psutil.Process().children()) - before:
+        child.kill()
+    with pytest.raises(DataError, match=r"exit code -9; .*workers=1"):
+        list(encoded)
+    assert set(psutil.Process().children()) == before
+
+
+def test_a_file_that_cannot_be_read_is_one_sentence(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "a.txt").mkdir(parents=True)
+    for name in ("0.txt", "b.txt"):
+        (folder / name).write_text(text.read_text())
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: Is a directory"):
+        stored(folder)
+
+
+@pytest.mark.parametrize("ending", [".bz2", ".zst"])
+def test_compressed_text_goes_on_from_any_place(text: Path, tmp_path: Path, ending: str) -> None:
+    content = text.read_bytes()
+    half = content.index(b"\n", len(content) // 2)
+    pack = bz2.compress if ending == ".bz2" else lambda part: pyarrow.compress(part, codec="zstd", asbytes=True)
+    packed = tmp_path / f"packed.txt{ending}"
+    packed.write_bytes(pack(content[:half]) + pack(content[half:]))  # as pbzip2 and pzstd write it
+    assert stored(packed, key="packed") == stored(text)
+    files = Files((packed,), one_document_each=False)
+    blocks = list(files.blocks())
+    rest = [paragraph for block in files.blocks(blocks[3].end) for paragraph in block.paragraphs()]
+    assert rest == [paragraph for block in blocks[4:] for paragraph in block.paragraphs()]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(DataError, match="not readable as text"):
+        list(files.blocks())
+
+
+@pytest.mark.usefixtures("text")
+def test_a_hub_dataset_is_read_in_blocks_of_rows() -> None:
+    import datasets
+
+    rows = [f"row {number} " * 50 for number in range(300)]
+    source = _text.Rows(datasets.Dataset.from_dict({"text": [None, "", *rows]}), "text", "key")
+    blocks = list(source.blocks())
+    assert len(blocks) > 10
+    assert sum(block.advance for block in blocks) == source.size
+    rest = [text for block in source.blocks(blocks[4].end) for text in block.texts]
+    assert rest == [text for block in blocks[5:] for text in block.texts]
+    assert [text for block in blocks for text in block.texts] == ["", "", *rows]

@@ -1,0 +1,188 @@
+"""Blocks of text become token ids, in worker processes or in this one.
+
+A worker is a process of its own rather than a fork or a `multiprocessing` child, so that it neither repeats the user's
+script nor copies this process, and imports nothing but `tokenizers`. It ends when its input does, which the kernel
+closes even if the parent was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from workbench.data._text import Block, Paragraph
+from workbench.errors import DataError
+
+I64 = NDArray[np.int64]
+
+CHUNK_CHARACTERS = 1 << 18
+"""Characters tokenised at once; each occupies about a hundred bytes of the library's objects."""
+WORKER = "workbench.data._encoding_worker"
+AHEAD = 2
+"""Blocks per worker that are read before the first of them must be done."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokeniser in a file, and the values that decide which ids a block of text becomes."""
+
+    file: Path
+    dtype: str
+    """Type of the ids, `uint16` or `uint32`."""
+    end: int | None
+    """Id that ends each document, and then paragraphs are separated by line breaks; None for WordPiece."""
+
+    def load(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_file(str(self.file))
+        tokenizer.encode_special_tokens = True  # A "[SEP]" in the text is text.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a block."""
+
+    ids: NDArray[Any]
+    starts: I64
+    """Offsets in `ids` at which documents begin."""
+
+    def without_first_end(self) -> Encoded:
+        """Return the block without the end of the document before, if no document comes before it."""
+        return Encoded(self.ids[1:], self.starts - 1)
+
+
+def encode(block: Block, tokenizer: Tokenizer, encoder: Encoder) -> Encoded:
+    """Return the ids of a block; raise `DataError` for bytes that are no text.
+
+    BPE streams carry a line break after each paragraph and the end-of-text token after each document, which stands here
+    before the document that follows it.
+    """
+    arrays: list[NDArray[Any]] = []
+    starts: list[int] = []
+    total, before = 0, "" if encoder.end is None else "\n"
+    for chunk in _chunks(block.paragraphs()):
+        texts = [text if starts_document else before + text for starts_document, text in chunk]
+        ids: list[int] = []
+        begun = total
+        for (starts_document, _), encoding in zip(
+            chunk, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
+            if starts_document:
+                if encoder.end is not None:
+                    ids.append(encoder.end)
+                starts.append(begun + len(ids))
+            ids += encoding.ids
+        total += len(ids)
+        arrays.append(np.asarray(ids, dtype=encoder.dtype))
+    return Encoded(np.concatenate([np.empty(0, encoder.dtype), *arrays]), np.unique(np.asarray(starts, dtype=np.int64)))
+
+
+def _chunks(paragraphs: Iterable[Paragraph]) -> Iterator[list[Paragraph]]:
+    chunk: list[Paragraph] = []
+    characters = 0
+    for paragraph in paragraphs:
+        chunk.append(paragraph)
+        characters += len(paragraph[1])
+        if characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
+
+
+def encode_all(blocks: Iterable[Block], encoder: Encoder, workers: int) -> Iterator[tuple[Block, Encoded]]:
+    """Yield the blocks with their ids, in order.
+
+    Zero workers mean this process, with the library's own threads. Raises `DataError` for text that cannot be read, and
+    for a worker that was killed.
+    """
+    if workers == 0:
+        tokenizer = encoder.load()
+        yield from ((block, encode(block, tokenizer, encoder)) for block in blocks)
+        return
+    with contextlib.ExitStack() as stack:
+        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for _ in range(workers):
+            idle.put(stack.enter_context(Worker(encoder)))
+        # The pool is left before the workers end, and so waits for the blocks that they have.
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        waiting: deque[tuple[Block, Future[Encoded]]] = deque()
+        for block in blocks:
+            waiting.append((block, pool.submit(_encode_by_any, idle, block)))
+            while len(waiting) > workers * AHEAD or (waiting and waiting[0][1].done()):
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+
+
+def _encode_by_any(idle: queue.SimpleQueue[Worker], block: Block) -> Encoded:
+    worker = idle.get()
+    try:
+        return worker.encode(block)
+    finally:
+        idle.put(worker)
+
+
+class Worker:
+    """A process that encodes one block after the other; it ends when the `with` block is left."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        self._send(encoder)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._input.close()
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+
+    def encode(self, block: Block) -> Encoded:
+        """Return the ids of a block; raise `DataError` for bytes that are no text, or if the process was killed."""
+        try:
+            self._send(block)
+            answer = pickle.load(self._output)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            code = self._process.wait()
+            raise DataError(
+                f"A process that tokenises ended unexpectedly (exit code {code}; -9 often means that memory ran out). "
+                "What is done is kept. Run it again with fewer processes: wb.tokenize(experiment, workers=1).",
+                code=code,
+            ) from None
+        if isinstance(answer, DataError):
+            raise answer
+        return cast(Encoded, answer)
+
+    def _send(self, value: Any) -> None:
+        pickle.dump(value, self._input, protocol=pickle.HIGHEST_PROTOCOL)
+        self._input.flush()
