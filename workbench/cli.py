@@ -460,11 +460,14 @@ def calibrate(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    data: Annotated[bool, typer.Option("--data", help="Read and compare every tokenised text of the cache.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check what this machine has for training and what is missing; exit code 1 if something is missing."""
     from workbench.runs.doctor import as_json as report_json
 
-    report = wb.doctor()
+    report = wb.doctor(data=data)
     typer.echo(json.dumps(report_json(report), indent=2) if as_json else repr(report))
     if not report.ok:
         raise typer.Exit(1)

@@ -12,6 +12,8 @@ import pytest
 
 from workbench.data._text import Files
 from workbench.data._tokens import TokensKey, TokenStore, tokenised
+from workbench.runs import doctor as doctor_module
+from workbench.runs.doctor import Finding, doctor
 
 MUTATIONS = 40
 FILES = ("tokens.bin", "documents.npy", "tokenizer.json", "facts.json")
@@ -84,3 +86,23 @@ def test_a_folder_of_an_earlier_version_is_checked_by_its_sizes(key: TokensKey, 
     assert opened(key, text)[1]
     os.truncate(key.folder / "tokens.bin", 10)
     assert not opened(key, text)[1]
+
+
+def test_the_doctor_finds_what_opening_cannot(key: TokensKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "_torch", lambda: Finding("PyTorch", True, "it is here"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"The {i} quick brown foxes jump." for i in range(60)))
+    opened(key, text)
+    assert "Token cache" not in repr(doctor())
+    assert "1 texts, every file as it was written" in repr(doctor(data=True))
+    file = key.folder / "tokens.bin"
+    then, content_ = file.stat(), bytearray(file.read_bytes())
+    content_[7] ^= 1
+    file.write_bytes(content_)
+    os.utime(file, ns=(then.st_atime_ns, then.st_mtime_ns))
+    assert opened(key, text)[1], "the file looks untouched"
+    [found] = [finding for finding in doctor(data=True) if finding.subject == "Token cache"]
+    assert not found.ok
+    assert f"1 of 1 texts are damaged: {file} does not hold" in found.found
+    file.unlink()
+    assert "tokens.bin is missing" in repr(doctor(data=True))

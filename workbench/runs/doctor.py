@@ -18,6 +18,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from workbench.arguments import checked_arguments
 from workbench.machine import available_cores, cpu_model
 from workbench.runs.records import environment
 from workbench.runs.tracking.wandb_run import logged_in
@@ -74,11 +75,16 @@ class Report:
         return f"<table>{rows}</table>"
 
 
-def doctor() -> Report:
-    """Examine Python, PyTorch, GPUs, cores, memory, disk, packages, W&B, templates and the cache; change nothing."""
+@checked_arguments
+def doctor(data: bool = False) -> Report:
+    """Examine Python, PyTorch, GPUs, cores, memory, disk, packages, W&B, templates and the cache; change nothing.
+
+    `data` also reads every tokenised text of the cache and compares it with what was written.
+    """
     checks: tuple[Callable[[], Finding], ...] = (_python, _torch, _gpus, _machine, _disk)
     packages = [_package(name) for name in SHOWN_PACKAGES]
-    return Report((*(check() for check in checks), *packages, _wandb(), _templates(), _cache()))
+    texts = (_texts(),) if data else ()
+    return Report((*(check() for check in checks), *packages, _wandb(), _templates(), _cache(), *texts))
 
 
 def _line(finding: Finding, width: int) -> str:
@@ -197,6 +203,18 @@ def _cache() -> Finding:
     home = cache_home()
     size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
     return Finding("Cache", True, f"{gib(size)} in {home}", "May be deleted while nothing runs." if size else "")
+
+
+def _texts() -> Finding:
+    """Read the tokenised texts of the cache, to the last byte."""
+    from workbench.data.cache_check import cached_texts, damage_of
+
+    texts = cached_texts()
+    damaged = [problem for folder in texts if (problem := damage_of(folder)) is not None]
+    if not damaged:
+        return Finding("Token cache", True, f"{len(texts)} texts, every file as it was written")
+    found = f"{len(damaged)} of {len(texts)} texts are damaged: {' '.join(damaged)}".removesuffix(".")
+    return Finding("Token cache", False, found, "Delete the folder: the text is then tokenised again.")
 
 
 def as_json(report: Report) -> list[dict[str, Any]]:
