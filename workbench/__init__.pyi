@@ -14,6 +14,7 @@ from .api import share as share
 from .api import show as show
 from .api import summary as summary
 from .api import timeline as timeline
+from .api import tokenize as tokenize
 from .api import what_if as what_if
 from .cost.cluster import Cluster as Cluster
 from .data._entropy import context_free as context_free

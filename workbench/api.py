@@ -23,6 +23,7 @@ from workbench.runs.run import Run
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from workbench.data import Prepared
     from workbench.figures import Contrast, Curve
     from workbench.figures.seed_contrast import SeedContrast
     from workbench.notebooks import Reproduction, Shared
@@ -34,6 +35,8 @@ PathLike = str | os.PathLike[str]
 OneRun = Run | PathLike
 """A run, or its directory or name."""
 Runs = OneRun | Iterable[OneRun]
+MOST_WORKERS = 1024
+"""Largest number of processes that `tokenize` starts."""
 
 
 @checked_arguments
@@ -99,6 +102,19 @@ def prepare(
     facts = _check_and_prepare(experiment, plan, progress)
     continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
     return Run(launcher.prepare(experiment, plan, directory=directory, resume=continued, facts=facts))
+
+
+@checked_arguments
+def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bool = True) -> Prepared:
+    """Tokenise the text of an experiment now rather than when it is launched; nothing is done twice.
+
+    `workers` is the number of processes, one per core by default. Work that was killed goes on where it stopped. Raises
+    `DataError` for data that cannot feed the experiment.
+    """
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.", parameter="workers")
+    experiment.data.check(experiment)
+    return experiment.data.prepare(experiment, progress=progress, workers=workers)
 
 
 @checked_arguments

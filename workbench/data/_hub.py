@@ -41,10 +41,10 @@ class HubText(TextData):
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the text cannot feed the experiment; asks the hub unless the cache has the tokens."""
         self._check_sizes(request)
-        from workbench.data._tokens import TokensKey, is_tokenised
+        from workbench.data._tokens import is_tokenised
 
         tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
-        if not is_tokenised(TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size)):
+        if not is_tokenised(self._key(tokenizer_type)):
             self._require_reachable()
 
     def to_json(self) -> dict[str, Any]:

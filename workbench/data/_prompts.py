@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workbench.data._sampling import IGNORED, special_id
-from workbench.data._vocabulary import CLS, END_OF_TEXT, MASK, SEP, SPECIAL_TOKENS
+from workbench.data._vocabulary import CLS, MASK, SEP, end_of_text
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 
@@ -89,7 +89,7 @@ class EncodedPrompts:
 
     def continuation(self, ids: Sequence[int]) -> str:
         """Return the text of the tokens that a causal model wrote, up to the end of the document."""
-        end = SPECIAL_TOKENS["bpe"].index(END_OF_TEXT)
+        end = end_of_text(self.tokenizer)
         kept = list(ids[: ids.index(end)]) if end in ids else list(ids)
         return str(self.tokenizer.decode(kept))
 

@@ -73,8 +73,8 @@ class DataSource(Protocol):
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the data cannot feed the experiment."""
 
-    def prepare(self, request: SampleRequest, progress: bool = True) -> Prepared:
-        """Do all work that training needs once, such as tokenising."""
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
+        """Do all work that training needs once, such as tokenising, with so many processes; None chooses."""
 
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
         """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""

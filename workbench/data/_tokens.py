@@ -29,7 +29,8 @@ from tokenizers import Tokenizer
 from workbench.data._encoding import Encoder, encode_all
 from workbench.data._partial import PartialTokens, can_go_on
 from workbench.data._text import Advance, TextSource
-from workbench.data._vocabulary import train_byte_level_bpe, train_wordpiece
+from workbench.data._vocabulary import end_of_text, load_byte_level_bpe, train_byte_level_bpe, train_wordpiece
+from workbench.data._vocabulary_file import vocabulary_digest
 from workbench.errors import DataError
 from workbench.home import cache_home
 from workbench.machine import available_cores
@@ -54,6 +55,8 @@ class TokensKey:
     vocab_size: int
     tokenizer_of: Path | None = None
     """Folder of another text whose tokeniser is used; None trains one on the text itself."""
+    tokenizer_file: str | None = None
+    """File or folder with the vocabulary to use, which then is not trained."""
 
     @property
     def folder(self) -> Path:
@@ -61,6 +64,8 @@ class TokensKey:
         key = f"{FORMAT} {self.fingerprint} {self.tokenizer_type} {self.vocab_size}"
         if self.tokenizer_of is not None:
             key += f" {self.tokenizer_of.name}"
+        elif self.tokenizer_file is not None:
+            key += f" file {vocabulary_digest(self.tokenizer_file)}"
         return cache_home() / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
@@ -72,7 +77,7 @@ class TokenStore:
     tokens: int
     documents: int
     vocabulary: int
-    """Number of entries of the trained vocabulary, below `vocab_size` if the text is small."""
+    """Number of ids of the vocabulary, below `vocab_size` if it was trained on a small text."""
     seconds: float
     """Time that tokenising took."""
 
@@ -208,8 +213,9 @@ def _fill(part: Path, key: TokensKey, source: TextSource, progress: bool, worker
         shutil.rmtree(part)
         part.mkdir()
         _vocabulary_of(key, source, progress).save(str(part / "tokenizer.json"))
-    vocabulary = _entries(part / "tokenizer.json")
-    end = 0 if key.tokenizer_type == "bpe" else None
+    tokenizer = Tokenizer.from_file(str(part / "tokenizer.json"))
+    vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
+    end = end_of_text(tokenizer) if key.tokenizer_type == "bpe" else None
     encoder = Encoder(part / "tokenizer.json", np.dtype(_dtype(vocabulary)).name, end)
     if workers is None:
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
@@ -243,9 +249,11 @@ def _write_facts(part: Path, name: str, key: TokensKey, found: dict[str, Any]) -
 
 
 def _vocabulary_of(key: TokensKey, source: TextSource, progress: bool) -> Tokenizer:
-    """Return the tokeniser of a text: that of another text, or one that is trained on this text."""
+    """Return the tokeniser of a text: that of another text, one in a file, or one that is trained on this text."""
     if key.tokenizer_of is not None:
         return Tokenizer.from_file(str(key.tokenizer_of / "tokenizer.json"))
+    if key.tokenizer_file is not None:
+        return load_byte_level_bpe(key.tokenizer_file)
     sample = _training_sample(source, progress)
     train = train_wordpiece if key.tokenizer_type == "wordpiece" else train_byte_level_bpe
     with _bar("Training the vocabulary", len(sample), " paragraphs", progress) as advance:
@@ -273,11 +281,6 @@ def _bar(title: str, total: int, unit: str, progress: bool, done: int = 0) -> It
 
     with tqdm(desc=title, total=total, unit=unit, unit_scale=True, initial=done) as bar:
         yield bar.update
-
-
-def _entries(tokenizer: Path) -> int:
-    """Return the number of ids of a tokeniser in a file."""
-    return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=-1) + 1
 
 
 def _dtype(vocabulary: int) -> Any:

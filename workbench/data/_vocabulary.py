@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from workbench.data._text import Advance
+from workbench.data._vocabulary_file import REMEDY, read_json, vocabulary_files, vocabulary_size
+from workbench.errors import DataError
 
 SMALLEST_WITH_WORDS = 256
 """Vocabulary size from which WordPiece keeps at least half of its entries for pieces of words."""
@@ -17,6 +21,8 @@ PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = {"wordpiece": (PAD, UNKNOWN, CLS, SEP, MASK), "bpe": (END_OF_TEXT,)}
 """Special tokens of each type of tokeniser that is trained here; the id of a token is its index."""
+ENDS_OF_TEXT = ("</s>", END_OF_TEXT, "<|end_of_text|>", "<eos>")
+"""Special tokens that end a document, in OPT, GPT-2 and others; the first that a vocabulary has is used."""
 
 
 def train_wordpiece(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
@@ -101,3 +107,60 @@ def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
     for first in range(0, len(sample), 1024):
         yield (batch := sample[first : first + 1024])
         advance(len(batch))
+
+
+def load_byte_level_bpe(path: str) -> Tokenizer:
+    """Load a byte-level BPE from a local file or folder; raise `DataError` if it is none."""
+    files = vocabulary_files(path)
+    for file in files[:1]:
+        read_json(file)  # raises with the place of the mistake
+    try:
+        tokenizer = Tokenizer.from_file(str(files[0])) if len(files) == 1 else _from_merges(*map(str, files))
+    except Exception as error:  # the library raises bare `Exception`
+        raise DataError(f"{path} cannot be loaded as a tokeniser: {error}. {REMEDY}", tokenizer=path) from error
+    parts: dict[str, Any] = json.loads(tokenizer.to_str())
+    if parts["model"]["type"] != "BPE" or "ByteLevel" not in json.dumps(parts["pre_tokenizer"]):
+        raise DataError(
+            f"{path} is a {parts['model']['type']} tokeniser that does not work on bytes. {REMEDY}", tokenizer=path
+        )
+    if end_of_text(tokenizer) is None:
+        raise DataError(
+            f"{path} has no token that ends a document: none of {', '.join(ENDS_OF_TEXT)}. Add one to its vocabulary.",
+            tokenizer=path,
+        )
+    return tokenizer
+
+
+def require_suitable(path: str, tokenizer_type: str, size: int) -> None:
+    """Raise `DataError` unless a file holds a byte-level BPE of that size, and the objective uses one."""
+    if tokenizer_type != "bpe":
+        raise DataError(
+            f"{path} is for causal models, and masked ones need the special tokens of BERT. Leave tokenizer_file out: "
+            "a WordPiece vocabulary is trained on the text.",
+            tokenizer=path,
+        )
+    load_byte_level_bpe(path)
+    if (found := vocabulary_size(path)) != size:
+        raise DataError(
+            f"{path} had {size:,} ids and now has {found:,}. Describe the data again, or restore the file.",
+            vocab_size=found,
+        )
+
+
+def end_of_text(tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that ends a document, or None if there is none."""
+    # A learned token of the same letters is none: text about HTML may have taught "</s>".
+    special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    return next((int(special[token]) for token in ENDS_OF_TEXT if token in special), None)
+
+
+def _from_merges(vocabulary: str, merges: str) -> Tokenizer:
+    """Return GPT-2's tokeniser with the vocabulary of two files."""
+    tokenizer = Tokenizer(models.BPE.from_file(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # The files do not say which tokens are special. Those of OPT and other models of fairseq begin with "<s>".
+    end = "</s>" if tokenizer.token_to_id("<s>") == 0 else END_OF_TEXT
+    if tokenizer.token_to_id(end) is not None:
+        tokenizer.add_special_tokens([end])
+    return tokenizer
