@@ -1,11 +1,12 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
-    python benchmarks/pictures.py [cost planning figures curves samples
-                                   sweep-heat-map sweep-bands sweep-parallel sweep-best sweep-contrast]
+    python benchmarks/pictures.py [cost planning figures curves evaluation samples optimizers
+                                   sweep-heat-map sweep-bands sweep-contrast]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
-runs under notebooks/recorded, the samples those of benchmarks/samples.jsonl, and the sweep is that of
-benchmarks/results/gpt-sweep; everything else is predicted. (The SVG files in that folder are written by hand.)
+runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
+templates/sweep.ipynb trained with its default parameters on two CPU processes. Everything else is predicted. (The SVG
+files in that folder are written by hand.)
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from workbench.capture import Graph, build_meta, capture
 from workbench.cost import Cluster
 from workbench.cost.device import Device
 from workbench.cost.graph_profiler import profile_graph
+from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import save_png, show_plan, theme
+from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning import search
 from workbench.planning.from_experiment import CAPTURE_BATCH
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline
-from workbench.runs import HistoryTail
 from workbench.runs.records.text_samples import answer
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
@@ -224,36 +226,87 @@ def curves() -> go.Figure:
     return figure.update_layout(margin={"t": 64})
 
 
+def evaluation() -> go.Figure:
+    """Draw training and held-out loss of one run for each rate of the sweep."""
+    runs = [
+        run for run in recorded_sweep().runs if run.experiment["seed"] == 0 and run.experiment["global_batch"] == 16
+    ]
+    figure = wb.compare(runs, x="tokens", title="Two learning rates, held-out loss with markers")
+    figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
+    return figure.update_layout(margin={"t": 64})
+
+
 def samples() -> go.Figure:
-    """Draw losses, a metric and samples of text from the events that benchmarks/samples.py has kept."""
-    tail = HistoryTail(ROOT / "benchmarks" / "samples.jsonl")
-    history = tail.read()
+    """Draw the losses of the sweep's best run beside what it wrote."""
+    run = recorded_sweep().best()[0]
+    history, held_out = run.history(), run.evaluations()
     figure = make_subplots(
-        rows=2,
         cols=2,
-        specs=[[{}, {"type": "table", "rowspan": 2}], [{}, None]],
-        column_widths=[0.45, 0.55],
-        subplot_titles=("Loss, and ◆ held-out loss", "", "Accuracy on held-out text"),
-        vertical_spacing=0.16,
+        specs=[[{}, {"type": "table"}]],
+        column_widths=[0.4, 0.6],
+        subplot_titles=("loss, and ◆ held-out loss", ""),
         horizontal_spacing=0.05,
     )
-    color, held_out = theme.series_color(0), tail.evaluations
+    color = theme.series_color(0)
     loss = go.Scatter(x=history.step, y=history.loss, line={"color": theme.pale(color, 0.5)})
+    marks = {"mode": "lines+markers", "line": {"color": color}, "marker": {"symbol": "diamond"}}
     figure.add_trace(loss, row=1, col=1)
-    marks = {"x": held_out.step, "mode": "lines+markers", "line": {"color": color}, "marker": {"symbol": "diamond"}}
-    figure.add_trace(go.Scatter(y=held_out["eval_loss"], **marks), row=1, col=1)
-    figure.add_trace(go.Scatter(y=held_out["accuracy"], **marks), row=2, col=1)
-    written = [(f"{event['step']}", answer(sample)) for event in tail.texts for sample in event["samples"]]
-    prompt = tail.texts[0]["samples"][0]["prompt"]
+    figure.add_trace(go.Scatter(x=held_out.step, y=held_out.eval_loss, **marks), row=1, col=1)
+    events = [(event["step"], answer(sample)) for event in run.samples() for sample in event["samples"]]
+    written = [(f"{step}", theme.text("".join(c if c.isprintable() else "·" for c in text))) for step, text in events]
+    prompt = run.samples()[0]["samples"][0]["prompt"]
     table = go.Table(
-        columnwidth=[1, 7],
+        columnwidth=[1, 9],
         header={"values": ["step", f"“{theme.text(prompt)} …”"], "align": "left", "font": {"size": 13}},
         cells={"values": [*zip(*written, strict=True)], "align": "left", "font": {"size": 13}, "height": 24},
     )
     figure.add_trace(table, row=1, col=2)
-    figure.update_xaxes(title_text="Step", row=2, col=1)
-    figure.update_yaxes(tickformat=".0%", row=2, col=1)
-    return figure.update_layout(template=theme.TEMPLATE, height=460, showlegend=False, margin={"t": 36, "b": 48})
+    figure.update_xaxes(title_text="step", row=1, col=1)
+    return figure.update_layout(template=theme.TEMPLATE, height=360, showlegend=False, margin={"t": 36, "b": 48})
+
+
+def optimizers() -> go.Figure:
+    """Draw the rates of each schedule, and what the state and the update of each optimiser cost."""
+    titles = ("multiple of the rate, by schedule", "BERT-Base on one H200, predicted: state, and time of an update")
+    figure = make_subplots(cols=2, horizontal_spacing=0.1, subplot_titles=titles)
+    steps, warmup = 1000, 100
+    for index, schedule in enumerate(("linear", "cosine", "constant", "wsd", "inverse_sqrt")):
+        factors = [learning_rate_factor(step, warmup, steps, schedule) for step in range(steps)]
+        line = {"color": theme.series_color(index)}
+        figure.add_scatter(x=list(range(steps)), y=factors, name=schedule, line=line, row=1, col=1)
+    names = ("adamw", "lamb", "muon", "sgd")
+    plans = [optimizer_plan(name) for name in names]
+    state = [plan.stages[0].memory.optimizer / GIB for plan in plans]
+    words = [f"{plan.prediction.optimizer_ms:.2f} ms" for plan in plans]
+    bars = {"marker_color": theme.FORWARD, "text": words, "textposition": "outside", "showlegend": False}
+    figure.add_bar(x=names, y=state, **bars, row=1, col=2)
+    figure.update_xaxes(title="step", row=1, col=1)
+    figure.update_yaxes(title="state (GiB)", range=[0, 1.2 * max(state)], row=1, col=2)
+    figure.update_annotations(font_size=13)
+    legend = {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "borderwidth": 0}
+    return figure.update_layout(template=theme.TEMPLATE, height=380, legend=legend, margin={"t": 40, "b": 88})
+
+
+@cache
+def base_bert() -> tuple[wb.Experiment, Graph, Profile]:
+    """Return BERT-Base, its graph and its costs under AdamW."""
+    experiment = wb.Experiment(models.bert(), wb.data.corpus("demo"))
+    captured = wb.graph(experiment)
+    return experiment, captured, profile_graph(captured, h200(1).device, "bf16", compiled=True)
+
+
+def optimizer_plan(name: str) -> Plan:
+    """Plan BERT-Base for one H200 with an optimiser."""
+    experiment, captured, base = base_bert()
+    return search(
+        with_optimizer(base, experiment.replace(optimizer=name), captured),
+        global_batch=experiment.global_batch,
+        seq_len=experiment.seq_len,
+        precision="bf16",
+        cluster=h200(1),
+        micro_batch=32,
+        offload_optimizer=False,
+    )
 
 
 def recorded_sweep() -> wb.Sweep:
@@ -266,11 +319,11 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "planning": planning,
     "figures": figures,
     "curves": curves,
+    "evaluation": evaluation,
     "samples": samples,
+    "optimizers": optimizers,
     "sweep-heat-map": lambda: wb.heat_map(recorded_sweep()),
     "sweep-bands": lambda: wb.seed_bands(recorded_sweep()),
-    "sweep-parallel": lambda: wb.parallel_coordinates(recorded_sweep()),
-    "sweep-best": lambda: wb.best_so_far(recorded_sweep(), x="gpu_hours"),
     "sweep-contrast": lambda: wb.contrast(recorded_sweep()).figure(),
 }
 

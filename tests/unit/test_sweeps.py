@@ -252,6 +252,7 @@ def test_the_band_of_a_mean_curve_holds_every_finished_seed_and_other_runs_are_t
     figure = wb.seed_bands(sweep)
     parts = {part: [trace for trace in figure.data if trace.meta == part] for part in ("band", "mean", "other")}
     assert [len(traces) for traces in parts.values()] == [3, 3, 0]
+    assert {trace.mode for trace in parts["band"]} == {"lines"}, "plotly marks the points of short lines without a mode"
     assert (min(parts["band"][0].y), max(parts["band"][0].y)) == (4.0, 5.0)
     assert set(parts["mean"][0].y) == {4.5}
     sweep.directory.result_file(sweep.directory.queue()[4]).unlink()  # the second seed of the best still trains
