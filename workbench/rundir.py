@@ -166,8 +166,12 @@ def changes_since_start(run: RunDir) -> list[str]:
     changes = []
     now = what_was_started(run)
     for name, before in read_json(run.started).items():
-        for field in sorted(before.keys() | now[name].keys()):
-            old, new = before.get(field), now[name].get(field)
+        after = now[name]
+        for field in sorted(before.keys() | after.keys()):
+            # As text, because True equals 1, and a field that is gone may have had the value None.
+            old, new = (
+                json.dumps(each[field], sort_keys=True) if field in each else "nothing" for each in (before, after)
+            )
             if old != new:
                 changes.append(f"{field} of {name}.json: {_short(old)}, now {_short(new)}")
     return changes
@@ -188,8 +192,7 @@ def check_unedited(run: RunDir) -> None:
         )
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
+def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 

@@ -42,7 +42,7 @@ from workbench.execution.build import (
     prepare_compiler,
     turn_to_build,
 )
-from workbench.execution.checkpoint.files import step_of
+from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, SaveResult, TrainingProgress
 from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
@@ -79,15 +79,21 @@ def main(directory: str, worker_type: type[Worker] | None = None) -> int:
     _complete_environment()
     rank = int(os.environ["RANK"])
     _redirect_output(run.log(rank))
-    plan = Plan.from_json(read_json(run.plan))
-    stage = rank // (plan.data * plan.tensor)
-    write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
     is_supervised = run.launcher.exists() and "supervisor" in read_json(run.launcher)
 
     def enter(state: str, message: str = "") -> None:
         if not is_supervised:
             append_event(run.events, "status", state=state, message=message)
 
+    try:
+        plan = Plan.load(run.plan)
+    except PlanMismatch as error:  # without a plan, the rank does not know its stage
+        said = {"rank": rank, "stage": None, "type": type(error).__name__, "message": str(error)}
+        write_json(run.error(rank), {**said, "traceback": traceback.format_exc(), "time": time.time()})
+        enter("failed", f"rank {rank}: {error}".splitlines()[0])
+        return 1
+    stage = rank // (plan.data * plan.tensor)
+    write_json(run.rank(rank), {**this_process(), "rank": rank, "stage": stage, "device": _device_name(rank)})
     if rank == 0:
         enter("starting")
     try:
@@ -161,8 +167,8 @@ class Worker:
             trainer, self.run_dir, self.experiment.keep_checkpoints, extras, self._report_checkpoint
         )
         progress, resumed_from = TrainingProgress(0, 0.0), None
-        if self.run_dir.resume.exists():
-            requested = Path(read_json(self.run_dir.resume)["checkpoint"])
+        requested = requested_checkpoint(self.run_dir)
+        if requested is not None:
             with self._timed_phase("resume"):
                 progress, resumed_from = checkpoints.load_newest(requested, self._report_rejected)
         self._start_event(trainer, resumed_from)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import CheckpointError
-from workbench.rundir import read_json
+from workbench.rundir import RunDir, read_json
 
 COMPLETE = "complete.json"
 MODEL = "model.json"
@@ -35,6 +35,27 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that were written completely, oldest step first."""
     found = (path.parent for path in folder.glob(f"step-*/{COMPLETE}") if path.parent.name[5:].isdigit())
     return sorted(found, key=step_of)
+
+
+def requested_checkpoint(run: RunDir) -> Path | None:
+    """Return the checkpoint that a start of the run is to continue from, None for a fresh start.
+
+    Raises `CheckpointError` if `resume.json` names none, or another step than its checkpoint has.
+    """
+    if not run.resume.exists():
+        return None
+    try:
+        wanted = read_json(run.resume)
+        path = Path(wanted["checkpoint"])
+        if step_of(path) == wanted["step"]:
+            return path
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # bytes that are no JSON, or JSON that is no request
+    raise CheckpointError(
+        f"{run.resume} does not hold what was written to it. Continue the run once more: run.resume(), or "
+        "wb.prepare(experiment, plan, resume=run.path) for a job.",
+        path=str(run.resume),
+    )
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def root_cause(run: RunDir) -> RankError | None:
     """
     errors = []
     for path in run.errors.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file
             value, written = read_json(path), path.stat().st_mtime
             text = {name: str(value.get(name, "")) for name in ("message", "traceback")}
             error_type, when = str(value.get("type", "Error")), float(value.get("time", written))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.rundir import RunDir, append_event, process_alive, process_record, read_json, write_json
+from workbench.rundir import RunDir, append_event, check_unedited, process_alive, process_record, read_json, write_json
 from workbench.runs.launching import device_queue, processes
 from workbench.runs.launching.run_directory import code_of_clone, worker_path, written
 from workbench.runs.status import Status, runs_elsewhere, supervisor_record
@@ -95,6 +95,7 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     """Launch the run's experiment again with `changes`, in a directory of its own; see `Run.clone`."""
     from workbench.experiment import Experiment
 
+    check_unedited(run)
     experiment = Experiment.from_json(read_json(run.experiment)).replace(**changes)
     code = code_of_clone(run, experiment, changes)
     return launch(experiment, plan, facts={"cloned_from": run.path.name}, code=code, worker=worker)

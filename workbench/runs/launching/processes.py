@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,39 @@ LEAVES_S = 5.0
 
 def rank_records(run: RunDir) -> list[RankRecord]:
     """Return the content of `ranks/<rank>.json`, in rank order."""
-    records = [_record(path) for path in run.ranks.glob("*.json")]
-    return sorted((record for record in records if "rank" in record), key=lambda record: int(record["rank"]))
+    records = [record for path in run.ranks.glob("*.json") if _is_process(record := _record(path))]
+    return sorted((r for r in records if str(r.get("rank")).isdigit()), key=lambda record: int(record["rank"]))
 
 
 def launcher_record(run: RunDir) -> LauncherRecord:
-    """Return the content of `launcher.json`, `{}` where there is none."""
-    record: LauncherRecord = _record(run.launcher)
-    return record
+    """Return the content of `launcher.json` without fields of a wrong type, `{}` where there is none."""
+    record: Any = _record(run.launcher)
+    whole: LauncherRecord = {name: value for name, value in record.items() if _FIELDS.get(name, _any)(value)}  # type: ignore[assignment]
+    return whole
+
+
+def _any(_value: Any) -> bool:
+    return True
+
+
+def _is_process(record: Any) -> bool:
+    """Return True for the record of a process; a damaged file may hold anything."""
+    return isinstance(record, dict) and isinstance(record.get("pid"), int) and isinstance(record.get("host", ""), str)
+
+
+def _is_list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_one, value))
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "supervisor": _is_process,
+    "accelerate": _is_process,
+    "workers": _is_list_of(_is_process),
+    "devices": _is_list_of(lambda value: isinstance(value, str)),
+    "worker": lambda value: isinstance(value, str),
+    "plan": lambda value: isinstance(value, dict) and isinstance(value.get("world"), int),
+}
+"""Tests of the fields of `launcher.json` that are read."""
 
 
 def _record(path: Path) -> Any:
