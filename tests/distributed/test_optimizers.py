@@ -38,7 +38,7 @@ EPS = 1e-3
 noise."""
 DECAY, BETAS = 0.1, (0.9, 0.98)
 SCALES = {"*embeddings*": 0.5, "*.weight": 1.0, "*": 2.0}
-RATES = {"sgd": 0.05, "lamb": 5e-3, "muon": 5e-3, "own": 0.05}
+RATES = {"adamw": 5e-3, "sgd": 0.05, "lamb": 5e-3, "muon": 5e-3, "own": 0.05}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -120,6 +120,7 @@ class MuonAndAdamW:
 
 
 REFERENCES: Mapping[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, betas=BETAS, eps=EPS),
     "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9),
     "lamb": PlainLamb,
     "muon": MuonAndAdamW,
@@ -305,7 +306,7 @@ def worst(found: Tensors, expected: Tensors) -> float:
 
 ZERO0, ZERO3 = Division(data=2), Division(data=2, zero=3)
 PIPELINE, TENSOR = Division(pipeline=2), Division(tensor=2)
-HARDEST = {"sgd": PIPELINE, "lamb": TENSOR, "muon": ZERO3, "own": Division(data=2, zero=2)}
+HARDEST = {"adamw": ZERO3, "sgd": PIPELINE, "lamb": TENSOR, "muon": ZERO3, "own": Division(data=2, zero=2)}
 """Plan under which an optimiser trains for all steps by default."""
 
 
