@@ -58,6 +58,7 @@ class Live(widgets.VBox):
         self._wake, self._closed, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._displays: list[tuple[DisplayedWidget, Any]] = []
         self._next_copy_at = 0.0
+        self._copying = threading.Lock()  # held while a copy for the saved notebook is written: the last one must stay
         self._offer_timer: threading.Timer | None = None
         self._drawn_state: tuple[Any, ...] | None = None
         self._zoomed_at = -PANELS_AFTER_ZOOM_S
@@ -119,13 +120,15 @@ class Live(widgets.VBox):
                 ]
                 self._refresh()
                 if started >= self._next_copy_at:
-                    self._update_static_copy()
+                    with self._copying:
+                        self._update_static_copy()
                 # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
                 work_s = min(time.monotonic() - started, time.process_time() - computed)
                 rest_s = max(self._refresh_s * (1 if self._view_count else UNSEEN_FACTOR), REST_FACTOR * work_s)
                 if self._all_ended():
-                    self._ended.set()
-                    self._leave_static_copy()
+                    with self._copying:
+                        self._ended.set()
+                        self._leave_static_copy()
                     return
         except Exception as error:  # a dashboard that stops without a word looks like a run that hangs
             self._note.value = (
@@ -158,11 +161,12 @@ class Live(widgets.VBox):
 
     def _ipython_display_(self) -> None:
         shown = DisplayedWidget(self, self._rows_html())
-        self._displays.append((shown, display(dict(EMPTY), raw=True, display_id=True)))
-        if self._ended.is_set():  # the runs had ended before the dashboard was displayed
-            self._leave_static_copy()
-        else:
-            self._update_static_copy()
+        with self._copying:
+            self._displays.append((shown, display(dict(EMPTY), raw=True, display_id=True)))
+            if self._ended.is_set():  # the runs had ended before the dashboard was displayed
+                self._leave_static_copy()
+            else:
+                self._update_static_copy()
 
     def _rows_html(self) -> str:
         return rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
