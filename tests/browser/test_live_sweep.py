@@ -74,7 +74,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     wait_for(page, f"{CELLS_FILLED} >= 2")
     picture(page, "sweep-dark")
-    page.locator(".js-plotly-plot").last.scroll_into_view_if_needed()
+    page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static copy
     picture(page, "sweep-dark-curves")
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
     assert page.refused == []
