@@ -75,7 +75,7 @@ class Model:
                 num_heads=self.num_heads,
             )
         dropout: Any = self.dropout
-        if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= float(dropout) < 1:
+        if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= cast(float, dropout) < 1:
             raise InvalidExperiment(
                 f"dropout={dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
                 dropout=dropout,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from workbench.errors import InvalidExperiment
 
@@ -35,7 +35,7 @@ Rule = Diverged | str | None
 
 def diverged(above: Any, after: Any = 0) -> Diverged:
     """Return the rule that ends a run whose training loss is above `above` after step `after`, or is not finite."""
-    if isinstance(above, bool) or not isinstance(above, Real) or not abs(float(above)) < 1e300:
+    if isinstance(above, bool) or not isinstance(above, Real) or not -1e300 < cast(float, above) < 1e300:
         raise InvalidExperiment(f"above={above!r} is not a number. Give a loss, such as 6.5.", parameter="above")
     if isinstance(after, bool) or not isinstance(after, int) or after < 0:
         raise InvalidExperiment(f"after={after!r} is not a step. Give a whole number, such as 500.", parameter="after")
