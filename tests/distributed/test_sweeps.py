@@ -105,7 +105,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     again = wb.load_sweep(path).resume().wait(timeout=200)
     took = time.time() - began
     assert again.complete
-    assert {result.state for _, result in again.results()} == {"finished"}
+    assert {result.state for _, result in again.results()} == {"finished"}, again.results()
     runs = [run.experiment for run in again.runs]
     trained = [(run["learning_rate"], run["global_batch"], run["seed"]) for run in runs]
     assert len(trained) == len(set(trained)) == 12

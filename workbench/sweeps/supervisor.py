@@ -132,7 +132,8 @@ class Supervisor:
             self._set_aside(run)
             self._launch(entry, resume=None)
         self.study.begin(entry.index, entry.choice)
-        self.active[entry.index] = _Active(entry, run)
+        # A new handle: the old one remembers the status of a directory that may have been set aside.
+        self.active[entry.index] = _Active(entry, Run(run.path))
 
     def _launch(self, entry: Entry, resume: Path | None) -> None:
         settings = self.directory.settings
