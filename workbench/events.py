@@ -68,10 +68,9 @@ class StepEvent(_Timed):
     mfu: NotRequired[float | None]
 
 
-class EvaluationEvent(_Timed):
-    """The loss on the held-out samples after `step` steps. Counts and `seconds` are those of the training so far."""
+class _EvaluationFields(_Timed):
+    """Fields of every evaluation. Counts and `seconds` are those of the training so far."""
 
-    type: Literal["evaluation"]
     step: int
     """Number of completed steps, from 0."""
     loss: float
@@ -88,21 +87,18 @@ class EvaluationEvent(_Timed):
     """The experiment's own metrics; None for one whose count was 0."""
 
 
-class DataEvaluationEvent(_Timed):
-    """The loss on data that `run.evaluate` was given; the other fields are those of an `EvaluationEvent`."""
+class EvaluationEvent(_EvaluationFields):
+    """The loss on the held-out samples after `step` steps."""
+
+    type: Literal["evaluation"]
+
+
+class DataEvaluationEvent(_EvaluationFields):
+    """The loss on data that `run.evaluate` was given."""
 
     type: Literal["data_evaluation"]
     data: str
     """Name of the data."""
-    step: int
-    loss: float
-    tokens: float
-    samples: float
-    flops: float
-    seconds: float
-    eval_seconds: float
-    evaluated: int
-    metrics: NotRequired[dict[str, float | None]]
 
 
 class TextSample(TypedDict):
