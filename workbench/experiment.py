@@ -9,10 +9,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from workbench import data as _data
 from workbench import models as _models
@@ -40,15 +40,17 @@ _TAKEN_NAMES = frozenset(
 _MINIMA: Mapping[str, int | None] = {
     **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "keep_checkpoints"), 1),
     **dict.fromkeys(("warmup_steps", "seed", "weight_decay"), 0),
-    **dict.fromkeys(("learning_rate", "eps", "clip_norm")),
+    **dict.fromkeys(("learning_rate", "eps", "clip_norm", "epochs")),
+    "tokens": 1,
 }
 """Smallest value of each number; None if it must be greater than 0."""
 LARGEST_COUNT = 2**31 - 1
 """Largest number of steps, samples or tokens: two of them multiplied still fit into 64 bits."""
 LARGEST_SEED = 2**63 - 1
-_REAL = ("learning_rate", "eps", "clip_norm", "weight_decay")
+DEFAULT_STEPS = 1000
+_REAL = ("learning_rate", "eps", "clip_norm", "weight_decay", "epochs")
 """Numbers that need not be whole."""
-_OPTIONAL = ("checkpoint_every", "warmup_steps", "clip_norm")
+_OPTIONAL = ("checkpoint_every", "warmup_steps", "clip_norm", "epochs", "tokens")
 """Numbers that may be None."""
 
 
@@ -65,8 +67,8 @@ class Evaluate:
     """Held-out samples of each evaluation; `eval_data` with fewer items is used whole."""
 
     def __post_init__(self) -> None:
-        for field in ("every", "samples"):
-            _require_number(f"Evaluate.{field}", getattr(self, field), 1)
+        for name in ("every", "samples"):
+            _require_number(f"Evaluate.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class Samples:
                 parameter="Samples.prompts",
             )
         object.__setattr__(self, "prompts", tuple(self.prompts))
-        for field in ("every", "tokens"):
-            _require_number(f"Samples.{field}", getattr(self, field), 1)
+        for name in ("every", "tokens"):
+            _require_number(f"Samples.{name}", getattr(self, name), 1)
         if self.seed is not None:
             _require_number("Samples.seed", self.seed, 0)
 
@@ -111,12 +113,21 @@ class Experiment:
     One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all devices, however a
     plan divides them. Losses are means over the whole global batch, so that curves do not depend on the plan.
 
+    The length of the training is one of `steps`, `epochs` and `tokens`. Warm-up, decay and everything else that asks
+    for the number of steps read `steps`, which follows from the other two, rounded up.
+
     Raises `InvalidExperiment` for values that can never train, before anything is computed.
     """
 
     model: ModelSource
     data: DataSource
-    steps: int = 1000
+    steps: int = field(default_factory=lambda: cast(int, None))
+    """Steps of the training; 1,000 unless `epochs` or `tokens` is given. With `epochs`, the samples are counted when
+    this is first read, for which text is tokenised, as `wb.launch` does in any case."""
+    epochs: float | None = field(default=None, kw_only=True)
+    """Passes over the data instead of `steps`; fractions are allowed."""
+    tokens: int | None = field(default=None, kw_only=True)
+    """Tokens to train on instead of `steps`, counted as `seq_len` for each sample."""
     global_batch: int = 64
     seq_len: int = 128
     """Tokens per sample. A custom dataset decides the length itself: give its length here, since it counts tokens."""
@@ -184,8 +195,8 @@ class Experiment:
         _check_evaluation(self)
         _check_metrics(self)
         _check_samples(self)
-        for field in USER_FUNCTIONS:
-            object.__setattr__(self, field, as_user_function(getattr(self, field)))
+        for name in USER_FUNCTIONS:
+            object.__setattr__(self, name, as_user_function(getattr(self, name)))
         if isinstance(self.loss, bool) or not isinstance(self.loss, (str, int, UserFunction, type(None))):
             raise InvalidExperiment(
                 f"loss={self.loss!r} is neither a name, an index nor a function of the outputs and the batch. Give one "
@@ -201,10 +212,12 @@ class Experiment:
         _require_text("name", self.name)
         if self.project != "":  # which switches tracking off
             _require_text("project", self.project)
-        for field, least in _MINIMA.items():
-            _require_number(field, getattr(self, field), least)
-        for field in ("deterministic", "stop_on_non_finite"):
-            _require_bool(field, getattr(self, field))
+        _choose_length(self)
+        for name, least in _MINIMA.items():
+            if name in self.__dict__:
+                _require_number(name, getattr(self, name), least)
+        for name in ("deterministic", "stop_on_non_finite"):
+            _require_bool(name, getattr(self, name))
         if self.compile is not None:
             _require_bool("compile", self.compile)
         _require_known("precision", self.precision, PRECISIONS)
@@ -212,13 +225,8 @@ class Experiment:
         if not isinstance(self.optimizer, UserFunction):
             _require_known("optimizer", self.optimizer, OPTIMIZERS)
         _check_rates(self)
-        if self.warmup_steps is not None and not 0 <= self.warmup_steps <= self.steps:
-            raise InvalidExperiment(
-                f"warmup_steps={self.warmup_steps} lies outside the {self.steps} steps of the experiment. "
-                f"Choose 0 to {self.steps}, or None for a tenth.",
-                warmup_steps=self.warmup_steps,
-                steps=self.steps,
-            )
+        if "steps" in self.__dict__:
+            _check_schedule(self)
         limit = self.model.max_positions
         if limit is not None and self.seq_len > limit:
             raise InvalidExperiment(
@@ -227,6 +235,24 @@ class Experiment:
                 seq_len=self.seq_len,
                 max_positions=limit,
             )
+
+    def __repr__(self) -> str:
+        """Write the fields that are known, without counting the steps of epochs."""
+        known = [f.name for f in dataclasses.fields(self) if f.name in self.__dict__]
+        shown = [name for name in known if name not in ("epochs", "tokens") or self.__dict__[name] is not None]
+        return f"Experiment({', '.join(f'{name}={self.__dict__[name]!r}' for name in shown)})"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Count the steps of an experiment in epochs when they are first read."""
+            if name != "steps" or self.__dict__.get("epochs") is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            samples = round(self.epochs * self.data.samples_per_epoch(self))
+            object.__setattr__(self, "steps", max(1, math.ceil(samples / self.global_batch)))
+            _require_number("steps", self.steps, 1)
+            _check_schedule(self)
+            return self.steps
 
     @property
     def optimizer_name(self) -> str:
@@ -252,6 +278,11 @@ class Experiment:
                 )
         if "model" in changes and "name" not in changes and self.name == self.model.name:
             changes["name"] = None
+        lengths = ("steps", "epochs", "tokens")
+        if any(changes.get(name) is not None for name in lengths):
+            changes = {**dict.fromkeys(lengths), **changes}
+        elif self.epochs is not None or self.tokens is not None:
+            changes["steps"] = None  # counted again, as the batch, the length or the data may be others
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -271,7 +302,7 @@ class Experiment:
         value["samples"] = None if self.samples is None else dataclasses.asdict(self.samples)
         value["metrics"] = {name: as_user_function(own).to_json() for name, own in (self.metrics or {}).items()} or None
         value["rate_scale"] = None if self.rate_scale is None else dict(self.rate_scale)
-        return value
+        return {name: item for name, item in value.items() if name not in ("epochs", "tokens") or item is not None}
 
     @staticmethod
     def from_json(
@@ -307,7 +338,14 @@ class Experiment:
         if fields.get(METRICS) is not None:
             own = functions.get(METRICS) or {}
             fields[METRICS] = {name: as_user_function(item, own.get(name)) for name, item in fields[METRICS].items()}
-        return Experiment(**fields)
+        if fields.get("epochs") is None and fields.get("tokens") is None:
+            return Experiment(**fields)
+        steps = fields.pop("steps", None)
+        experiment = Experiment(**fields)
+        if steps is not None:  # counted when it was described, so that the data need not be here
+            _require_number("steps", steps, 1)
+            object.__setattr__(experiment, "steps", steps)
+        return experiment
 
 
 def _check_evaluation(experiment: Experiment) -> None:
@@ -396,9 +434,6 @@ def _check_rates(experiment: Experiment) -> None:
             "of every step itself. Leave warmup_steps out, and let the callable warm up.",
             warmup_steps=experiment.warmup_steps,
         )
-    elif schedule.function is not None:
-        for step in sorted({0, experiment.steps // 2, experiment.steps - 1}):
-            _require_factor(schedule, step)
     if scales is None:
         return
     is_mapping = isinstance(scales, Mapping) and len(scales) > 0 and all(isinstance(name, str) for name in scales)
@@ -409,6 +444,43 @@ def _check_rates(experiment: Experiment) -> None:
             rate_scale=repr(scales),
         )
     object.__setattr__(experiment, "rate_scale", dict(scales))
+
+
+def _choose_length(experiment: Experiment) -> None:
+    """Set `steps` from `tokens` or to its default, or remove it if epochs must be counted first.
+
+    Raises `InvalidExperiment` if more than one of the three is given.
+    """
+    given = [name for name in ("steps", "epochs", "tokens") if getattr(experiment, name) is not None]
+    if len(given) > 1:
+        raise InvalidExperiment(
+            f"The length of the training is given {len(given)} times: "
+            f"{' and '.join(f'{name}={getattr(experiment, name)!r}' for name in given)}. Give one of them.",
+            parameter=given[-1],
+        )
+    for name in ("global_batch", "seq_len", "epochs", "tokens"):
+        _require_number(name, getattr(experiment, name), _MINIMA[name])
+    if experiment.tokens is not None:
+        object.__setattr__(experiment, "steps", math.ceil(experiment.tokens / experiment.tokens_per_step))
+    elif experiment.epochs is not None:
+        object.__delattr__(experiment, "steps")
+    elif not given:
+        object.__setattr__(experiment, "steps", DEFAULT_STEPS)
+
+
+def _check_schedule(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless the learning rate is known for every step."""
+    schedule, warmup, steps = experiment.lr_schedule, experiment.warmup_steps, experiment.steps
+    if isinstance(schedule, UserFunction) and schedule.function is not None:
+        for step in sorted({0, steps // 2, steps - 1}):
+            _require_factor(schedule, step)
+    if warmup is not None and not 0 <= warmup <= steps:
+        raise InvalidExperiment(
+            f"warmup_steps={warmup} lies outside the {steps} steps of the experiment. "
+            f"Choose 0 to {steps}, or None for a tenth.",
+            warmup_steps=warmup,
+            steps=steps,
+        )
 
 
 def _require_factor(schedule: UserFunction, step: int) -> None:
@@ -448,7 +520,7 @@ def _require_number(name: str, value: Any, least: int | None) -> None:
         raise InvalidExperiment(f"{name}={value!r} must be greater than 0.", parameter=name, value=value)
     if least is not None and not value >= least:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be {least} or more.", parameter=name, value=value)
-    most = LARGEST_SEED if name == "seed" else LARGEST_COUNT
+    most = LARGEST_SEED if name in ("seed", "tokens") else LARGEST_COUNT
     if number is Integral and value > most:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be at most {most:,}.", parameter=name, value=value)
 

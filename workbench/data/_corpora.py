@@ -120,6 +120,10 @@ class TextData(ABC):
             reused=reused,
         )
 
+    def samples_per_epoch(self, request: SampleRequest) -> int:
+        """Return the number of windows that training reads, after tokenising the text if it has not been."""
+        return self.prepare(request).samples
+
     def dataset(self, request: SampleRequest) -> TextDataset:
         """Return every sample of the training in order, `steps * global_batch` of them.
 

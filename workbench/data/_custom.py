@@ -73,6 +73,10 @@ class CustomData:
         self.check(request)
         return Prepared(name=self.name, samples=len(self._items))
 
+    def samples_per_epoch(self, request: SampleRequest) -> int:  # noqa: ARG002
+        """Return the number of items."""
+        return len(self._items)
+
     def dataset(self, request: SampleRequest) -> CustomDataset:
         """Return `steps * global_batch` samples: the items in a new seeded order each epoch."""
         from workbench.data._datasets import CustomDataset

@@ -76,6 +76,9 @@ class DataSource(Protocol):
     def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
         """Do all work that training needs once, such as tokenising, with so many processes; None chooses."""
 
+    def samples_per_epoch(self, request: SampleRequest) -> int:
+        """Return the number of different samples, after preparing the data if it has not been."""
+
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
         """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
 

@@ -311,7 +311,8 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
     from workbench.runs.launching.run_directory import continued_facts
 
     check_unedited(run._dir)
-    experiment = Experiment.from_json({**run.experiment, **({} if steps is None else {"steps": steps})})
+    changed = {} if steps is None else {"steps": steps, "epochs": None, "tokens": None}
+    experiment = Experiment.from_json({**run.experiment, **changed})
     chosen = run.plan if plan is None else plan
     _check_model(run, experiment, chosen)
     facts = continued_facts(run._dir, experiment, accept_changed_data)

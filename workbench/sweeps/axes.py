@@ -20,7 +20,7 @@ OTHERWISE = {
 """Fields of an experiment that are no axes, and what to do instead."""
 PLAN_FREE = frozenset(
     {"learning_rate", "warmup_steps", "lr_schedule", "rate_scale", "betas", "eps", "weight_decay", "steps", "log_every"}
-    | {"checkpoint_every", "keep_checkpoints", "stop_on_non_finite"}
+    | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "stop_on_non_finite"}
 )
 """Fields of an experiment that change no plan; runs that differ in no other field share one."""
 LARGEST_GRID = 10_000
