@@ -74,10 +74,15 @@ class Package:
         return found
 
     def many_parameters(self) -> list[Place]:
-        """Functions with more parameters than allowed; `self` and `cls` are not counted."""
+        """Functions with more parameters than allowed; `self` and `cls` are not counted.
+
+        Triton's kernels are left out: their parameters are addresses, strides and constants, which they take singly.
+        """
         found = []
         for path, node in self._nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
             assert isinstance(node, Function)
+            if any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
+                continue
             names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             count = len([name for name in names if name not in ("self", "cls")])
             if count > MOST_PARAMETERS:

@@ -1,0 +1,114 @@
+"""Block-sparse products against masked dense ones, as the unit tests and the GPU tests compare them.
+
+    TRITON_INTERPRET=1 python -m tests.unit.sparse_kernel_cases     # the kernels on the CPU; prints differences as JSON
+
+Triton reads the variable when it is imported, so that tests start a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.sparsity.kernels.index import BlockIndex, to_compact, to_dense
+from workbench.sparsity.kernels.operators import block_sparse_linear
+
+BERT_BASE = ((64, 64), (256, 64), (64, 256))
+"""Weights [rows, cols] of attention and of both feed-forward layers, a twelfth of their size."""
+SCALED_BERT = ((128, 128), (512, 128), (128, 512))
+"""The same of scaled BERT, a fifteenth of their size."""
+SPARSITIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: a weight [rows, cols] of blocks, its sparsity, and the dtype of all tensors."""
+
+    block: int
+    rows: int
+    cols: int
+    sparsity: float
+    dtype: str = "float32"
+    tokens: int = 72
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference from the masked dense product in fp32, relative to its norm: rounding of the result."""
+        return 1e-5 if self.dtype == "float32" else 6e-3
+
+
+def miniature() -> list[Case]:
+    """Return the cases for the interpreter: all blocks and sparsities over the shapes, and both dtypes."""
+    dtypes = itertools.cycle(("float32", "bfloat16"))
+    pairs = (
+        *zip(BERT_BASE + SCALED_BERT, SPARSITIES, strict=True),
+        *zip(SCALED_BERT + BERT_BASE, SPARSITIES, strict=True),
+    )
+    cases = [Case(block, *shape, sparsity, next(dtypes)) for block in (16, 32, 64) for shape, sparsity in pairs]
+    return cases + [Case(block, 128, 256, 0.5, tokens=300) for block in (16, 64)]
+
+
+def random_mask(case: Case) -> Tensor:
+    """Return a random mask of the case's sparsity, with an empty row and an empty column if it is sparse."""
+    mask = torch.rand(case.rows // case.block, case.cols // case.block) >= case.sparsity
+    if case.sparsity > 0:
+        mask[len(mask) // 2] = False
+        mask[:, mask.shape[1] // 2] = False
+    return mask
+
+
+def differences(case: Case, device: str = "cpu") -> dict[str, float]:
+    """Return the difference of output and gradients from those of the masked dense product in fp32.
+
+    They are relative to the norm of the dense one, and absolute where that is zero.
+    """
+    torch.manual_seed(case.rows + case.cols)
+    dtype = getattr(torch, case.dtype)
+    mask = random_mask(case)
+    elements = mask.repeat_interleave(case.block, 0).repeat_interleave(case.block, 1).to(device)
+    dense, hidden, bias, gradient = (
+        torch.randn(shape).to(device, dtype)
+        for shape in ((case.rows, case.cols), (2, case.tokens // 2, case.cols), (case.rows,), (case.tokens, case.rows))
+    )
+    index = BlockIndex.from_mask(mask.to(device), case.block)
+    sparse = [tensor.clone().requires_grad_() for tensor in (to_compact(dense, index), hidden, bias)]
+    output = block_sparse_linear(sparse[1], sparse[0], index, sparse[2])
+    output.backward(gradient.view_as(output))
+    exact = [tensor.float().requires_grad_() for tensor in (dense, hidden, bias)]
+    expected = functional.linear(exact[1], exact[0] * elements, exact[2])
+    expected.backward(gradient.float().view_as(expected))
+    assert sparse[0].grad is not None
+    pairs = {
+        "output": (output, expected),
+        "gradient to the weight": (to_dense(sparse[0].grad, index), exact[0].grad),
+        "gradient to the input": (sparse[1].grad, exact[1].grad),
+        "gradient to the bias": (sparse[2].grad, exact[2].grad),
+    }
+    return {name: _difference(*pair) for name, pair in pairs.items()}
+
+
+def _difference(found: Tensor | None, expected: Tensor | None) -> float:
+    assert found is not None
+    assert expected is not None
+    size = float(expected.detach().norm())
+    return float((found.detach().float() - expected.detach()).norm()) / (size or 1)
+
+
+def main() -> None:
+    from workbench.sparsity.kernels import triton_kernels
+
+    triton_kernels.SMALLEST_SPLIT = 64  # so that the tokens of small cases are divided too
+    with mock.patch.object(triton_kernels, "product", wraps=triton_kernels.product) as product:
+        found = [differences(case) for case in miniature()]
+    assert product.call_count == 2 * len(found), "forward and gradient to the input have run in the interpreter"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Products with a block-sparse weight as operators of PyTorch, with their gradients.
+
+`torch.compile` and `torch.export` see one operator per product. On a GPU it runs the Triton kernels; on a CPU it
+multiplies by the masked dense weight, which is the reference that the kernels are tested against.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.errors import InvalidArgument
+from workbench.sparsity.kernels.index import BlockIndex, to_compact, to_dense
+
+
+def block_sparse_linear(hidden: Tensor, weight: Tensor, index: BlockIndex, bias: Tensor | None = None) -> Tensor:
+    """Return hidden [..., cols] × weightᵀ + bias [..., rows], as `torch.nn.functional.linear` does for a dense weight.
+
+    The weight is compact: [non-zero blocks, block, block]. Under autocast all inputs are cast to its dtype. Sums are
+    in fp32. Raises `InvalidArgument` if shapes or dtypes do not fit.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if hidden.shape[-1] != index.cols:
+        raise InvalidArgument(f"The input has {hidden.shape[-1]} features, and the weight takes {index.cols}.")
+    if hidden.dtype != weight.dtype:
+        raise InvalidArgument(
+            f"The input is {hidden.dtype} and the weight is {weight.dtype}. Cast one of them, or use autocast."
+        )
+    flat: Tensor = torch.ops.workbench.block_sparse_product(
+        hidden.reshape(-1, index.cols), weight, bias, index.data, index.rows, index.cols, False
+    )
+    return flat.view(*hidden.shape[:-1], index.rows)
+
+
+@torch.library.custom_op("workbench::block_sparse_product", mutates_args=())
+def _product(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, rows: int, cols: int, transposed: bool
+) -> Tensor:
+    """Return hidden × weightᵀ + bias, or hidden × weight if transposed; `hidden` is a matrix of tokens."""
+    layout = _layout(weight, index, rows, cols)
+    if _runs_triton(hidden):
+        from workbench.sparsity.kernels import triton_kernels
+
+        lines = layout.sections.by_column if transposed else layout.sections.by_row
+        return triton_kernels.product(weight.contiguous(), lines, _with_unit_stride(hidden), bias, transposed)
+    dense = to_dense(weight, layout)
+    return functional.linear(hidden, dense.T if transposed else dense, bias)
+
+
+@_product.register_fake
+def _product_shape(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, rows: int, cols: int, transposed: bool
+) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], cols if transposed else rows)
+
+
+@torch.library.custom_op("workbench::block_sparse_weight_gradient", mutates_args=())
+def _weight_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, index: Tensor, rows: int, cols: int) -> Tensor:
+    """Return the stored blocks of gradientᵀ × hidden; of `weight`, only shape and dtype are used."""
+    layout = _layout(weight, index, rows, cols)
+    if _runs_triton(hidden):
+        from workbench.sparsity.kernels import triton_kernels
+
+        gradient, hidden = _with_unit_stride(gradient), _with_unit_stride(hidden)
+        return triton_kernels.weight_gradient(gradient, hidden, layout.sections, layout.block)
+    return to_compact(gradient.T @ hidden, layout)
+
+
+@_weight_gradient.register_fake
+def _weight_gradient_shape(
+    gradient: Tensor, hidden: Tensor, weight: Tensor, index: Tensor, rows: int, cols: int
+) -> Tensor:
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, weight, bias, index, ctx.rows, ctx.cols, ctx.transposed = inputs
+    ctx.save_for_backward(hidden, weight, index)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, index = ctx.saved_tensors
+    shape = (index, ctx.rows, ctx.cols)
+    operators = torch.ops.workbench
+    to_hidden = to_weight = to_bias = None
+    if ctx.needs_input_grad[0]:
+        to_hidden = operators.block_sparse_product(gradient, weight, None, *shape, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        pair = (hidden, gradient) if ctx.transposed else (gradient, hidden)
+        to_weight = operators.block_sparse_weight_gradient(*pair, weight, *shape)
+    if ctx.has_bias and ctx.needs_input_grad[2]:
+        to_bias = gradient.sum(0)
+    return to_hidden, to_weight, to_bias, None, None, None, None
+
+
+torch.library.register_autograd("workbench::block_sparse_product", _backward, setup_context=_save)
+
+
+def _layout(weight: Tensor, index: Tensor, rows: int, cols: int) -> BlockIndex:
+    return BlockIndex(rows, cols, weight.shape[1], weight.shape[0], index)
+
+
+def _runs_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _with_unit_stride(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,0 +1,281 @@
+"""The Triton kernels of block-sparse products, and how they are launched.
+
+This is the only module that imports Triton, and it is imported when a product first runs on a GPU. With the
+environment variable `TRITON_INTERPRET=1`, set before Triton is imported, the same kernels run on the CPU, for tests.
+
+The kernels read tiles of many tokens and compute one line of blocks each: tensor cores want one long side, which the
+tokens are, and several blocks of the line are gathered side by side, so that each step multiplies 64 columns or more.
+No two programs add to the same number, so results are the same to the last bit in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workbench.sparsity.kernels.index import GROUP_COLUMNS, Lines, Sections
+
+GRADIENT_TOKENS = 64
+"""Tokens per step of the weight gradient; one number for all configurations, because it fixes the order of sums."""
+PROGRAMS_PER_MULTIPROCESSOR = 4
+"""Programs that the weight gradient is divided into, per multiprocessor, if there are tokens enough."""
+SMALLEST_SPLIT = 1024
+"""Fewest tokens that a program of the weight gradient sums over, if it is one of several."""
+MULTIPROCESSORS_WITHOUT_GPU = 4
+"""Multiprocessors that the interpreter plans for, so that tests divide the tokens too."""
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def _bench(call: Any, quantiles: Any) -> Any:
+    return triton.testing.do_bench(call, warmup=3, rep=12, quantiles=quantiles)
+
+
+def _tuned(configs: list[Any], orientation: str) -> Any:
+    """Return a decorator that measures the configurations once per shape and keeps the fastest.
+
+    The configurations differ in what a program computes and in how its loads overlap, never in the order of a sum. So
+    processes that choose differently still compute the same numbers.
+    """
+    return triton.autotune(
+        configs[:1] if _INTERPRETED else configs,
+        key=["num_lines", "num_blocks", "tokens_key", "BLOCK", orientation],
+        do_bench=_bench,
+        cache_results=True,
+    )
+
+
+@triton.jit
+def _multiply(left, right, total, PRECISION: tl.constexpr):
+    """Return left × right + total in fp32; the interpreter multiplies the bits of bf16 numbers unless they are cast."""
+    if _INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
+    return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@_tuned(
+    [
+        triton.Config({"TOKENS": 128, "COLUMNS": 64}, num_warps=4, num_stages=3),
+        triton.Config({"TOKENS": 128, "COLUMNS": 64}, num_warps=4, num_stages=5),
+        triton.Config({"TOKENS": 256, "COLUMNS": 64}, num_warps=8, num_stages=3),
+        triton.Config({"TOKENS": 128, "COLUMNS": 128}, num_warps=4, num_stages=2),
+        triton.Config({"TOKENS": 64, "COLUMNS": 128}, num_warps=4, num_stages=3),
+    ],
+    "TRANSPOSED",
+)
+@triton.jit
+def _product(
+    input_ptr,
+    values_ptr,
+    bias_ptr,
+    output_ptr,
+    starts_ptr,
+    others_ptr,
+    slots_ptr,
+    order_ptr,
+    num_tokens,
+    num_lines,
+    num_blocks,
+    tokens_key,
+    input_stride,
+    output_stride,
+    TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute one line of blocks of input × weightᵀ, or of input × weight if transposed, for `TOKENS` tokens."""
+    line = tl.load(order_ptr + tl.program_id(0))
+    first_token = tl.program_id(1).to(tl.int64) * TOKENS
+    token = tl.arange(0, TOKENS)
+    valid = first_token + token < num_tokens
+    column = tl.arange(0, COLUMNS)
+    inner = column % BLOCK
+    outer = tl.arange(0, BLOCK)
+    input_ptr += first_token * input_stride
+    start = tl.load(starts_ptr + line)
+    end = tl.load(starts_ptr + line + 1)
+    total = tl.full((TOKENS, BLOCK), 0, tl.float32)
+    for position in range(start, end, COLUMNS // BLOCK):
+        entry = position + column // BLOCK
+        present = entry < end
+        other = tl.load(others_ptr + entry, mask=present, other=0)
+        tile = tl.load(
+            input_ptr + token[:, None] * input_stride + (other * BLOCK + inner)[None, :],
+            mask=valid[:, None] & present[None, :],
+            other=0.0,
+        )
+        if TRANSPOSED:
+            slot = tl.load(slots_ptr + entry, mask=present, other=0)
+            place = (slot * (BLOCK * BLOCK) + inner * BLOCK)[:, None] + outer[None, :]
+        else:
+            place = (entry * (BLOCK * BLOCK) + inner)[:, None] + (outer * BLOCK)[None, :]
+        weight = tl.load(values_ptr + place, mask=present[:, None], other=0.0)
+        total = _multiply(tile, weight, total, PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + line * BLOCK + outer).to(tl.float32)[None, :]
+    output_ptr += first_token * output_stride
+    tl.store(
+        output_ptr + token[:, None] * output_stride + (line * BLOCK + outer)[None, :],
+        total.to(output_ptr.dtype.element_ty),
+        mask=valid[:, None],
+    )
+
+
+@_tuned(
+    [
+        triton.Config({}, num_warps=4, num_stages=3),
+        triton.Config({}, num_warps=4, num_stages=4),
+        triton.Config({}, num_warps=8, num_stages=4),
+    ],
+    "BY_COLUMN",
+)
+@triton.jit
+def _weight_gradient(
+    gathered_ptr,
+    shared_ptr,
+    output_ptr,
+    group_lines_ptr,
+    group_starts_ptr,
+    starts_ptr,
+    others_ptr,
+    slots_ptr,
+    num_tokens,
+    num_lines,
+    num_blocks,
+    tokens_key,
+    split_tokens,
+    gathered_stride,
+    shared_stride,
+    BY_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sum one group of blocks of the weight gradient over `split_tokens` tokens.
+
+    The blocks of a group are in one line (row, or column if `BY_COLUMN`), so that they share one of their two inputs.
+    """
+    group = tl.program_id(0)
+    line = tl.load(group_lines_ptr + group)
+    if line < 0:
+        return
+    split = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    outer = tl.arange(0, BLOCK)
+    token = tl.arange(0, TOKENS)
+    entry = tl.load(group_starts_ptr + group) + column // BLOCK
+    present = entry < tl.load(starts_ptr + line + 1)
+    other = tl.load(others_ptr + entry, mask=present, other=0)
+    first = split * split_tokens
+    steps = tl.cdiv(tl.minimum(split_tokens, num_tokens - first), TOKENS)
+    gathered_ptrs = gathered_ptr + first * gathered_stride
+    gathered_ptrs = gathered_ptrs + token[:, None] * gathered_stride + (other * BLOCK + column % BLOCK)[None, :]
+    shared_ptrs = shared_ptr + first * shared_stride
+    shared_ptrs = shared_ptrs + token[:, None] * shared_stride + (line * BLOCK + outer)[None, :]
+    total = tl.full((COLUMNS, BLOCK), 0, tl.float32)
+    for step in range(steps):
+        valid = first + step * TOKENS + token < num_tokens
+        gathered = tl.load(gathered_ptrs, mask=valid[:, None] & present[None, :], other=0.0)
+        shared = tl.load(shared_ptrs, mask=valid[:, None], other=0.0)
+        total = _multiply(tl.trans(gathered), shared, total, PRECISION)
+        gathered_ptrs += TOKENS * gathered_stride
+        shared_ptrs += TOKENS * shared_stride
+    if BY_COLUMN:
+        slot = tl.load(slots_ptr + entry, mask=present, other=0)
+        place = (slot * (BLOCK * BLOCK) + column % BLOCK * BLOCK)[:, None] + outer[None, :]
+    else:
+        place = (entry * (BLOCK * BLOCK) + column % BLOCK)[:, None] + (outer * BLOCK)[None, :]
+    output_ptr += split * num_blocks * (BLOCK * BLOCK)
+    tl.store(output_ptr + place, total.to(output_ptr.dtype.element_ty), mask=present[:, None])
+
+
+def product(values: Tensor, lines: Lines, hidden: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Return hidden [tokens, in] × a weight of lines of blocks [tokens, out], plus the bias.
+
+    `lines` are the rows of blocks of the weight, or the columns if the product is with the weight itself (transposed).
+    """
+    num_blocks, block, _ = values.shape
+    num_lines, tokens = len(lines.order), len(hidden)
+    output = hidden.new_empty(tokens, num_lines * block)
+    if output.numel() == 0:
+        return output
+    _product[lambda chosen: (num_lines, triton.cdiv(tokens, chosen["TOKENS"]))](
+        hidden,
+        values,
+        hidden if bias is None else bias,
+        output,
+        lines.starts,
+        lines.others,
+        lines.slots,
+        lines.order,
+        tokens,
+        num_lines,
+        num_blocks,
+        triton.next_power_of_2(tokens),
+        hidden.stride(0),
+        output.stride(0),
+        TRANSPOSED=transposed,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        PRECISION=_precision(),
+    )
+    return output
+
+
+def weight_gradient(gradient: Tensor, hidden: Tensor, sections: Sections, block: int) -> Tensor:
+    """Return the stored blocks of gradientᵀ [out, tokens] × hidden [tokens, in], in the gradient's dtype.
+
+    The tokens are divided among programs if there are too few blocks to occupy the device. Their sums are then added in
+    fp32 by a second kernel, in a fixed order.
+    """
+    by_column = len(sections.by_row.order) > len(sections.by_column.order)
+    lines = sections.by_column if by_column else sections.by_row
+    shared, gathered = (hidden, gradient) if by_column else (gradient, hidden)
+    num_blocks, num_groups, tokens = len(lines.others), len(sections.groups.lines), len(hidden)
+    if tokens == 0 or num_blocks == 0:
+        return gradient.new_zeros(num_blocks, block, block)
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(hidden.device), num_groups)
+    splits = max(1, min(wanted, tokens // SMALLEST_SPLIT))
+    split_tokens = triton.cdiv(triton.cdiv(tokens, splits), GRADIENT_TOKENS) * GRADIENT_TOKENS
+    splits = triton.cdiv(tokens, split_tokens)
+    dtype = gradient.dtype if splits == 1 else torch.float32
+    sums = gradient.new_empty(splits, num_blocks, block, block, dtype=dtype)
+    _weight_gradient[(num_groups, splits)](
+        gathered,
+        shared,
+        sums,
+        *sections.groups,
+        *lines[:3],
+        tokens,
+        len(lines.order),
+        num_blocks,
+        triton.next_power_of_2(tokens),
+        split_tokens,
+        gathered.stride(0),
+        shared.stride(0),
+        BY_COLUMN=by_column,
+        BLOCK=block,
+        PRECISION=_precision(),
+        TOKENS=GRADIENT_TOKENS,
+        COLUMNS=GROUP_COLUMNS,
+    )
+    return sums[0] if splits == 1 else sums.sum(0).to(gradient.dtype)
+
+
+def _precision() -> str:
+    """Return how fp32 numbers are multiplied: exactly, unless PyTorch itself may use TF32."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MULTIPROCESSORS_WITHOUT_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
