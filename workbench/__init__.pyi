@@ -2,6 +2,7 @@
 
 from . import data as data
 from . import models as models
+from . import sparsity as sparsity
 from .api import compare as compare
 from .api import contrast as contrast
 from .api import coordinate_check as coordinate_check

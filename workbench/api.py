@@ -78,6 +78,7 @@ def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> di
     """Check that the plan is for the experiment, prepare the data, and return facts for the run's environment."""
     check_signature(experiment, plan)
     from_experiment.check_optimizer(experiment, plan)
+    from_experiment.check_sparsity(experiment)
     experiment.data.prepare(experiment, progress=progress)
     from_experiment.check_between_steps(experiment, plan)
     return {"data_fingerprint": data_fingerprint(experiment)}

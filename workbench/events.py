@@ -121,6 +121,32 @@ class SamplesEvent(_Timed):
     """Time that writing the samples took."""
 
 
+class SparsityEvent(_Timed):
+    """The patterns of a sparse training after `step` steps, summed over all sparse weights."""
+
+    type: Literal["sparsity"]
+    step: int
+    """Number of completed steps, from 0."""
+    update: int
+    """Number of updates of the pattern so far."""
+    prune_ratio: float
+    """Share of the present blocks that an update at this step prunes; 0 for a static pattern."""
+    blocks: int
+    present: int
+    explored: int
+    """Number of blocks that are or once were present."""
+    moved: int
+    """Number of blocks that the last update pruned, and of those that regrew."""
+    tokens: float
+    flops: float
+    seconds: float
+    """Training time so far."""
+    weight: str
+    """Name of the weight that `pattern` belongs to."""
+    pattern: list[str]
+    """Rows of the upper left corner of its pattern: `#` for a block that is present, `.` for an absent one."""
+
+
 class MemoryEvent(_Timed):
     """The peak memory of one rank."""
 
@@ -207,6 +233,7 @@ Event = (
     | EvaluationEvent
     | DataEvaluationEvent
     | SamplesEvent
+    | SparsityEvent
     | MemoryEvent
     | DeviceEvent
     | ActionsEvent

@@ -19,6 +19,8 @@ from workbench import models as _models
 from workbench.data import DataSource
 from workbench.errors import InvalidExperiment, UnknownParameter, checked_keywords, suggestion
 from workbench.models import ModelSource
+from workbench.sparsity import Static
+from workbench.sparsity import from_json as sparsity_from_json
 from workbench.user_code import UserFunction, as_user_function
 
 BATCH_COUPLING = ("keep", "allow")
@@ -29,6 +31,8 @@ USER_FUNCTIONS = ("lr_schedule", "loss", "optimizer")
 """Fields that may hold a callable of the user, which travels to the workers in `code/<field>.pkl`."""
 METRICS = "metrics"
 """Field whose callables travel together in `code/metrics.pkl`."""
+UNWRITTEN = ("epochs", "tokens", "sparsity")
+"""Fields that a description of an experiment leaves out where they are None."""
 METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TAKEN_NAMES = frozenset(
     {
@@ -176,6 +180,8 @@ class Experiment:
     and returns a sum and a count over the samples; the metric is the quotient over the whole set."""
     samples: Samples | None = None
     """Let the model write text while it trains. Only for text, which has a tokeniser."""
+    sparsity: Static | None = None
+    """Blocks of weights that are absent: `wb.sparsity.Dynamic(...)` or `wb.sparsity.Static(...)`; `None` is dense."""
     loss: str | int | Callable[[Any, Mapping[str, Any]], Any] | UserFunction | None = None
     """Loss among what forward returns: its name, its index, or a function of the outputs and the batch that returns a
     scalar. `None` takes `.loss`, `["loss"]`, the first item of a tuple, or else the only scalar."""
@@ -192,9 +198,8 @@ class Experiment:
         object.__setattr__(self, "data", _data.as_data(self.data))
         if self.eval_data is not None:
             object.__setattr__(self, "eval_data", _data.as_data(self.eval_data))
-        _check_evaluation(self)
-        _check_metrics(self)
-        _check_samples(self)
+        for check in (_check_evaluation, _check_metrics, _check_samples, _check_sparsity):
+            check(self)
         for name in USER_FUNCTIONS:
             object.__setattr__(self, name, as_user_function(getattr(self, name)))
         if isinstance(self.loss, bool) or not isinstance(self.loss, (str, int, UserFunction, type(None))):
@@ -239,7 +244,7 @@ class Experiment:
     def __repr__(self) -> str:
         """Write the fields that are known, without counting the steps of epochs."""
         known = [f.name for f in dataclasses.fields(self) if f.name in self.__dict__]
-        shown = [name for name in known if name not in ("epochs", "tokens") or self.__dict__[name] is not None]
+        shown = [name for name in known if name not in UNWRITTEN or self.__dict__[name] is not None]
         return f"Experiment({', '.join(f'{name}={self.__dict__[name]!r}' for name in shown)})"
 
     if not TYPE_CHECKING:
@@ -301,8 +306,9 @@ class Experiment:
             value[name] = value[name].to_json() if isinstance(value[name], UserFunction) else value[name]
         value["samples"] = None if self.samples is None else dataclasses.asdict(self.samples)
         value["metrics"] = {name: as_user_function(own).to_json() for name, own in (self.metrics or {}).items()} or None
+        value["sparsity"] = None if self.sparsity is None else self.sparsity.to_json()
         value["rate_scale"] = None if self.rate_scale is None else dict(self.rate_scale)
-        return {name: item for name, item in value.items() if name not in ("epochs", "tokens") or item is not None}
+        return {name: item for name, item in value.items() if name not in UNWRITTEN or item is not None}
 
     @staticmethod
     def from_json(
@@ -329,6 +335,8 @@ class Experiment:
             fields["evaluate"] = Evaluate(**fields["evaluate"])
         if fields.get("samples") is not None:
             fields["samples"] = Samples(**fields["samples"])
+        if fields.get("sparsity") is not None:
+            fields["sparsity"] = sparsity_from_json(fields["sparsity"])
         if fields.get("eval_data") is not None:
             fields["eval_data"] = _data.from_json(fields["eval_data"], dataset=eval_data)
         fields["betas"], fields["tags"] = tuple(fields["betas"]), tuple(fields["tags"])
@@ -469,7 +477,7 @@ def _choose_length(experiment: Experiment) -> None:
 
 
 def _check_schedule(experiment: Experiment) -> None:
-    """Raise `InvalidExperiment` unless the learning rate is known for every step."""
+    """Raise `InvalidExperiment` unless each step has a learning rate, and at most one update of a sparse pattern."""
     schedule, warmup, steps = experiment.lr_schedule, experiment.warmup_steps, experiment.steps
     if isinstance(schedule, UserFunction) and schedule.function is not None:
         for step in sorted({0, steps // 2, steps - 1}):
@@ -480,6 +488,25 @@ def _check_schedule(experiment: Experiment) -> None:
             f"Choose 0 to {steps}, or None for a tenth.",
             warmup_steps=warmup,
             steps=steps,
+        )
+    updates = getattr(experiment.sparsity, "updates", 0)
+    if updates > steps:
+        raise InvalidExperiment(
+            f"updates={updates:,} of the pattern are more than the {steps:,} steps of the experiment. "
+            f"Choose at most {steps:,} updates, or train longer.",
+            updates=updates,
+            steps=steps,
+        )
+
+
+def _check_sparsity(experiment: Experiment) -> None:
+    """Raise `InvalidExperiment` unless `sparsity` describes a pattern."""
+    sparsity = experiment.sparsity
+    if sparsity is not None and not isinstance(sparsity, Static):
+        raise InvalidExperiment(
+            f"sparsity={sparsity!r} describes no pattern. Write sparsity=wb.sparsity.Dynamic(sparsity=0.9, block=16), "
+            "or None for dense weights.",
+            parameter="sparsity",
         )
 
 

@@ -1,7 +1,7 @@
 """One training step of one rank, the same code for every plan: a single stage is a pipeline of length one.
 
-Order of a step: label counts → schedule (forwards, backwards, data-parallel reduction) → tied gradients → norm and
-clipping → optimiser.
+Order of a step: label counts → schedule (forwards, backwards, data-parallel reduction) → tied gradients → mask of
+sparse weights → norm and clipping → optimiser → mask and, where due, move of the pattern of sparse weights.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from workbench.execution.parallel.pipeline import PipeStage, as_fields, build_sc
 from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
+from workbench.execution.sparse_weights import SparseWeights
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import PartwiseAdamW
 from workbench.optimizers.building import build_optimizer
@@ -68,6 +69,11 @@ class Trainer:
             whole=self._whole,
             matrices=hidden_matrices(graph) if experiment.optimizer == "muon" else frozenset(),
         )
+        self.sparse_weights: SparseWeights | None = None
+        if experiment.sparsity is not None:
+            self.sparse_weights = SparseWeights(
+                experiment, graph, self._parameters, self._whole, coordinate, self.optimizer
+            )
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._diverged: torch.Tensor | None = None
 
@@ -111,11 +117,14 @@ class Trainer:
         """
         counted = []
         for name, parameter in self._parameters.items():
-            first_holder = _pipeline_ranks_with(name, self.plan, self.graph)[0]
-            if name not in self._ties or first_holder == self.coordinate.pipeline_rank:
+            if name not in self._ties or self.owns(name):
                 replicas = 1 if is_sharded(parameter) else self.plan.data
                 counted.append((parameter, replicas * (1 if self.stages.sharding(name) else self.plan.tensor)))
         return counted
+
+    def owns(self, name: str) -> bool:
+        """Return True if this pipeline rank is the first of those that hold a parameter."""
+        return _pipeline_ranks_with(name, self.plan, self.graph)[0] == self.coordinate.pipeline_rank
 
     @property
     def samples(self) -> int:
@@ -147,6 +156,10 @@ class Trainer:
             group["lr"] = rate * factor
         if not experiment.stop_on_non_finite or self._may_update(scalars):
             self.optimizer.step()
+        if self.sparse_weights is not None:
+            self.sparse_weights.mask_weights()
+            if self.sparse_weights.is_due(step) and not (self._diverged is not None and bool(self._diverged)):
+                self.sparse_weights.move(step)
         return StepResult(scalars, experiment.learning_rate * factor)
 
     def measure(
@@ -183,9 +196,9 @@ class Trainer:
         """Run the forwards and backwards of step `step` (0-based) over `batch`, this replica's share of the batch.
 
         Leaves every gradient of the mean loss over the global batch in place; those of tied parameters are summed over
-        the stages that hold them. Returns this rank's share of that loss: the sum over all ranks is the loss.
-        `label_counts` is the result of `count_labels_on_host`, taken before the batch was sent to the device; without
-        it, the host waits for a batch on a device.
+        the stages that hold them, and those of absent blocks are zero. Returns this rank's share of that loss: the sum
+        over all ranks is the loss. `label_counts` is the result of `count_labels_on_host`, taken before the batch was
+        sent to the device; without it, the host waits for a batch on a device.
         """
         context = self.context
         context.label_counts = self.count_labels_on_host(batch) if label_counts is None else label_counts
@@ -201,6 +214,8 @@ class Trainer:
         if self._all_reduce is not None:
             self._all_reduce.finish(self._all_reduced)
         self._reduce_tied_gradients()
+        if self.sparse_weights is not None:
+            self.sparse_weights.mask_gradients(step)
         if not losses:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import held_out
 from workbench.errors import NonFiniteLoss, PlanMismatch, root_exception
 from workbench.execution.blocks.context import StepContext
@@ -54,6 +56,7 @@ from workbench.execution.own_data import check_own_data
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.samples import SampleLog, Sampler, capture_samples
+from workbench.execution.sparsity_log import SparsityLog
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import record_actions
 from workbench.execution.trainer import Trainer
@@ -63,8 +66,8 @@ from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
 from workbench.units import GIB, gib
 
-BetweenSteps = EvaluationLog | SampleLog
-"""Computation of the model between two steps, when it is due."""
+BetweenSteps = EvaluationLog | SampleLog | SparsityLog
+"""Computation or observation of the model between two steps, when it is due."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
 LOADER_WORKERS = 2
@@ -193,6 +196,8 @@ class Worker:
             prepare_compiler()
         with turn_to_build(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
             graph, evaluated, sampled, stages, extras = self._build_stages(context, compile)
+        absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.global_batch)
+        self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
         trainer = Trainer(self.experiment, self.plan, graph, stages, context, self.coordinate)
         if _on_gpu():
             torch.cuda.empty_cache()
@@ -204,6 +209,8 @@ class Worker:
             metrics = self.experiment.metrics or {}
             evaluator = Evaluator(trainer, evaluated, programs, held_out(self.experiment), metrics)
             between.append(EvaluationLog(evaluator, events))
+        if trainer.sparse_weights is not None:
+            between.append(SparsityLog(trainer, self.run_dir.events))
         if sampled:
             between.append(SampleLog(Sampler(trainer, sampled), events))
         return trainer, extras, between

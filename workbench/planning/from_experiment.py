@@ -180,6 +180,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
 
     captured, examples = _planned_graph(experiment), experiment.data.examples(experiment)
     _check_rate_scale(experiment, captured)
+    check_sparsity(experiment, captured)
     costs = profile_graph(
         captured,
         cluster.device,
@@ -254,6 +255,14 @@ def _check_rate_scale(experiment: Experiment, captured: Graph) -> None:
                 f"{experiment.model.name}. {suggestion(pattern, names)} They are in wb.graph(experiment).parameters.",
                 pattern=pattern,
             )
+
+
+def check_sparsity(experiment: Experiment, captured: Graph | None = None) -> None:
+    """Raise `InvalidExperiment` unless the blocks of a sparse experiment suit the weights of its model."""
+    from workbench.capture.sparse_matrices import sparse_matrices
+
+    if experiment.sparsity is not None:
+        sparse_matrices(graph(experiment) if captured is None else captured, experiment.sparsity)
 
 
 def _planned_graph(experiment: Experiment) -> Graph:

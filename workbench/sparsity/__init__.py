@@ -1,1 +1,142 @@
-"""Sparse weights: which blocks of a weight exist, and products that compute those blocks only."""
+"""Sparse training: which blocks of a model's weights exist, and how the pattern of these blocks moves.
+
+    wb.Experiment(..., sparsity=wb.sparsity.Dynamic(sparsity=0.9, block=16))
+
+Weights outside of the pattern are zero throughout the training, as are their gradients. Dynamic patterns follow
+Dietrich et al., "Towards structured dynamic sparse pre-training of BERT" (arXiv:2108.06277); regrowth by gradients is
+RigL (arXiv:1911.11134). `workbench.sparsity.pattern` computes patterns,
+and `workbench.sparsity.kernels` has products that leave absent blocks out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from workbench.errors import InvalidExperiment, checked_keywords, suggestion
+
+__all__ = ["Dynamic", "Static", "learning_rate"]
+
+REGROWTH = ("random", "gradient")
+
+
+@dataclass(frozen=True)
+class Static:
+    """A random pattern of blocks that stays as it is throughout the training."""
+
+    sparsity: float = 0.9
+    """Share of the blocks of each weight that are absent."""
+    block: int = 16
+    """Rows and columns of a block."""
+    scope: str = "encoder"
+    """Weights that become sparse: matrices whose name contains this word between dots, or matches this pattern
+    (`fnmatch`, such as `"*.mlp.*"`). Embedding tables and output heads always stay dense."""
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.sparsity) or not 0 <= self.sparsity < 1:
+            raise InvalidExperiment(
+                f"sparsity={self.sparsity!r} is no share of blocks. Give a number from 0 to below 1, such as 0.9.",
+                parameter="sparsity",
+            )
+        _require_count("block", self.block)
+        if not isinstance(self.scope, str) or not self.scope.strip():
+            raise InvalidExperiment(
+                f"scope={self.scope!r} is no word of a parameter's name. Give one, such as 'encoder', or '*' for all.",
+                parameter="scope",
+            )
+
+    @property
+    def label(self) -> str:
+        """Return a short description, such as `90 % static, 16×16`."""
+        return f"{100 * self.sparsity:g} % {type(self).__name__.lower()}, {self.block}×{self.block}"
+
+    def covers(self, name: str) -> bool:
+        """Return True if the parameter of this name is in the scope."""
+        return f".{self.scope}." in f".{name}." or fnmatch.fnmatchcase(name, self.scope)
+
+    def kept(self, blocks: int) -> int:
+        """Return how many of the blocks of a weight are present."""
+        return round((1 - self.sparsity) * blocks)
+
+    def update_steps(self, steps: int) -> tuple[int, ...]:  # noqa: ARG002 - a static pattern has none
+        """Return the numbers of completed steps, of `steps` in all, after which the pattern moves."""
+        return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, and the type, for `from_json`."""
+        return {"type": type(self).__name__.lower(), **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True)
+class Dynamic(Static):
+    """A pattern that moves: at each update the smallest blocks are pruned, and equally many others regrow from zero.
+
+    The size of a block is the sum of its absolute values. The share of blocks that is pruned falls from `prune_ratio`
+    to 0 as a half cosine over the training. Regrown weights begin without optimiser state.
+    """
+
+    updates: int = 160
+    """Number of updates of the pattern, at equal distances between the first step and the last."""
+    prune_ratio: float = 0.5
+    """Share of the present blocks that an update at the start would prune."""
+    regrow: str = "random"
+    """Choice of the blocks that regrow among the absent ones: `random` without replacement, or `gradient` for those
+    with the largest sum of absolute gradients of the weights, as if these were present."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("updates", self.updates)
+        if not _is_number(self.prune_ratio) or not 0 < self.prune_ratio <= 1:
+            raise InvalidExperiment(
+                f"prune_ratio={self.prune_ratio!r} is no share of blocks. Give a number above 0 and up to 1.",
+                parameter="prune_ratio",
+            )
+        if self.regrow not in REGROWTH:
+            raise InvalidExperiment(
+                f"regrow={self.regrow!r} is not one of the choices. {suggestion(self.regrow, REGROWTH)}",
+                parameter="regrow",
+            )
+
+    def update_steps(self, steps: int) -> tuple[int, ...]:
+        """Return the numbers of completed steps, of `steps` in all, after which the pattern moves."""
+        return tuple(-(-(update + 1) * steps // (self.updates + 1)) for update in range(self.updates))
+
+    def ratio(self, step: int, steps: int) -> float:
+        """Return the share of present blocks that an update after `step` of `steps` steps prunes."""
+        return self.prune_ratio * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+TYPES: Mapping[str, type[Static]] = {"static": Static, "dynamic": Dynamic}
+
+
+def from_json(value: Mapping[str, Any]) -> Static:
+    """Rebuild what `to_json` described."""
+    fields = dict(value)
+    return TYPES[fields.pop("type")](**fields)
+
+
+def learning_rate(dense: float, sparsity: float) -> float:
+    """Return the learning rate at a sparsity for a model whose best rate without sparsity is `dense`.
+
+    The rule was fitted to BERT-Medium with random 16×16 and 1×1 patterns: η(s) = η(0) · exp(1.969 s² + 0.2905 s)
+    (arXiv:2108.06277).
+    """
+    return dense * math.exp(1.969 * sparsity**2 + 0.2905 * sparsity)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise InvalidExperiment(f"{name}={value!r} is no whole number of at least 1. Give one.", parameter=name)
+
+
+Static.__init__ = checked_keywords(Static.__init__)  # type: ignore[method-assign]
+Dynamic.__init__ = checked_keywords(Dynamic.__init__)  # type: ignore[method-assign]

@@ -1,8 +1,9 @@
 """Save and load checkpoints under the model's own parameter names, whatever the plan (`torch.distributed.checkpoint`).
 
-Keys are `model.<parameter or buffer>` and `optim.<parameter>.<state>`. A tied parameter is stored once, and one that
-tensor parallelism divides is stored whole. A save copies the state to the host's memory and continues in a thread with
-its own gloo group, so that training goes on. `workbench.execution.checkpoint.files` describes the files.
+Keys are `model.<parameter or buffer>`, `optim.<parameter>.<state>` and, for the pattern of a sparse weight,
+`sparsity.<parameter>`. A tied parameter is stored once, and one that tensor parallelism divides is stored whole. A save
+copies the state to the host's memory and continues in a thread with its own gloo group, so that training goes on.
+`workbench.execution.checkpoint.files` describes the files.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ class Checkpoints:
                 path=str(path),
             )
         self._verify(path, facts["files"])
-        GuardedReader(path).read_metadata()  # raises before anything is changed
+        stored = GuardedReader(path).read_metadata().state_dict_metadata  # raises before anything is changed
+        self._check_patterns(path, stored)
         create_state(self._trainer.optimizer)
         live = list(_entries(self._trainer))
         divided = {key for key, name, value in live if self._is_divided(name, value)}
@@ -233,6 +235,8 @@ class Checkpoints:
         for key, name, value in live:
             if key in divided:
                 self._copy_shard(name, targets[key], value)
+        if self._trainer.sparse_weights is not None:
+            self._trainer.sparse_weights.restore()
         return TrainingProgress(int(facts["step"]), float(facts["seconds"]))
 
     def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
@@ -264,6 +268,21 @@ class Checkpoints:
             if problem is not None:
                 raise DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
 
+    def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` unless a sparse training finds patterns of its own blocks in a checkpoint."""
+        sparse = self._trainer.sparse_weights
+        for name, pattern in ({} if sparse is None else sparse.patterns).items():
+            saved = stored.get(f"sparsity.{name}")
+            if saved is None or saved.size != pattern.shape:
+                found = "no pattern" if saved is None else f"a pattern of {' × '.join(map(str, saved.size))} blocks"
+                raise CheckpointError(
+                    f"{path} has {found} for the weight {name}, and the experiment divides it into "
+                    f"{' × '.join(map(str, pattern.shape))} blocks. Resume with the sparsity that wrote it, or launch "
+                    "the experiment anew.",
+                    path=str(path),
+                    weight=name,
+                )
+
     def _is_divided(self, name: str, value: torch.Tensor) -> bool:
         """Return True if this rank holds a tensor-parallel shard of a value."""
         return self._trainer.stages.sharding(name) is not None and value.ndim > 0
@@ -285,6 +304,9 @@ def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, buffer in trainer.stages.model_buffers().items():
         if not name.startswith("_constant."):
             yield f"model.{name}", name, buffer
+    if trainer.sparse_weights is not None:
+        for name, pattern in trainer.sparse_weights.patterns.items():
+            yield f"sparsity.{name}", f"sparsity.{name}", pattern  # every rank of a stage holds the whole of it
     for tensor, slots in trainer.optimizer.state.items():
         for slot, value in slots.items():
             yield f"optim.{names[tensor]}.{slot}", names[tensor], value

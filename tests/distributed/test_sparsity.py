@@ -1,0 +1,342 @@
+"""Sparse training under every plan equals masked training in plain PyTorch, with the same pattern at every step.
+
+The plain loop below shares no code with Workbench but the random numbers of regrowth. All plans train in one group of
+two processes. Where WORKBENCH_TEST_ALL is set, every way of regrowth and every optimiser trains under every plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed import zoo
+from tests.distributed.harness import coordinate, forced_plan, launch
+from workbench.capture import Graph, capture, spec_of
+from workbench.errors import CheckpointError
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.build import build_stage
+from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
+from workbench.execution.parallel.sharding import local
+from workbench.execution.trainer import Trainer
+from workbench.experiment import Experiment
+from workbench.rundir import RunDir
+from workbench.sparsity import Dynamic, Static
+from workbench.sparsity.pattern import initial, is_explored, is_present, uniform
+
+MICRO_BATCH, GLOBAL_BATCH, STEPS, HALF, FEW = 4, 8, 6, 3, 2
+RATE, EPS, DECAY, BETAS, CLIP = 5e-3, 1e-3, 0.1, (0.9, 0.98), 0.5
+RANDOM = Dynamic(sparsity=0.6, block=4, updates=3, prune_ratio=0.5)
+GRADIENT = dataclasses.replace(RANDOM, regrow="gradient", block=2)
+STATIC = Static(sparsity=0.6, block=4)
+Tensors = dict[str, torch.Tensor]
+
+
+def batch_of(step: int) -> Tensors:
+    return zoo.batch("bert", GLOBAL_BATCH, seed=step)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a training left behind."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: Tensors
+    patterns: Tensors
+
+
+# The reference
+
+
+def is_sparse(name: str, parameter: nn.Parameter) -> bool:
+    return ".encoder." in name and parameter.ndim == 2
+
+
+def plain_sums(matrix: torch.Tensor, block: int) -> list[float]:
+    rows = [row.split(block, 1) for row in matrix.abs().split(block, 0)]
+    return [piece.sum().item() for row in rows for piece in row]
+
+
+def plain_update(present: list[bool], sizes: list[float], growth: list[float], count: int) -> list[bool]:
+    here = [index for index, each in enumerate(present) if each]
+    absent = [index for index, each in enumerate(present) if not each]
+    count = min(count, len(absent))
+    pruned = set(sorted(here, key=lambda index: sizes[index])[:count])
+    grown = set(sorted(absent, key=lambda index: -growth[index])[:count])
+    return [(each and index not in pruned) or index in grown for index, each in enumerate(present)]
+
+
+@functools.cache
+def plain(sparsity: Static) -> Outcome:
+    """Return what masked training does without any code of Workbench but its random numbers."""
+    torch.manual_seed(0)
+    model, block = zoo.bert_pretraining().train(), sparsity.block
+    named = dict(model.named_parameters())
+    sparse = {name: parameter for name, parameter in named.items() if is_sparse(name, parameter)}
+    decayed = [parameter for parameter in named.values() if parameter.ndim >= 2]
+    others = [parameter for parameter in named.values() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}],
+        lr=RATE,
+        betas=BETAS,
+        eps=EPS,
+    )
+    present, losses, norms = {}, [], []
+    for name, parameter in sparse.items():
+        blocks = parameter.numel() // block**2
+        pattern = initial(tuple(parameter.shape), block, round((1 - sparsity.sparsity) * blocks), f"0/{name}")
+        present[name] = is_present(pattern).flatten().tolist()
+    updates = getattr(sparsity, "updates", 0)
+    due = {math.ceil((number + 1) * STEPS / (updates + 1)): number for number in range(updates)}
+
+    def mask(name: str) -> torch.Tensor:
+        shape = sparse[name].shape
+        blocks = torch.tensor(present[name]).view(shape[0] // block, shape[1] // block)
+        return torch.kron(blocks.float(), torch.ones(block, block))
+
+    for step in range(STEPS):
+        with torch.no_grad():
+            for name, parameter in sparse.items():
+                parameter *= mask(name)
+        model.zero_grad()
+        loss = model(**batch_of(step)).loss
+        loss.backward()
+        dense = {name: parameter.grad.clone() for name, parameter in sparse.items()}
+        for name, parameter in sparse.items():
+            parameter.grad *= mask(name)
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        for name, parameter in sparse.items():
+            parameter.data *= mask(name)
+            if step + 1 in due:
+                ratio = sparsity.prune_ratio / 2 * (1 + math.cos(math.pi * (step + 1) / STEPS))
+                growth = uniform(f"0/{name}/{due[step + 1]}", (len(present[name]),)).tolist()
+                if sparsity.regrow == "gradient":
+                    growth = plain_sums(dense[name], block)
+                before = mask(name)
+                count = round(ratio * sum(present[name]))
+                present[name] = plain_update(present[name], plain_sums(parameter.data, block), growth, count)
+                parameter.data *= mask(name)
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    optimizer.state[parameter][slot] *= before * mask(name)
+    weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+    return Outcome(losses, norms, weights, {name: torch.tensor(each) for name, each in present.items()})
+
+
+# Workbench
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The part of a plan that a test chooses."""
+
+    pipeline: int = 1
+    data: int = 1
+    tensor: int = 1
+    zero: int = 0
+    chunks: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Training under one plan, perhaps a part of it."""
+
+    sparsity: Static | None
+    division: Division
+    steps: range = range(STEPS)
+    load_from: Path | None = None
+    save_to: Path | None = None
+    optimizer: str = "adamw"
+
+
+@functools.cache
+def captured() -> Graph:
+    specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(0).items()}
+    return capture(zoo.bert_pretraining().train(), specs, name="bert")
+
+
+def trainer_of(case: Case) -> Trainer:
+    torch.manual_seed(0)
+    model, graph, division = zoo.bert_pretraining().train(), captured(), case.division
+    plan = forced_plan(
+        graph,
+        **dataclasses.asdict(division),
+        micro_batch=MICRO_BATCH,
+        num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
+        schedule="interleaved-1f1b" if division.chunks > 1 else "1f1b",
+    )
+    experiment = Experiment(
+        model=zoo.bert_pretraining,
+        data=lambda: None,
+        global_batch=GLOBAL_BATCH,
+        optimizer=case.optimizer,
+        learning_rate=RATE,
+        warmup_steps=0,
+        lr_schedule="constant",
+        weight_decay=DECAY,
+        betas=BETAS,
+        eps=EPS,
+        steps=STEPS,
+        clip_norm=CLIP,
+        sparsity=case.sparsity,
+    )
+    here = coordinate(division.pipeline, division.data, division.tensor)
+    context = StepContext(seed=7, device=torch.device("cpu"))
+    return Trainer(experiment, plan, graph, build_stage(plan, here, model, graph, context), context, here)
+
+
+def trained(case: Case) -> Outcome:
+    """Return the whole weights and patterns of all stages; checks that ranks agree and that absent blocks are zero."""
+    trainer, losses, norms = trainer_of(case), [], []
+    if case.load_from is not None:
+        Checkpoints(trainer, RunDir(case.load_from)).load(RunDir(case.load_from).checkpoint(case.steps.start))
+    for step in case.steps:
+        first = trainer.coordinate.data_rank * trainer.samples
+        mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
+        scalars = trainer.step(step, mine).scalars
+        losses.append(scalars[0].item())
+        norms.append(scalars[1].sqrt().item())
+        check_absent(trainer)
+    if case.save_to is not None:
+        checkpoints = Checkpoints(trainer, RunDir(case.save_to))
+        checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
+        checkpoints.finish()
+    return Outcome(
+        losses,
+        norms,
+        everywhere({name: trainer.full(name, p) for name, p in trainer.stages.model_parameters().items()}),
+        everywhere({} if trainer.sparse_weights is None else trainer.sparse_weights.patterns),
+    )
+
+
+def everywhere(own: Tensors) -> Tensors:
+    """Return the tensors of all ranks, which must be the same to the last bit where several ranks hold one."""
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, own)
+    found: Tensors = {}
+    for part in parts:
+        for name, value in part.items():
+            assert torch.equal(found.setdefault(name, value), value), f"{name} differs between ranks"
+    return found
+
+
+def check_absent(trainer: Trainer) -> None:
+    """Assert that weights and optimiser state are zero where blocks are absent, and that the number of blocks stays."""
+    sparse = trainer.sparse_weights
+    if sparse is None:
+        return
+    for name, mask in zip(sparse.patterns, sparse._masks, strict=True):
+        pattern, parameter = sparse.patterns[name], trainer.stages.model_parameters()[name]
+        assert int(is_present(pattern).sum()) == sparse.sparsity.kept(pattern.numel())
+        assert not bool((is_present(pattern) & ~is_explored(pattern)).any())
+        assert not local(parameter.detach())[~mask].any()
+        for value in trainer.optimizer.state[parameter].values():
+            if value.ndim:
+                assert not local(value)[~mask].any()
+
+
+def train(_rank: int, cases: list[Case]) -> dict[Case, Outcome]:
+    return {case: trained(case) for case in cases}
+
+
+ONE, PIPELINE, DATA = Division(), Division(pipeline=2), Division(data=2)
+ZERO3, TENSOR = Division(data=2, zero=3), Division(tensor=2)
+CASES = [Case(RANDOM, PIPELINE), Case(RANDOM, DATA), Case(RANDOM, ZERO3), Case(GRADIENT, TENSOR)]
+"""The plan of each kind that is hardest for a pattern: weights in other processes, copied, and divided by row."""
+RESUMED = [ZERO3, PIPELINE]
+if os.environ.get("WORKBENCH_TEST_ALL"):
+    DIVISIONS = (PIPELINE, Division(pipeline=2, chunks=2), *(Division(data=2, zero=zero) for zero in range(4)), TENSOR)
+    CASES = [Case(sparsity, division) for sparsity in (RANDOM, GRADIENT, STATIC) for division in DIVISIONS]
+    RESUMED = [ZERO3, PIPELINE, DATA, TENSOR]
+OPTIMIZERS = ("lamb", "muon", "sgd") if os.environ.get("WORKBENCH_TEST_ALL") else ("muon",)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
+    """Outcomes of all cases, from one group of two processes."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    halves = [
+        Case(RANDOM, ZERO3, range(HALF), save_to=folder),
+        *(Case(RANDOM, division, range(HALF, STEPS), load_from=folder) for division in RESUMED),
+    ]
+    full = [Case(sparsity, ZERO3, range(FEW)) for sparsity in (None, dataclasses.replace(RANDOM, sparsity=0.0))]
+    others = [Case(RANDOM, TENSOR, range(HALF), optimizer=name) for name in OPTIMIZERS]
+    found: dict[Case, Outcome] = launch(train, 2, [*CASES, *halves, *full, *others])
+    return found
+
+
+def worst(found: Tensors, expected: Tensors) -> float:
+    floor = 1e-3 * max(value.norm().item() for value in expected.values())
+    return max(
+        ((found[name] - value).norm() / max(value.norm().item(), floor)).item() for name, value in expected.items()
+    )
+
+
+def assert_equals_plain(found: Outcome, expected: Outcome, first: int = 0) -> None:
+    assert found.patterns.keys() == expected.patterns.keys()
+    for name, pattern in found.patterns.items():
+        assert torch.equal(is_present(pattern).flatten(), expected.patterns[name]), name
+    assert found.losses == pytest.approx(expected.losses[first:], rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms[first:], rel=1e-4)
+    assert worst(found.weights, expected.weights) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_plan_has_the_pattern_and_the_loss_of_plain_masked_training(
+    case: Case, outcomes: dict[Case, Outcome]
+) -> None:
+    assert_equals_plain(outcomes[case], plain(case.sparsity))
+
+
+def test_a_run_resumes_to_the_last_bit_and_under_other_plans(outcomes: dict[Case, Outcome]) -> None:
+    whole = outcomes[Case(RANDOM, ZERO3)]
+    resumed = {case.division: found for case, found in outcomes.items() if case.load_from}
+    assert resumed[ZERO3].losses == whole.losses[HALF:]
+    for name, value in (whole.weights | whole.patterns).items():
+        assert torch.equal((resumed[ZERO3].weights | resumed[ZERO3].patterns)[name], value)
+    for found in resumed.values():
+        assert_equals_plain(found, plain(RANDOM), first=HALF)
+        assert all(torch.equal(found.patterns[name], whole.patterns[name]) for name in whole.patterns)
+
+
+def test_a_pattern_without_absent_blocks_trains_as_dense_to_the_last_bit(outcomes: dict[Case, Outcome]) -> None:
+    dense, full = (found for case, found in outcomes.items() if case.steps == range(FEW))
+    assert dense.losses == full.losses
+    assert all(torch.equal(full.weights[name], value) for name, value in dense.weights.items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_other_optimizers_keep_absent_blocks_at_zero(optimizer: str, outcomes: dict[Case, Outcome]) -> None:
+    """`check_absent` has looked at each step; here, the pattern has moved and every loss differs from the first."""
+    [found] = [found for case, found in outcomes.items() if case.optimizer == optimizer]
+    assert len(set(found.losses)) == HALF
+    assert sum(int((is_explored(p) & ~is_present(p)).sum()) for p in found.patterns.values()) > 0
+
+
+def alone(_rank: int, folder: Path) -> tuple[Outcome, list[str]]:
+    """Train in one process, and resume from checkpoints of other patterns; return the outcome and the errors."""
+    for name, sparsity in (("dense", None), ("sparse", STATIC)):
+        trained(Case(sparsity, ONE, range(1), save_to=folder / name))
+    messages = []
+    for saved, sparsity in (("dense", STATIC), ("sparse", dataclasses.replace(STATIC, block=8))):
+        with pytest.raises(CheckpointError) as refused:
+            trained(Case(sparsity, ONE, range(1, 2), load_from=folder / saved))
+        messages.append(str(refused.value))
+    return trained(Case(RANDOM, ONE)), messages
+
+
+def test_one_process_equals_plain_masked_training_and_refuses_checkpoints_of_other_patterns(tmp_path: Path) -> None:
+    found, (of_dense, of_other_blocks) = launch(alone, 1, tmp_path)
+    assert_equals_plain(found, plain(RANDOM))
+    assert "has no pattern for the weight bert.encoder" in of_dense
+    assert "8 × 8 blocks" in of_other_blocks
+    assert "4 × 4 blocks" in of_other_blocks

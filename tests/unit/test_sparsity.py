@@ -1,0 +1,189 @@
+"""Patterns of sparse training as pure functions, refusals before any process starts, and FLOPs by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.distributed.harness import CPU
+from workbench.capture.sparse_matrices import absent_flops, product_flops, sparse_matrices
+from workbench.cost.graph_profiler import profile_graph
+from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.experiment import Experiment
+from workbench.planning.from_experiment import check_sparsity, graph
+from workbench.sparsity import Dynamic, Static, learning_rate
+from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, largest, moved, uniform
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 64}
+
+
+def experiment(**changes: object) -> Experiment:
+    fields = {"model": wb.models.bert(**SIZES), "data": wb.data.corpus("demo", vocab_size=400), "seq_len": 32}
+    return Experiment(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("block", [1, 2, 8])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
+def test_the_number_of_blocks_stays_and_the_smallest_are_pruned(block: int, sparsity: float) -> None:
+    dynamic = Dynamic(sparsity=sparsity, block=block, updates=20, prune_ratio=0.7)
+    shape, generator = (32, 64), torch.Generator().manual_seed(3)
+    count = shape[0] * shape[1] // block**2
+    pattern = initial(shape, block, dynamic.kept(count), "0/weight")
+    explored = is_present(pattern)
+    for update, step in enumerate(dynamic.update_steps(100)):
+        weight = torch.randn(shape, generator=generator) * expanded(is_present(pattern), block)
+        sizes, before = block_sums(weight, block), is_present(pattern)
+        wanted = round(dynamic.ratio(step, 100) * int(before.sum()))
+        result = moved(pattern, sizes, uniform(f"0/weight/{update}", pattern.shape), wanted)
+        pattern, after = result.pattern, is_present(result.pattern)
+        pruned, grown = before & ~after, after & ~before
+        assert int(after.sum()) == dynamic.kept(count)
+        assert int(pruned.sum()) == int(grown.sum()) == result.moved == min(wanted, int((~before).sum()))
+        if result.moved:
+            assert sizes[pruned].max() <= sizes[result.stayed].min()
+        assert torch.equal(result.stayed, before & after)
+        explored |= after
+        assert torch.equal(is_explored(pattern), explored)
+
+
+def test_block_sums_are_sums_of_absolute_values() -> None:
+    matrix = torch.arange(-8.0, 8.0).view(4, 4)
+    by_hand = [
+        [sum(abs(matrix[r, c].item()) for r in rows for c in cols) for cols in ((0, 1), (2, 3))]
+        for rows in ((0, 1), (2, 3))
+    ]
+    assert block_sums(matrix, 2).tolist() == by_hand
+
+
+def test_equal_scores_are_chosen_in_order_and_only_eligible_ones() -> None:
+    eligible = torch.tensor([[False, True], [True, True]])
+    assert largest(torch.zeros(2, 2), eligible, 2).tolist() == [[False, True], [True, False]]
+
+
+def test_regrowth_is_a_function_of_its_key_and_looks_uniform() -> None:
+    drawn = uniform("7/layer.0/3", (200, 100))
+    assert torch.equal(drawn, uniform("7/layer.0/3", (200, 100)))
+    for other in ("8/layer.0/3", "7/layer.1/3", "7/layer.0/4"):
+        assert abs(torch.corrcoef(torch.stack([drawn.flatten(), uniform(other, (200, 100)).flatten()]))[0, 1]) < 0.03
+    assert len(drawn.unique()) == drawn.numel()
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    assert drawn.mean() == pytest.approx(0.5, abs=0.01)
+    assert drawn.var() == pytest.approx(1 / 12, abs=0.003)
+
+
+@pytest.mark.parametrize(("updates", "steps"), [(1, 10), (7, 100), (160, 1000), (50, 50)])
+def test_updates_lie_at_distinct_steps_between_the_first_and_the_last(updates: int, steps: int) -> None:
+    found = Dynamic(updates=updates).update_steps(steps)
+    assert len(set(found)) == updates
+    assert min(found) >= 1
+    assert max(found) <= steps
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_the_prune_ratio_falls_as_a_half_cosine() -> None:
+    dynamic = Dynamic(prune_ratio=0.4)
+    assert [dynamic.ratio(step, 100) for step in (0, 50, 100)] == pytest.approx([0.4, 0.2, 0.0])
+
+
+def test_the_learning_rate_rule_is_that_of_the_paper() -> None:
+    assert learning_rate(2e-4, 0.0) == 2e-4
+    assert learning_rate(1.0, 0.9) == pytest.approx(math.exp(1.969 * 0.81 + 0.2905 * 0.9))
+
+
+@pytest.mark.parametrize(
+    "sparsity", [None, Static(0.8, 4, "bert.encoder"), Dynamic(block=1, updates=3, regrow="gradient")]
+)
+def test_an_experiment_with_a_sparsity_survives_json(sparsity: Static | None) -> None:
+    written = experiment(sparsity=sparsity)
+    assert Experiment.from_json(json.loads(json.dumps(written.to_json()))) == written
+
+
+def test_the_scope_chooses_hidden_matrices_only() -> None:
+    captured = graph(experiment())
+    chosen = sparse_matrices(captured, Static(0.5, 8))
+    assert len(chosen) == 2 * 6
+    assert all(".encoder." in name for name in chosen)
+    assert chosen["bert.encoder.layer.0.intermediate.dense.weight"] == (128, 32)
+    everywhere = sparse_matrices(captured, Static(0.5, 8, scope="*"))
+    assert everywhere.keys() > chosen.keys()
+    assert not any("embeddings" in name or "decoder" in name for name in everywhere)
+    assert len(sparse_matrices(captured, Static(0.5, 8, scope="*.attention.self.*"))) == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity": 1.0}, "from 0 to below 1"),
+        ({"sparsity": float("nan")}, "from 0 to below 1"),
+        ({"block": 0}, "at least 1"),
+        ({"block": True}, "at least 1"),
+        ({"block": 2.0}, "at least 1"),
+        ({"updates": 0}, "at least 1"),
+        ({"prune_ratio": 0.0}, "above 0"),
+        ({"regrow": "gradients"}, "Did you mean 'gradient'"),
+        ({"scope": ""}, "scope=''"),
+    ],
+)
+def test_values_that_describe_no_pattern_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidExperiment, match=message):
+        Dynamic(**changes)
+
+
+def test_more_updates_than_steps_and_other_types_are_refused() -> None:
+    with pytest.raises(InvalidExperiment, match=r"updates=160 .* 100 steps"):
+        experiment(steps=100, sparsity=Dynamic())
+    with pytest.raises(InvalidExperiment, match=r"wb\.sparsity\.Dynamic"):
+        experiment(sparsity=0.9)
+    with pytest.raises(UnknownParameter, match="updates"):
+        Dynamic(update=3)
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "message"),
+    [
+        (Static(0.5, 5), r"block=5 does not divide the 32 × 32 weight .*a divisor of 32"),
+        (Static(0.9, 16), r"leaves 0 blocks of 16 × 16 .*at most 0.5"),
+        (Static(0.5, 4, "decoder_layers"), r"scope='decoder_layers' matches none .*encoder"),
+    ],
+)
+def test_blocks_that_do_not_suit_the_model_are_refused_before_a_process_starts(sparsity: Static, message: str) -> None:
+    with pytest.raises(InvalidExperiment, match=message):
+        check_sparsity(experiment(sparsity=sparsity))
+
+
+PUBLISHED = {
+    "Mini": (4, 256, None, 2.617),
+    "Small": (4, 512, None, 10.07),
+    "Medium": (8, 512, 0.9, 2.738),
+    "Base": (12, 768, 0.9, 8.33),
+}
+"""Layers, width, sparsity, and the GFLOP of one sequence that arXiv:2108.06277 gives."""
+CAPTURED = PUBLISHED if os.environ.get("WORKBENCH_TEST_ALL") else ("Mini", "Medium")
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_flops_agree_with_a_hand_count_and_with_the_published_ones(name: str) -> None:
+    """The source counts forward and backward of the layers for one sequence of 128 tokens."""
+    layers, hidden, sparsity, published = PUBLISHED[name]
+    rows, weights, density = 128, 12 * hidden**2 * layers, 1.0 if sparsity is None else 1 - sparsity
+    attention = 2 * 2 * 128 * 128 * hidden * layers
+    by_hand = 3 * (2 * rows * weights * density + attention)
+    assert by_hand / 1e9 == pytest.approx(published, rel=1e-3)
+
+    model = wb.models.bert(hidden_size=hidden, num_layers=layers, num_heads=hidden // 64)
+    captured = graph(experiment(model=model, seq_len=128))
+    names = sparse_matrices(captured, Static(0.0, 1))
+    assert sum(product_flops(captured, names).values()) == captured.micro_batch * 2 * rows * weights
+    costs = profile_graph(captured, CPU, "fp32", compiled=False)
+    layer_costs = [costs.block_types[each.block_type] for each in costs.blocks if names.keys() & set(each.parameters)]
+    dense = sum(cost.model_flops + cost.model_backward_flops for cost in layer_costs)
+    absent = absent_flops(captured, None if sparsity is None else Static(sparsity, 1))
+    assert dense - absent == pytest.approx(by_hand, rel=1e-5)

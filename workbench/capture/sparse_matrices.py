@@ -1,0 +1,84 @@
+"""The weights of a captured model that a sparse training divides into blocks, and the FLOPs of their products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from workbench.capture.graph import Graph
+from workbench.capture.hidden_matrices import hidden_matrices
+from workbench.capture.operations import shape_of
+from workbench.capture.tensor_sharding import product_of
+from workbench.errors import InvalidExperiment
+from workbench.sparsity import Static
+
+
+def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights that become sparse, by name in the model's order.
+
+    Raises `InvalidExperiment` if there are none, or if the blocks do not suit one of them.
+    """
+    hidden = hidden_matrices(graph)
+    names = [name for name in graph.parameters if name in hidden]
+    chosen = {name: graph.parameters[name].shape for name in names if sparsity.covers(name)}
+    if not chosen:
+        words = dict.fromkeys(word for name in names for word in name.split(".")[:-1] if not word.isdigit())
+        raise InvalidExperiment(
+            f"scope={sparsity.scope!r} matches none of the {len(names)} matrices of {graph.model} that can be sparse. "
+            f"Choose a word of their names ({', '.join(words)}), or '*' for all of them.",
+            scope=sparsity.scope,
+        )
+    shapes = {name: (shape[0], shape[1]) for name, shape in chosen.items()}
+    for name, shape in shapes.items():
+        _check_blocks(name, shape, sparsity, math.gcd(*(size for each in shapes.values() for size in each)))
+    return shapes
+
+
+def _check_blocks(name: str, shape: tuple[int, int], sparsity: Static, divisor: int) -> None:
+    block = sparsity.block
+    if shape[0] % block or shape[1] % block:
+        raise InvalidExperiment(
+            f"block={block} does not divide the {shape[0]} × {shape[1]} weight {name} into whole blocks. Choose a "
+            f"divisor of {divisor}, which divides all weights in the scope.",
+            block=block,
+            weight=name,
+        )
+    rows, columns = shape[0] // block, shape[1] // block
+    if sparsity.kept(rows * columns) < rows:
+        raise InvalidExperiment(
+            f"sparsity={sparsity.sparsity:g} leaves {sparsity.kept(rows * columns):,} blocks of {block} × {block} in "
+            f"the {shape[0]} × {shape[1]} weight {name}, fewer than one for each of its {rows:,} rows of blocks. "
+            f"Choose a sparsity of at most {1 - 1 / columns:.4g}, or smaller blocks.",
+            sparsity=sparsity.sparsity,
+            weight=name,
+        )
+
+
+def product_flops(graph: Graph, names: Collection[str]) -> dict[str, float]:
+    """Return the forward FLOPs of one micro-batch in the products with each weight: 2 for each row and element."""
+    flops = dict.fromkeys(names, 0.0)
+    for block in graph.blocks:
+        placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
+        weights = dict(zip(placeholders, block.parameters, strict=False))
+        for node in block.code.graph.nodes:
+            product = product_of(node)
+            name = None if product is None else weights.get(product.weight)
+            if name is not None and name in flops:
+                flops[name] += 2.0 * math.prod(shape_of(node)[:-1]) * graph.parameters[name].numel
+    return flops
+
+
+def absent_flops(graph: Graph, sparsity: Static | None) -> float:
+    """Return the FLOPs, forward and backward, that a sample saves because blocks of the weights are absent.
+
+    The backward of a product has two products of its size: one for the gradient of each factor. That of a weight has
+    as many FLOPs as the other, since gradients of absent blocks are not needed (arXiv:2108.06277).
+    """
+    if sparsity is None:
+        return 0.0
+    shapes = sparse_matrices(graph, sparsity)
+    total = 0.0
+    for name, flops in product_flops(graph, shapes).items():
+        blocks = math.prod(shapes[name]) // sparsity.block**2
+        total += 3 * flops * (1 - sparsity.kept(blocks) / blocks)
+    return total / graph.micro_batch

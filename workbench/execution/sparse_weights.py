@@ -1,0 +1,162 @@
+"""The sparse weights of one rank: masked dense execution, exact under every plan.
+
+Weights are multiplied by their mask after each update and gradients before it, on whatever shard a rank holds. The
+products then compute what they would without the absent blocks. At the rare updates of a pattern, each rank gathers the
+whole weight and computes the same new pattern from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workbench.capture import Graph
+from workbench.capture.sparse_matrices import sparse_matrices
+from workbench.execution.parallel.mesh import MeshCoordinate
+from workbench.execution.parallel.sharding import local
+from workbench.execution.parallel.whole_tensors import ShardedTensors
+from workbench.experiment import Experiment
+from workbench.sparsity import Dynamic, Static
+from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, moved, uniform
+
+
+@dataclass(frozen=True)
+class PatternCounts:
+    """Numbers of blocks, summed over the sparse weights of the whole model."""
+
+    blocks: int
+    present: int
+    explored: int
+    """Blocks that are or once were present."""
+    moved: int
+    """Blocks that the last update pruned, and equally many that it let regrow."""
+
+
+class SparseWeights:
+    """Keeps the absent blocks of this rank's weights at zero, and moves the patterns.
+
+    All ranks of the data- and tensor-parallel axes must call a method in the same order.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        graph: Graph,
+        parameters: Mapping[str, nn.Parameter],
+        whole: ShardedTensors,
+        coordinate: MeshCoordinate,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        assert experiment.sparsity is not None
+        self.sparsity: Static = experiment.sparsity
+        self._seed, self._steps = experiment.seed, experiment.steps
+        self._whole, self._coordinate, self._optimizer = whole, coordinate, optimizer
+        shapes = sparse_matrices(graph, self.sparsity)
+        self.names = tuple(shapes)
+        """Names of all sparse weights of the model, in its order."""
+        self._parameters = {name: parameters[name] for name in shapes if name in parameters}
+        self._updates = {step: number for number, step in enumerate(self.sparsity.update_steps(self._steps))}
+        self._moved = dict.fromkeys(self._parameters, 0)
+        self._growth: dict[str, torch.Tensor] = {}
+        self.patterns: dict[str, torch.Tensor] = {}
+        """Pattern of each whole weight of this rank; a loaded checkpoint overwrites it in place."""
+        for name, parameter in self._parameters.items():
+            shape, block = shapes[name], self.sparsity.block
+            kept = self.sparsity.kept(shape[0] * shape[1] // block**2)
+            pattern = initial(shape, block, kept, f"{self._seed}/{name}")
+            self.patterns[name] = pattern.to(parameter.device)
+        self._masks: list[torch.Tensor] = []
+        self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Apply the patterns to the weights; call it after a checkpoint was loaded."""
+        self._masks = [self._mask(name, is_present(pattern)) for name, pattern in self.patterns.items()]
+        self.mask_weights()
+
+    @torch.no_grad()
+    def mask_weights(self) -> None:
+        """Set the weights of absent blocks to zero."""
+        for parameter, mask in zip(self._parameters.values(), self._masks, strict=True):
+            local(parameter.detach()).mul_(mask)
+
+    @torch.no_grad()
+    def mask_gradients(self, step: int) -> None:
+        """Set the gradients of absent blocks to zero; `step` counts from 0.
+
+        If blocks are to regrow after this step by the size of their gradients, these sizes are computed before.
+        """
+        if step + 1 in self._updates and isinstance(self.sparsity, Dynamic) and self.sparsity.regrow == "gradient":
+            self._growth = {name: self._sizes(name, parameter.grad) for name, parameter in self._parameters.items()}
+        for parameter, mask in zip(self._parameters.values(), self._masks, strict=True):
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(mask)
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the pattern moves after the update of `step`, which counts from 0."""
+        return step + 1 in self._updates
+
+    @torch.no_grad()
+    def move(self, step: int) -> None:
+        """Prune and regrow blocks of every weight; the regrown begin at zero, without optimiser state."""
+        assert isinstance(self.sparsity, Dynamic)
+        ratio = self.sparsity.ratio(step + 1, self._steps)
+        if self._coordinate.data_mesh.device_type == "cuda":
+            torch.cuda.synchronize()  # offloaded moments may still be on their way to the host
+        state = self._optimizer.state
+        for name, parameter in self._parameters.items():
+            pattern, sizes = self.patterns[name], self._sizes(name, parameter)
+            growth = self._growth.pop(name, None)
+            if growth is None:
+                key = f"{self._seed}/{name}/{self._updates[step + 1]}"
+                growth = uniform(key, pattern.shape, pattern.device)
+            result = moved(pattern, sizes, growth, round(ratio * int(is_present(pattern).sum())))
+            pattern.copy_(result.pattern)
+            self._moved[name] = result.moved
+            _reset_state(state.get(parameter, {}), parameter, self._mask(name, result.stayed))
+        self.restore()
+
+    def counts(self, owned: Collection[str]) -> PatternCounts:
+        """Return the counts of the whole model (a collective of all ranks).
+
+        `owned` are the weights that this pipeline rank counts: other ranks may hold a tied weight too.
+        """
+        total = torch.zeros(4, dtype=torch.int64, device=self._coordinate.data_mesh.device_type)
+        if self._coordinate.data_rank == self._coordinate.tensor_rank == 0:
+            for name, pattern in self.patterns.items():
+                if name in owned:
+                    present, explored = is_present(pattern).sum(), is_explored(pattern).sum()
+                    total += torch.stack([torch.full_like(present, pattern.numel()), present, explored, present * 0])
+                    total[3] += self._moved[name]
+        dist.all_reduce(total)
+        return PatternCounts(*total.tolist())
+
+    def _mask(self, name: str, blocks_RC: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a mask of the weight, True where its block is."""
+        mask = expanded(blocks_RC, self.sparsity.block)
+        return self._whole.own_shard(name, mask, self._parameters[name]).contiguous()
+
+    def _sizes(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum of absolute values of each block of the whole of a tensor that is divided like the weight.
+
+        Ranks that compute the same tensor each for itself may differ in the last bits, so one decides for all.
+        """
+        if tensor is None:
+            return torch.zeros(self.patterns[name].shape, device=self.patterns[name].device)
+        sizes = block_sums(self._whole.gathered(name, tensor.detach()), self.sparsity.block)
+        if self._coordinate.tensor > 1:
+            dist.broadcast(sizes, group=self._coordinate.tensor_group, group_src=0)
+        return sizes
+
+
+def _reset_state(slots: Mapping[str, Any], parameter: nn.Parameter, stayed: torch.Tensor) -> None:
+    """Set the optimiser state of all weights to zero whose blocks were not present before and after an update."""
+    for value in slots.values():
+        if value.shape == parameter.shape:
+            shard = local(value)
+            shard.mul_(stayed.to(shard.device))
