@@ -1,4 +1,4 @@
-"""Plans asked for by hand, in a benchmark's `--plan`."""
+"""Plans and peers asked for by hand, in a benchmark's `--plan` and `--peer`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ def degrees(text: str) -> dict[str, Any]:
     pipeline, data, zero, micro_batch, *rest = given
     fixed = {"pipeline": int(pipeline), "data": int(data), "zero": int(zero), "micro_batch": int(micro_batch)}
     return fixed | {"recompute": rest[0] if rest else "none"} | {name: _value(text) for name, text in named.items()}
+
+
+def peer(text: str) -> tuple[str, int]:
+    """Split `fsdp+labelled-head,64` into a peer's kind and micro-batch; raise `ValueError` without a micro-batch."""
+    kind, _, size = text.partition(",")
+    if not size.isdigit() or int(size) < 1:
+        raise ValueError(f"--peer {text} does not name a micro-batch. Write the kind and the micro-batch: fsdp,64.")
+    return kind, int(size)
 
 
 def _value(text: str) -> Any:

@@ -1,15 +1,16 @@
 """Training steps of BERT as a good engineer would write them by hand: what our plans are measured against.
 
-Plain PyTorch and Hugging Face, nothing of the workbench: `DistributedDataParallel`, FSDP2 (with and without full
-recomputation of the layers) and `torch.distributed.pipelining` with stages cut by hand. All of them: every layer
-compiled in place (or the model whole, for `torch.compile` to record as CUDA graphs), bf16 autocast (or FSDP2's own
-bf16), fused AdamW, gradients clipped by their global norm.
+Plain PyTorch and Hugging Face, nothing of the workbench: `DistributedDataParallel`, FSDP2 and
+`torch.distributed.pipelining` with stages cut by hand. All of them: every layer compiled in place (or the model whole,
+for `torch.compile` to record as CUDA graphs), bf16 autocast (or FSDP2's own bf16), fused AdamW, gradients clipped by
+their global norm, and gradients of replicas reduced once a step by `no_sync` under DDP. What else is known to help has
+a name in `OPTIONS`, so that the gain of each can be measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,83 @@ from torch.nn.parallel import DistributedDataParallel
 
 Batch = Mapping[str, torch.Tensor]
 CLIP_NORM = 1.0
+IGNORED = -100
+"""Label of a position that does not count."""
+MASKED_SHARE = 0.15
+"""Share of the positions that BERT masks (arXiv:1810.04805); a balanced split needs it before it sees a batch."""
+HEAD_GRAIN = 64
+"""Parts of a micro-batch in which the labelled head's rows are counted. Data of which the number of labels varies then
+change the compiled head's shape rarely, and at most 1/64 of the positions are computed in vain."""
+
+OPTIONS = {
+    "labelled-head": "The vocabulary head is compiled, with its loss, and computes labelled positions only.",
+    "one-reduction": "FSDP2 reduces gradients once a step, and not after every micro-batch; where weights are not "
+    "resharded after the forward pass, it also gathers them once a step.",
+    "balanced": "The last stage of a pipeline has fewer layers, by the products of its vocabulary head.",
+    "recompute": "Every layer is checkpointed.",
+    "recompute-half": "Every second layer is checkpointed.",
+    "graphs": "The model is compiled whole, in the mode that records CUDA graphs.",
+}
+CHECKPOINTING = ("", "recompute-half", "recompute")
+"""Options that a sweep tries, from the fastest to the leanest; the empty one checkpoints nothing."""
+ENVIRONMENT: Mapping[str, str] = {}
+"""Environment variables that the peers' processes need besides."""
+_ALLOWED = {
+    "ddp": {"labelled-head", "recompute", "recompute-half", "graphs"},
+    "fsdp": {"labelled-head", "one-reduction", "recompute", "recompute-half"},
+    "fsdp3": {"labelled-head", "one-reduction", "recompute", "recompute-half"},
+    "pp": {"labelled-head", "balanced", "recompute", "recompute-half"},
+}
+STRONG = {
+    "ddp": ("labelled-head",),
+    "fsdp": ("labelled-head", "one-reduction"),
+    "fsdp3": ("labelled-head", "one-reduction"),
+    "pp": ("labelled-head", "balanced"),
+}
+"""Options that make a peer as fast as we know how; micro-batch and checkpointing are found by a sweep."""
+
+
+def parsed(kind: str) -> tuple[str, frozenset[str]]:
+    """Split `fsdp+labelled-head` into its base and its options; raise `ValueError` for what no peer has."""
+    base, *options = kind.split("+")
+    if base.startswith("pp"):
+        pipeline_degrees(base)
+    allowed = _ALLOWED.get(_family(base))
+    if allowed is None:
+        raise ValueError(
+            f"{base!r} is no hand-written peer. Write ddp, fsdp, fsdp3, or a pipeline such as pp4 or pp2dp2."
+        )
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"{base} has no option {option!r}. Its options are {', '.join(sorted(allowed))}.")
+    if {"recompute", "recompute-half"} <= set(options):
+        raise ValueError(f"{kind} checkpoints every layer and every second layer. Keep one of the two options.")
+    return base, frozenset(options)
+
+
+def strongest(base: str) -> str:
+    """Return `base` with every option of `STRONG`."""
+    return "+".join([base, *(option for option in STRONG[_family(base)] if option not in base.split("+"))])
+
+
+def pipeline_degrees(base: str) -> tuple[int, int]:
+    """Return the stages and replicas of `pp4` or `pp2dp2`; raise `ValueError` for another text."""
+    stages, _, replicas = base.partition("+")[0].removeprefix("pp").partition("dp")
+    if not stages.isdigit() or int(stages) < 2 or (replicas and not replicas.isdigit()):
+        raise ValueError(f"{base!r} is no pipeline. Write the stages, and replicas if any: pp4 or pp2dp2.")
+    return int(stages), int(replicas or 1)
+
+
+def _family(base: str) -> str:
+    base = base.partition("+")[0]
+    return "pp" if base.startswith("pp") else base
 
 
 class Peer:
     """`step(batch)` trains once on this replica's part of the global batch and returns its mean loss, on the device.
 
-    `kind` is `ddp`, `ddp+graphs` (the model compiled whole, mode "reduce-overhead"), `fsdp` (reshard after backward
-    only), `fsdp3` (after each forward too), `fsdp3+recompute`, or, as `pp4` and `pp2dp2`, a pipeline of so many stages
-    and replicas.
+    `kind` is a base and options of `OPTIONS`, joined by `+`. The base is `ddp`, `fsdp` (reshard after the backward pass
+    only), `fsdp3` (after each forward pass too), or, as `pp4` and `pp2dp2`, a pipeline of so many stages and replicas.
     """
 
     def __new__(cls, kind: str, *_: Any, **__: Any) -> Peer:
@@ -40,36 +110,34 @@ class Peer:
     data: int
     """Data-parallel degree: the replica's samples are `global_batch / data`."""
     replica: int
+    tokens: int
+    """Tokens that the replica trained on in the last step."""
 
     def step(self, batch: Batch) -> torch.Tensor:
         raise NotImplementedError
 
 
-def pipeline_degrees(kind: str) -> tuple[int, int]:
-    """Stages and replicas of `pp4` or `pp2dp2`."""
-    stages, _, replicas = kind.removeprefix("pp").partition("dp")
-    return int(stages), int(replicas or 1)
-
-
 class _DataParallel(Peer):
     def __init__(self, kind: str, build: Callable[[], nn.Module], micro_batch: int, device: torch.device) -> None:
+        base, self.options = parsed(kind)
         self.micro_batch, self.device = micro_batch, device
-        self.data, self.replica = dist.get_world_size(), dist.get_rank()
+        self.data, self.replica, self.tokens = dist.get_world_size(), dist.get_rank(), 0
         model = _built(build, device)
         layers = model.bert.encoder.layer
-        if kind.endswith("+recompute"):
-            for index, layer in enumerate(layers):
-                layers[index] = checkpoint_wrapper(layer)
-        self.graphs = kind.endswith("+graphs") and device.type == "cuda"
+        _checkpoint(layers, self.options)
+        self.labelled = _LabelledPretraining(model) if "labelled-head" in self.options else None
+        model = self.labelled or model
+        self.graphs = "graphs" in self.options and device.type == "cuda"
         if self.graphs:
             model.compile(mode="reduce-overhead")
         else:
-            _compile(layers, device)
-        self.sharded = kind.startswith("fsdp")
+            _compile([*layers, *([self.labelled.words] if self.labelled else [])], device)
+        self.sharded = base.startswith("fsdp")
+        self.gathered_once = base == "fsdp"
         if self.sharded:
             policy = _policy(device)
             for layer in layers:
-                fully_shard(layer, mp_policy=policy, reshard_after_forward=kind.startswith("fsdp3"))
+                fully_shard(layer, mp_policy=policy, reshard_after_forward=base == "fsdp3")
             fully_shard(model, mp_policy=policy, reshard_after_forward=False)
             self.model: Any = model
         else:
@@ -79,23 +147,33 @@ class _DataParallel(Peer):
     def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         parts = list(_micro_batches(batch, self.micro_batch))
-        total = torch.zeros((), device=self.device)
+        if self.labelled is not None:
+            self.labelled.capacity = _capacity(parts)
+        total, self.tokens = torch.zeros((), device=self.device), 0
         for index, part in enumerate(parts):
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with self._synchronised(index == len(parts) - 1):
                 # FSDP2 casts the weights itself; autocast keeps softmax and losses in fp32 either way.
                 with _autocast(self.device):
-                    loss = self.model(**part).loss / len(parts)
+                    output = self.model(**part)
+                    loss = (output if self.labelled is not None else output.loss) / len(parts)
                 loss.backward()
             total += loss.detach()
+            self.tokens += part["input_ids"].numel()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
         return total
 
     @contextlib.contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:
-        if self.sharded or last:
+        """Reduce gradients after this micro-batch's backward pass only if it is the last, or if nothing says so."""
+        if self.sharded and "one-reduction" in self.options:
+            self.model.set_requires_gradient_sync(last)
+            if self.gathered_once:
+                self.model.set_reshard_after_backward(last)
+            yield
+        elif self.sharded or last:
             yield
         else:
             with self.model.no_sync():
@@ -104,29 +182,36 @@ class _DataParallel(Peer):
 
 class _Pipelined(Peer):
     def __init__(self, kind: str, build: Callable[[], nn.Module], micro_batch: int, device: torch.device) -> None:
+        base, self.options = parsed(kind)
         self.micro_batch, self.device = micro_batch, device
-        self.stages, self.data = pipeline_degrees(kind)
+        self.stages, self.data = pipeline_degrees(base)
         self.mesh = init_device_mesh(device.type, (self.stages, self.data), mesh_dim_names=("pp", "dp"))
         self.rank, self.replica = self.mesh["pp"].get_local_rank(), self.mesh["dp"].get_local_rank()
-        self.part = _Stage(_built(build, device), self.rank, self.stages)
-        _compile(self.part.layers, device)
-        self.tied = _tied_group(self.mesh) if self.stages > 1 else None
+        self.tokens = 0
+        self.part = _Stage(_built(build, device), self.rank, self.stages, self.options)
+        _checkpoint(self.part.layers, self.options)
+        words = self.part.words
+        _compile([*self.part.layers, *([words] if words is not None else [])], device)
+        self.tied = _tied_group(self.mesh)
         self.optimizer = _adamw(self.part, device)
         self.schedule: Schedule1F1B | None = None
+        self.capacity = 0
 
     def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         schedule = self._scheduled(batch)
         losses: list[torch.Tensor] = []
+        if self.part.words is not None:
+            self.capacity = _capacity(list(_micro_batches(batch, self.micro_batch)))
         with _autocast(self.device):
             if self.rank == 0:
-                schedule.step(batch["input_ids"], token_type_ids=batch["token_type_ids"])
+                schedule.step(batch["input_ids"], token_type_ids=batch["token_type_ids"], return_outputs=False)
             elif self.rank == self.stages - 1:
-                schedule.step(
-                    target=torch.cat([batch["labels"], batch["next_sentence_label"][:, None]], 1), losses=losses
-                )
+                target = torch.cat([batch["labels"], batch["next_sentence_label"][:, None]], 1)
+                schedule.step(target=target, losses=losses, return_outputs=False)
             else:
-                schedule.step()
+                schedule.step(return_outputs=False)
+        self.tokens = batch["input_ids"].numel()
         self._reduce()
         self._clip()
         self.optimizer.step()
@@ -134,11 +219,20 @@ class _Pipelined(Peer):
 
     def _scheduled(self, batch: Batch) -> Schedule1F1B:
         if self.schedule is None:
-            count = len(batch["input_ids"]) // self.micro_batch
+            count = len(batch["input_ids"]) // _divisor(batch, self.micro_batch)
             group = self.mesh["pp"].get_group()
             stage = PipelineStage(self.part, self.rank, self.stages, self.device, group=group)
-            self.schedule = Schedule1F1B(stage, count, loss_fn=_pretraining_loss)
+            self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss)
         return self.schedule
+
+    def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        labels, order = target[:, :-1], target[:, -1]
+        if self.part.words is not None:
+            return self.part.labelled_loss(output, labels, order, self.capacity)
+        words, sentence = output
+        return functional.cross_entropy(words.flatten(0, 1).float(), labels.flatten()) + functional.cross_entropy(
+            sentence.float(), order
+        )
 
     def _reduce(self) -> None:
         """Mean over replicas; the tied embedding's gradient summed over the two stages that hold it."""
@@ -164,17 +258,23 @@ class _Pipelined(Peer):
 
 
 class _Stage(nn.Module):
-    """Layers of a `BertForPreTraining`, shared out evenly, with the embeddings before the first and the head last."""
+    """Layers of a `BertForPreTraining`, with the embeddings before the first and the head behind the last.
 
-    def __init__(self, model: Any, rank: int, stages: int) -> None:
+    With `labelled-head` the last stage returns hidden states, from which `labelled_loss` computes the loss.
+    """
+
+    def __init__(self, model: Any, rank: int, stages: int, options: frozenset[str]) -> None:
         super().__init__()
         layers = model.bert.encoder.layer
-        bounds = [round(i * len(layers) / stages) for i in range(stages + 1)]
+        labelled = "labelled-head" in options
+        head = head_in_layers(model, labelled) if "balanced" in options else 0.0
+        bounds = balanced_bounds(len(layers), stages, head) if head else even_bounds(len(layers), stages)
         self.layers = nn.ModuleList(layers[bounds[rank] : bounds[rank + 1]])
         self.embeddings = model.bert.embeddings if rank == 0 else None
         last = rank == stages - 1
         self.pooler = model.bert.pooler if last else None
         self.head = model.cls if last else None
+        self.words = _WordLoss(model.cls.predictions) if last and labelled else None
         self.tied = (
             model.bert.embeddings.word_embeddings.weight
             if rank == 0
@@ -189,17 +289,101 @@ class _Stage(nn.Module):
         for layer in self.layers:
             output = layer(hidden)
             hidden = output[0] if isinstance(output, tuple) else output
-        if self.head is None:
+        if self.head is None or self.words is not None:
             return hidden
         return self.head(hidden, self.pooler(hidden))
 
+    def labelled_loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, order: torch.Tensor, capacity: int
+    ) -> torch.Tensor:
+        sentence = self.head.seq_relationship(self.pooler(hidden))
+        words = self.words(hidden, labels, labelled_places(labels, capacity))
+        return words + functional.cross_entropy(sentence.float(), order)
 
-def _pretraining_loss(outputs: Any, target: torch.Tensor) -> torch.Tensor:
-    words, sentence = outputs
-    labels, order = target[:, :-1], target[:, -1]
-    return functional.cross_entropy(words.flatten(0, 1).float(), labels.flatten()) + functional.cross_entropy(
-        sentence.float(), order
-    )
+
+class _LabelledPretraining(nn.Module):
+    """A `BertForPreTraining` that returns its loss and computes the vocabulary head where a label stands only."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.bert, self.cls = model.bert, model.cls
+        self.words = _WordLoss(model.cls.predictions)
+        self.capacity = 0
+        """Rows that the head computes; at least as many as any micro-batch has labels."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        token_type_ids: torch.Tensor,
+        labels: torch.Tensor,
+        next_sentence_label: torch.Tensor,
+    ) -> torch.Tensor:
+        seen = self.bert(input_ids=input_ids, token_type_ids=token_type_ids)
+        sentence = self.cls.seq_relationship(seen.pooler_output)
+        words = self.words(seen.last_hidden_state, labels, labelled_places(labels, self.capacity))
+        return words + functional.cross_entropy(sentence.float(), next_sentence_label)
+
+
+class _WordLoss(nn.Module):
+    """Mean loss of the vocabulary head over the given positions; compiled as a whole."""
+
+    def __init__(self, predictions: nn.Module) -> None:
+        super().__init__()
+        self.predictions = predictions
+
+    def forward(self, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
+        at = places_N.clamp(min=0)
+        targets = labels_BS.flatten()[at].masked_fill(places_N < 0, IGNORED)
+        logits = self.predictions(hidden_BSH.flatten(0, 1)[at])
+        return functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED)
+
+
+def labelled_places(labels: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return the flat positions of the labels, filled up with -1 to `capacity`; the host need not wait."""
+    return torch.nonzero_static((labels != IGNORED).flatten(), size=capacity, fill_value=-1)[:, 0]
+
+
+def _capacity(parts: Sequence[Batch]) -> int:
+    """Return the rows of the labelled head: the most labels of any micro-batch, rounded up by `HEAD_GRAIN`.
+
+    The host waits for the device once, at the beginning of a step, when the device has nothing to do; a data loader
+    would know the number.
+    """
+    most = int(torch.stack([(part["labels"] != IGNORED).sum() for part in parts]).max())
+    grain = -(-parts[0]["labels"].numel() // HEAD_GRAIN)
+    return max(1, -(-most // grain)) * grain
+
+
+def even_bounds(layers: int, stages: int) -> list[int]:
+    """Return where each stage begins, and the end, of stages with as many layers as each other."""
+    return [round(i * layers / stages) for i in range(stages + 1)]
+
+
+def balanced_bounds(layers: int, stages: int, head: float) -> list[int]:
+    """Return where each stage begins, and the end, with the head counted as `head` layers of the last stage."""
+    before = stages - 1
+
+    def slowest(last: int) -> float:
+        return max(-(-(layers - last) // before), last + head)
+
+    last = min(range(1, layers - before + 1), key=lambda count: (slowest(count), -count))
+    return [*(-(-i * (layers - last) // before) for i in range(stages)), layers]
+
+
+def head_in_layers(model: Any, labelled: bool) -> float:
+    """Return the products of the vocabulary head over those of one layer, by the sizes of their matrices."""
+
+    def products(module: nn.Module) -> int:
+        return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+    share = MASKED_SHARE if labelled else 1.0
+    return share * products(model.cls.predictions) / products(model.bert.encoder.layer[0])
+
+
+def _checkpoint(layers: nn.ModuleList, options: frozenset[str]) -> None:
+    every = 1 if "recompute" in options else 2 if "recompute-half" in options else 0
+    for index in range(0, len(layers), every) if every else ():
+        layers[index] = checkpoint_wrapper(layers[index])
 
 
 def _tied_group(mesh: DeviceMesh) -> Any:
@@ -217,10 +401,10 @@ def _built(build: Callable[[], nn.Module], device: torch.device) -> Any:
         return build().train()
 
 
-def _compile(layers: Any, device: torch.device) -> None:
+def _compile(modules: Sequence[nn.Module], device: torch.device) -> None:
     if device.type == "cuda":
-        for layer in layers:
-            layer.compile()
+        for module in modules:
+            module.compile()
 
 
 def _policy(device: torch.device) -> MixedPrecisionPolicy:
@@ -237,7 +421,14 @@ def _adamw(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
 
+def _divisor(batch: Batch, size: int) -> int:
+    """Return `size`; raise `ValueError` where it would leave samples of the batch over."""
+    samples = len(batch["input_ids"])
+    if samples % size:
+        raise ValueError(f"{samples} samples of a replica do not divide into micro-batches of {size}.")
+    return size
+
+
 def _micro_batches(batch: Batch, size: int) -> Iterator[dict[str, torch.Tensor]]:
-    count = len(next(iter(batch.values()))) // size
-    for index in range(count):
+    for index in range(len(batch["input_ids"]) // _divisor(batch, size)):
         yield {name: value[index * size : (index + 1) * size] for name, value in batch.items()}

@@ -1,341 +1,359 @@
-"""Our planner's choice against hand-written PyTorch, interleaved on the same GPUs: tokens/s, peak memory, ratios.
+"""Our planner's choice against the strongest peers that we can write, interleaved on the same GPUs.
 
-    torchrun --nproc_per_node 4 benchmarks/throughput.py --out throughput.json large scaled scaled-32gib 4.8b
-    torchrun --nproc_per_node 4 benchmarks/throughput.py --out tiny.json tiny        # on CPUs, to see that it runs
+    python benchmarks/throughput.py --gpus 4 --out throughput.json large scaled
+    python benchmarks/throughput.py --gpus 2 --out tiny.json --tiny large            # on CPUs, to see that it runs
+    python benchmarks/throughput.py --out throughput.json                            # prints what a file holds
 
-Batches are for 4 GPUs; on another number they are larger or smaller with it, so that a GPU has as much to do.
+Three things happen in this order, and each is written to the file when it is there:
 
-Every contender of a row is built, warmed up, measured and freed in turn, and the whole round is repeated, so that a
-machine that slows down slows all of them. Random tokens, dropout 0.1, AdamW and clipping included; each contender has
-process groups of its own, and a row's limit of memory is enforced on all of them. The peers' compiler is PyTorch's
-own, without what we change. The ratio of a row is the median of ours over the median of the best peer.
+1. Our plans of all rows, with their predicted step time and memory.
+2. A sweep of each peer of each row: micro-batches in growing order until one does not fit, without checkpointing, with
+   every second layer and with every layer checkpointed. Checkpointing is left out once the largest micro-batch fits
+   without, since it can then only cost time. The fastest of a peer's sweep competes.
+3. Rounds. In each round every contender is built, warmed up, timed and freed once; every second round has the opposite
+   order, so that a machine that slows down slows all contenders alike. Contenders of one round share their processes,
+   unless one runs out of memory or a library needs environment variables of its own. Every step's time is written.
+
+Batches are for 4 GPUs; on another number they are larger or smaller with it, so that a GPU has as much to do. Random
+tokens, dropout 0.1, AdamW and clipping included. A row's limit of memory is enforced on all contenders. The peers'
+compiler is PyTorch's own, without what we change.
+
 `--plan 2,1,0,16,selective,tensor=2` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing, then
-by name whatever else `wb.plan` takes), `--deterministic` the planner's choice with deterministic kernels. Results are
-written after every measurement; the same command goes on where it stopped. `--profile` writes where one more step of
-the first round goes, by kind of kernel, on the first and the last rank.
+by name whatever else `wb.plan` takes), `--peer fsdp,64` a peer without options as it is written, at that micro-batch
+and unswept, `--ablate` each swept peer without one of its options after another and without all, at the winner's
+micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--profile` writes where one more
+step of the first round goes, by type of kernel, on the first and the last rank. The same command goes on where it
+stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import gc
+import itertools
 import json
-import math
 import os
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import by_hand
-import kernels
-import torch
-import torch.distributed as dist
-from peers import Peer, pipeline_degrees
-from torch._inductor import config as inductor
-from training import random_batch, trainer_for
+import contenders
+import machine
+from contenders import ROWS, Turn
 
 import workbench as wb
-from workbench.errors import root_exception
-from workbench.execution.blocks import compiled as compiling
-from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
+from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.deterministic import CUBLAS_SETTING
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
 DETERMINISTIC = "ours, deterministic"
-WARM_UP = WARM_UP_STEPS + 1
-"""Steps."""
-PATIENCE = datetime.timedelta(minutes=10)
-"""For rank 0 to plan, blocks to be measured included."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: a model, a batch, and who competes."""
-
-    model: Callable[[], Any]
-    seq_len: int
-    batch_of_4: int
-    """Samples a step on 4 GPUs."""
-    peers: tuple[tuple[str, int], ...]
-    """(kind, micro-batch), tuned by hand beforehand; a pipeline runs on as many devices as its name says, only."""
-    ours: Mapping[str, Any]
-    """What `wb.plan` is told besides."""
-
-
-def _base() -> Any:
-    return wb.models.bert(hidden_size=768, num_layers=12, num_heads=12)
-
-
-def _scaled() -> Any:
-    return wb.models.bert(hidden_size=1920, num_layers=54, num_heads=30)
-
-
-ROWS = {
-    "tiny": Row(
-        lambda: wb.models.bert(hidden_size=64, num_layers=4, num_heads=4, vocab_size=512, max_positions=64),
-        32,
-        16,
-        (("ddp", 2), ("ddp+graphs", 2), ("fsdp", 4), ("fsdp3+recompute", 4), ("pp4", 2), ("pp2dp2", 2), ("pp2", 2)),
-        {},
-    ),
-    "base": Row(_base, 128, 128, (("ddp", 32), ("fsdp", 32), ("ddp+graphs", 32)), {}),
-    "large": Row(wb.models.bert_large, 512, 512, (("ddp", 32), ("fsdp", 64)), {}),
-    "scaled": Row(_scaled, 512, 256, (("fsdp", 32), ("ddp", 16)), {}),
-    "scaled-pp2": Row(_scaled, 512, 256, (("pp2", 8), ("pp2", 4)), {"pipeline": 2}),
-    "scaled-pp4": Row(_scaled, 512, 256, (("pp4", 8), ("pp4", 4)), {"pipeline": 4}),
-    "scaled-pp2dp2": Row(_scaled, 512, 256, (("pp2dp2", 8),), {"pipeline": 2}),
-    "scaled-32gib": Row(_scaled, 512, 256, (("fsdp3+recompute", 32), ("pp4", 2)), {"memory_limit_gib": 32}),
-    "4.8b": Row(
-        lambda: wb.models.bert(hidden_size=2560, num_layers=60, num_heads=40),
-        512,
-        256,
-        (("fsdp", 16), ("pp4", 4)),
-        {},
-    ),
-}
-
-
-class Ours:
-    """A plan of ours behind the same two names as a peer."""
-
-    def __init__(self, experiment: wb.Experiment, plan: wb.Plan, device: torch.device) -> None:
-        self.trainer = trainer_for(experiment, plan, device)
-        self.data, self.replica = plan.data, self.trainer.coordinate.data_rank
-        self._step = 0
-
-    def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        result = self.trainer.step(self._step, batch)
-        self._step += 1
-        return result.scalars[0]
+POLL_S = 0.2
+"""Seconds between two looks for results."""
+FORMAT = 2
+"""Version of the raw file. Files of the first, a bare list, came from peers without options, in rounds of one order."""
 
 
 def main() -> None:
     arguments = _arguments()
-    os.environ.setdefault(ALLOCATOR[0], GROWING)  # for everybody; as our runs are launched
-    os.environ.setdefault(*NCCL_SETTING)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if arguments.deterministic:
-        os.environ.setdefault(*CUBLAS_SETTING)  # for everybody, since cuBLAS asks but once
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    meeting = dist.TCPStore(*address, world, is_master=False, timeout=PATIENCE)
-    profile = arguments.profile and device.type == "cuda"
-    found = _kept(arguments.out)
-    done = [(entry["row"], entry["contender"]) for entry in found]
-    for name in arguments.rows:
-        plans = _plans(name, arguments.plan, meeting, rank, world)
-        contenders = _contenders(name, plans, world, device, arguments.deterministic)
-        for turn in range(arguments.rounds):
-            for label, build in contenders.items():
-                if done.count((name, label)) > turn:
-                    continue
-                store = dist.PrefixStore(f"{name}{turn}{label}", meeting)
-                dist.init_process_group(
-                    "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world
-                )
-                found.append({"row": name, "contender": label})
-                try:
-                    with _settings(label):
-                        found[-1] |= _measured(name, build, arguments.steps, device, profile and turn == 0)
-                except Exception as error:
-                    if not isinstance(root_exception(error), torch.OutOfMemoryError):
-                        raise
-                    found[-1]["error"] = f"out of memory: {str(root_exception(error)).splitlines()[0]}"
-                    _write(arguments, found)
-                    os._exit(1)  # the other ranks wait for this one
-                _forget(device)
-                dist.destroy_process_group()
-                if rank == 0:
-                    print(
-                        json.dumps({key: value for key, value in found[-1].items() if key not in {"longest", "gaps"}}),
-                        flush=True,
-                    )
-                    _write(arguments, found)
-    if rank == 0:
-        print(report(found))
-
-
-def _kept(out: str) -> list[dict[str, Any]]:
-    """What an earlier start measured; what ran out of memory is not tried again."""
-    return json.loads(Path(out).read_text()) if Path(out).exists() else []
-
-
-def _write(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> None:
-    beside = Path(f"{arguments.out}.{os.getpid()}")
-    beside.write_text(json.dumps(found, indent=1) + "\n")
-    beside.replace(arguments.out)
+    raw = _opened(arguments.out)
+    if arguments.rows:
+        try:
+            _refuse(arguments)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+        raw["starts"].append(machine.described(arguments.commit) | {"command": sys.argv[1:], "gpus": arguments.gpus})
+        bench = Bench(arguments, raw)
+        for name in arguments.rows:
+            bench.predict(name)
+        for name in arguments.rows:
+            bench.sweep(name)
+            bench.compare(name)
+    print(report(raw))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", default="throughput.json")
+    parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (or a CPU core where there is none)")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a contender in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sweep-steps", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=10, help="after which one contender is given up")
+    parser.add_argument("--out", type=Path, default=Path("throughput.json"))
     parser.add_argument("--plan", action="append", default=[], help=by_hand.SYNTAX)
+    parser.add_argument("--peer", action="append", default=[], help="kind,micro_batch")
+    parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("rows", nargs="+", choices=ROWS)
+    parser.add_argument("--tiny", action="store_true", help="small models, of no interest but to see that this runs")
+    parser.add_argument("--commit", help="of these files, where they are no checkout of git")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     return parser.parse_args()
 
 
-def _plans(name: str, forced: list[str], meeting: dist.Store, rank: int, world: int) -> dict[str, wb.Plan]:
-    """Ours, by label: the planner's choice, then those asked for; planned by rank 0 while the others wait."""
-    key = f"plans of {name}"
-    if rank == 0:
-        cluster = replace(wb.local_cluster(), gpus=world, gpus_per_node=world)
-        wanted = {"ours": ROWS[name].ours} | {f"ours {text}": by_hand.degrees(text) for text in forced}
-        planned = {label: wb.plan(_experiment(name, world), cluster, **fixed) for label, fixed in wanted.items()}
-        content = {label: replace(plan, candidates=()).to_json() for label, plan in planned.items()}
-        meeting.set(key, json.dumps(content))
-    return {label: wb.Plan.from_json(content) for label, content in json.loads(meeting.get(key)).items()}
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Raise `ValueError` for a row or a peer that does not exist or cannot run here, before any process starts."""
+    for option in ("gpus", "steps", "rounds", "sweep_steps"):
+        if getattr(arguments, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {getattr(arguments, option)} is not at least 1.")
+    for name in arguments.rows:
+        if name not in ROWS:
+            raise ValueError(f"There is no row {name!r}. The rows are {', '.join(ROWS)}.")
+    for text in arguments.peer:
+        kind, size = by_hand.peer(text)
+        contenders.family_of(kind)
+        for name in arguments.rows:
+            if not contenders.fits(kind, arguments.gpus):
+                raise ValueError(f"{kind} does not run on {arguments.gpus} devices. Give --gpus another number.")
+            samples = ROWS[name].at(arguments.gpus, arguments.tiny).global_batch
+            replicas = contenders.replicas_of(kind, arguments.gpus)
+            if samples % (replicas * size):
+                raise ValueError(
+                    f"The {samples} samples of {name} do not divide among {replicas} replicas of {kind} into "
+                    f"micro-batches of {size}. Give a divisor of {samples // replicas}."
+                )
+    for name in arguments.rows:
+        for kind in ROWS[name].peers:
+            contenders.family_of(kind)
 
 
-def _contenders(
-    name: str, plans: Mapping[str, wb.Plan], world: int, device: torch.device, deterministic: bool
-) -> dict[str, Callable[[], Any]]:
-    row, experiment = ROWS[name], _experiment(name, world)
-    found: dict[str, Callable[[], Any]] = {}
-    for label, plan in plans.items():
-        found[f"{label}: {plan.describe()}"] = partial(Ours, experiment, plan, device)
-    if deterministic:
-        repeatable = replace(experiment, deterministic=True)
-        found[f"{DETERMINISTIC}: {plans['ours'].describe()}"] = partial(Ours, repeatable, plans["ours"], device)
-    for kind, micro_batch in row.peers:
-        if kind.startswith("pp") and math.prod(pipeline_degrees(kind)) != world:
-            continue
-        found[f"{kind}, {micro_batch}"] = partial(Peer, kind, experiment.model.build, micro_batch, device)
-    return found
+class Bench:
+    """One start of the command: what it was told, and the raw file that it fills."""
+
+    def __init__(self, arguments: argparse.Namespace, raw: dict[str, Any]) -> None:
+        self.arguments, self.raw = arguments, raw
+        self.start = len(raw["starts"]) - 1
+
+    def predict(self, name: str) -> None:
+        """Plan ours for a row and write the predictions."""
+        cluster = replace(wb.local_cluster(), gpus=self.arguments.gpus, gpus_per_node=self.arguments.gpus)
+        wanted = {"ours": ROWS[name].ours} | {f"ours {text}": by_hand.degrees(text) for text in self.arguments.plan}
+        written = self.raw["predictions"].setdefault(name, {})
+        for label, fixed in wanted.items():
+            if label not in written:
+                plan = wb.plan(ROWS[name].at(self.arguments.gpus, self.arguments.tiny), cluster, **fixed)
+                written[label] = {
+                    "date": machine.now(),
+                    "start": self.start,
+                    "plan": plan.describe(),
+                    "step_ms": plan.prediction.step_ms,
+                    "peak_gib": plan.peak_bytes / GIB,
+                    "json": replace(plan, candidates=()).to_json(),
+                }
+                self._write()
+
+    def sweep(self, name: str) -> None:
+        """Time every micro-batch and every checkpointing of each peer of a row."""
+        for base in ROWS[name].peers:
+            if not contenders.fits(base, self.arguments.gpus):
+                continue
+            strong = contenders.strongest(base)
+            for option in contenders.checkpointing(base):
+                kind = "+".join(part for part in (strong, option) if part)
+                sizes = self._sizes(name, kind)
+                if option and self._fitted(name, strong, sizes[-1]):
+                    break
+                known = [entry["micro_batch"] for entry in self._swept(name, kind)]
+                if any("error" in entry for entry in self._swept(name, kind)):
+                    continue
+                turns = [Turn(f"{kind}, {size}", kind, size) for size in sizes if size not in known]
+                for turn, found in self._launched(name, turns, self.arguments.sweep_steps):
+                    said = {"row": name, "peer": base, "kind": kind, "micro_batch": turn.micro_batch}
+                    self._note("sweeps", said, found)
+
+    def compare(self, name: str) -> None:
+        """Time all contenders of a row, in rounds."""
+        turns = list(self._contenders(name))
+        for number in range(self.arguments.rounds):
+            ordered = list(enumerate(turns if number % 2 == 0 else turns[::-1]))
+            waiting = [(position, turn) for position, turn in ordered if not self._done(name, turn.label, number)]
+            profile = self.arguments.profile and number == 0
+            for _, group in itertools.groupby(waiting, key=lambda item: contenders.environment(item[1].kind)):
+                together = list(group)
+                while together:
+                    for _, found in self._launched(name, [turn for _, turn in together], self.arguments.steps, profile):
+                        position, turn = together.pop(0)
+                        said = {"row": name, "contender": turn.label, "round": number, "position": position}
+                        self._note("measurements", said, found)
+
+    def _done(self, name: str, label: str, number: int) -> bool:
+        """Return whether a contender has its time of this round, or has failed and is not tried again."""
+        known = [entry for entry in self.raw["measurements"] if (entry["row"], entry["contender"]) == (name, label)]
+        return any(entry["round"] == number or "error" in entry for entry in known)
+
+    def _contenders(self, name: str) -> Iterator[Turn]:
+        for label, entry in self.raw["predictions"][name].items():
+            yield Turn(f"{label}: {entry['plan']}", "ours", plan=entry["json"])
+        if self.arguments.deterministic:
+            chosen = self.raw["predictions"][name]["ours"]
+            yield Turn(f"{DETERMINISTIC}: {chosen['plan']}", "ours", plan=chosen["json"], deterministic=True)
+        for kind, size in dict.fromkeys([*self._peers(name), *map(by_hand.peer, self.arguments.peer)]):
+            yield Turn(f"{kind}, {size}", kind, size)
+
+    def _peers(self, name: str) -> Iterator[tuple[str, int]]:
+        """Yield the fastest of each peer's sweep and, if asked, the same without its options."""
+        for base in ROWS[name].peers:
+            entries = [entry for entry in self.raw["sweeps"] if (entry["row"], entry["peer"]) == (name, base)]
+            timed = [entry for entry in entries if "error" not in entry]
+            if not timed:
+                continue
+            best = min(timed, key=lambda entry: statistics.median(entry["step_ms"]))
+            yield best["kind"], best["micro_batch"]
+            if self.arguments.ablate:
+                for kind in contenders.ablations(base, best["kind"]):
+                    yield kind, best["micro_batch"]
+
+    def _sizes(self, name: str, kind: str) -> list[int]:
+        experiment = ROWS[name].at(self.arguments.gpus, self.arguments.tiny)
+        samples = experiment.global_batch // contenders.replicas_of(kind, self.arguments.gpus)
+        sizes = [size for size in ROWS[name].sizes(self.arguments.tiny) if samples % size == 0]
+        return sizes or [samples]
+
+    def _swept(self, name: str, kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.raw["sweeps"] if (entry["row"], entry["kind"]) == (name, kind)]
+
+    def _fitted(self, name: str, kind: str, size: int) -> bool:
+        return any(entry["micro_batch"] == size and "error" not in entry for entry in self._swept(name, kind))
+
+    def _launched(
+        self, name: str, turns: Sequence[Turn], steps: int, profile: bool = False
+    ) -> Iterator[tuple[Turn, dict[str, Any]]]:
+        """Yield what was found of each turn; the first that fails ends the launch, and no later one is tried."""
+        if not turns:
+            return
+        asked = {
+            "row": name,
+            "tiny": self.arguments.tiny,
+            "turns": [asdict(turn) for turn in turns],
+            "steps": steps,
+            "limit_gib": None if self.arguments.tiny else ROWS[name].ours.get("memory_limit_gib"),
+            "profile": profile,
+        }
+        with tempfile.TemporaryDirectory() as name_of, machine.Clocks(self.arguments.gpus) as clocks:
+            folder = Path(name_of)
+            (folder / "turns.json").write_text(json.dumps(asked))
+            waiting = list(turns)
+            for line in self._run(folder, turns[0]):
+                found = json.loads(line)
+                yield waiting.pop(0), found | {"gpus": clocks.between(*found.pop("timed"))}
+            if waiting:
+                yield waiting[0], {"error": _failure(folder, self.arguments.minutes)}
+
+    def _run(self, folder: Path, turn: Turn) -> Iterator[str]:
+        """Start the processes and yield their results until they end, or until one takes too long."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(self.arguments.gpus), contenders.__file__, str(folder)]
+        with (folder / "log").open("w") as log:
+            settings = self._environment(turn)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=settings, start_new_session=True)
+        try:
+            seen, ended, deadline = 0, False, time.monotonic() + self.arguments.minutes * 60
+            while not ended and time.monotonic() < deadline:
+                ended = process.poll() is not None
+                results = (folder / "results").read_text().split("\n")[:-1] if (folder / "results").exists() else []
+                for line in results[seen:]:
+                    yield line
+                    deadline = time.monotonic() + self.arguments.minutes * 60
+                seen = len(results)
+                time.sleep(0 if ended else POLL_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _environment(self, turn: Turn) -> dict[str, str]:
+        """Return the settings of our runs' processes, which everybody gets, and those that a library's users set."""
+        settings = dict([(ALLOCATOR[0], GROWING), NCCL_SETTING])
+        settings |= dict([CUBLAS_SETTING]) if self.arguments.deterministic else {}
+        return settings | contenders.environment(turn.kind) | os.environ
+
+    def _note(self, part: str, said: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        entry = {**said, "start": self.start, "date": machine.now(), **found}
+        self.raw[part].append(entry)
+        self._write()
+        shown = entry.get("error") or f"{statistics.median(entry['step_ms']):,.1f} ms"
+        print(" ".join(str(value) for value in said.values()), shown, sep=": ", flush=True)
+
+    def _write(self) -> None:
+        beside = self.arguments.out.with_name(f"{self.arguments.out.name}.{os.getpid()}")
+        beside.write_text(json.dumps(self.raw, indent=1) + "\n")
+        beside.replace(self.arguments.out)
 
 
-@contextlib.contextmanager
-def _settings(label: str) -> Iterator[None]:
-    """Peers have the compiler as PyTorch ships it, without what `workbench.execution.blocks.compiled` changes."""
-    if label.startswith(DETERMINISTIC):
-        with inductor.patch(deterministic=True):
-            yield
-        torch.use_deterministic_algorithms(False)
-    elif label.startswith("ours"):
-        yield
-    else:
-        with mock.patch.multiple(compiling, LONGEST_ROW=0, LOW_PRECISION=()):
-            yield
+def _failure(folder: Path, minutes: float) -> str:
+    """Return what went wrong in a launch; print the end of its output unless memory ran out."""
+    errors = [json.loads(path.read_text()) for path in sorted(folder.glob("error-*"))]
+    errors.sort(key=lambda error: not error["out_of_memory"])
+    if not errors or not errors[0]["out_of_memory"]:
+        print("".join((folder / "log").read_text().splitlines(keepends=True)[-40:]), file=sys.stderr, flush=True)
+    return errors[0]["sentence"] if errors else f"no result within {minutes:g} minutes, or its processes were ended"
 
 
-def _experiment(name: str, gpus: int) -> wb.Experiment:
-    row = ROWS[name]
-    model = row.model()
-    data = wb.data.corpus("demo", vocab_size=model.vocab_size)
-    batch = row.batch_of_4 * gpus // 4
-    return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=row.seq_len)
+def _opened(out: Path) -> dict[str, Any]:
+    """Return what an earlier start wrote, or an empty file of this format."""
+    if not out.exists():
+        return {"format": FORMAT, "starts": [], "predictions": {}, "sweeps": [], "measurements": []}
+    raw = json.loads(out.read_text())
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise SystemExit(f"{out} was written by an earlier version of this command. Give --out another name.")
+    return raw
 
 
-def _measured(name: str, build: Callable[[], Any], steps: int, device: torch.device, profile: bool) -> dict[str, Any]:
-    """Median over `steps` after those that warm up."""
-    experiment = _experiment(name, dist.get_world_size())
-    _limit(device, ROWS[name].ours.get("memory_limit_gib"))
-    started = time.perf_counter()
-    contender = build()
-    batch = random_batch(experiment, experiment.global_batch // contender.data, contender.replica, device)
-    times = []
-    for step in range(WARM_UP + steps):
-        _wait(device)
-        begun = time.perf_counter()
-        loss = contender.step(batch)
-        _wait(device)
-        times.append(time.perf_counter() - begun)
-        if step == 0:
-            first_s = time.perf_counter() - started
-    step_s = statistics.median(times[WARM_UP:])
-    loss = loss.detach().float().clone()
-    dist.all_reduce(loss, op=dist.ReduceOp.MAX)
-    found = {"step_ms": step_s * 1e3, "tokens_per_s": experiment.tokens_per_step / step_s, "loss": loss.item()}
-    found |= {"start_to_first_step_s": first_s, **_memory(device)}
-    return found | (_profile(partial(contender.step, batch), device) if profile else {})
-
-
-def _profile(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Where one more step goes, on the first and the last rank, once the profiler has been started."""
-    seen: list[kernels.Kernel] = []
-    if dist.get_rank() in {0, dist.get_world_size() - 1}:
-        seen = kernels.profiled(step)
-    else:
-        step()
-    _wait(device)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (kernels.summary(seen), kernels.longest(seen), kernels.gaps(seen)))
-    return {"profile": [of_ranks[0][0], of_ranks[-1][0]], "longest": of_ranks[0][1], "gaps": of_ranks[0][2]}
-
-
-def _limit(device: torch.device, limit_gib: float | None) -> None:
-    if device.type == "cuda":
-        whole = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if limit_gib is None else limit_gib * GIB / whole, device)
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.reset_accumulated_memory_stats()
-
-
-def _forget(device: torch.device) -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
-        torch.cuda.empty_cache()
-    _wait(device)
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    """Of the fullest rank; `retries` counts how often the allocator had to return memory to go on."""
-    if device.type != "cuda":
-        return {}
-    found = {
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "retries": float(torch.cuda.memory_stats()["num_alloc_retries"]),
-    }
-    most = torch.tensor(list(found.values()), device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return dict(zip(found, most.tolist(), strict=True))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
-def report(found: list[dict[str, Any]]) -> str:
-    """One line a contender, then the ratio of each row."""
+def report(raw: Mapping[str, Any]) -> str:
+    """Return a line for each contender, then the ratios of each row."""
     lines = []
-    for row in dict.fromkeys(entry["row"] for entry in found):
-        speeds: dict[str, float] = {}
-        for label in dict.fromkeys(entry["contender"] for entry in found if entry["row"] == row):
-            runs = [entry for entry in found if entry["row"] == row and entry["contender"] == label]
+    for row in dict.fromkeys(entry["row"] for entry in raw["measurements"]):
+        entries = [entry for entry in raw["measurements"] if entry["row"] == row]
+        rounds: dict[str, dict[int, float]] = {}
+        for label in dict.fromkeys(entry["contender"] for entry in entries):
+            runs = [entry for entry in entries if entry["contender"] == label]
             failed = next((entry["error"] for entry in runs if "error" in entry), None)
             if failed:
                 lines.append(f"{row:14} {label}: {failed}")
                 continue
-            speeds[label] = statistics.median(entry["tokens_per_s"] for entry in runs)
+            rounds[label] = {entry["round"]: statistics.median(entry["step_ms"]) for entry in runs}
+            tokens = runs[0]["tokens_per_step"] / statistics.median(rounds[label].values()) * 1e3
             memory = f", {runs[0]['peak_gib']:.1f} GiB" if "peak_gib" in runs[0] else ""
-            lines.append(f"{row:14} {label}: {speeds[label]:,.0f} tokens/s{memory}")
-        ours = max((speed for label, speed in speeds.items() if label.startswith("ours")), default=0.0)
-        chosen = next((speed for label, speed in speeds.items() if label.startswith("ours:")), 0.0)
-        best = max((speed for label, speed in speeds.items() if not label.startswith("ours")), default=float("nan"))
-        lines.append(
-            f"{row:14} planner's choice / best peer = {chosen / best:.3f}; our best / best peer = {ours / best:.3f}"
-        )
+            lines.append(f"{row:14} {label}: {_spread(rounds[label])}, {tokens:,.0f} tokens/s{memory}")
+        lines.extend(f"{row:14} {line}" for line in _ratios(rounds))
     return "\n".join(lines)
+
+
+def _ratios(rounds: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
+    """Yield the planner's choice and our best over the best peer: the median over rounds, and its range."""
+    median = {label: statistics.median(times.values()) for label, times in rounds.items()}
+    peers = {label: ms for label, ms in median.items() if not label.startswith("ours")}
+    ours = {label: ms for label, ms in median.items() if label.startswith("ours")}
+    if not peers or not ours:
+        return
+    best = min(peers, key=peers.__getitem__)
+    chosen = next((label for label in ours if label.startswith("ours:")), None)
+    for words, label in (("planner's choice", chosen), ("our best", min(ours, key=ours.__getitem__))):
+        if label is not None:
+            shared = sorted(set(rounds[label]) & set(rounds[best]))
+            ratios = [rounds[best][number] / rounds[label][number] for number in shared]
+            if ratios:
+                spread = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} rounds"
+                yield f"{words} / best peer ({best}) = {statistics.median(ratios):.3f} ({spread})"
+    for label, ms in peers.items():
+        if label != best:
+            yield f"best peer / {label} = {ms / peers[best]:.3f}"
+        for option in label.partition(",")[0].split("+")[1:]:
+            without = label.replace(f"+{option}", "", 1)
+            if without in peers:
+                yield f"{option} makes {without} {peers[without] / ms:.3f} times as fast"
+
+
+def _spread(times: Mapping[int, float]) -> str:
+    values = list(times.values())
+    return f"{statistics.median(values):,.1f} ms ({min(values):,.1f} to {max(values):,.1f})"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,255 @@
+"""The hand-written peers of the benchmarks train as plain PyTorch does, and each of their options does what it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import workbench as wb
+from tests.distributed.harness import launch
+from workbench.execution.random_batch import random_batch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import by_hand
+import contenders
+import peers
+import throughput
+
+CPU = torch.device("cpu")
+MODEL = wb.models.bert(hidden_size=32, num_layers=4, num_heads=2, vocab_size=128, max_positions=32, dropout=0.0)
+SAMPLES, LENGTH, MICRO_BATCH, STEPS = 8, 32, 2, 4
+KINDS = (
+    "ddp",
+    "ddp+labelled-head+recompute",
+    "fsdp",
+    "fsdp+labelled-head+one-reduction",
+    "fsdp3+labelled-head+one-reduction+recompute-half",
+    "pp2",
+    "pp2+labelled-head+balanced+recompute",
+)
+
+
+def experiment() -> wb.Experiment:
+    data = wb.data.corpus("demo", vocab_size=MODEL.vocab_size)
+    return wb.Experiment(model=MODEL, data=data, steps=10, global_batch=SAMPLES, seq_len=LENGTH)
+
+
+def global_batch() -> dict[str, torch.Tensor]:
+    specs = experiment().data.batch_specs(experiment())
+    return random_batch(specs, SAMPLES, vocab_size=MODEL.vocab_size, labelled_share=0.3, device=CPU)
+
+
+def plain_losses() -> list[float]:
+    """Return the losses of plain PyTorch in one process: the mean over micro-batches, as every peer accumulates."""
+    torch.manual_seed(0)
+    model, batch, losses = MODEL.build(), global_batch(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for start in range(0, SAMPLES, MICRO_BATCH):
+            loss = model(**{name: value[start : start + MICRO_BATCH] for name, value in batch.items()}).loss
+            (loss / (SAMPLES // MICRO_BATCH)).backward()
+            total += loss.item() / (SAMPLES // MICRO_BATCH)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+class Collectives(TorchDispatchMode):
+    """Count the operations of `torch.distributed` by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.__name__] = self.counts.get(func.__name__, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _trained(_rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {kind: _one(kind) for kind in KINDS}
+    turn = contenders.Turn("fsdp", contenders.strongest("fsdp"), MICRO_BATCH)
+    found["timed"] = contenders.measured(turn, experiment(), 2, None, CPU, False)
+    return found
+
+
+def _one(kind: str) -> dict[str, Any]:
+    peer = peers.Peer(kind, MODEL.build, MICRO_BATCH, CPU)
+    share = SAMPLES // peer.data
+    batch = {name: value[peer.replica * share : (peer.replica + 1) * share] for name, value in global_batch().items()}
+    losses = []
+    for step in range(STEPS):
+        with Collectives() as seen:
+            loss = peer.step(batch)
+        dist.all_reduce(loss)  # a stage that has no loss counts as 0
+        losses.append(loss.item() / peer.data)
+        if step == 0:
+            counts = seen.counts
+    return {"losses": losses, "tokens": peer.tokens, "data": peer.data, "collectives": counts}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    return launch(_trained, 2)
+
+
+def test_every_peer_has_the_losses_of_plain_pytorch(trained: dict[str, Any]) -> None:
+    expected = plain_losses()
+    assert expected[-1] < expected[0]
+    for kind in KINDS:
+        assert trained[kind]["losses"] == pytest.approx(expected, rel=2e-4), kind
+        assert trained[kind]["losses"][-1] < trained[kind]["losses"][0], kind
+
+
+def test_every_peer_trains_on_all_tokens_of_the_batch(trained: dict[str, Any]) -> None:
+    for kind in KINDS:
+        assert trained[kind]["tokens"] * trained[kind]["data"] == SAMPLES * LENGTH, kind
+    assert trained["timed"]["tokens_per_step"] == SAMPLES * LENGTH
+    assert len(trained["timed"]["step_ms"]) == 2
+    assert len(trained["timed"]["losses"]) == contenders.WARM_UP + 2
+
+
+def test_one_reduction_reduces_and_gathers_once_a_step(trained: dict[str, Any]) -> None:
+    def counts(kind: str) -> tuple[int, int]:
+        seen = trained[kind]["collectives"]
+        return seen["_reduce_scatter_base_.default"], seen["_allgather_base_.default"]
+
+    micro_batches = SAMPLES // 2 // MICRO_BATCH
+    groups = MODEL.num_layers + 1
+    assert counts("fsdp") == (groups * micro_batches, groups * micro_batches)
+    assert counts("fsdp+labelled-head+one-reduction") == (groups, groups)
+    assert counts("fsdp3+labelled-head+one-reduction+recompute-half")[0] == groups
+
+
+def test_the_labelled_head_computes_labelled_positions_only() -> None:
+    torch.manual_seed(0)
+    model, batch = MODEL.build(), global_batch()
+    rows: list[int] = []
+    model.cls.predictions.decoder.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[0]))
+    expected = model(**batch).loss
+    labelled = peers._LabelledPretraining(model)
+    labelled.capacity = peers._capacity([batch])
+    assert labelled(**batch).item() == pytest.approx(expected.item(), rel=1e-6)
+    count = int((batch["labels"] != peers.IGNORED).sum())
+    assert count <= rows[1] < count + SAMPLES * LENGTH / peers.HEAD_GRAIN
+    assert rows[0] == SAMPLES
+
+
+@pytest.mark.parametrize("layers", [4, 7, 24, 54])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_split_has_a_faster_slowest_stage_than_the_balanced_one(layers: int, stages: int) -> None:
+    for head in (0.2, 1.4, 2.6):
+
+        def slowest(bounds: list[int], head: float = head) -> float:
+            sizes = [end - start for start, end in itertools.pairwise(bounds)]
+            return max(*sizes[:-1], sizes[-1] + head)
+
+        cuts = itertools.combinations(range(1, layers), stages - 1)
+        best = min(slowest([0, *cut, layers]) for cut in cuts)
+        bounds = peers.balanced_bounds(layers, stages, head)
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, layers, stages + 1)
+        assert slowest(bounds) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("horovod", "'horovod' is no hand-written peer"),
+        ("ddp+one-reduction", "ddp has no option 'one-reduction'"),
+        ("fsdp+recompute+recompute-half", "Keep one of the two options"),
+        ("ppx", "'ppx' is no pipeline"),
+    ],
+)
+def test_an_unknown_peer_is_refused(kind: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence.replace("+", r"\+")):
+        contenders.family_of(kind)
+
+
+def test_a_micro_batch_that_leaves_samples_over_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 samples of a replica do not divide into micro-batches of 3"):
+        list(peers._micro_batches(global_batch(), 3))
+    with pytest.raises(ValueError, match="does not name a micro-batch"):
+        by_hand.peer("fsdp")
+
+
+def _bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[throughput.Bench, list[str]]:
+    """Return a benchmark whose processes are replaced: micro-batches above 2 run out of memory, others take 10 ms."""
+    monkeypatch.setattr(sys, "argv", ["throughput.py", "--tiny", "--gpus", "2", "--out", str(tmp_path / "raw"), *words])
+    arguments = throughput._arguments()
+    raw = throughput._opened(arguments.out)
+    raw["starts"].append({})
+    launched: list[str] = []
+
+    def of(_name: str, turns: Any, steps: int, _profile: bool = False) -> Any:
+        for turn in turns:
+            launched.append(turn.label)
+            if turn.kind != "ours" and turn.micro_batch > 2 and "recompute" not in turn.kind:
+                yield turn, {"error": "out of memory: 1 GiB"}
+                return
+            ms = 10.0 if turn.kind == "ours" else 40.0 / turn.micro_batch + 9 * ("recompute" in turn.kind)
+            yield turn, {"step_ms": [ms] * steps, "tokens_per_step": 256}
+
+    bench = throughput.Bench(arguments, raw)
+    monkeypatch.setattr(bench, "_launched", of)
+    return bench, launched
+
+
+def test_a_sweep_keeps_the_fastest_and_rounds_alternate_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, launched = _bench(tmp_path, monkeypatch, "--rounds", "2", "--ablate", "large")
+    bench.predict("large")
+    assert json.loads((tmp_path / "raw").read_text())["predictions"]["large"]["ours"]["step_ms"] > 0
+    assert not launched
+    bench.sweep("large")
+    tried = [(entry["kind"], entry["micro_batch"], "error" in entry) for entry in bench.raw["sweeps"]]
+    assert tried[:4] == [
+        ("ddp+labelled-head", 1, False),
+        ("ddp+labelled-head", 2, False),
+        ("ddp+labelled-head", 4, True),
+        ("ddp+labelled-head+recompute-half", 1, False),
+    ]
+    assert ("fsdp+labelled-head+one-reduction+recompute", 4, False) in tried
+    bench.compare("large")
+    order = [entry["contender"].partition(":")[0] for entry in bench.raw["measurements"]]
+    first = order[: len(order) // 2]
+    assert first[0] == "ours"
+    assert "ddp+labelled-head+recompute-half, 4" in first
+    assert {"fsdp+one-reduction+recompute-half, 4", "fsdp+recompute-half, 4"} <= set(first)
+    assert order[len(order) // 2 :] == first[::-1]
+    assert "planner's choice / best peer" in throughput.report(bench.raw)
+    again, launched_again = _bench(tmp_path, monkeypatch, "--rounds", "2", "--ablate", "large")
+    again.predict("large")
+    again.sweep("large")
+    again.compare("large")
+    assert not launched_again
+
+
+def test_bad_input_is_refused_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, sentence in (
+        (("--peer", "pp4,1", "large"), "pp4 does not run on 2 devices"),
+        (("--peer", "fsdp,3", "large"), "Give a divisor of 4"),
+        (("--peer", "horovod,3", "large"), "no hand-written peer"),
+        (("--rounds", "0", "large"), "--rounds 0 is not at least 1"),
+        (("larger",), "There is no row 'larger'. The rows are base, large"),
+    ):
+        bench, _ = _bench(tmp_path, monkeypatch, *words)
+        with pytest.raises(ValueError, match=sentence):
+            throughput._refuse(bench.arguments)
+    (tmp_path / "raw").write_text("[]")
+    with pytest.raises(SystemExit, match="an earlier version of this command"):
+        throughput._opened(tmp_path / "raw")
