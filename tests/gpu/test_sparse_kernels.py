@@ -46,11 +46,11 @@ def test_every_configuration_and_every_run_give_the_same_bits(block: int) -> Non
     case = Case(block, 768, 3072, 0.9, "bfloat16", tokens=4000)
     results = []
     for number in range(6):
-        for kernel in (triton_kernels._product, triton_kernels._weight_gradient):
+        for kernel in (triton_kernels.product_kernel, triton_kernels.weight_gradient_kernel):
             configs = kernel.configs
             kernel.cache = _Always(configs[number % len(configs)])
         results.append(_output_and_gradients(case))
-    for kernel in (triton_kernels._product, triton_kernels._weight_gradient):
+    for kernel in (triton_kernels.product_kernel, triton_kernels.weight_gradient_kernel):
         kernel.cache = {}
     for result in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(result, results[0], strict=True))

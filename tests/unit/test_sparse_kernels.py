@@ -26,6 +26,7 @@ from workbench.sparsity.kernels import (
     to_compact,
     to_dense,
 )
+from workbench.sparsity.kernels.speed import break_even_sparsity, sparse_flops_per_s
 
 ROOT = Path(__file__).parents[2]
 CASE = Case(16, 128, 64, 0.5)
@@ -213,3 +214,10 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
     for message, call in refused.items():
         with pytest.raises(InvalidArgument, match=re.escape(message)):
             call()
+
+
+def test_larger_blocks_break_even_earlier_and_never_exceed_the_rate_of_dense_products() -> None:
+    sparsities = [break_even_sparsity(block, 600e12) for block in (64, 32, 16)]
+    assert 0 < sparsities[0] < sparsities[1] < sparsities[2] < 1
+    assert sparse_flops_per_s(64, 600e12, cache_bytes_per_s=6e12) == 6e12 * 128 * 64 / 192
+    assert break_even_sparsity(64, 600e12, cache_bytes_per_s=1e15) == 0

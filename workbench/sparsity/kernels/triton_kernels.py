@@ -68,7 +68,7 @@ def _multiply(left, right, total, PRECISION: tl.constexpr):
     "TRANSPOSED",
 )
 @triton.jit
-def _product(
+def product_kernel(
     input_ptr,
     values_ptr,
     bias_ptr,
@@ -137,7 +137,7 @@ def _product(
     "BY_COLUMN",
 )
 @triton.jit
-def _weight_gradient(
+def weight_gradient_kernel(
     gathered_ptr,
     shared_ptr,
     output_ptr,
@@ -207,7 +207,7 @@ def product(values: Tensor, lines: Lines, hidden: Tensor, bias: Tensor | None, t
     output = hidden.new_empty(tokens, num_lines * block)
     if output.numel() == 0:
         return output
-    _product[lambda chosen: (num_lines, triton.cdiv(tokens, chosen["TOKENS"]))](
+    product_kernel[lambda chosen: (num_lines, triton.cdiv(tokens, chosen["TOKENS"]))](
         hidden,
         values,
         hidden if bias is None else bias,
@@ -248,7 +248,7 @@ def weight_gradient(gradient: Tensor, hidden: Tensor, sections: Sections, block:
     splits = triton.cdiv(tokens, split_tokens)
     dtype = gradient.dtype if splits == 1 else torch.float32
     sums = gradient.new_empty(splits, num_blocks, block, block, dtype=dtype)
-    _weight_gradient[(num_groups, splits)](
+    weight_gradient_kernel[(num_groups, splits)](
         gathered,
         shared,
         sums,

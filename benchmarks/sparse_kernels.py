@@ -1,0 +1,402 @@
+"""Block-sparse products beside dense and masked dense ones: time of forward and backward, and where sparse breaks even.
+
+    python benchmarks/sparse_kernels.py --out sparse_kernels.json             # everything, on one GPU
+    python benchmarks/sparse_kernels.py --profile --out sparse_profile.json   # one layer, product by product
+    TRITON_INTERPRET=1 python benchmarks/sparse_kernels.py --rehearse --out rehearsal.json    # on a CPU
+
+All tensors are bf16, without bias. A contender's forward, and its forward with backward (gradients to input and
+weight), are captured as CUDA graphs, so that the host's time does not count. The contenders of one layer run in turns
+over several rounds; each figure is the median of the rounds. The file is written after every layer. What does not fit
+into `--seconds` is named in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workbench.cost.hardware import H200
+from workbench.sparsity.kernels import BlockIndex, block_sparse_linear, to_compact, to_dense
+from workbench.sparsity.kernels.speed import break_even_sparsity, sparse_flops_per_s
+
+BLOCKS = (64, 32, 16)
+SPARSITIES = (0.8, 0.9, 0.95)
+GOALS = {64: 1.5, 32: 1.2}
+"""Speed-up over dense, forward and backward, at sparsity 0.9 in the feed-forward layers of scaled BERT."""
+ROUNDS = 7
+DENSE_FLOPS_PER_S = H200.peak("bf16") * H200.efficiency.gemm
+"""Rate of dense products that predictions assume, as the planner does."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: its weight is [rows, cols]."""
+
+    name: str
+    rows: int
+    cols: int
+
+
+LAYERS = (
+    Layer("scaled BERT, feed-forward in", 7680, 1920),
+    Layer("scaled BERT, feed-forward out", 1920, 7680),
+    Layer("scaled BERT, attention", 1920, 1920),
+    Layer("BERT-Base, feed-forward in", 3072, 768),
+    Layer("BERT-Base, feed-forward out", 768, 3072),
+    Layer("BERT-Base, attention", 768, 768),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes and limits of one call."""
+
+    device: str
+    tokens: int
+    rounds: int
+    deadline: float
+    layers: tuple[Layer, ...] = LAYERS
+    sparsities: tuple[float, ...] = SPARSITIES
+
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute a layer; `forward(hidden, weight)` has a gradient unless `trains` is false."""
+
+    forward: Forward
+    weight: Tensor
+    index: BlockIndex | None = None
+    trains: bool = True
+
+    def row(self, hidden: Tensor) -> dict[str, Any]:
+        """Return the bytes of the weight, and the difference from the masked dense product relative to its norm."""
+        row: dict[str, Any] = {}
+        if self.weight.layout != torch.strided:
+            return row
+        row["weight_bytes"] = self.weight.nbytes
+        if self.index is not None:
+            row["index_bytes"] = self.index.data.nbytes
+            expected = functional.linear(hidden[:256], to_dense(self.weight, self.index)).float()
+            found = self.forward(hidden[:256], self.weight).float()
+            row["difference"] = float((found - expected).norm() / expected.norm())
+        return row
+
+
+Label = dict[str, Any]
+"""Name of a contender with its block and sparsity, as a row has them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("sparse_kernels.json"))
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--seconds", type=float, default=420, help="start nothing new after this time")
+    parser.add_argument("--profile", action="store_true", help="time each product and each configuration of one layer")
+    parser.add_argument("--rehearse", action="store_true", help="tiny layers in the interpreter, to try the code")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = Settings(device, arguments.tokens, ROUNDS, time.monotonic() + arguments.seconds)
+    if arguments.rehearse:
+        settings = _tiny(settings)
+    elif device == "cpu":
+        print("There is no GPU here, so that nothing is measured. Predicted on an H200:")
+        print(*predictions(), sep="\n")
+        return
+    facts = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU, in the interpreter: times mean nothing"
+    report: dict[str, Any] = {"machine": machine, **facts, "tokens": settings.tokens, "dtype": "bf16", "rows": []}
+    write = partial(_write, arguments.out, report)
+    if arguments.profile:
+        profile(settings, report, write)
+    else:
+        compare(settings, report, write)
+    print(f"Written to {arguments.out}.")
+
+
+def predictions() -> list[str]:
+    """Return one line per block with the predicted rate and break-even sparsity."""
+    return [
+        f"block {block}: {sparse_flops_per_s(block, DENSE_FLOPS_PER_S) / 1e12:.0f} TFLOP/s beside "
+        f"{DENSE_FLOPS_PER_S / 1e12:.0f} TFLOP/s of dense products, "
+        f"faster than dense from sparsity {break_even_sparsity(block, DENSE_FLOPS_PER_S):.2f}"
+        for block in BLOCKS
+    ]
+
+
+def compare(settings: Settings, report: dict[str, Any], write: Callable[[], None]) -> None:
+    """Measure all layers, print each as a table, and add goals and break-even sparsities to the report."""
+    report |= {"break_even": [], "left_out": [], "failed": []}
+    for layer in settings.layers:
+        if time.monotonic() > settings.deadline:
+            report["left_out"].append(layer.name)
+            continue
+        rows = measured(layer, settings, report["failed"])
+        report["rows"] += rows
+        report["break_even"] += break_even(layer, rows)
+        write()
+        _print_table(layer, rows)
+    print("\nSparsity from which block-sparse is faster than dense, forward and backward")
+    for row in report["break_even"]:
+        found = "unknown" if row["measured"] is None else f"{row['measured']:.2f}"
+        print(f"{row['layer']:32} block {row['block']:2}: measured {found}, predicted {row['predicted']:.2f}")
+    report["goals"] = list(goals(report["rows"]))
+    for row in report["goals"]:
+        print(f"{row['layer']}, block {row['block']} at 0.9: {row['speed_up']:.2f} × dense, goal {row['goal']}")
+    for text in report["failed"]:
+        print(f"Not measured: {text}")
+    for name in report["left_out"]:
+        print(f"Left out for lack of time: {name}")
+    write()
+
+
+def measured(layer: Layer, settings: Settings, failed: list[str]) -> list[dict[str, Any]]:
+    """Return a row for each contender of a layer, timed in turns with the others."""
+    hidden = torch.randn(settings.tokens, layer.cols, device=settings.device, dtype=torch.bfloat16)
+    gradient = torch.randn(settings.tokens, layer.rows, device=settings.device, dtype=torch.bfloat16)
+    rows: list[dict[str, Any]] = []
+    calls: list[dict[str, Callable[[], Any]]] = []
+    for label, build in contenders(layer, settings):
+        name = " ".join(str(value) for value in (layer.name, *label.values()) if value is not None)
+        if time.monotonic() > settings.deadline:
+            failed.append(f"{name}: no time was left")
+            continue
+        try:
+            contender = build()
+            row = {"layer": layer.name, "rows": layer.rows, "cols": layer.cols, **label, **contender.row(hidden)}
+            forward = partial(_forward, contender, hidden)
+            if contender.trains:
+                step = _captured(partial(_step, contender, hidden, gradient), settings.device)
+                calls.append({"forward_ms": _captured(forward, settings.device), "step_ms": step})
+            else:
+                forward()
+                calls.append({"forward_ms": forward})
+        except Exception as error:  # the other contenders are still worth measuring
+            traceback.print_exc()
+            failed.append(f"{name}: {error}")
+            continue
+        rows.append(row)
+    times = iter(_in_turns([call for each in calls for call in each.values()], settings))
+    for row, each in zip(rows, calls, strict=True):
+        for name in each:
+            samples = next(times)
+            row |= {name: statistics.median(samples), f"{name}_rounds": samples}
+        if "step_ms" in row:
+            row["backward_ms"] = row["step_ms"] - row["forward_ms"]
+    return rows
+
+
+def contenders(layer: Layer, settings: Settings) -> Iterator[tuple[Label, Callable[[], Contender]]]:
+    """Yield dense, masked dense, block-sparse of every block and sparsity, and the forward of PyTorch's BSR."""
+    torch.manual_seed(0)
+    dense = (torch.randn(layer.rows, layer.cols, device=settings.device) * layer.cols**-0.5).bfloat16()
+    mask = torch.rand(layer.rows, layer.cols, device=settings.device) > 0.9
+    yield _label("dense"), lambda: Contender(functional.linear, dense)
+    yield (
+        _label("masked dense"),
+        lambda: Contender(lambda hidden, weight: functional.linear(hidden, weight * mask), dense),
+    )
+    for block in BLOCKS:
+        for sparsity in settings.sparsities:
+            index = BlockIndex.from_mask(random_pattern(layer, block, sparsity).to(settings.device), block)
+            compact = to_compact(dense, index)
+            yield _label("block-sparse", block, sparsity), partial(Contender, partial(_sparse, index), compact, index)
+            if settings.device == "cuda" and sparsity == 0.9:
+                yield _label("PyTorch BSR", block, sparsity), partial(_bsr, to_dense(compact, index), block)
+
+
+def _label(name: str, block: int | None = None, sparsity: float | None = None) -> Label:
+    return {"contender": name, "block": block, "sparsity": sparsity}
+
+
+def _bsr(masked: Tensor, block: int) -> Contender:
+    return Contender(functional.linear, masked.to_sparse_bsr((block, block)), trains=False)
+
+
+def random_pattern(layer: Layer, block: int, sparsity: float) -> Tensor:
+    """Return a random mask of blocks with exactly this share of false entries, rounded."""
+    shape = (layer.rows // block, layer.cols // block)
+    count = shape[0] * shape[1]
+    kept = max(1, round((1 - sparsity) * count))
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[torch.randperm(count)[:kept]] = True
+    return mask.view(shape)
+
+
+def _sparse(index: BlockIndex, hidden: Tensor, weight: Tensor) -> Tensor:
+    return block_sparse_linear(hidden, weight, index)
+
+
+def _forward(contender: Contender, hidden: Tensor) -> None:
+    with torch.no_grad():
+        contender.forward(hidden, contender.weight)
+
+
+def _step(contender: Contender, hidden: Tensor, gradient: Tensor) -> None:
+    inputs = hidden.detach().requires_grad_(), contender.weight.detach().requires_grad_()
+    torch.autograd.grad(contender.forward(*inputs), inputs, gradient)
+
+
+def _captured(call: Callable[[], None], device: str) -> Callable[[], None]:
+    """Return the call as a CUDA graph, after it has run twice, so that its kernels are compiled and chosen."""
+    if device == "cpu":
+        call()
+        return call
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _in_turns(calls: list[Callable[[], Any]], settings: Settings) -> list[list[float]]:
+    """Return the milliseconds of each call over the rounds; every round runs all calls, each for about 5 ms."""
+    repeats = [max(1, min(100, int(5 / max(_milliseconds(call, 1, settings.device), 0.01)))) for call in calls]
+    samples: list[list[float]] = [[] for _ in calls]
+    for number in range(settings.rounds):
+        order = range(len(calls)) if number % 2 == 0 else reversed(range(len(calls)))
+        for place in order:
+            samples[place].append(_milliseconds(calls[place], repeats[place], settings.device))
+    return samples
+
+
+def _milliseconds(call: Callable[[], None], repeats: int, device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    call()
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def break_even(layer: Layer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each block, the measured and the predicted sparsity at which sparse and dense take the same time.
+
+    The time of a step is a line in the share of stored blocks, fitted to the measured sparsities; beyond these it is an
+    extrapolation, and the row says so.
+    """
+    dense = next((row["step_ms"] for row in rows if row["contender"] == "dense"), None)
+    found = []
+    for block in BLOCKS:
+        points = [(1 - row["sparsity"], row["step_ms"]) for row in rows if row["block"] == block and "step_ms" in row]
+        at = None
+        if dense is not None and len(points) >= 2:
+            slope, fixed = statistics.linear_regression(*zip(*points, strict=True))
+            at = min(1.0, max(0.0, 1 - (dense - fixed) / slope)) if slope > 0 else None
+        inside = at is not None and min(SPARSITIES) <= at <= max(SPARSITIES)
+        predicted = break_even_sparsity(block, DENSE_FLOPS_PER_S)
+        found.append(
+            {"layer": layer.name, "block": block, "measured": at, "extrapolated": not inside, "predicted": predicted}
+        )
+    return found
+
+
+def goals(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the speed-ups that have a goal."""
+    dense = {row["layer"]: row["step_ms"] for row in rows if row["contender"] == "dense"}
+    for row in rows:
+        is_named = row["layer"].startswith("scaled BERT, feed-forward") and row["sparsity"] == 0.9
+        if is_named and row["contender"] == "block-sparse" and row["block"] in GOALS and row["layer"] in dense:
+            speed_up = dense[row["layer"]] / row["step_ms"]
+            yield {"layer": row["layer"], "block": row["block"], "speed_up": speed_up, "goal": GOALS[row["block"]]}
+
+
+def profile(settings: Settings, report: dict[str, Any], write: Callable[[], None]) -> None:
+    """Time every product of one layer at sparsity 0.9, with all configurations of its kernel."""
+    from workbench.sparsity.kernels import triton_kernels
+
+    layer = settings.layers[0]
+    hidden = torch.randn(settings.tokens, layer.cols, device=settings.device, dtype=torch.bfloat16)
+    gradient = torch.randn(settings.tokens, layer.rows, device=settings.device, dtype=torch.bfloat16)
+    for block in BLOCKS:
+        if time.monotonic() > settings.deadline:
+            print(f"Left out for lack of time: block {block}")
+            continue
+        torch.manual_seed(0)
+        index = BlockIndex.from_mask(random_pattern(layer, block, 0.9).to(settings.device), block)
+        weight = torch.randn(index.num_blocks, block, block, device=settings.device, dtype=torch.bfloat16)
+        sections = index.sections
+        calls: dict[str, tuple[Any, Callable[[], Any]]] = {
+            "forward": (
+                triton_kernels.product_kernel,
+                partial(triton_kernels.product, weight, sections.by_row, hidden, None, False),
+            ),
+            "gradient to the input": (
+                triton_kernels.product_kernel,
+                partial(triton_kernels.product, weight, sections.by_column, gradient, None, True),
+            ),
+            "gradient to the weight": (
+                triton_kernels.weight_gradient_kernel,
+                partial(triton_kernels.weight_gradient, gradient, hidden, sections, block),
+            ),
+        }
+        flops = 2 * settings.tokens * index.num_blocks * block**2
+        for name, (kernel, call) in calls.items():
+            kernel.configs_timings = {}
+            [times] = _in_turns([_captured(call, settings.device)], settings)
+            milliseconds = statistics.median(times)
+            configs = {str(config): timing[0] for config, timing in kernel.configs_timings.items()}
+            row = {"layer": layer.name, "block": block, "product": name, "ms": milliseconds, "configs_ms": configs}
+            report["rows"].append(row | {"tflop_per_s": flops / milliseconds / 1e9})
+            print(f"block {block}, {name}: {milliseconds:.3f} ms, {flops / milliseconds / 1e9:.0f} TFLOP/s", flush=True)
+            for config, milliseconds in sorted(configs.items(), key=lambda pair: pair[1]):
+                print(f"    {milliseconds:.3f} ms  {config}")
+            write()
+
+
+def _tiny(settings: Settings) -> Settings:
+    if os.environ.get("TRITON_INTERPRET") != "1" and settings.device == "cpu":
+        raise SystemExit("A rehearsal on a CPU needs the environment variable TRITON_INTERPRET=1.")
+    layers = tuple(replace(layer, rows=layer.rows // 15, cols=layer.cols // 15) for layer in LAYERS[:2])
+    return replace(settings, tokens=128, rounds=1, layers=layers, sparsities=(0.8, 0.9))
+
+
+def _print_table(layer: Layer, rows: list[dict[str, Any]]) -> None:
+    dense = next((row for row in rows if row["contender"] == "dense"), None)
+    print(f"\n{layer.name}: weight [{layer.rows}, {layer.cols}]")
+    print(f"{'':14} {'block':>5} {'sparsity':>8} {'forward ms':>11} {'backward ms':>12} {'over dense':>11}")
+    for row in rows:
+        step, base = (row.get("step_ms"), dense and dense["step_ms"])
+        speed_up = f"{base / step:.2f} ×" if step and base else "-"
+        backward = f"{row['backward_ms']:.3f}" if step else "-"
+        name, block, sparsity = row["contender"], row["block"] or "", row["sparsity"] or ""
+        print(
+            f"{name:14} {block:>5} {sparsity:>8} {row['forward_ms']:>11.3f} {backward:>12} {speed_up:>11}", flush=True
+        )
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    partial_file = path.with_suffix(".partial")
+    partial_file.write_text(json.dumps(report, indent=1) + "\n")
+    partial_file.replace(path)
+
+
+if __name__ == "__main__":
+    main()
