@@ -42,7 +42,7 @@ from workbench.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, GLOBAL_BATCH = 512, 256
-RECORDED = ("bert-large-20261121-085005", "bert-scaled-20261121-085006")
+RECORDED = ("bert-large-20261124-042651", "bert-scaled-20261124-042700")
 FAMILIES = {
     "gemm": ("matrix products", theme.FORWARD),
     "attention": ("attention", theme.BACKWARD),
@@ -219,9 +219,9 @@ def figures() -> go.Figure:
 
 
 def curves() -> go.Figure:
-    """Draw the README's picture from the runs that were recorded on four H200."""
+    """Draw the README's picture from the recorded runs."""
     runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
-    figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920 on 4 × H200")
+    figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920 on one H200")
     figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
     return figure.update_layout(margin={"t": 64})
 

@@ -1,4 +1,4 @@
-"""Pictures for the README: the recorded pair of 4 × H200 as it looked while it trained, with readable labels."""
+"""Pictures for the README: the recorded pair as it looked while it trained, with readable labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from workbench.rundir import RunDir, append_event, this_process, write_json
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
-REACHED = {"bert-scaled-20261121-085006": 0.55, "bert-large-20261121-085005": 0.63}
+REACHED = {"bert-scaled-20261124-042700": 0.55, "bert-large-20261124-042651": 0.63}
 """Finished share of each run's steps."""
 CELLS = (
     "import workbench as wb\n\nwb.live(wb.list_runs())",

@@ -112,6 +112,13 @@ def test_hidden_matrices_start_narrower_and_embeddings_as_in_the_base_model():
     assert module.cls.predictions.transform.LayerNorm.weight.unique().tolist() == [0.25]
 
 
+def test_without_the_depth_rule_a_deeper_model_of_the_same_width_keeps_every_factor():
+    base, deeper = models.bert(32, 2, 4, **BERT), models.bert(32, 6, 4, **BERT)
+    rule = scaling(base, deeper, depth_rule=False)
+    assert set(rule.rate_scale.values()) == set(rule.model.initial_scale.values()) == {1.0}
+    assert min(scaling(base, deeper).rate_scale.values()) == pytest.approx(1 / 3)
+
+
 def test_a_model_scaled_to_its_own_size_is_the_model():
     base = models.bert(32, 2, 4, **BERT)
     rule = scaling(base, base)

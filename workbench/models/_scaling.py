@@ -103,22 +103,23 @@ class Scaling:
         return [head, *((r.pattern, r.role, f"{r.initial:.4g}", f"{r.rate:.4g}") for r in self.rules)]
 
 
-def scaling(base: Model, target: Model) -> Scaling:
+def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
     """Return how `target` starts and learns with the recipe that was tuned on the smaller `base`.
 
     With w the ratio of the widths and m that of the depths: hidden matrices start 1/sqrt(w) and learn 1/w times as
     fast (μP for Adam, arXiv:2203.03466, table 8), the logits are multiplied by 1/w, and the residual branches by 1/m
     (CompleteP, arXiv:2505.01618, table 1). The multipliers are folded into the initial values and rates of the last
     parameter before them: under Adam c·f(θ) trains as f(θ') with θ' and its rate c times as large (arXiv:2203.03466,
-    lemma J.1). So the model stays as it is, and `rate_scale` and `initial_scale` say everything.
+    lemma J.1). So the model stays as it is, and `rate_scale` and `initial_scale` say everything. With
+    `depth_rule=False` m is 1: only the widths count.
 
     The target's `initializer_range` becomes that of the base. Raises `InvalidExperiment` for models of two families,
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
     """
-    _check_pair(base, target)
+    _check_pair(base, target, depth_rule)
     started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=None)
     rules = tuple(
-        Rule(pattern, role, *_factors(role, base, target))
+        Rule(pattern, role, *_factors(role, base, target, depth_rule))
         for pattern, role in PATTERNS[target.family].items()
         if _occurs(pattern, target)
     )
@@ -150,12 +151,13 @@ def at_width(model: Model, width: int) -> Model:
     )
 
 
-def _factors(role: str, base: Model, target: Model) -> tuple[float, float]:
+def _factors(role: str, base: Model, target: Model, depth_rule: bool) -> tuple[float, float]:
     """Return the factors of the initial values and of the learning rate of the parameters of one role."""
-    width, depth = target.hidden_size / base.hidden_size, target.num_layers / base.num_layers
+    width, deeper = target.hidden_size / base.hidden_size, target.num_layers / base.num_layers
     inner = target.intermediate_size / base.intermediate_size
+    depth = deeper if depth_rule else 1.0
     # GPT-2 itself starts its outputs at 1/sqrt(2 L) of the others (transformers does); this undoes what that adds.
-    published = math.sqrt(depth) if target.family == "gpt2" else 1.0
+    published = math.sqrt(deeper) if target.family == "gpt2" else 1.0
     return {
         EMBEDDING: (1.0, 1.0),
         VECTOR: (1.0, 1.0),
@@ -208,7 +210,7 @@ def _check_models(*models: Any) -> None:
             )
 
 
-def _check_pair(base: Model, target: Model) -> None:
+def _check_pair(base: Model, target: Model, depth_rule: bool) -> None:
     _check_models(base, target)
     for field in ("family", "layout"):
         ours, theirs = getattr(base, field), getattr(target, field)
@@ -230,10 +232,11 @@ def _check_pair(base: Model, target: Model) -> None:
             base=head,
             target=target.hidden_size // target.num_heads,
         )
-    if target.family == "bert" and target.layout == "post_ln" and base.num_layers != target.num_layers:
+    if depth_rule and target.family == "bert" and target.layout == "post_ln" and base.num_layers != target.num_layers:
         raise InvalidExperiment(
             f"{base.name} has {base.num_layers} layers and {target.name} {target.num_layers}, and the depth rule "
-            'holds for models that normalise before each sub-layer. Give both layout="pre_ln", or the same depth.',
+            'holds for models that normalise before each sub-layer. Give both layout="pre_ln", the same depth, or '
+            "depth_rule=False.",
             base=base.num_layers,
             target=target.num_layers,
         )
