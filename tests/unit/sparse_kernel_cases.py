@@ -1,6 +1,7 @@
 """Block-sparse products against masked dense ones, as the unit tests and the GPU tests compare them.
 
-    TRITON_INTERPRET=1 python -m tests.unit.sparse_kernel_cases     # the kernels on the CPU; prints differences as JSON
+    TRITON_INTERPRET=1 python -m tests.unit.sparse_kernel_cases   # the kernels on the CPU; prints differences as JSON
+    python -m tests.unit.sparse_kernel_cases 16                   # compiles the kernels; prints the instructions
 
 Triton reads the variable when it is imported, so that tests start a process of its own.
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import sys
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -46,11 +50,12 @@ class Case:
 def miniature() -> list[Case]:
     """Return the cases for the interpreter: all blocks and sparsities over the shapes, and both dtypes."""
     dtypes = itertools.cycle(("float32", "bfloat16"))
-    pairs = (
-        *zip(BERT_BASE + SCALED_BERT, SPARSITIES, strict=True),
-        *zip(SCALED_BERT + BERT_BASE, SPARSITIES, strict=True),
-    )
-    cases = [Case(block, *shape, sparsity, next(dtypes)) for block in (16, 32, 64) for shape, sparsity in pairs]
+    orders = {16: SCALED_BERT + BERT_BASE, 32: BERT_BASE + SCALED_BERT, 64: SCALED_BERT + BERT_BASE}
+    cases = [
+        Case(block, *shape, sparsity, next(dtypes))
+        for block, shapes in orders.items()
+        for shape, sparsity in zip(shapes, SPARSITIES, strict=True)
+    ]
     return cases + [Case(block, 128, 256, 0.5, tokens=300) for block in (16, 64)]
 
 
@@ -100,7 +105,54 @@ def _difference(found: Tensor | None, expected: Tensor | None) -> float:
     return float((found.detach().float() - expected.detach()).norm()) / (size or 1)
 
 
+def compiled(block: int) -> dict[str, dict[str, int]]:
+    """Compile the first configuration of each kernel for Hopper, which needs no GPU, and count instructions by kernel.
+
+    `async` copies to shared memory bring 16 bytes each, `narrow` ones fewer; `wgmma` multiplies on the tensor cores.
+    """
+    from workbench.sparsity.kernels import triton_kernels as kernels
+
+    product, gradient = kernels.product_kernel, kernels.weight_gradient_kernel
+    common = {"BLOCK": block, "PRECISION": "ieee"}
+    return {
+        "forward": _instructions(product, common | {"TRANSPOSED": False, "HAS_BIAS": True}),
+        "gradient to the input": _instructions(product, common | {"TRANSPOSED": True, "HAS_BIAS": False}),
+        "gradient to the weight": _instructions(gradient, common | {"BY_COLUMN": True, "TOKENS": 64, "COLUMNS": 128}),
+    }
+
+
+def _instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    config, names = kernel.configs[0], kernel.fn.arg_names
+    constants = constants | config.kwargs
+    numbers = {"input_ptr", "values_ptr", "bias_ptr", "output_ptr", "gathered_ptr", "shared_ptr"}
+    types = {name: "*bf16" if name in numbers else "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) or name == "num_tokens"]
+    source = ASTSource(
+        fn=kernel.fn,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    copies = re.findall(r"cp\.async\.c[ag]\S* \[.*?\], \[.*?\], (\w+)", code)
+    return {
+        "wgmma": code.count("wgmma.mma_async"),
+        "async": copies.count("0x10"),
+        "narrow": len(copies) - copies.count("0x10"),
+        "loads": code.count("ld.global"),
+    }
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        print(json.dumps(compiled(int(sys.argv[1]))))
+        return
     from workbench.sparsity.kernels import triton_kernels
 
     triton_kernels.SMALLEST_SPLIT = 64  # so that the tokens of small cases are divided too

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from workbench.sparsity.kernels.speed import break_even_sparsity, sparse_flops_p
 
 ROOT = Path(__file__).parents[2]
 CASE = Case(16, 128, 64, 0.5)
+slow = pytest.mark.skipif(not os.environ.get("WORKBENCH_TEST_ALL"), reason="set WORKBENCH_TEST_ALL")
 
 
 def index_of(case: Case, seed: int = 0) -> BlockIndex:
@@ -37,26 +39,43 @@ def index_of(case: Case, seed: int = 0) -> BlockIndex:
     return BlockIndex.from_mask(random_mask(case), case.block)
 
 
-@functools.cache
-def interpreted() -> list[dict[str, float]]:
-    """Run all cases in a process of their own: Triton is interpreted only if a variable is set before its import."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run_cases(*arguments: str, **environment: str) -> Any:
+    """Run the cases in a process of their own: Triton is interpreted only if a variable is set before its import."""
     answer = subprocess.run(
-        [sys.executable, "-m", "tests.unit.sparse_kernel_cases"],
-        capture_output=True, text=True, cwd=ROOT, env=environment,
+        [sys.executable, "-m", "tests.unit.sparse_kernel_cases", *arguments],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
-    found: list[dict[str, float]] = json.loads(answer.stdout)
+    return json.loads(answer.stdout)
+
+
+@functools.cache
+def interpreted() -> list[dict[str, float]]:
+    found: list[dict[str, float]] = run_cases(TRITON_INTERPRET="1")
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_kernels_equal_masked_dense_products_in_the_interpreter(block: int) -> None:
     pairs = [pair for pair in zip(miniature(), interpreted(), strict=True) if pair[0].block == block]
     assert {case.sparsity for case, _ in pairs} >= {0.0, 0.5, 0.9, 0.99}
     for case, found in pairs:
         assert max(found.values()) < case.tolerance, (case, found)
+
+
+@needs_triton
+@pytest.mark.parametrize("block", [16, *(pytest.param(block, marks=slow) for block in (32, 64))])
+def test_kernels_compile_for_hopper_to_tensor_core_products_and_wide_copies(block: int) -> None:
+    """A kernel that lost sight of its alignment would still be right, and several times slower."""
+    for name, found in run_cases(str(block), TRITON_INTERPRET="0").items():
+        assert found["wgmma"] >= 4, name
+        assert found["async"] >= 18, name
+        assert found["narrow"] == 0, name
+        assert found["loads"] <= 30, name
 
 
 @pytest.mark.parametrize("case", [CASE, Case(64, 256, 64, 0.9, "bfloat16"), Case(32, 64, 64, 0.99)], ids=str)

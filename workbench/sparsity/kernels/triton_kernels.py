@@ -21,8 +21,10 @@ from workbench.sparsity.kernels.index import GROUP_COLUMNS, Lines, Sections
 
 GRADIENT_TOKENS = 64
 """Tokens per step of the weight gradient; one number for all configurations, because it fixes the order of sums."""
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Programs that the weight gradient is divided into, per multiprocessor, if there are tokens enough."""
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Programs that the weight gradient is divided into, per multiprocessor, if there are tokens enough.
+
+Two to four run at a time; with fewer programs, many multiprocessors would wait for the last ones."""
 SMALLEST_SPLIT = 1024
 """Fewest tokens that a program of the weight gradient sums over, if it is one of several."""
 MULTIPROCESSORS_WITHOUT_GPU = 4
@@ -57,13 +59,22 @@ def _multiply(left, right, total, PRECISION: tl.constexpr):
     return tl.dot(left, right, total, input_precision=PRECISION)
 
 
+@triton.jit
+def _spread(first, STRIDE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the offsets of the columns of several blocks, from those of their first columns, multiples of `BLOCK`."""
+    offsets = first[:, None] + (tl.arange(0, BLOCK) * STRIDE)[None, :]
+    # The compiler loses sight of the alignment in the reshape, and would load single numbers without it.
+    return tl.max_contiguous(tl.multiple_of(tl.reshape(offsets, (COLUMNS,)), BLOCK), BLOCK if STRIDE == 1 else 1)
+
+
 @_tuned(
     [
         triton.Config({"TOKENS": 128, "COLUMNS": 64}, num_warps=4, num_stages=3),
-        triton.Config({"TOKENS": 128, "COLUMNS": 64}, num_warps=4, num_stages=5),
-        triton.Config({"TOKENS": 256, "COLUMNS": 64}, num_warps=8, num_stages=3),
+        triton.Config({"TOKENS": 128, "COLUMNS": 64}, num_warps=4, num_stages=2),
+        triton.Config({"TOKENS": 128, "COLUMNS": 64}, num_warps=4, num_stages=4),
+        triton.Config({"TOKENS": 256, "COLUMNS": 64}, num_warps=8, num_stages=2),
         triton.Config({"TOKENS": 128, "COLUMNS": 128}, num_warps=4, num_stages=2),
-        triton.Config({"TOKENS": 64, "COLUMNS": 128}, num_warps=4, num_stages=3),
+        triton.Config({"TOKENS": 64, "COLUMNS": 128}, num_warps=4, num_stages=2),
     ],
     "TRANSPOSED",
 )
@@ -96,27 +107,33 @@ def product_kernel(
     token = tl.arange(0, TOKENS)
     valid = first_token + token < num_tokens
     column = tl.arange(0, COLUMNS)
-    inner = column % BLOCK
     outer = tl.arange(0, BLOCK)
     input_ptr += first_token * input_stride
     start = tl.load(starts_ptr + line)
     end = tl.load(starts_ptr + line + 1)
     total = tl.full((TOKENS, BLOCK), 0, tl.float32)
+    # The next step's index entries are loaded a step ahead: the addresses of its tiles depend on them.
+    entry = start + tl.arange(0, COLUMNS // BLOCK)
+    other = tl.load(others_ptr + entry, mask=entry < end, other=0)
+    slot = tl.load(slots_ptr + entry, mask=entry < end, other=0) if TRANSPOSED else entry
     for position in range(start, end, COLUMNS // BLOCK):
-        entry = position + column // BLOCK
-        present = entry < end
-        other = tl.load(others_ptr + entry, mask=present, other=0)
+        present = position + column // BLOCK < end
+        source = _spread(other * BLOCK, 1, BLOCK, COLUMNS)
         tile = tl.load(
-            input_ptr + token[:, None] * input_stride + (other * BLOCK + inner)[None, :],
+            input_ptr + token[:, None] * input_stride + source[None, :],
             mask=valid[:, None] & present[None, :],
             other=0.0,
         )
         if TRANSPOSED:
-            slot = tl.load(slots_ptr + entry, mask=present, other=0)
-            place = (slot * (BLOCK * BLOCK) + inner * BLOCK)[:, None] + outer[None, :]
+            place = _spread(slot * (BLOCK * BLOCK), BLOCK, BLOCK, COLUMNS)[:, None] + outer[None, :]
         else:
-            place = (entry * (BLOCK * BLOCK) + inner)[:, None] + (outer * BLOCK)[None, :]
+            place = (position * (BLOCK * BLOCK) + column // BLOCK * (BLOCK * BLOCK) + column % BLOCK)[:, None]
+            place += (outer * BLOCK)[None, :]
         weight = tl.load(values_ptr + place, mask=present[:, None], other=0.0)
+        entry += COLUMNS // BLOCK
+        other = tl.load(others_ptr + entry, mask=entry < end, other=0)
+        if TRANSPOSED:
+            slot = tl.load(slots_ptr + entry, mask=entry < end, other=0)
         total = _multiply(tile, weight, total, PRECISION)
     if HAS_BIAS:
         total += tl.load(bias_ptr + line * BLOCK + outer).to(tl.float32)[None, :]
@@ -132,7 +149,7 @@ def product_kernel(
     [
         triton.Config({}, num_warps=4, num_stages=3),
         triton.Config({}, num_warps=4, num_stages=4),
-        triton.Config({}, num_warps=8, num_stages=4),
+        triton.Config({}, num_warps=8, num_stages=3),
     ],
     "BY_COLUMN",
 )
