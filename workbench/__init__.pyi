@@ -6,9 +6,12 @@ from . import sparsity as sparsity
 from .api import compare as compare
 from .api import contrast as contrast
 from .api import coordinate_check as coordinate_check
+from .api import exploration as exploration
 from .api import launch as launch
 from .api import live as live
+from .api import pareto as pareto
 from .api import partition as partition
+from .api import pattern as pattern
 from .api import prepare as prepare
 from .api import reproduce as reproduce
 from .api import share as share
@@ -35,6 +38,7 @@ from .planning.from_experiment import graph as graph
 from .planning.from_experiment import plan as plan
 from .planning.from_experiment import profile as profile
 from .planning.from_experiment import search as search
+from .planning.layer_flops import layer_flops as layer_flops
 from .planning.plan import Plan as Plan
 from .runs.doctor import doctor as doctor
 from .runs.plateau import left_plateau as left_plateau

@@ -312,6 +312,43 @@ def reproduce(
     return reproduce_notebook(*files, kernel=kernel, at_commit=at_commit, trust=trust)
 
 
+@checked_arguments
+def pareto(runs: Runs, published: bool = False) -> go.Figure:
+    """Draw the held-out loss of finished runs against the FLOPs of their layers and, beside it, against their seconds.
+
+    Runs that differ in their seed only are one mark, with a bar over the seeds. FLOPs are those of one sequence,
+    forward and backward, without embeddings, head and absent blocks. `published` adds the figures of arXiv:2108.06277.
+
+    Raises `InvalidExperiment` for runs without held-out losses, and for models and data of one's own.
+    """
+    from workbench.figures.pareto_points import pareto_points
+    from workbench.figures.pareto_view import pareto as draw
+
+    return draw(pareto_points(_handles(runs)), published)
+
+
+@checked_arguments
+def pattern(run: OneRun) -> go.Figure:
+    """Draw the pattern of a run's first sparse weight, with a slider over the updates."""
+    from workbench.figures.pattern_view import pattern as draw
+
+    handle = load_run(run)
+    patterns = handle.patterns()
+    if not len(patterns):
+        raise InvalidArgument(f"{handle.name} has dense weights, or has not begun. Give a run with a sparsity.")
+    return draw(patterns, handle.name)
+
+
+@checked_arguments
+def exploration(runs: Runs) -> go.Figure:
+    """Draw the share of blocks that sparse runs have explored, and the prune ratio, over the steps."""
+    from workbench.figures.pattern_view import exploration as draw
+
+    handles = _handles(runs)
+    named = dict(zip(distinct_names(handles), (run.patterns() for run in handles), strict=True))
+    return draw({name: patterns for name, patterns in named.items() if len(patterns)})
+
+
 def _handles(runs: Runs) -> list[Run]:
     several = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
     if not several:

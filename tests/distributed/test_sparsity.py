@@ -172,7 +172,7 @@ def trainer_of(case: Case) -> Trainer:
         **dataclasses.asdict(division),
         micro_batch=MICRO_BATCH,
         num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
-        schedule="interleaved-1f1b" if division.chunks > 1 else "1f1b",
+        schedule="interleaved" if division.chunks > 1 else "1f1b",
     )
     experiment = Experiment(
         model=zoo.bert_pretraining,

@@ -6,19 +6,24 @@ import itertools
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 import workbench as wb
-from tests.distributed.harness import CPU
-from workbench.capture.sparse_matrices import absent_flops, product_flops, sparse_matrices
-from workbench.cost.graph_profiler import profile_graph
+from workbench.capture.sparse_matrices import product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
+from workbench.figures.pareto_view import ParetoPoint, pareto
+from workbench.figures.pattern_view import LOOKS, exploration
+from workbench.figures.pattern_view import pattern as draw_pattern
 from workbench.planning.from_experiment import check_sparsity, graph
+from workbench.runs.records.history import read_tail
+from workbench.runs.records.patterns import Patterns
 from workbench.sparsity import Dynamic, Static, learning_rate
 from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, largest, moved, uniform
+from workbench.sweeps.axes import Axes, label
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 64}
 
@@ -182,8 +187,81 @@ def test_flops_agree_with_a_hand_count_and_with_the_published_ones(name: str) ->
     captured = graph(experiment(model=model, seq_len=128))
     names = sparse_matrices(captured, Static(0.0, 1))
     assert sum(product_flops(captured, names).values()) == captured.micro_batch * 2 * rows * weights
-    costs = profile_graph(captured, CPU, "fp32", compiled=False)
-    layer_costs = [costs.block_types[each.block_type] for each in costs.blocks if names.keys() & set(each.parameters)]
-    dense = sum(cost.model_flops + cost.model_backward_flops for cost in layer_costs)
-    absent = absent_flops(captured, None if sparsity is None else Static(sparsity, 1))
-    assert dense - absent == pytest.approx(by_hand, rel=1e-5)
+    pattern = None if sparsity is None else Static(sparsity, 1)
+    assert wb.layer_flops(experiment(model=model, seq_len=128, sparsity=pattern)) == pytest.approx(by_hand, rel=1e-5)
+
+
+def event(step: int, update: int, explored: int, picture: list[str], time: float) -> dict[str, object]:
+    counts = {"blocks": 40, "present": 4, "explored": explored, "moved": 2 if update else 0}
+    spent = {"tokens": 64.0 * step, "flops": 1e6 * step, "seconds": 0.5 * step}
+    shown = {"weight": "layer.0.weight", "pattern": picture, "prune_ratio": 0.5}
+    return {"type": "sparsity", "time": time, "step": step, "update": update, **counts, **spent, **shown}
+
+
+def start(time: float, resumed_from: str | None = None) -> dict[str, object]:
+    return {"type": "start", "time": time, "devices": 1, "resumed_from": resumed_from}
+
+
+BEFORE, AFTER, ANEW = ["#.", ".#"], ["##", ".."], [".#", "#."]
+
+
+def patterns(folder: Path) -> Patterns:
+    """Return the patterns of a run that stopped after its first update and made its second one anew."""
+    events = [start(0.0), event(0, 0, 4, BEFORE, 1.0), event(3, 1, 6, AFTER, 2.0), event(5, 2, 8, BEFORE, 3.0)]
+    events += [start(4.0, "checkpoints/step-00000004"), event(5, 2, 7, ANEW, 5.0)]
+    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    return read_tail(folder / "events.jsonl").patterns
+
+
+def test_the_patterns_of_a_resumed_run_are_those_of_its_last_attempt(tmp_path: Path) -> None:
+    found = patterns(tmp_path)
+    assert found.step.tolist() == [0, 3, 5]
+    assert found.explored.tolist() == pytest.approx([0.1, 0.15, 0.175])
+    assert found.present.tolist() == pytest.approx([0.1] * 3)
+    assert found.moved.tolist() == [0.0, 0.5, 0.5]
+    assert found.flops.tolist() == [0.0, 3e6, 5e6]
+    assert [picture.tolist() for picture in found.pictures][2] == [[False, True], [True, False]]
+    assert repr(found) == "Patterns(10 % of the blocks present, 2 updates, 17.5 % explored)"
+
+
+def test_the_slider_shows_what_each_update_did(tmp_path: Path) -> None:
+    figure = draw_pattern(patterns(tmp_path), "run <b>")
+    assert [step.label for step in figure.layout.sliders[0].steps] == ["0", "3", "5"]
+    assert [step.args[0]["visible"].index(True) for step in figure.layout.sliders[0].steps] == [0, 1, 2]
+    names = list(LOOKS)
+    drawn = [[[names[state] for state in row] for row in trace.z] for trace in figure.data]
+    assert drawn[0] == [["stayed", "absent"], ["absent", "stayed"]]
+    assert drawn[1] == [["stayed", "regrown"], ["absent", "pruned"]]
+    assert "run &lt;b&gt;" in figure.layout.title.text
+
+
+def test_exploration_has_a_line_for_each_run_in_both_panels(tmp_path: Path) -> None:
+    figure = exploration({"one": patterns(tmp_path), "two": patterns(tmp_path)})
+    assert [trace.name for trace in figure.data] == ["one", "one", "two", "two"]
+    assert list(figure.data[0].y) == pytest.approx([0.1, 0.15, 0.175])
+
+
+def test_the_pareto_front_joins_what_nothing_beats_in_both_cost_and_loss() -> None:
+    points = [
+        ParetoPoint("dense", "dense", 10.0, 50.0, (2.0, 2.2)),
+        ParetoPoint("static", "static", 2.0, 60.0, (2.5,)),
+        ParetoPoint("dynamic", "dynamic", 2.0, 55.0, (2.3,)),
+    ]
+    figure = pareto(points, published=True)
+    fronts = [trace for trace in figure.data if trace.name == "Pareto front"]
+    assert [list(front.x) for front in fronts] == [[2.0, 10.0], [50.0]]
+    assert [list(front.y) for front in fronts] == [pytest.approx([2.3, 2.1]), pytest.approx([2.1])]
+    [dense, _] = [trace for trace in figure.data if trace.name == "dense"]
+    assert (dense.y[0] - dense.error_y.arrayminus[0], dense.y[0] + dense.error_y.array[0]) == pytest.approx((2.0, 2.2))
+    [grey] = [trace for trace in figure.data if trace.name == "arXiv:2108.06277"]
+    assert dict(zip(grey.text, zip(grey.x, grey.y, strict=True), strict=True))["dense Small"] == (10.07, 2.31)
+
+
+def test_an_axis_of_sparsities_has_short_names() -> None:
+    assert label(Dynamic(0.9, 16).to_json()) == "90 % dynamic 16×16"
+    assert label(Dynamic(0.8, 1, regrow="gradient").to_json()) == "80 % dynamic 1×1, by gradient"
+    assert label(None) is None
+    values = [None, Static(0.8, 4), Dynamic(0.8, 4)]
+    axes = Axes(experiment(steps=200), {"sparsity": values})
+    assert axes.json_values("sparsity") == [None, *(value.to_json() for value in values[1:])]
+    assert [axes.experiment_of({"sparsity": at}).sparsity for at in range(3)] == values

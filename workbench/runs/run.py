@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from workbench.planning.plan import Plan
     from workbench.runs.evaluating import Evaluation
     from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization
+    from workbench.runs.records.patterns import Patterns
     from workbench.runs.records.text_samples import TextSamples
     from workbench.runs.tracking.wandb_run import Delivery
 
@@ -260,6 +261,10 @@ class Run:
     def samples(self) -> TextSamples:
         """Return the text that the model wrote while it trained; empty without `samples`."""
         return self._tail().texts
+
+    def patterns(self) -> Patterns:
+        """Return the patterns of sparse weights as NumPy columns, one row an update; empty for dense weights."""
+        return self._tail().patterns
 
     def utilization(self) -> Utilization:
         """Return how busy the devices were as NumPy columns, one row per sample of one device."""

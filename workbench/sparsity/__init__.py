@@ -52,8 +52,8 @@ class Static:
 
     @property
     def label(self) -> str:
-        """Return a short description, such as `90 % static, 16×16`."""
-        return f"{100 * self.sparsity:g} % {type(self).__name__.lower()}, {self.block}×{self.block}"
+        """Return a short description, such as `90 % static 16×16`."""
+        return f"{100 * self.sparsity:g} % {type(self).__name__.lower()} {self.block}×{self.block}"
 
     def covers(self, name: str) -> bool:
         """Return True if the parameter of this name is in the scope."""
@@ -101,6 +101,11 @@ class Dynamic(Static):
                 f"regrow={self.regrow!r} is not one of the choices. {suggestion(self.regrow, REGROWTH)}",
                 parameter="regrow",
             )
+
+    @property
+    def label(self) -> str:
+        """Return a short description, such as `90 % dynamic 16×16, by gradient`."""
+        return super().label + (", by gradient" if self.regrow == "gradient" else "")
 
     def update_steps(self, steps: int) -> tuple[int, ...]:
         """Return the numbers of completed steps, of `steps` in all, after which the pattern moves."""

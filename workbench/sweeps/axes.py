@@ -10,6 +10,8 @@ from typing import Any
 
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.experiment import Experiment
+from workbench.sparsity import TYPES as SPARSITIES
+from workbench.sparsity import from_json as sparsity_from_json
 
 OTHERWISE = {
     "seed": "Give the number of seeds: seeds=3",
@@ -64,7 +66,7 @@ class Axes:
         """Return the values of an axis as `Experiment.to_json` writes them."""
         first = dict.fromkeys(self.values, 0)
         one_axis = ({**first, name: position} for position in range(len(self.values[name])))
-        return [self.experiment_of(choice).to_json()[name] for choice in one_axis]
+        return [self.experiment_of(choice).to_json().get(name) for choice in one_axis]
 
     def _check_distinct(self, name: str) -> None:
         written = [json.dumps(value, sort_keys=True, default=str) for value in self.json_values(name)]
@@ -92,6 +94,8 @@ def label(value: Any) -> Any:
     """Return a value of an axis, as JSON, for tables and figures: itself if it is plain, else a short text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Mapping) and value.get("type") in SPARSITIES:
+        return sparsity_from_json(value).label
     if isinstance(value, Mapping):
         return str(value.get("name") or ", ".join(f"{key}={item}" for key, item in value.items()))
     return ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)

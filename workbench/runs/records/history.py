@@ -9,8 +9,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import DataEvaluationEvent, DeviceEvent, EvaluationEvent, Event, SamplesEvent, StartEvent
+from workbench.events import (
+    DataEvaluationEvent,
+    DeviceEvent,
+    EvaluationEvent,
+    Event,
+    SamplesEvent,
+    SparsityEvent,
+    StartEvent,
+)
 from workbench.runs.records.event_lines import MEASURED, blocks, damaged_lines, milestones, number, parsed, recent_steps
+from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
 
 Column = NDArray[np.float64]
@@ -188,6 +197,7 @@ class HistoryTail:
         self._on_data: dict[str, dict[int, list[float]]] = {}
         self._metrics: dict[int, Mapping[str, float | None]] = {}
         self._texts: dict[int, SamplesEvent] = {}
+        self._patterns: dict[int, SparsityEvent] = {}
         self.events: list[Event] = []
 
     def read(self) -> History:
@@ -223,6 +233,11 @@ class HistoryTail:
         """Return the samples of text, as far as `read()` has come."""
         return TextSamples(tuple(self._texts[step] for step in sorted(self._texts)))
 
+    @property
+    def patterns(self) -> Patterns:
+        """Return the patterns of sparse weights, as far as `read()` has come."""
+        return patterns_of([self._patterns[step] for step in sorted(self._patterns)])
+
     def _take(self, block: bytes) -> None:
         arrived = parsed(block)
         if arrived.steps.shape[1] and not self._steps.length:
@@ -241,6 +256,8 @@ class HistoryTail:
                 self._on_data.setdefault(event["data"], {})[int(event["step"])] = self._evaluated(event)
             if event["type"] == "samples":
                 self._texts[int(event["step"])] = event
+            if event["type"] == "sparsity":
+                self._patterns[int(event["step"])] = event
             if event["type"] == "start":
                 self._append(arrived.steps[:, taken:steps_before])
                 self._append_samples(samples)
@@ -264,6 +281,7 @@ class HistoryTail:
         self._forget_after(resumed)
         self._evaluations = {step: row for step, row in self._evaluations.items() if resumed and step <= resumed}
         self._texts = {step: event for step, event in self._texts.items() if resumed and step <= resumed}
+        self._patterns = {step: event for step, event in self._patterns.items() if resumed and step <= resumed}
         seconds, hours = self._steps.view()[[_SECONDS, -1]]
         known = np.flatnonzero(np.isfinite(hours))
         self._before = (float(seconds[known[-1]]), float(hours[known[-1]])) if len(known) else (0.0, 0.0)

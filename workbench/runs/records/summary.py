@@ -75,6 +75,7 @@ COLUMNS = (
     "parameters",
     "plan",
     "tokens",
+    "FLOPs",
     "final loss",
     "held-out loss",
     "training time",
@@ -87,19 +88,30 @@ COLUMNS = (
 )
 
 
+SPARSE_COLUMNS = {"blocks present": "present", "blocks explored": "explored"}
+"""Columns that tables with a sparse run have too, and the columns of `Patterns` that they show the last value of."""
+
+
 def summary(runs: Sequence[Run]) -> Summary:
     """Return the summary of some runs: degrees, tokens, final loss, speed, and prediction beside measurement.
 
-    The last value of each metric of the experiments comes after the held-out loss.
+    The last value of each metric of the experiments, and what sparse runs have explored, come after the held-out loss.
     """
     computed = [run.evaluations().metrics for run in runs]
     metrics = tuple(dict.fromkeys(name for found in computed for name in found))
     at = COLUMNS.index("held-out loss") + 1
+    patterns = [run.patterns() for run in runs]
+    sparse = SPARSE_COLUMNS if any(map(len, patterns)) else {}
     rows = [
-        (*row[:at], *(_number(_last(found.get(name)), "{:.4g}") for name in metrics), *row[at:])
-        for row, found in zip(map(_row, runs), computed, strict=True)
+        (
+            *row[:at],
+            *(_number(_last(found.get(name)), "{:.4g}") for name in metrics),
+            *(_number(100 * _last(moved[name]), "{:.3g} %") for name in sparse.values()),
+            *row[at:],
+        )
+        for row, found, moved in zip(map(_row, runs), computed, patterns, strict=True)
     ]
-    columns = (*COLUMNS[:at], *metrics, *COLUMNS[at:])
+    columns = (*COLUMNS[:at], *metrics, *sparse, *COLUMNS[at:])
     return Summary(columns, tuple(rows), machine(runs[0]) if runs else "", notes_of_plans(runs))
 
 
@@ -127,6 +139,7 @@ def _row(run: Run) -> tuple[str, ...]:
         count(start["parameters"]) if start else "–",
         _degrees(plan),
         count(history["tokens"][-1]) if steps else "–",
+        f"{history['flops'][-1]:.3g}" if steps else "–",
         "not finite" if steps and not np.isfinite(loss) else _number(loss, "{:.3f}"),
         _number(_last(held_out), "{:.3f}"),
         duration(history["seconds"][-1]) if steps else "–",

@@ -1,0 +1,56 @@
+"""The marks of the Pareto figure, from finished runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import InvalidExperiment
+from workbench.experiment import Experiment
+from workbench.figures.pareto_view import ParetoPoint
+from workbench.models import CustomModel
+from workbench.planning.layer_flops import layer_flops
+from workbench.runs.run import Run
+
+NOT_COMPARED = ("seed", "name", "tags", "project")
+"""Fields of an experiment in which the seeds of one mark may differ."""
+
+
+def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
+    """Return a mark for each experiment among the runs; raises `InvalidExperiment` for runs that have none."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if not len(run.evaluations()):
+            raise InvalidExperiment(
+                f"{run.name} has no held-out loss. Train with evaluate=wb.Evaluate(every=100), or leave the run out."
+            )
+        fields = {name: value for name, value in run.experiment.items() if name not in NOT_COMPARED}
+        groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
+    return [_point(same) for same in groups.values()]
+
+
+def _point(runs: Sequence[Run]) -> ParetoPoint:
+    described = runs[0].experiment
+    sparsity, model = described.get("sparsity"), described["model"].get("name") or "model"
+    experiment = _rebuilt(described, runs[0].name)
+    label = "dense" if experiment.sparsity is None else experiment.sparsity.label
+    return ParetoPoint(
+        f"{model}, {label}",
+        "dense" if sparsity is None else sparsity["type"],
+        layer_flops(experiment) / 1e9,
+        float(np.mean([run.history().seconds[-1] for run in runs])),
+        tuple(float(run.evaluations().eval_loss[-1]) for run in runs),
+    )
+
+
+def _rebuilt(described: Mapping[str, Any], run: str) -> Experiment:
+    experiment = Experiment.from_json(described)
+    if isinstance(experiment.model, CustomModel) or experiment.data.is_custom:
+        raise InvalidExperiment(
+            f"{run} trains a model or data of your own, which the run's description does not contain, so that the "
+            "FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."
+        )
+    return experiment

@@ -1,0 +1,105 @@
+"""The Pareto figure of sparse training: held-out loss against FLOPs and, beside it, against seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.figures import theme
+
+SYMBOLS = {"dense": "circle", "static": "square", "dynamic": "diamond"}
+PUBLISHED = (
+    ("dense Mini", 2.617, 2.614),
+    ("dense Small", 10.07, 2.310),
+    ("dynamic Medium 1×1", 2.738, 2.408),
+    ("dynamic Medium 4×4", 2.738, 2.546),
+    ("dynamic Medium 8×8", 2.738, 2.591),
+    ("dynamic Medium 16×16", 2.738, 2.621),
+    ("static Medium 1×1", 2.738, 2.648),
+    ("dynamic Base 1×1", 8.33, 2.160),
+    ("dynamic Base 4×4", 8.33, 2.272),
+    ("dynamic Base 8×8", 8.33, 2.295),
+    ("dynamic Base 16×16", 8.33, 2.311),
+)
+"""Name, GFLOP of a sequence and masked-word loss of the models in arXiv:2108.06277, at a sparsity of 0.9."""
+
+
+@dataclass(frozen=True)
+class ParetoPoint:
+    """One configuration: its cost, and the held-out losses of its seeds."""
+
+    name: str
+    group: str
+    """`dense`, `static` or `dynamic`."""
+    gflop: float
+    """FLOPs of the layers, forward and backward, of one sequence, in 1e9."""
+    seconds: float
+    """Mean training time."""
+    losses: tuple[float, ...]
+    """Held-out loss at the end of the training, one for each seed."""
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(self.losses))
+
+
+def pareto(points: Sequence[ParetoPoint], published: bool = False) -> go.Figure:
+    """Draw the held-out loss of each configuration against its FLOPs and against its seconds.
+
+    A line joins the configurations of each panel that none beats in both cost and loss; bars reach over the seeds.
+    `published` adds the figures of arXiv:2108.06277 in grey to the first panel.
+    """
+    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    if published:
+        names, gflop, losses = zip(*PUBLISHED, strict=True)
+        grey = {"color": theme.AXIS, "symbol": [SYMBOLS[name.split()[0]] + "-open" for name in names], "size": 8}
+        mark = {"x": gflop, "y": losses, "text": names, "mode": "markers", "marker": grey, "name": "arXiv:2108.06277"}
+        figure.add_trace(go.Scatter(**mark, hovertemplate="%{text}<br>%{x} GFLOP<br>%{y}<extra></extra>"), row=1, col=1)
+    for panel, cost in enumerate(("gflop", "seconds"), start=1):
+        figure.add_trace(_front(points, cost, showlegend=panel == 1), row=1, col=panel)
+        for index, point in enumerate(points):
+            figure.add_trace(_marker(point, getattr(point, cost), index, showlegend=panel == 1), row=1, col=panel)
+    figure.update_xaxes(type="log", title_text="GFLOP of a sequence in the layers, forward and backward", col=1)
+    figure.update_xaxes(type="log", title_text="Training time in seconds", col=2)
+    figure.update_yaxes(title_text="Held-out loss", col=1)
+    words = "Masked execution computes absent blocks too, so that fewer FLOPs do not take fewer seconds"
+    title = theme.title("Loss against cost: FLOPs and wall time", words)
+    return figure.update_layout(template=theme.TEMPLATE, height=480, title=title, margin={"t": 76})
+
+
+def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go.Scatter:
+    name, loss = theme.text(point.name), point.loss
+    bars = {"array": [max(point.losses) - loss], "arrayminus": [loss - min(point.losses)], "symmetric": False}
+    return go.Scatter(
+        x=[cost],
+        y=[loss],
+        error_y={**bars, "visible": len(point.losses) > 1, "thickness": 1.5},
+        mode="markers",
+        marker={"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11},
+        name=name,
+        legendgroup=point.name,
+        showlegend=showlegend,
+        hovertemplate=f"{name}<br>%{{x:.4g}}<br>%{{y:.4g}}<extra></extra>",
+    )
+
+
+def _front(points: Sequence[ParetoPoint], cost: str, showlegend: bool) -> go.Scatter:
+    """Return the line through the points that no other beats in both cost and loss."""
+    front: list[ParetoPoint] = []
+    for point in sorted(points, key=lambda point: (getattr(point, cost), point.loss)):
+        if not front or point.loss < front[-1].loss:
+            front.append(point)
+    return go.Scatter(
+        x=[getattr(point, cost) for point in front],
+        y=[point.loss for point in front],
+        mode="lines",
+        line={"color": theme.MUTED, "dash": "dot", "width": 1},
+        name="Pareto front",
+        legendgroup="front",
+        showlegend=showlegend,
+        hoverinfo="skip",
+    )

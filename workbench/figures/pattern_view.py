@@ -1,0 +1,83 @@
+"""Figures of patterns of sparse weights: one pattern as it moves, and what all patterns have explored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.figures import theme
+from workbench.runs.records.patterns import Patterns
+from workbench.units import count
+
+LOOKS = {"absent": "#F3F4F6", "stayed": "#0072B2", "regrown": "#D55E00", "pruned": "#F2C9A8"}
+"""Colour of a block by what the last update did with it."""
+MOST_FRAMES = 60
+"""Largest number of positions of the slider."""
+
+
+def pattern(patterns: Patterns, name: str) -> go.Figure:
+    """Draw the pattern of one weight with a slider over the updates; blocks that an update moved have other colours."""
+    frames = np.unique(np.linspace(0, len(patterns) - 1, min(MOST_FRAMES, len(patterns))).round().astype(int))
+    states = [_states(patterns, int(at)) for at in frames]
+    last = len(LOOKS)
+    scale = [(edge / last, color) for at, color in enumerate(LOOKS.values()) for edge in (at, at + 1)]
+    grids = [
+        go.Heatmap(
+            z=state,
+            zmin=-0.5,
+            zmax=last - 0.5,
+            colorscale=scale,
+            xgap=1 if state.shape[1] <= 32 else 0,
+            ygap=1 if state.shape[0] <= 32 else 0,
+            visible=at == len(states) - 1,
+            colorbar={"tickvals": list(range(last)), "ticktext": list(LOOKS), "outlinewidth": 0, "len": 0.6},
+            hovertemplate="row %{y}, column %{x}<extra></extra>",
+        )
+        for at, state in enumerate(states)
+    ]
+    figure = go.Figure(grids)
+    figure.update_xaxes(title_text="Column of blocks", constrain="domain", showgrid=False)
+    figure.update_yaxes(title_text="Row of blocks", autorange="reversed", scaleanchor="x", showgrid=False)
+    steps = [
+        {
+            "label": count(patterns.step[at]),
+            "method": "update",
+            "args": [{"visible": [other == index for other in range(len(frames))]}],
+        }
+        for index, at in enumerate(frames)
+    ]
+    slider = {"steps": steps, "active": len(steps) - 1, "currentvalue": {"prefix": "after step "}, "pad": {"t": 40}}
+    subtitle = f"{theme.text(patterns.weight)}, its first {states[-1].shape[0]} × {states[-1].shape[1]} blocks"
+    title = theme.title(f"The pattern of {theme.text(name)} as it moves", subtitle)
+    return figure.update_layout(template=theme.TEMPLATE, height=620, title=title, sliders=[slider])
+
+
+def _states(patterns: Patterns, at: int) -> np.ndarray:
+    """Return, for each block, the position in `LOOKS` of what the update did with it."""
+    now, before = patterns.pictures[at], patterns.pictures[max(0, at - 1)]
+    return np.where(now, np.where(before, 1, 2), np.where(before, 3, 0))
+
+
+def exploration(patterns: Mapping[str, Patterns]) -> go.Figure:
+    """Draw the share of blocks that each run has explored so far, and the share that its updates replace."""
+    panels = (("explored", "Explored share of the blocks"), ("prune_ratio", "Prune ratio"))
+    figure = make_subplots(1, 2, subplot_titles=[title for _, title in panels])
+    for index, (name, columns) in enumerate(patterns.items()):
+        for panel, (column, _) in enumerate(panels, start=1):
+            trace = go.Scatter(
+                x=columns.step,
+                y=columns[column],
+                mode="lines" if len(columns) > 1 else "markers",
+                line={"color": theme.series_color(index), "dash": theme.series_dash(index), "width": 2},
+                name=theme.text(theme.short(name)),
+                legendgroup=name,
+                showlegend=panel == 1,
+            )
+            figure.add_trace(trace, row=1, col=panel)
+    figure.update_xaxes(title_text="Step", rangemode="tozero")
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
+    title = theme.title("How the patterns explore", "Blocks that are or once were present, over all sparse weights")
+    return figure.update_layout(template=theme.TEMPLATE, height=440, title=title, margin={"t": 96})
