@@ -30,6 +30,8 @@ from .figures.seed_bands_view import seed_bands as seed_bands
 from .figures.sweep_view import best_so_far as best_so_far
 from .figures.sweep_view import heat_map as heat_map
 from .figures.sweep_view import parallel_coordinates as parallel_coordinates
+from .grids.grid import Grid as Grid
+from .grids.grid import grid as grid
 from .measure.calibration import calibrate as calibrate
 from .measure.local_cluster import local_cluster as local_cluster
 from .models._scaling import scaling as scaling

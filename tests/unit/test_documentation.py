@@ -19,5 +19,5 @@ def test_every_public_name_is_in_the_api_reference():
 def test_every_picture_of_a_page_exists(page):
     pictures = re.findall(r"!\[[^\]]+\]\((pictures/[^)]+)\)", page.read_text())
     assert [picture for picture in pictures if not (DOCS / picture).exists()] == []
-    if page.stem in ("evaluation", "optimizers", "samples", "sweeps"):
+    if page.stem in ("evaluation", "grids", "optimizers", "samples", "sweeps"):
         assert pictures

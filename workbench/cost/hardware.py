@@ -1,13 +1,13 @@
 """The hardware table: the figures of data sheets, the links of usual nodes, and the memory of their hosts.
 
-Data sheets: V100 (nvidia.com, "Tesla V100 GPU accelerator", 2018: 15.7 fp32, 125 tensor TFLOP/s, 900 GB/s, NVLink 150
-GB/s per direction); A100 (2021: 19.5 fp32, 312 bf16, 1,555 and 2,039 GB/s, NVLink 300 GB/s); H100 SXM (2023: 67 fp32,
-989 bf16 dense, 3,350 GB/s, NVLink 450 GB/s); H200 SXM (2024: as H100, 4,800 GB/s, 141 GB). Cards for workstations and
-servers: whitepapers of GA102 (2020: RTX 3090 35.6 fp32, 71 bf16, 936 GB/s; RTX A6000 38.7, 154.8, 768), AD102 (2022:
-RTX 4090 82.6, 165.2, 1,008; RTX 6000 Ada 91.1, 364.2, 960) and GB202 (2025: RTX 5090 104.8, 209.5, 1,792); data sheets
-of A10 (31.2, 125, 600) and L40S (91.6, 362, 864). Tensor rates are dense and accumulate in fp32, which GeForce cards do
-at half the rate. fp32 is without TF32, which torch leaves off by default. Memory is the figure that
-`torch.cuda.mem_get_info` reports of an idle device, which is less than the data sheet's decimal gigabytes.
+Data sheets: V100 (nvidia.com, "Tesla V100 GPU accelerator", 2018: 15.7 fp32, 125 tensor TFLOP/s, 900 GB/s, 16 or 32 GB
+of HBM2, NVLink 150 GB/s per direction); A100 (2021: 19.5 fp32, 312 bf16, 1,555 and 2,039 GB/s, NVLink 300 GB/s); H100
+SXM (2023: 67 fp32, 989 bf16 dense, 3,350 GB/s, NVLink 450 GB/s); H200 SXM (2024: as H100, 4,800 GB/s, 141 GB). Cards
+for workstations and servers: whitepapers of GA102 (2020: RTX 3090 35.6 fp32, 71 bf16, 936 GB/s; RTX A6000 38.7, 154.8,
+768), AD102 (2022: RTX 4090 82.6, 165.2, 1,008; RTX 6000 Ada 91.1, 364.2, 960) and GB202 (2025: RTX 5090 104.8, 209.5,
+1,792); data sheets of A10 (31.2, 125, 600) and L40S (91.6, 362, 864). Tensor rates are dense and accumulate in fp32,
+which GeForce cards do at half the rate. fp32 is without TF32, which torch leaves off by default. Memory is the figure
+that `torch.cuda.mem_get_info` reports of an idle device, which is less than the data sheet's decimal gigabytes.
 
 Links inside a node have the bus bandwidth (NVIDIA/nccl-tests, doc/PERFORMANCE.md) of a large all-reduce: about 0.75 of
 NVLink's figure. Links between nodes are one network card per GPU at 0.85 of its rate, as in the vendor's own systems
@@ -26,6 +26,7 @@ _LIBRARIES = int(1.6 * GIB)
 """Bytes of the CUDA context and of cuBLAS's and NCCL's work areas, measured beside the allocator on H200."""
 
 V100 = Device("V100", "cuda", int(31.7 * GIB), {"fp32": 15.7e12, "fp16": 125e12}, 900e9, _LIBRARIES)
+V100_16 = Device("V100 16GB", "cuda", int(15.7 * GIB), {"fp32": 15.7e12, "fp16": 125e12}, 900e9, _LIBRARIES)
 A100_40 = Device("A100 40GB", "cuda", int(39.4 * GIB), {"fp32": 19.5e12, "bf16": 312e12}, 1555e9, _LIBRARIES)
 A100 = Device("A100", "cuda", int(79.1 * GIB), {"fp32": 19.5e12, "bf16": 312e12}, 2039e9, _LIBRARIES)
 H100 = Device("H100", "cuda", int(79.1 * GIB), {"fp32": 67e12, "bf16": 989e12}, 3350e9, _LIBRARIES)
@@ -63,6 +64,8 @@ _H200_LINKS = (Link(350e9, 7.5e-6, paired=0.8), Link(42e9, 20e-6))
 
 NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "v100": (V100, 8, *_V100_LINKS),
+    "v100-32gb": (V100, 8, *_V100_LINKS),
+    "v100-16gb": (V100_16, 8, *_V100_LINKS),
     "a100": (A100, 8, *_A100_LINKS),
     "a100-80gb": (A100, 8, *_A100_LINKS),
     "a100-40gb": (A100_40, 8, *_A100_LINKS),
@@ -80,6 +83,8 @@ NODES: dict[str, tuple[Device, int, Link, Link]] = {
 
 HOST_BYTES = {
     "v100": 512 * GIB,
+    "v100-32gb": 512 * GIB,
+    "v100-16gb": 512 * GIB,
     "a100": 2048 * GIB,
     "a100-80gb": 2048 * GIB,
     "a100-40gb": 1024 * GIB,

@@ -154,7 +154,7 @@ class _Drawing:
                 value = _x_of(trace) if which == 0 else _y_of(trace)
                 columns += [value] if value is not None else []
                 columns += _error_bar_ends(trace) if which == 0 else []
-        if columns:  # shapes lie inside the axes, as Plotly has it
+        if columns and not category_names(self._axis(name), columns):  # shapes lie inside the axes, as Plotly has it
             refs = [((s.xref, s.x0, s.x1), (s.yref, s.y0, s.y1))[which] for s in self._layout.shapes]
             columns += [ends for ref, *ends in refs if ref == name]
         return columns
@@ -267,7 +267,8 @@ class _Drawing:
         axis = scale.x if which == 0 else scale.y
         if reference.endswith("domain"):
             return float(axis.start_px + value * (axis.end_px - axis.start_px))
-        return float(axis(value))
+        is_position = bool(axis.names) and not isinstance(value, str)
+        return float(axis.from_numbers(value) if is_position else axis(value))
 
     def _draw_shape(self, shape: Any) -> None:
         x_of, y_of = str(shape.xref or "x"), str(shape.yref or "y")

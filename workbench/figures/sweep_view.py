@@ -12,6 +12,8 @@ from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES
+from workbench.figures.grid_view import draw_grid
+from workbench.grids.grid import Grid
 from workbench.sweeps.sweep import Row, Sweep
 
 BUDGETS = ("step", "gpu_hours")
@@ -19,17 +21,28 @@ BUDGETS = ("step", "gpu_hours")
 
 
 @checked_arguments
-def heat_map(sweep: Sweep, x: str | None = None, y: str | None = None) -> go.Figure:
+def heat_map(sweep: Sweep | Grid, x: str | None = None, y: str | None = None) -> go.Figure:
     """Draw the mean objective of a sweep over two of its axes; other axes show the best of their values.
 
+    Of a grid of plans it draws the predicted speed, with all other axes along the height.
+
     Args:
-        sweep: the sweep, at work or complete. A cell without a finished run is empty.
-        x: axis along the width; by default the first.
-        y: axis along the height; by default the second, if there is one.
+        sweep: the sweep, at work or complete, or a grid. A cell without a finished run or without a plan is empty.
+        x: axis along the width; by default the first of a sweep, the last of a grid with several values.
+        y: axis along the height; by default the second of a sweep, if there is one.
 
     Raises `UnknownParameter` for an axis that the sweep lacks.
     """
     axes = list(sweep.axes)
+    if isinstance(sweep, Grid):
+        x = sweep.varied[-1] if x is None else x
+        if x not in axes or y is not None:
+            wrong = y if x in axes else x
+            raise UnknownParameter(
+                f"{wrong!r} cannot be an axis here. Give x, one of {', '.join(axes)}; the others make up the height.",
+                parameter=wrong,
+            )
+        return draw_grid(sweep, x)
     x, y = axes_of_heat_map(axes, x, y)
     for name in (x, y):
         if name is not None and name not in axes:

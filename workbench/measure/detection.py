@@ -109,8 +109,9 @@ def _joined_by_nvlink(words: list[str]) -> str | None:
     model = next((word for word in ("h200", "h100", "a100", "v100") if word in words), None)
     if "pcie" in words or "nvl" in words:
         return None
-    small = model == "a100" and any(word.startswith("40g") for word in words)
-    return "a100-40gb" if small else model
+    size = {"a100": "40g", "v100": "16g"}.get(model or "")
+    small = size is not None and any(word.startswith(size) for word in words)
+    return f"{model}-{size}b" if small else model
 
 
 def with_memory(device: Device, total_bytes: int) -> Device:

@@ -89,7 +89,7 @@ def search(
 
     Arguments and errors are those of `wb.plan`.
     """
-    limit, fixed = memory_limit_bytes(memory_limit_gib), _fixed(experiment, choices)
+    limit, fixed = memory_limit_bytes(memory_limit_gib), checked_choices(experiment, choices)
     costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
     request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
     return weigh(costs, costs.precision, request)
@@ -97,11 +97,11 @@ def search(
 
 def search_profiled(experiment: Experiment, costs: Profile, cluster: Cluster) -> Plans:
     """Return what `search` does for a model whose profile is known, without another capture."""
-    request = Request(experiment.global_batch, experiment.seq_len, cluster, None, _fixed(experiment, {}))
+    request = Request(experiment.global_batch, experiment.seq_len, cluster, None, checked_choices(experiment, {}))
     return weigh(costs, costs.precision, request)
 
 
-def _fixed(experiment: Experiment, choices: Choices) -> Fixed:
+def checked_choices(experiment: Experiment, choices: Choices) -> Fixed:
     """Return the checked choices, and those that follow from the experiment's optimiser."""
     if isinstance(experiment.optimizer, UserFunction):
         choices = _undivided(experiment, choices)

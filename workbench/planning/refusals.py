@@ -118,10 +118,13 @@ def _ways(profile: Profile, request: Request, works: Works) -> Iterator[str]:
 
 
 def too_large(
-    profile: Profile, request: Request, options: int, least: tuple[Strategy, float], fits: Works
+    profile: Profile, request: Request, options: int, least: tuple[Strategy, float, int], fits: Works
 ) -> PlanInfeasible:
-    """Return the refusal where nothing fits: `least` is the strategy that needs the fewest bytes, with these bytes."""
-    strategy, needed = least
+    """Return the refusal where nothing fits.
+
+    `least` is the strategy that needs the fewest bytes, with these bytes and the pipeline rank that needs them.
+    """
+    strategy, needed, rank = least
     tensor = f"tensor={strategy.tensor}, " if strategy.tensor > 1 else ""
     host = ", offload_optimizer=True" if strategy.offload_optimizer else ""
     graphs = ", cuda_graphs=True" if strategy.cuda_graphs else ""
@@ -134,6 +137,7 @@ def too_large(
         needed_bytes=int(needed),
         offered_bytes=request.offered_bytes,
         options=options,
+        fullest=f"stage {rank}" if strategy.chunks == 1 else f"rank {rank} of the pipeline",
     )
 
 

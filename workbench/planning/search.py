@@ -105,12 +105,12 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def checked_search(profile: Profile, precision: str, request: Request) -> Search:
+def checked_search(profile: Profile, precision: str, request: Request, advises: bool = True) -> Search:
     """Return a search of a checked request; raises what `search` raises before anything is searched."""
     check_cluster(request.cluster)
     check_profile(profile, precision, request.cluster)
     check(request, profile)
-    return Search(profile, request)
+    return Search(profile, request, advises)
 
 
 def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
@@ -127,11 +127,12 @@ def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
 
 
 class Search:
-    """One search for the fastest plan."""
+    """One search for the fastest plan; `advises=False` saves the searches for a way out where nothing fits."""
 
-    def __init__(self, profile: Profile, request: Request) -> None:
+    def __init__(self, profile: Profile, request: Request, advises: bool = True) -> None:
         self.profile = profile
         self.request = request
+        self._advises = advises
         self.searched = 0
         """Number of options, once `plan` has run."""
         self._weighed: dict[Strategy, Option] = {}
@@ -221,21 +222,21 @@ class Search:
 
     def _refusal(self, found: list[Option]) -> PlanInfeasible:
         """Return the reason why no option fits, with the option that needs least memory."""
-        leanest, least = found[0], np.inf
+        leanest, least, fullest = found[0], np.inf, 0
         for option in sorted(found, key=lambda option: option.least_bytes):
             if option.least_bytes >= least:
                 break
-            needed = Cutter(option.costs).leanest()
+            needed, rank = Cutter(option.costs).leanest()
             if needed < least:
-                leanest, least = option, needed
+                leanest, least, fullest = option, needed, rank
         if not np.isfinite(least):
             host = min(Cutter(option.costs).least_host for option in found)
             return host_too_small(self.profile, self.request, host)
         strategy = replace(leanest.strategy, recompute=leanest.costs.model.modes[-1])
-        return too_large(self.profile, self.request, len(found), (strategy, float(least)), self._fits)
+        return too_large(self.profile, self.request, len(found), (strategy, float(least), fullest), self._fits)
 
     def _fits(self, other: Request) -> bool:
         try:
-            return bool(Search(self.profile, other).plan())
+            return self._advises and bool(Search(self.profile, other).plan())
         except PlanInfeasible:
             return False

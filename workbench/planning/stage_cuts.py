@@ -100,13 +100,13 @@ class Cutter:
             return None, self._least_fullest_stage()
         return (cut, max(cut.peaks)) if max(cut.peaks) <= offered else self._tighter(offered, cut)
 
-    def leanest(self) -> float:
-        """Return the bytes of the fullest device of a cut that needs little.
+    def leanest(self) -> tuple[float, int]:
+        """Return the bytes of the fullest device of a cut that needs little, and the pipeline rank of that device.
 
         No cut needs less where ranks have one stage each.
         """
         cut = self._cut_within(self._least_fullest_stage())
-        return np.inf if cut is None else max(cut.peaks)
+        return (np.inf, 0) if cut is None else max((peak, rank) for rank, peak in enumerate(cut.peaks))
 
     def stage_bytes(self, rank: int, cut: Cut) -> list[float]:
         """Return the bytes of each of a rank's stages at the rank's fullest moment, in the schedule's own order."""

@@ -1,0 +1,142 @@
+"""A grid: every cell is the plan of its choices, or says why there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+import workbench as wb
+from workbench.errors import InvalidArgument, PlanInfeasible, UnknownParameter
+from workbench.figures.browserless_png import figure_png
+from workbench.grids.grid import largest_loss
+from workbench.units import GIB, gib
+
+MODEL = wb.models.gpt2(256, 4, 4, vocab_size=512, max_positions=128, name="tiny-gpt")
+EXPERIMENT = wb.Experiment(model=MODEL, data=wb.data.corpus("demo", vocab_size=512), global_batch=64, seq_len=128)
+H200 = wb.Cluster.of("h200", gpus=4)
+SMALL = dataclasses.replace(
+    H200, device=dataclasses.replace(H200.device, memory_bytes=int(0.17 * GIB), reserved_bytes=0)
+)
+"""Four devices that hold a micro-batch of 2 under this model, and not one of 32."""
+FIXED = {"zero": 0, "recompute": "none", "schedule": "1f1b", "offload_optimizer": False, "cuda_graphs": False}
+AXES = {"tensor": [1, 2], "pipeline": [1, 2, 4], "micro_batch": [2, 32], **FIXED}
+
+
+@pytest.fixture(scope="module")
+def grid() -> wb.Grid:
+    return wb.grid(EXPERIMENT, SMALL, **AXES)
+
+
+def test_every_cell_is_the_plan_of_its_choices_or_its_refusal(grid):
+    assert len(grid) == 2 * 3 * 2
+    assert grid.cells[1].choices == {"tensor": 1, "pipeline": 1, "micro_batch": 32, **FIXED}
+    for cell in (grid.best, grid.worst):
+        planned = wb.plan(EXPERIMENT, SMALL, **cell.choices)
+        assert dataclasses.replace(cell.plan, candidates=()) == dataclasses.replace(planned, candidates=())
+        assert {name: getattr(planned, name) for name in cell.choices} == cell.choices
+    steps = [cell.step_ms for cell in grid.feasible]
+    assert steps == sorted(steps)
+    assert grid.ratio == pytest.approx(steps[-1] / steps[0])
+    assert grid.ratio > 1
+    assert [cell.plan is None for cell in grid] == sorted(cell.plan is None for cell in grid.cells)
+
+
+def test_a_cell_that_does_not_fit_says_which_device_overflows_and_by_how_much(grid):
+    cell = grid.cell(tensor=2, pipeline=1, micro_batch=32)
+    needed = wb.plan(EXPERIMENT, H200, **cell.choices).peak_bytes
+    over = needed - SMALL.device.usable_bytes
+    assert cell.overflow_bytes == pytest.approx(over, abs=1)
+    assert cell.reason == f"stage 0 needs {gib(needed)}, {gib(over)} more than each H200 offers"
+    piped = grid.cell(tensor=2, pipeline=2, micro_batch=32)
+    assert re.match(r"stage 1 needs [\d.]+ GiB, ", piped.reason), "the last stage has the logits"
+
+
+def test_a_cell_whose_degrees_do_not_divide_is_one_sentence(grid):
+    cell = grid.cell(tensor=2, pipeline=4, micro_batch=2)
+    assert cell.reason == "pipeline=4 × tensor=2 uses 8 of 4 devices"
+    assert cell.overflow_bytes is None
+    assert cell.refusal.startswith(cell.reason)
+
+
+def test_the_reason_is_the_largest_loss(grid):
+    plan = grid.best.plan
+    for part, words in {"bubble_ms": "bubble", "host_ms": "host-bound", "communication_ms": "communication"}.items():
+        parts = dict.fromkeys(("bubble_ms", "host_ms", "communication_ms", "optimizer_ms"), 0.0)
+        lost = dataclasses.replace(plan.prediction, step_ms=100.0, compute_ms=57.0, **{**parts, part: 43.0})
+        assert largest_loss(dataclasses.replace(plan, prediction=lost)) == (words, 0.43)
+    even = dataclasses.replace(plan.prediction, step_ms=100.0, compute_ms=100.0, **parts | {"communication_ms": 0.0})
+    slow, quick = (dataclasses.replace(plan.stages[0], forward_ms=ms, backward_ms=0.0) for ms in (3.0, 1.0))
+    uneven = dataclasses.replace(plan, prediction=even, pipeline=2, stages=(quick, slow))
+    assert largest_loss(uneven) == ("uneven stages", pytest.approx(1 / 3))
+
+
+def test_the_sentences_name_the_best_and_the_worst(grid):
+    headline, count, best, worst = repr(grid).split("\n")
+    assert headline == "tiny-gpt on 4 × H200, batch 64"
+    fixed = "zero=0, recompute='none', schedule='1f1b', offload_optimizer=False, cuda_graphs=False"
+    assert count == f"12 cells with {fixed}, {len(grid.feasible)} of them with a plan."
+    assert best.startswith("Best: tensor=")
+    assert worst.startswith("Worst: tensor=")
+    assert f"{grid.ratio:.2f} times the best." in worst
+    assert grid.best.reason in best
+    assert grid._repr_html_().count("<tr>") == 13
+    assert [row["step_ms"] for row in grid.rows()] == [
+        None if cell.plan is None else cell.step_ms for cell in grid.cells
+    ]
+
+
+def test_the_heat_map_frames_the_best_and_the_worst(grid):
+    figure = wb.heat_map(grid)
+    [cells] = figure.data
+    assert list(cells.x) == ["2", "32"]
+    assert (cells.y[0], len(cells.y)) == ("TP 1 · PP 1", 6)
+    assert sorted(value for line in cells.z for value in line if value == value)[-1] == 1.0
+    assert sum(text.startswith("+ ") for line in cells.text for text in line) == sum(
+        cell.overflow_bytes is not None for cell in grid.cells
+    )
+    assert "uses 8 of 4 devices" in cells.customdata[5][0]
+    best, worst = figure.layout.shapes
+    assert cells.z[int(best.y0 + 0.5)][int(best.x0 + 0.5)] == 1.0
+    assert cells.z[int(worst.y0 + 0.5)][int(worst.x0 + 0.5)] == pytest.approx(1 / grid.ratio)
+    assert list(wb.heat_map(grid, x="tensor").data[0].x) == ["1", "2"]
+    assert figure_png(figure)[:4] == b"\x89PNG"
+
+
+def test_a_grid_without_a_plan_is_drawn_and_has_no_best():
+    grid = wb.grid(EXPERIMENT, H200, tensor=[4], pipeline=[4], micro_batch=[1, 2])
+    assert not grid.feasible
+    assert not wb.heat_map(grid).layout.shapes
+    with pytest.raises(PlanInfeasible, match=r"None of the 2 cells has a plan\. The first says: pipeline=4 × tensor=4"):
+        _ = grid.best
+
+
+@pytest.mark.parametrize(
+    ("axes", "sentence"),
+    [
+        ({}, "A grid needs an axis: "),
+        ({"tensor": []}, "The axis 'tensor' has no values. Give a list, such as tensor="),
+        ({"tenser": [1]}, "'tenser' is no choice of a plan. Did you mean 'tensor'?"),
+        ({"tensor": range(1, 80), "pipeline": range(1, 80)}, "The grid has 6,241 cells, more than 5,000."),
+    ],
+)
+def test_wrong_axes_are_refused_in_one_sentence(axes, sentence):
+    with pytest.raises(InvalidArgument) as caught:
+        wb.grid(EXPERIMENT, H200, **axes)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_wrong_values_cells_and_directions_are_refused(grid):
+    with pytest.raises(PlanInfeasible, match="tensor=0 must be a whole number of at least 1"):
+        wb.grid(EXPERIMENT, H200, tensor=[1, 0])
+    with pytest.raises(InvalidArgument, match=r"The grid has no cell \{'tensor': 3\}\. Give one value of each axis"):
+        grid.cell(tensor=3)
+    with pytest.raises(UnknownParameter, match=r"'data' cannot be an axis here\. Give x, one of tensor, pipeline"):
+        wb.heat_map(grid, x="data")
+
+
+def test_the_v100_is_in_the_table_with_both_memories():
+    small, large = (wb.Cluster.of(name, gpus=8).device for name in ("v100-16gb", "v100-32gb"))
+    assert small.usable_bytes < 14 * GIB < 28 * GIB < large.usable_bytes
+    assert small.peak_flops == large.peak_flops

@@ -1,0 +1,296 @@
+"""A grid of plans: what the planner predicts for every combination of some choices, and why.
+
+The best plan answers "what shall I run"; a grid answers "how much does it matter". Every cell is a plan of its own: the
+choices of the cell are fixed, and the planner searches the rest.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.arguments import checked_arguments
+from workbench.cost.cluster import Cluster
+from workbench.cost.profile import Profile
+from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
+from workbench.experiment import Experiment
+from workbench.planning.from_experiment import checked_choices, profile_and_cluster
+from workbench.planning.plan import Plan
+from workbench.planning.request import Request, check_choices, memory_limit_bytes
+from workbench.planning.search import checked_search, uncollected
+from workbench.strategy import Choices, Fixed
+from workbench.units import duration, gib, plain
+
+MOST_CELLS = 5_000
+WORTH_NAMING = 0.1
+"""Share of a step from which a part is named as what the step loses to."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of choices: its plan, or why there is none."""
+
+    choices: Mapping[str, Any]
+    plan: Plan | None
+    reason: str
+    """Largest part of the step that is no useful computation, or the device that overflows, in a few words."""
+    refusal: str = ""
+    """The planner's whole sentence where there is no plan."""
+    overflow_bytes: int | None = None
+    """Bytes by which the fullest device exceeds what it offers, where that is why there is no plan."""
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted milliseconds of one step; infinite without a plan."""
+        return math.inf if self.plan is None else self.plan.prediction.step_ms
+
+    @property
+    def name(self) -> str:
+        """Return the cell's choices as they are written in a call."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.choices.items())
+
+
+@dataclass(frozen=True, repr=False)
+class Grid:
+    """Predictions for every combination of some choices, in the order of the axes."""
+
+    experiment: Experiment
+    cluster: Cluster
+    axes: Mapping[str, tuple[Any, ...]]
+    cells: tuple[Cell, ...]
+
+    @property
+    def feasible(self) -> tuple[Cell, ...]:
+        """The cells that have a plan, fastest first."""
+        return tuple(sorted((cell for cell in self.cells if cell.plan is not None), key=lambda cell: cell.step_ms))
+
+    @property
+    def best(self) -> Cell:
+        """The fastest cell; raises `PlanInfeasible` if no cell has a plan."""
+        return self._known()[0]
+
+    @property
+    def worst(self) -> Cell:
+        """The slowest cell that has a plan; raises `PlanInfeasible` if none has."""
+        return self._known()[-1]
+
+    @property
+    def ratio(self) -> float:
+        """Return the step of the worst cell as a multiple of the best one's."""
+        return self.worst.step_ms / self.best.step_ms
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The axes with more than one value; all axes if none has more."""
+        return tuple(name for name, values in self.axes.items() if len(values) > 1) or tuple(self.axes)
+
+    def cell(self, **choices: Any) -> Cell:
+        """Return the cell of these choices; those with one value may be left out. Raises `InvalidArgument` for others.
+
+        Its `plan` can be launched: `wb.launch(experiment, grid.cell(tensor=2, pipeline=1).plan)`.
+        """
+        complete = {**{name: values[0] for name, values in self.axes.items() if len(values) == 1}, **choices}
+        for cell in self.cells:
+            if cell.choices == complete:
+                return cell
+        values = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in self.axes.items())
+        raise InvalidArgument(f"The grid has no cell {choices}. Give one value of each axis: {values}.")
+
+    def _known(self) -> tuple[Cell, ...]:
+        if not self.feasible:
+            raise PlanInfeasible(
+                f"None of the {len(self.cells)} cells has a plan. The first says: {self.cells[0].refusal}",
+                cells=len(self.cells),
+            )
+        return self.feasible
+
+    def headline(self) -> str:
+        """Return what the grid is of, in words."""
+        return f"{self.experiment.model.name} on {self.cluster.describe()}, batch {self.experiment.global_batch}"
+
+    def sentences(self) -> list[str]:
+        """Return what the grid says: how many cells fit, the best and the worst, and how far they are apart."""
+        count, known = len(self.cells), self.feasible
+        fixed = [f"{name}={values[0]!r}" for name, values in self.axes.items() if name not in self.varied]
+        words = f" with {', '.join(fixed)}" if fixed else ""
+        lines = [f"{count} cells{words}, {len(known)} of them with a plan."]
+        if known:
+            best, worst = known[0], known[-1]
+            compute = self._compute_ratio(worst) if worst.reason.startswith("compute") else ""
+            lines.append(f"Best: {self.in_words(best)}.")
+            lines.append(f"Worst: {self.in_words(worst)}{compute}; {self.ratio:.2f} times the best.")
+        return lines
+
+    def in_words(self, cell: Cell) -> str:
+        """Return a cell's choices, its step and the reason of it."""
+        choices = ", ".join(f"{name}={cell.choices[name]!r}" for name in self.varied)
+        if cell.plan is None:
+            return f"{choices}: {cell.reason}"
+        return f"{choices}: {duration(cell.step_ms / 1e3)} a step, {cell.reason}"
+
+    def _compute_ratio(self, cell: Cell) -> str:
+        assert cell.plan is not None
+        assert self.best.plan is not None
+        times = cell.plan.prediction.compute_ms / self.best.plan.prediction.compute_ms
+        return f", {times:.2f} times that of the best" if cell is not self.best else ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a plain dictionary for each cell, in the order of the axes: for a data frame, or JSON."""
+        return [
+            {
+                **cell.choices,
+                "step_ms": None if cell.plan is None else cell.step_ms,
+                "peak_bytes": None if cell.plan is None else cell.plan.peak_bytes,
+                "plan": None if cell.plan is None else cell.plan.division(),
+                "reason": cell.reason,
+                "overflow_bytes": cell.overflow_bytes,
+            }
+            for cell in self.cells
+        ]
+
+    def __repr__(self) -> str:
+        return "\n".join([self.headline(), *self.sentences()])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in (*self.varied, "step", "memory", "reason"))
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in self._row(cell))}</tr>" for cell in self
+        )
+        words = "<br>".join(html.escape(line) for line in (self.headline(), *self.sentences()))
+        return f"<p>{words}</p><table><tr>{head}</tr>{rows}</table>"
+
+    def _row(self, cell: Cell) -> list[str]:
+        values = [repr(cell.choices[name]) for name in self.varied]
+        if cell.plan is None:
+            return [*values, "", "", cell.reason]
+        return [*values, duration(cell.step_ms / 1e3), gib(cell.plan.peak_bytes), cell.reason]
+
+    def __iter__(self) -> Iterator[Cell]:
+        """Yield the cells: those that have a plan, fastest first, then the others."""
+        return itertools.chain(self.feasible, (cell for cell in self.cells if cell.plan is None))
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+
+@checked_arguments
+def grid(
+    experiment: Experiment,
+    cluster: Cluster | None = None,
+    *,
+    memory_limit_gib: float | None = None,
+    **axes: Any,
+) -> Grid:
+    """Predict a plan for every combination of some choices: `wb.grid(exp, tensor=[1, 2, 4], micro_batch=[1, 2, 4, 8])`.
+
+    Args:
+        experiment: what is trained.
+        cluster: the devices, also those of a machine one does not have; this machine by default.
+        memory_limit_gib: most memory of each device, in GiB.
+        axes: values of the choices of a plan (`workbench.strategy.Choices`). A choice that is no axis is searched in
+            each cell; one value fixes it.
+
+    A cell without a plan says why; it does not end the grid. Raises `InvalidArgument` for an axis that is no choice of
+    a plan, an empty axis or more than 5,000 cells, `PlanInfeasible` for a value that no plan can have, and what
+    `wb.plan` raises for the experiment.
+    """
+    values = _checked_axes(axes)
+    limit = memory_limit_bytes(memory_limit_gib)
+    profile, cluster = profile_and_cluster(experiment, cluster)
+    with uncollected():
+        cells = tuple(
+            _predicted(experiment, profile, cluster, limit, dict(zip(values, chosen, strict=True)))
+            for chosen in itertools.product(*values.values())
+        )
+    return Grid(experiment, cluster, values, cells)
+
+
+def _checked_axes(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return each axis with its different values; a value that is no list is an axis of one value."""
+    if not axes:
+        raise InvalidArgument("A grid needs an axis: wb.grid(experiment, tensor=[1, 2, 4], micro_batch=[1, 2, 4]).")
+    checked: dict[str, tuple[Any, ...]] = {}
+    for name, given in axes.items():
+        if name not in Choices.__annotations__:
+            raise InvalidArgument(f"{name!r} is no choice of a plan. {suggestion(name, list(Choices.__annotations__))}")
+        listed = [given] if isinstance(given, str) or not isinstance(given, Sequence) else list(map(plain, given))
+        if not listed:
+            raise InvalidArgument(f"The axis {name!r} has no values. Give a list, such as {name}=[1, 2, 4].")
+        for value in listed:
+            check_choices(Fixed(**{name: value}))  # type: ignore[arg-type]
+        checked[name] = tuple(dict.fromkeys(listed))
+    count = math.prod(map(len, checked.values()))
+    if count > MOST_CELLS:
+        raise InvalidArgument(f"The grid has {count:,} cells, more than {MOST_CELLS:,}. Give fewer values.")
+    return checked
+
+
+def _predicted(
+    experiment: Experiment, profile: Profile, cluster: Cluster, limit: int | None, choices: Mapping[str, Any]
+) -> Cell:
+    try:
+        fixed = checked_choices(experiment, {**choices})  # type: ignore[typeddict-item]
+        request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
+        plan = checked_search(profile, profile.precision, request, advises=False).plan()
+    except PlanInfeasible as error:
+        return _without_plan(choices, error, cluster)
+    name, share = largest_loss(plan)
+    return Cell(choices, plan, _reason(plan, name, share))
+
+
+def _without_plan(choices: Mapping[str, Any], error: PlanInfeasible, cluster: Cluster) -> Cell:
+    """Return a cell that says which device overflows and by how much, or why its choices make no plan."""
+    needed, offered = error.facts.get("needed_bytes"), error.facts.get("offered_bytes")
+    if needed is None or offered is None:
+        return Cell(choices, None, str(error).partition(". ")[0], str(error))
+    over, fullest = needed - offered, error.facts.get("fullest")
+    if fullest is None:
+        words = (
+            f"the optimiser's state needs {gib(needed)} of the host for each device, {gib(over)} more than it offers"
+        )
+    else:
+        words = f"{fullest} needs {gib(needed)}, {gib(over)} more than each {cluster.device.name} offers"
+    return Cell(choices, None, words, str(error), over)
+
+
+def largest_loss(plan: Plan) -> tuple[str, float]:
+    """Return the part of the step that is no useful computation and takes most, with its share of the step.
+
+    The name is `compute`, with the share of all computation, where no part takes a tenth of the step.
+    """
+    predicted = plan.prediction
+    parts = {
+        "bubble": predicted.bubble_ms,
+        "host-bound": predicted.host_ms,
+        "communication": predicted.communication_ms,
+        "optimiser": predicted.optimizer_ms,
+        "uneven stages": predicted.compute_ms * _unevenness(plan)[1],
+    }
+    name = max(parts, key=parts.__getitem__)
+    share = parts[name] / predicted.step_ms
+    return (name, share) if share >= WORTH_NAMING else ("compute", predicted.compute_ms / predicted.step_ms)
+
+
+def _unevenness(plan: Plan) -> tuple[int, float]:
+    """Return the slowest pipeline rank, and the share of its time that it works longer than the mean rank."""
+    ranks = [
+        sum(stage.forward_ms + stage.backward_ms for stage in plan.stages_of(rank)) for rank in range(plan.pipeline)
+    ]
+    slowest = max(ranks)
+    return ranks.index(slowest), 1 - sum(ranks) / len(ranks) / slowest
+
+
+def _reason(plan: Plan, name: str, share: float) -> str:
+    percent = f"{100 * share:.0f} %"
+    if name == "host-bound":
+        return f"host-bound: {percent} of the step"
+    if name == "communication":
+        return f"exposed communication {percent}"
+    if name == "uneven stages":
+        return f"uneven stages {percent}: rank {_unevenness(plan)[0]} of the pipeline is the slowest"
+    recomputed = f", {plan.recompute_words()}" if name == "compute" and plan.recompute != "none" else ""
+    return f"{name} {percent}{recomputed}"
