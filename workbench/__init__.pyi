@@ -26,12 +26,15 @@ from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
 from .experiment import Samples as Samples
+from .figures.measured_grid_view import predictions as predictions
 from .figures.seed_bands_view import seed_bands as seed_bands
 from .figures.sweep_view import best_so_far as best_so_far
 from .figures.sweep_view import heat_map as heat_map
 from .figures.sweep_view import parallel_coordinates as parallel_coordinates
 from .grids.grid import Grid as Grid
 from .grids.grid import grid as grid
+from .grids.measuring import MeasuredGrid as MeasuredGrid
+from .grids.measuring import load_grid as load_grid
 from .measure.calibration import calibrate as calibrate
 from .measure.local_cluster import local_cluster as local_cluster
 from .models._scaling import scaling as scaling

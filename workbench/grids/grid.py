@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,19 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
+from workbench.grids.measuring import WARM_STEPS, MeasuredGrid, start_measuring
 from workbench.planning.from_experiment import checked_choices, profile_and_cluster
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request, check_choices, memory_limit_bytes
 from workbench.planning.search import checked_search, uncollected
+from workbench.runs.launching.launcher import check_launch
 from workbench.strategy import Choices, Fixed
 from workbench.units import duration, gib, plain
 
 MOST_CELLS = 5_000
+MAY_BE_FASTEST = 1.27
+"""Multiple of the best prediction up to which a cell might be the fastest: both are wrong by at most 12 %, the largest
+error that the planner aims at (benchmarks/README.md), and 1.12 / 0.88 is 1.27."""
 WORTH_NAMING = 0.1
 """Share of a step from which a part is named as what the step loses to."""
 
@@ -107,6 +113,63 @@ class Grid:
                 cells=len(self.cells),
             )
         return self.feasible
+
+    @checked_arguments
+    def measure(
+        self,
+        cells: str | int | Sequence[Cell] = "choice",
+        steps: int = 12,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> MeasuredGrid:
+        """Train cells for some steps on this machine, one after the other, in processes that outlive this one.
+
+        Args:
+            cells: `"choice"` measures the cells whose prediction is so near to the best that they might be faster,
+                `"all"` every cell that has a plan, a number as many of them from the fastest to the slowest, evenly by
+                their rank, and a list these cells.
+            steps: steps of each cell, of which the first three are not timed.
+            directory: the directory of the measurement; by default `<name>-grid-<time>` in `$WORKBENCH_RUNS`, or in
+                `./runs`.
+
+        The runs neither evaluate nor write checkpoints before their end. Raises `InvalidArgument` for cells that cannot
+        be measured, and what `wb.launch` raises for a plan that this machine cannot run.
+        """
+        chosen, why = self._chosen(cells)
+        if steps <= WARM_STEPS:
+            raise InvalidArgument(f"steps={steps} times no step. Give more than {WARM_STEPS}, which are warm-up.")
+        changes: dict[str, Any] = {
+            "steps": steps,
+            "evaluate": None,
+            "samples": None,
+            "eval_data": None,
+            "metrics": None,
+        }
+        short = self.experiment.replace(**changes, checkpoint_every=None, warmup_steps=None, log_every=1)
+        plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
+        for _, plan in plans:
+            check_launch(short, plan)
+        short.data.prepare(short)
+        return start_measuring(short, plans, why, directory)
+
+    def _chosen(self, cells: str | int | Sequence[Cell]) -> tuple[Sequence[Cell], str]:
+        """Return the cells to measure, and why these."""
+        known = self._known()
+        if cells == "all":
+            return known, f"Every cell that has a plan is measured: {len(known)} of {len(self)}."
+        if cells == "choice":
+            near = [cell for cell in known if cell.step_ms <= MAY_BE_FASTEST * known[0].step_ms]
+            return near, f"Measured are the cells predicted within {MAY_BE_FASTEST - 1:.0%} of the best: {len(near)}."
+        if isinstance(cells, int) and 1 <= cells <= len(known):
+            ranks = sorted({round(at * (len(known) - 1) / max(1, cells - 1)) for at in range(cells)})
+            return [known[rank] for rank in ranks], f"Measured are {cells} of {len(known)} cells, evenly by rank."
+        if isinstance(cells, int | str) or not cells:
+            raise InvalidArgument(
+                f"cells={cells!r} chooses no cell. Give 'all', 'choice', 1 to {len(known)}, or a list of cells."
+            )
+        without = next((cell for cell in cells if cell.plan is None), None)
+        if without is not None:
+            raise InvalidArgument(f"The cell {without.name} has no plan ({without.reason}). Leave it out.")
+        return cells, f"Measured are {len(cells)} cells that were asked for."
 
     def headline(self) -> str:
         """Return what the grid is of, in words."""

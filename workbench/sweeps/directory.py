@@ -61,6 +61,9 @@ class Result:
 class SweepDir:
     """The names of everything inside one sweep's directory, and the values of what was written once."""
 
+    SUPERVISOR = "workbench.sweeps.supervisor"
+    """Module of the process that works through the queue."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings_file, self.queue_file = path / "sweep.json", path / "queue.json"

@@ -29,7 +29,7 @@ from workbench.sweeps.study import Study
 
 POLL_S = 0.3
 AHEAD = 1
-"""Runs of a grid that wait in the device queue behind those that train, so that no device waits for a start."""
+"""Runs of a grid sweep that wait in the device queue behind those that train, so that no device waits for a start."""
 
 
 @dataclass
@@ -51,10 +51,11 @@ class _Active:
 
 
 class Supervisor:
-    """One pass through the queue of a sweep."""
+    """One pass through the queue of a sweep; `ahead` runs of a grid wait behind those that train."""
 
-    def __init__(self, directory: SweepDir) -> None:
+    def __init__(self, directory: SweepDir, ahead: int = AHEAD) -> None:
         self.directory = directory
+        self.ahead = ahead
         settings = directory.settings
         self.rule = rule_from_json(settings["stop"])
         self.evaluates = bool(settings["experiment"].get("evaluate"))
@@ -89,7 +90,7 @@ class Supervisor:
 
     def _fill(self) -> bool:
         """Launch runs while there is room; return True if more are to come."""
-        room = self.slots + (0 if self.sampled else AHEAD)
+        room = self.slots + (0 if self.sampled else self.ahead)
         while len(self.active) < room:
             entry = self._next()
             if entry is None:
@@ -205,8 +206,8 @@ class Supervisor:
         self.study.end(active.entry.index, value, pruned=early)
 
 
-def main(path: str) -> int:
-    directory = SweepDir(Path(path))
+def supervise(directory: SweepDir, ahead: int = AHEAD) -> int:
+    """Work through the queue of a directory, unless another process does; return the exit code."""
     with directory.lock.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,7 +215,7 @@ def main(path: str) -> int:
             return 0  # another supervisor is at work
         write_json(directory.supervisor, this_process())
         os.environ.update(thread_limit(directory.settings["placement"], os.environ))
-        Supervisor(directory).work()
+        Supervisor(directory, ahead).work()
     return 0
 
 
@@ -227,4 +228,4 @@ def thread_limit(placement: Mapping[str, int | str], environment: Mapping[str, s
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(supervise(SweepDir(Path(sys.argv[1]))))

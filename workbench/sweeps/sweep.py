@@ -18,7 +18,6 @@ from workbench.arguments import checked_arguments
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import process_alive, read_json, runs_root
 from workbench.runs.run import Run
-from workbench.sweeps import supervisor as supervising
 from workbench.sweeps.directory import Entry, Result, SweepDir, configuration_key
 from workbench.sweeps.objective import describe
 from workbench.units import duration
@@ -186,7 +185,7 @@ class Sweep:
             left = len(self.directory.queue()) - len(self.results())
             raise WorkbenchError(
                 f"The supervisor of {self.name} vanished with {left} runs left; {self.directory.log} says what it "
-                "printed. Go on with wb.load_sweep(path).resume().",
+                "printed. Go on with resume().",
                 sweep=str(self.path),
             )
         return self
@@ -280,7 +279,7 @@ def start_supervisor(directory: SweepDir) -> None:
     directory.supervisor.unlink(missing_ok=True)
     with directory.log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", supervising.__name__, str(directory.path)],
+            [sys.executable, "-m", directory.SUPERVISOR, str(directory.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -55,9 +55,7 @@ def launch(
 
     Raises `RunExists`, `RunNotFound`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError` before any process starts.
     """
-    check_plan(experiment, plan)
-    devices = _check_machine(plan)
-    _check_host(plan)
+    devices = check_launch(experiment, plan)
     device_queue.queue_folder()
     is_training = worker != processes.EVALUATOR
     with written(experiment, plan, directory, resume, facts, code) as run:
@@ -99,6 +97,14 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     experiment = Experiment.from_json(read_json(run.experiment)).replace(**changes)
     code = code_of_clone(run, experiment, changes)
     return launch(experiment, plan, facts={"cloned_from": run.path.name}, code=code, worker=worker)
+
+
+def check_launch(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
+    """Return the devices that a run of this plan may be given; raises what `launch` raises for the plan."""
+    check_plan(experiment, plan)
+    devices = _check_machine(plan)
+    _check_host(plan)
+    return devices
 
 
 def check_plan(experiment: Experiment, plan: Plan) -> None:

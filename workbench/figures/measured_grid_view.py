@@ -1,0 +1,80 @@
+"""Measured beside predicted steps of a grid's cells."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from workbench.arguments import checked_arguments
+from workbench.figures import theme
+from workbench.grids.measuring import MeasuredCell, MeasuredGrid
+from workbench.units import duration
+
+
+@checked_arguments
+def predictions(measured: MeasuredGrid) -> go.Figure:
+    """Draw the measured step of each cell of a grid over its predicted step, with the line on which both are equal.
+
+    The planner's choice and the fastest measured cell are marked. Cells that failed stand below the others, at their
+    predicted step; their sentence is under the mouse.
+    """
+    cells, failed = measured.measured(), [cell for cell in measured.cells() if cell.state == "failed"]
+    steps = [ms for cell in cells for ms in (cell.predicted_ms, cell.step_ms or 0.0)] + [c.predicted_ms for c in failed]
+    least, most = (0.85 * min(steps), 1.18 * max(steps)) if steps else (1.0, 10.0)
+    figure = go.Figure(
+        go.Scatter(
+            x=[least, most],
+            y=[least, most],
+            mode="lines",
+            name="as predicted",
+            line={"color": theme.AXIS, "dash": "dot"},
+            hoverinfo="skip",
+        )
+    )
+    figure.add_trace(
+        _marks(cells, [cell.step_ms or 0.0 for cell in cells], "measured", theme.series_color(0), "circle")
+    )
+    if failed:
+        figure.add_trace(_marks(failed, [least] * len(failed), "failed", theme.ALERT, "x"))
+    if cells:
+        chosen = min(cells, key=lambda cell: cell.predicted_ms)
+        figure.add_trace(_ring(chosen, "planner's choice", theme.INK, 16))
+        figure.add_trace(_ring(cells[0], "fastest measured", theme.series_color(1), 22))
+    figure.update_xaxes(type="log", title_text="predicted step (ms)")
+    figure.update_yaxes(type="log", title_text="measured step (ms)")
+    lines = [theme.text(line) for line in measured.sentences()[:3]]
+    title = theme.title(theme.text(measured.path.name), "<br>".join(lines))
+    return figure.update_layout(template=theme.TEMPLATE, height=520, title=title, margin={"t": 120})
+
+
+def _marks(
+    cells: tuple[MeasuredCell, ...] | list[MeasuredCell], at: list[float], name: str, color: str, symbol: str
+) -> go.Scatter:
+    return go.Scatter(
+        x=[cell.predicted_ms for cell in cells],
+        y=at,
+        mode="markers",
+        name=name,
+        marker={"color": color, "symbol": symbol, "size": 9},
+        text=[theme.text(_words(cell)) for cell in cells],
+        hovertemplate="%{text}<extra></extra>",
+    )
+
+
+def _ring(cell: MeasuredCell, name: str, color: str, size: int) -> go.Scatter:
+    return go.Scatter(
+        x=[cell.predicted_ms],
+        y=[cell.step_ms],
+        mode="markers",
+        name=name,
+        marker={"color": color, "symbol": "circle-open", "size": size, "line": {"width": 2}},
+        hoverinfo="skip",
+    )
+
+
+def _words(cell: MeasuredCell) -> str:
+    predicted = f"{cell.name}: predicted {duration(cell.predicted_ms / 1e3)}"
+    return (
+        f"{predicted}, {cell.reason}"
+        if cell.step_ms is None
+        else f"{predicted}, measured {duration(cell.step_ms / 1e3)}"
+    )
