@@ -64,6 +64,8 @@ def corpus(
     objective: str | None = None,
     masked_share: float = 0.15,
     tokenizer_file: str | Path | None = None,
+    streaming: bool = False,
+    shuffle_buffer: int | None = None,
 ) -> Corpus:
     """Describe text to train on: `"demo"`, a text file, or a folder of `.txt` files (each one document).
 
@@ -76,6 +78,10 @@ def corpus(
     `masked_share` is the fraction of the positions that a masked model predicts in training: 0.15 as published, and 0.3
     or more where each sample is to teach more (arXiv:2202.08005). Held-out samples always hide 0.15.
 
+    `streaming=True` tokenises the text while training reads it instead of before. Samples then come in the order of the
+    text, shuffled within `shuffle_buffer` consecutive ones (4,096 by default). A stored text with a `shuffle_buffer`
+    gives the same samples in the same order; without, its samples are shuffled as a whole.
+
     Raises `DataError` for values that describe no text. The text itself is looked for when an experiment is checked.
     """
     if not isinstance(name_or_path, str | Path) or not str(name_or_path):
@@ -87,7 +93,15 @@ def corpus(
     if path != DEMO:
         path = str(Path(path).expanduser().absolute())
     file, entries = _chosen_vocabulary(tokenizer_file, vocab_size)
-    return Corpus(path=path, vocab_size=entries, objective=objective, masked_share=masked_share, tokenizer_file=file)
+    return Corpus(
+        path=path,
+        vocab_size=entries,
+        objective=objective,
+        masked_share=masked_share,
+        tokenizer_file=file,
+        streaming=streaming,
+        shuffle_buffer=shuffle_buffer,
+    )
 
 
 def _chosen_vocabulary(tokenizer_file: str | Path | None, vocab_size: int | None) -> tuple[str | None, int]:

@@ -17,10 +17,11 @@ from workbench.tensors import TensorSpec
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from workbench.data._datasets import TextDataset
+    from workbench.data._datasets import StreamedDataset, TextDataset
     from workbench.data._prompts import EncodedPrompts
     from workbench.data._sampling import Samples
     from workbench.data._split import SplicedTokens
+    from workbench.data._streamed_text import StreamedText
     from workbench.data._tokens import TokensKey, TokenStore
 
 DEMO = "demo"
@@ -30,6 +31,9 @@ LARGEST_VOCABULARY = 2**24
 SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300}
 SHORTEST_SEQUENCE = 8
 LARGEST_MASKED_SHARE = 0.8
+DEFAULT_BUFFER = 4096
+"""Samples among which a streamed text is shuffled."""
+LARGEST_BUFFER = 2**24
 CHECKED_WHOLE_BYTES = 1 << 20
 """Size up to which a text is tokenised when an experiment is checked, so that the check sees exact numbers."""
 
@@ -41,6 +45,8 @@ class TextData(ABC):
     objective: str | None
     masked_share: float
     tokenizer_file: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int | None = None
     is_custom: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -56,6 +62,12 @@ class TextData(ABC):
                 f"masked_share={self.masked_share!r} lies outside 0 to {LARGEST_MASKED_SHARE}. Give 0.15, as BERT has, "
                 "or 0.3 to train on more tokens of each sample.",
                 masked_share=self.masked_share,
+            )
+        if self.shuffle_buffer is not None and not 1 <= self.shuffle_buffer <= LARGEST_BUFFER:
+            raise DataError(
+                f"shuffle_buffer={self.shuffle_buffer} lies outside 1 to {LARGEST_BUFFER:,} samples. Give 1 to read "
+                "the text in its own order, or some thousands.",
+                shuffle_buffer=self.shuffle_buffer,
             )
         if self.objective is not None and self.objective not in TOKENIZER_OF_OBJECTIVE:
             raise DataError(
@@ -77,7 +89,7 @@ class TextData(ABC):
 
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the text cannot feed the experiment. Only small texts are tokenised for it."""
-        self._check_sizes(request)
+        check_sizes(self, request)
         if self._source().text_bytes <= CHECKED_WHOLE_BYTES:
             self.prepare(request, progress=False)
 
@@ -104,6 +116,8 @@ class TextData(ABC):
         processes ask at once, one works and the others wait. Raises `DataError` for text that cannot be
         read or holds less than one sequence.
         """
+        if self.streaming:
+            return self._streamed(request).prepare(_samples_of_twin(self, request, progress), progress)
         store, reused = self._store(request, progress, workers)
         self._require_a_sequence(store, request)
         samples = self._samples(self._trained_on(store, request), request)
@@ -111,7 +125,7 @@ class TextData(ABC):
             request.eval_data.held_out(request, self)
         return Prepared(
             name=self.name,
-            samples=samples.store.tokens // samples.width,
+            samples=samples.text.tokens // samples.width,
             tokens=store.tokens,
             documents=store.documents,
             vocabulary=store.vocabulary,
@@ -121,10 +135,13 @@ class TextData(ABC):
         )
 
     def samples_per_epoch(self, request: SampleRequest) -> int:
-        """Return the number of windows that training reads, after tokenising the text if it has not been."""
+        """Return the number of windows that training reads, after tokenising the text if it has not been.
+
+        That of a streamed text is estimated, unless the text is small or stored as well.
+        """
         return self.prepare(request).samples
 
-    def dataset(self, request: SampleRequest) -> TextDataset:
+    def dataset(self, request: SampleRequest) -> TextDataset | StreamedDataset:
         """Return every sample of the training in order, `steps * global_batch` of them.
 
         Item i depends on the seed and on i only, never on a plan. `DataLoader(ds, batch_size=b,
@@ -133,6 +150,8 @@ class TextData(ABC):
         """
         from workbench.data._datasets import TextDataset
 
+        if self.streaming:
+            return self._streamed(request).dataset(request.steps * request.global_batch)
         self.prepare(request, progress=False)
         store, _ = self._store(request, progress=False)
         samples = self._samples(self._trained_on(store, request), request)
@@ -149,20 +168,28 @@ class TextData(ABC):
 
         assert request.evaluate is not None
         stream: TokenStore | SplicedTokens
+        if trained_on is None and self.streaming:
+            return self._streamed(request).held_out(request.evaluate.samples, progress=False)
         if trained_on is None:
             _, stream = self._split(self._store(request, progress=False)[0], request)
         else:
             assert isinstance(trained_on, TextData)
-            stream = self._tokenised_by(trained_on, request)
+            if self.streaming:
+                raise DataError(
+                    f"{self.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
+                )
+            stream = _tokenised_by(self, trained_on, request)
             self._require_a_sequence(stream, request)
         width = request.seq_len - SAMPLES[self._objective(request)].SPECIAL_POSITIONS
         count = min(request.evaluate.samples, stream.tokens // width)
-        samples = SAMPLES[self._objective(request)](stream, request.seq_len, EVALUATION_SEED, in_order=count)
-        return TextDataset(samples, count)
+        order = {"in_order": count} if trained_on is not None or self.shuffle_buffer is None else {"buffer": 1}
+        return TextDataset(SAMPLES[self._objective(request)](stream, request.seq_len, EVALUATION_SEED, **order), count)
 
     def tokenizer(self, request: SampleRequest) -> Tokenizer:
         """Return the trained tokeniser, which turns samples back into text."""
-        return self._store(request, progress=False)[0].tokenizer()
+        from workbench.data._tokens import tokenizer_in
+
+        return tokenizer_in(self._tokenizer_folder(request))
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
         """Return prompts as token ids; raise `DataError` for one that the model cannot read."""
@@ -197,19 +224,32 @@ class TextData(ABC):
         key = self._key(tokenizer_type)
         return _tokens.tokenised(key, self.name, self._source, progress, workers)
 
+    def _tokenizer_folder(self, request: SampleRequest) -> Path:
+        """Return the folder that holds the tokeniser of the text."""
+        if self.streaming:
+            return self._streamed(request).vocabulary(progress=False)
+        return self._store(request, progress=False)[0].folder
+
+    def _streamed(self, request: SampleRequest) -> StreamedText:
+        from workbench.data._streamed_text import StreamedText
+
+        objective = self._objective(request)
+        return StreamedText(
+            name=self.name,
+            key=self._key(TOKENIZER_OF_OBJECTIVE[objective]),
+            open=self._source,
+            objective=objective,
+            seq_len=request.seq_len,
+            seed=request.seed,
+            masked_share=self.masked_share,
+            buffer=self.shuffle_buffer or DEFAULT_BUFFER,
+            held_out_samples=request.evaluate.samples if request.evaluate and request.eval_data is None else None,
+        )
+
     def _key(self, tokenizer_type: str) -> TokensKey:
         from workbench.data._tokens import TokensKey
 
         return TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size, tokenizer_file=self.tokenizer_file)
-
-    def _tokenised_by(self, other: TextData, request: SampleRequest) -> TokenStore:
-        """Return this text tokenised with the tokeniser of `other`."""
-        from workbench.data import _tokens
-
-        tokenizer_of = other._store(request, progress=False)[0].folder
-        tokenizer_type = TOKENIZER_OF_OBJECTIVE[other._objective(request)]
-        key = _tokens.TokensKey(self._fingerprint(), tokenizer_type, other.vocab_size, tokenizer_of)
-        return _tokens.tokenised(key, self.name, self._source, progress=False)[0]
 
     def _trained_on(self, store: TokenStore, request: SampleRequest) -> TokenStore | SplicedTokens:
         """Return the text that training reads: all of it, unless a part is held out."""
@@ -220,9 +260,11 @@ class TextData(ABC):
     def _split(self, store: TokenStore, request: SampleRequest) -> tuple[SplicedTokens, SplicedTokens]:
         """Return the text for training and the held-out text; raise `DataError` if either is too small."""
         from workbench.data._sampling import SAMPLES
-        from workbench.data._split import split
+        from workbench.data._split import split, split_as_streamed
 
         assert request.evaluate is not None
+        if self.shuffle_buffer is not None:
+            return split_as_streamed(store, self.name)
         width = request.seq_len - SAMPLES[self._objective(request)].SPECIAL_POSITIONS
         return split(store, self.name, request.evaluate.samples, width)
 
@@ -240,39 +282,69 @@ class TextData(ABC):
     def _samples(self, store: TokenStore | SplicedTokens, request: SampleRequest) -> Samples:
         from workbench.data._sampling import SAMPLES
 
-        return SAMPLES[self._objective(request)](store, request.seq_len, request.seed, self.masked_share)
+        sampled = SAMPLES[self._objective(request)]
+        return sampled(store, request.seq_len, request.seed, self.masked_share, buffer=self.shuffle_buffer)
 
     def _fingerprint(self) -> str:
         return self._source().fingerprint()
 
-    def _check_sizes(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the sequence length or the vocabulary does not suit the model."""
-        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
-        model, least = request.model, SMALLEST_VOCABULARY[tokenizer_type]
-        if self.tokenizer_file is not None:
-            from workbench.data._vocabulary import require_suitable
 
-            require_suitable(self.tokenizer_file, tokenizer_type, self.vocab_size)
-        if request.seq_len < SHORTEST_SEQUENCE:
-            raise DataError(
-                f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}.",
-                seq_len=request.seq_len,
-            )
-        if model.vocab_size is not None and self.vocab_size > model.vocab_size:
-            raise DataError(
-                f"{self.name} is tokenised into a vocabulary of {self.vocab_size:,}, but {model.name} embeds "
-                f"{model.vocab_size:,} tokens. Give "
-                + ("" if self.tokenizer_file else f"the data vocab_size={model.vocab_size}, or ")
-                + f"the model vocab_size={self.vocab_size}.",
-                data=self.vocab_size,
-                model=model.vocab_size,
-            )
-        if self.vocab_size < least:
-            raise DataError(
-                f"vocab_size={self.vocab_size} is less than the {least} that byte-level tokens need. "
-                f"Give the data at least vocab_size={least}.",
-                vocab_size=self.vocab_size,
-            )
+def check_sizes(data: TextData, request: SampleRequest) -> None:
+    """Raise `DataError` if the sequence length or the vocabulary does not suit the model."""
+    tokenizer_type = TOKENIZER_OF_OBJECTIVE[data._objective(request)]
+    model, least = request.model, SMALLEST_VOCABULARY[tokenizer_type]
+    if data.streaming and data._objective(request) == "mlm_nsp":
+        raise DataError(
+            f"{data.name} is streamed, and {model.name} predicts next sentences, whose other half may stand "
+            "anywhere in the text. Train without (next_sentence=False), or remove streaming=True.",
+            objective="mlm_nsp",
+        )
+    if data.tokenizer_file is not None:
+        from workbench.data._vocabulary import require_suitable
+
+        require_suitable(data.tokenizer_file, tokenizer_type, data.vocab_size)
+    if request.seq_len < SHORTEST_SEQUENCE:
+        raise DataError(
+            f"seq_len={request.seq_len} is too short for a sample of text. Give at least {SHORTEST_SEQUENCE}.",
+            seq_len=request.seq_len,
+        )
+    if model.vocab_size is not None and data.vocab_size > model.vocab_size:
+        raise DataError(
+            f"{data.name} is tokenised into a vocabulary of {data.vocab_size:,}, but {model.name} embeds "
+            f"{model.vocab_size:,} tokens. Give "
+            + ("" if data.tokenizer_file else f"the data vocab_size={model.vocab_size}, or ")
+            + f"the model vocab_size={data.vocab_size}.",
+            data=data.vocab_size,
+            model=model.vocab_size,
+        )
+    if data.vocab_size < least:
+        raise DataError(
+            f"vocab_size={data.vocab_size} is less than the {least} that byte-level tokens need. "
+            f"Give the data at least vocab_size={least}.",
+            vocab_size=data.vocab_size,
+        )
+
+
+def _tokenised_by(data: TextData, other: TextData, request: SampleRequest) -> TokenStore:
+    """Return a text tokenised with the tokeniser of `other`."""
+    from workbench.data import _tokens
+
+    tokenizer_of = other._tokenizer_folder(request)
+    tokenizer_type = TOKENIZER_OF_OBJECTIVE[other._objective(request)]
+    key = _tokens.TokensKey(data._fingerprint(), tokenizer_type, other.vocab_size, tokenizer_of)
+    return _tokens.tokenised(key, data.name, data._source, progress=False)[0]
+
+
+def _samples_of_twin(data: Any, request: SampleRequest, progress: bool) -> int | None:
+    """Return the exact number of samples of a streamed text that is small or stored as well; None for others."""
+    from workbench.data._tokens import SMALL_BYTES, is_tokenised
+
+    if data._source().text_bytes > SMALL_BYTES:
+        key = data._key(TOKENIZER_OF_OBJECTIVE[data._objective(request)])
+        if not is_tokenised(key):
+            return None
+    stored = dataclasses.replace(data, streaming=False, shuffle_buffer=data.shuffle_buffer or DEFAULT_BUFFER)
+    return int(stored.prepare(request, progress).samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +361,10 @@ class Corpus(TextData):
     """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
     tokenizer_file: str | None = None
     """Absolute path of a byte-level BPE; None trains a vocabulary on the text."""
+    streaming: bool = False
+    """Tokenise while training, in the order of the text."""
+    shuffle_buffer: int | None = None
+    """Consecutive samples that are shuffled at a time; None for all of a stored text, or 4,096 of a streamed one."""
 
     @property
     def name(self) -> str:
@@ -296,8 +372,9 @@ class Corpus(TextData):
 
     def to_json(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self)
-        if self.tokenizer_file is None:  # described as before there were any
-            del fields["tokenizer_file"]
+        for name, absent in (("tokenizer_file", None), ("streaming", False), ("shuffle_buffer", None)):
+            if fields[name] is absent:  # described as before the field was there
+                del fields[name]
         return {"type": "corpus", **fields}
 
     def _source(self) -> _text.Files:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from workbench.data._ring import Ring
 from workbench.data._sampling import Samples, shuffled
+from workbench.data._stream import SampleStream
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 
@@ -55,6 +57,27 @@ class TextDataset(TrainingDataset):
 
     def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
         return {name: torch.from_numpy(field) for name, field in self.samples.batch(index_B).items()}
+
+
+class StreamedDataset(TrainingDataset):
+    """Samples that a process makes while training reads them; `reading` returns them once it runs."""
+
+    def __init__(
+        self, stream: SampleStream, length: int, identity: str, vocabulary: int, reads: Callable[[Ring], Samples]
+    ) -> None:
+        """`identity` is a hash of all that decides the samples; `reads` makes samples of the records of a ring."""
+        super().__init__(length)
+        self.stream, self.identity, self.vocabulary, self._reads = stream, identity, vocabulary, reads
+
+    def reading(self, ring: Ring) -> TrainingDataset:
+        """Return the samples that arrive in a ring."""
+        return TextDataset(self._reads(ring), self.length)
+
+    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
+        raise DataError(
+            f"Sample {index_B[0]} of streamed data is made while training reads it, and nothing trains. Describe the "
+            "data with streaming=False to look at samples.",
+        )
 
 
 class CustomDataset(TrainingDataset):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -182,6 +183,11 @@ class Worker:
         if isinstance(answer, DataError):
             raise answer
         return cast(Encoded, answer)
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that the process has used."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
 
     def _send(self, value: Any) -> None:
         pickle.dump(value, self._input, protocol=pickle.HIGHEST_PROTOCOL)

@@ -34,16 +34,22 @@ def context_free(experiment: SampleRequest) -> ContextFree:
 
     The text is prepared first if it has not been. Raises `DataError` for data that are no text.
     """
-    from workbench.data._datasets import TextDataset
+    from workbench.data._datasets import StreamedDataset, TextDataset
 
     dataset = None if experiment.data.is_custom else experiment.data.dataset(experiment)
+    if isinstance(dataset, StreamedDataset):
+        raise DataError(
+            f"{experiment.data.name} is streamed, and its tokens are counted over all of it. Describe "
+            "the text with streaming=False.",
+            data=experiment.data.name,
+        )
     if not isinstance(dataset, TextDataset):
         raise DataError(
             f"{experiment.data.name} is a dataset of your own, in which nothing says what the tokens are. Count them, "
             "and give the entropy of their frequencies as a number.",
             data=experiment.data.name,
         )
-    store = dataset.samples.store
+    store = dataset.samples.text
     whole = store.store if isinstance(store, SplicedTokens) else store
     counts = np.zeros(whole.vocabulary, dtype=np.int64)
     for start in range(0, len(whole.ids), BLOCK):

@@ -30,8 +30,11 @@ def _digest_of_ends(dataset: Any, digest: Any) -> Any:
     """Add the length of a dataset, its first and its last samples to a digest, and return it."""
     import numpy as np
 
-    indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
     digest.update(str(len(dataset)).encode())
+    if (identity := getattr(dataset, "identity", None)) is not None:  # no sample of a stream is made before training
+        digest.update(identity.encode())
+        return digest
+    indices = {*range(min(SAMPLED, len(dataset))), *range(max(0, len(dataset) - SAMPLED), len(dataset))}
     for index in sorted(indices):
         for name, value in sorted(dataset[index].items()):
             array = np.ascontiguousarray(value)

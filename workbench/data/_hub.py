@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.data._corpora import TOKENIZER_OF_OBJECTIVE, TextData
+from workbench.data._corpora import TOKENIZER_OF_OBJECTIVE, TextData, check_sizes
 from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
 from workbench.errors import DataError
@@ -40,7 +40,7 @@ class HubText(TextData):
 
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the text cannot feed the experiment; asks the hub unless the cache has the tokens."""
-        self._check_sizes(request)
+        check_sizes(self, request)
         from workbench.data._tokens import is_tokenised
 
         tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.data._ring import Ring
 from workbench.data._split import SplicedTokens
 from workbench.data._tokens import TokenStore
 from workbench.data._vocabulary import CLS, MASK, SEP, SPECIAL_TOKENS
@@ -28,7 +29,7 @@ text says otherwise. Evaluations always hide this fraction."""
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 """Fractions of the masked positions replaced by [MASK] and by a random token; the rest stay (BERT, section 3.1)."""
 
-PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT = range(7)
+PERMUTE, SPLIT, CONTINUE, ELSEWHERE, SELECT, REPLACE, REPLACEMENT, BUFFER = range(8)
 """Purposes of the random numbers; each is part of the hash, so that no two share their numbers."""
 
 EVALUATION_SEED = 0x4556414C
@@ -69,12 +70,39 @@ def shuffled(seed: int, index: I64, size: int) -> I64:
     `size` (Black and Rogaway, CT-RSA 2002); it needs no table, whatever the size.
     """
     epoch, position = np.divmod(index, size)
+    return _permuted(position, [hashed(seed, PERMUTE, epoch * 4 + feistel_round) for feistel_round in range(4)], size)
+
+
+def shuffled_within(seed: int, epoch: int, chunk: int, position: I64, size: int) -> I64:
+    """Return the item of a chunk of `size` that training reads at each position in it: each item once."""
+    counter = np.full(position.shape, ((epoch << 32) + chunk) * 4, dtype=np.int64)
+    return _permuted(position, [hashed(seed, BUFFER, counter + feistel_round) for feistel_round in range(4)], size)
+
+
+def shuffled_in_chunks(seed: int, index: I64, size: int, buffer: int) -> I64:
+    """Return the item that training reads at `index` if only `buffer` consecutive items at a time are shuffled.
+
+    Each of `size` items is read once per epoch. A stream can be read in this order with a buffer of so many items.
+    """
+    epoch_B, position_B = np.divmod(index, size)
+    if buffer == 1:
+        return position_B
+    chunk_B = position_B // buffer
+    items = np.empty_like(index)
+    for epoch, chunk in np.unique(np.stack([epoch_B, chunk_B], axis=1), axis=0).tolist():
+        of_chunk = (epoch_B == epoch) & (chunk_B == chunk)
+        first = chunk * buffer
+        inside = position_B[of_chunk] - first
+        items[of_chunk] = first + shuffled_within(seed, epoch, chunk, inside, min(buffer, size - first))
+    return items
+
+
+def _permuted(position: I64, keys: list[U64], size: int) -> I64:
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = [hashed(seed, PERMUTE, epoch * 4 + feistel_round) for feistel_round in range(4)]
-    position = _feistel(position.astype(np.uint64), keys, half_bits)
-    while (outside := np.flatnonzero(position >= size)).size:
-        position[outside] = _feistel(position[outside], [key[outside] for key in keys], half_bits)
-    return position.astype(np.int64)
+    moved = _feistel(position.astype(np.uint64), keys, half_bits)
+    while (outside := np.flatnonzero(moved >= size)).size:
+        moved[outside] = _feistel(moved[outside], [key[outside] for key in keys], half_bits)
+    return moved.astype(np.int64)
 
 
 def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
@@ -89,7 +117,7 @@ def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
 class Samples(ABC):
     """Samples of a token stream that is cut into windows of `width`, which are read in a new order each epoch."""
 
-    store: TokenStore | SplicedTokens
+    store: TokenStore | SplicedTokens | Ring
     seq_len: int
     seed: int
     masked_share: float = MASKED_SHARE
@@ -97,9 +125,17 @@ class Samples(ABC):
     in_order: int | None = None
     """Number of samples that are read in the order of the text, spread evenly over it; None for a new order each
     epoch."""
+    buffer: int | None = None
+    """Number of consecutive samples that are shuffled at a time; None for an order over the whole text."""
 
     SPECIAL_POSITIONS: ClassVar[int] = 0
     """Positions of a sample that special tokens take."""
+
+    @property
+    def text(self) -> TokenStore | SplicedTokens:
+        """The tokens, where all of them are stored."""
+        assert not isinstance(self.store, Ring)
+        return self.store
 
     @property
     def width(self) -> int:
@@ -108,7 +144,11 @@ class Samples(ABC):
 
     def starts(self, index_B: I64) -> I64:
         """Return the offset in the stream of each sample's window."""
-        windows = self.store.tokens // self.width
+        if isinstance(self.store, Ring):  # which holds windows in the order of training
+            return index_B * self.width
+        windows = self.text.tokens // self.width
+        if self.buffer is not None:
+            return shuffled_in_chunks(self.seed, index_B, windows, self.buffer) * self.width
         if self.in_order is not None:
             return index_B * windows // self.in_order * self.width
         return shuffled(self.seed, index_B, windows) * self.width
@@ -163,7 +203,7 @@ class PairedSamples(Samples):
         source_BS = np.where(
             in_first_BS, starts_B[:, None] + position_S - 1, (second_B - length_B)[:, None] + position_S - 2
         )
-        ids_BS = self.store.ids[np.clip(source_BS, 0, self.store.tokens - 1)].astype(np.int64)
+        ids_BS = self.text.ids[np.clip(source_BS, 0, self.text.tokens - 1)].astype(np.int64)
         ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
         ids_BS[np.arange(len(index_B)), length_B + 1] = special_id(SEP)
         input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary, self.masked_share)
@@ -189,15 +229,15 @@ class PairedSamples(Samples):
 
     def _document(self, offset_B: I64) -> tuple[I64, I64]:
         """Return the first offset of the document around each offset, and the offset after its last."""
-        starts = self.store.document_starts
+        starts = self.text.document_starts
         after_B = np.searchsorted(starts, offset_B, side="right")
-        end_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.store.tokens)
+        end_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.text.tokens)
         return starts[after_B - 1], end_B
 
     def _clear_of(self, first_B: I64, end_B: I64, length_B: I64, index_B: I64) -> tuple[I64, NDArray[np.bool_]]:
         """Return a random offset whose `length_B` tokens do not touch first … end - 1, and True if there is one."""
         before_B = np.maximum(first_B - length_B + 1, 0)
-        after_B = np.maximum(self.store.tokens - length_B + 1 - end_B, 0)
+        after_B = np.maximum(self.text.tokens - length_B + 1 - end_B, 0)
         choices_B = before_B + after_B
         chosen_B = below(hashed(self.seed, ELSEWHERE, index_B), np.maximum(choices_B, 1))
         return np.where(chosen_B < before_B, chosen_B, end_B + chosen_B - before_B), choices_B > 0

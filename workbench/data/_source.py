@@ -119,10 +119,15 @@ class Prepared:
     seconds: float = 0.0
     """Time that tokenising took, now or when the cache was filled."""
     reused: bool = False
+    streamed: bool = False
+    """True if the text is tokenised while training reads it; `tokens` is then an estimate, and so is `samples` unless
+    the text is small or stored as well."""
 
     def __repr__(self) -> str:
         if self.tokens is None:
             return f"Prepared({self.name}: {count(self.samples)} samples)"
+        if self.streamed:
+            return f"Prepared({self.name}: streamed, about {count(self.tokens)} tokens, vocabulary {self.vocabulary:,})"
         how = "from the cache" if self.reused else f"tokenised in {duration(self.seconds)}"
         return (
             f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "

@@ -2,12 +2,17 @@
 
 A *run* of documents is the unit of the split, because in many texts each paragraph is a document. The runs with the
 lowest hashes are held out, so that the choice depends on the text alone, and more samples hold out more of the same.
+
+A stream does not know the other hashes. Text that is read in the order of a stream holds out each document whose own
+hash lies below a threshold, whether it is streamed or stored.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -31,6 +36,16 @@ SMALLEST_RUNS = 200
 """Number of runs that a smaller text is divided into, if its documents are short enough."""
 
 
+HASHED_TOKENS = 1024
+"""Number of tokens at the beginning of a document whose hash decides whether a stream holds it out."""
+_THRESHOLD = int(HELD_OUT_SHARE * 2**64)
+
+
+def is_held_out(beginning: NDArray[Any]) -> bool:
+    """Return True if a stream holds out the document with these first tokens, `HASHED_TOKENS` of them at most."""
+    return int.from_bytes(hashlib.blake2b(beginning.tobytes(), digest_size=8).digest(), "little") < _THRESHOLD
+
+
 class _SplicedIds:
     """Token ids at positions of a stream that is spliced from segments of a store."""
 
@@ -45,22 +60,23 @@ class _SplicedIds:
 
 
 @dataclass(frozen=True)
-class SplicedTokens:
-    """Some runs of a tokenised text as one stream, with the properties of a `TokenStore` that samples read."""
+class SplicedTokens(ABC):
+    """Parts of a tokenised text as one stream, with the properties of a `TokenStore` that samples read."""
 
     store: TokenStore
-    chosen: tuple[int, ...]
-    """Indices of the runs, ascending."""
 
     @property
     def vocabulary(self) -> int:
         return self.store.vocabulary
 
+    @abstractmethod
+    def _parts(self) -> tuple[I64, I64]:
+        """Return the first token of each part in the store, and its end there."""
+
     @cached_property
     def _spans(self) -> tuple[I64, I64, I64]:
-        """First token of each chosen run in the store, its end there, and its offset in the stream."""
-        edges, chosen = document_runs(self.store)[0], np.asarray(self.chosen, dtype=np.int64)
-        starts, ends = edges[chosen], edges[chosen + 1]
+        """First token of each part in the store, its end there, and its offset in the stream."""
+        starts, ends = self._parts()
         return starts, ends, np.cumsum(ends - starts) - (ends - starts)
 
     @cached_property
@@ -83,7 +99,44 @@ class SplicedTokens:
         return np.asarray(documents[is_kept] - starts[run[is_kept]] + offsets[run[is_kept]])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"store": self.store, "chosen": self.chosen}
+        return {name: value for name, value in self.__dict__.items() if name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class ChosenRuns(SplicedTokens):
+    """Some runs of documents."""
+
+    chosen: tuple[int, ...]
+    """Indices of the runs, ascending."""
+
+    def _parts(self) -> tuple[I64, I64]:
+        edges, chosen = document_runs(self.store)[0], np.asarray(self.chosen, dtype=np.int64)
+        return edges[chosen], edges[chosen + 1]
+
+
+@dataclass(frozen=True)
+class DocumentsByHash(SplicedTokens):
+    """The documents that a stream holds out, or all others."""
+
+    held_out: bool
+
+    def _parts(self) -> tuple[I64, I64]:
+        starts = np.asarray(self.store.document_starts)
+        is_wanted = held_out_documents(self.store) == self.held_out
+        begins = np.flatnonzero(is_wanted & ~np.concatenate([[False], is_wanted[:-1]]))
+        ends = np.flatnonzero(is_wanted & ~np.concatenate([is_wanted[1:], [False]])) + 1
+        return starts[begins], np.append(starts, self.store.tokens)[ends]
+
+
+def held_out_documents(store: TokenStore) -> NDArray[np.bool_]:
+    """Return True for each document that a stream holds out; stored beside the tokens when first asked for."""
+
+    def find() -> NDArray[np.bool_]:
+        starts = np.asarray(store.document_starts)
+        ends = np.minimum(np.append(starts[1:], store.tokens), starts + HASHED_TOKENS)
+        return np.fromiter((is_held_out(store.ids[a:b]) for a, b in zip(starts, ends, strict=True)), np.bool_)
+
+    return _beside(store, "held_out", find)
 
 
 def split(store: TokenStore, name: str, samples: int, width: int) -> tuple[SplicedTokens, SplicedTokens]:
@@ -116,7 +169,27 @@ def split(store: TokenStore, name: str, samples: int, width: int) -> tuple[Splic
         )
     chosen = set(order[:count].tolist())
     kept = tuple(index for index in range(len(sizes)) if index not in chosen)
-    return SplicedTokens(store, kept), SplicedTokens(store, tuple(sorted(chosen)))
+    return ChosenRuns(store, kept), ChosenRuns(store, tuple(sorted(chosen)))
+
+
+def split_as_streamed(store: TokenStore, name: str) -> tuple[SplicedTokens, SplicedTokens]:
+    """Return the text for training and the held-out text as a stream divides them.
+
+    Raises `DataError` if either is empty.
+    """
+    held_out = held_out_documents(store)
+    if held_out.all() or not held_out.any():
+        raise none_held_out(name, documents=store.documents)
+    return DocumentsByHash(store, False), DocumentsByHash(store, True)
+
+
+def none_held_out(name: str, **facts: Any) -> DataError:
+    """Return the error for a text of which a stream holds out too little."""
+    return DataError(
+        f"{name} has too few documents to hold {HELD_OUT_SHARE:.0%} of them out by their hashes. Separate its "
+        "documents by empty lines, ask for fewer samples in wb.Evaluate, or give other text as eval_data.",
+        **facts,
+    )
 
 
 def document_runs(store: TokenStore) -> tuple[I64, NDArray[np.uint64]]:
@@ -124,15 +197,21 @@ def document_runs(store: TokenStore) -> tuple[I64, NDArray[np.uint64]]:
 
     Both are stored beside the tokens when they are first asked for.
     """
-    path = store.folder / "runs.npy"
-    try:
-        rows = np.load(path)
-    except FileNotFoundError:
-        rows = _find_runs(store)
-        part = path.with_name(f"runs.{os.getpid()}.part.npy")
-        np.save(part, rows)
-        part.replace(path)
+    rows = _beside(store, "runs", lambda: _find_runs(store))
     return rows[0].astype(np.int64), rows[1, :-1]
+
+
+def _beside(store: TokenStore, name: str, find: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    """Return an array that is stored beside the tokens, after finding it if it is not there."""
+    path = store.folder / f"{name}.npy"
+    try:
+        values: NDArray[Any] = np.load(path)
+    except FileNotFoundError:
+        values = find()
+        part = path.with_name(f"{name}.{os.getpid()}.part.npy")
+        np.save(part, values)
+        part.replace(path)
+    return values
 
 
 def _find_runs(store: TokenStore) -> NDArray[np.uint64]:

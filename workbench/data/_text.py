@@ -6,12 +6,14 @@ line is. One process reads the blocks, and several turn them into `(starts_docum
 
 from __future__ import annotations
 
+import bisect
 import bz2
 import codecs
 import difflib
 import functools
 import gzip
 import hashlib
+import itertools
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -44,6 +46,8 @@ COMPRESSION_RATIO = 4
 """Approximate compression ratio of English prose; used only to size the vocabulary's sample."""
 BLOCK_BYTES = 1 << 20
 """Approximate size of a block of text: the unit that a process tokenises, and after which work can go on."""
+EXCERPTS = 16
+"""Places of a text at which an excerpt is taken to measure how it is tokenised."""
 LONGEST_PARAGRAPH = 1 << 16
 """Longest paragraph in characters; longer lines are cut at a space, so that one giant line does not fill memory."""
 HASHED_WHOLE_BYTES = 1 << 28
@@ -137,6 +141,9 @@ class TextSource(Protocol):
     def blocks(self, after: Position = ()) -> Iterator[Block]:
         """Yield the blocks of the text after a position."""
 
+    def excerpts(self) -> tuple[Block, float]:
+        """Return about a megabyte of text, taken evenly from all of it, and its share of the whole."""
+
 
 @dataclass(frozen=True)
 class Files:
@@ -182,6 +189,26 @@ class Files:
                     parts, gathered, advance = [], 0, 0
         if parts:
             yield LineBlock(tuple(parts), self.one_document_each, advance, (len(self.paths), 0, 1, 1))
+
+    def excerpts(self) -> tuple[LineBlock, float]:
+        """Return about a megabyte of text, taken evenly from all of it, and its share of the whole.
+
+        Of a compressed file, the beginning is taken, which need not be like the rest.
+        """
+        if self.size <= BLOCK_BYTES and not any(path.suffix in COMPRESSED for path in self.paths):
+            parts = tuple(part for block in self.blocks() for part in block.parts)
+            return LineBlock(parts, self.one_document_each, self.size, ()), 1.0
+        ends = list(itertools.accumulate(path.stat().st_size for path in self.paths))
+        found: dict[tuple[Path, int], tuple[bytes, int]] = {}
+        for number in range(EXCERPTS):
+            at = number * max(0, self.size - BLOCK_BYTES // EXCERPTS) // (EXCERPTS - 1)
+            file = bisect.bisect_right(ends, at)
+            path, byte = self.paths[file], at - (ends[file - 1] if file else 0)
+            place = (path, 0 if path.suffix in COMPRESSED else byte)
+            found[place] = found.get(place) or _excerpt(*place)
+        parts = tuple(Part(str(path), 1, True, text) for (path, _), (text, _) in found.items())
+        covered = sum(read for _, read in found.values())
+        return LineBlock(parts, self.one_document_each, covered, ()), min(1.0, covered / self.size)
 
     def _parts(self, path: Path, byte: int, line: int, starts: bool) -> Iterator[tuple[Part, int, Position]]:
         """Yield the lines of a file from a byte on, each part with the bytes of the file that were read for it."""
@@ -253,6 +280,31 @@ class Rows:
                     texts, gathered = [], 0
         if texts:
             yield RowBlock(tuple(texts), len(texts), (at + len(texts),))
+
+    def excerpts(self) -> tuple[RowBlock, float]:
+        """Return some hundred rows, taken evenly from all of them, and their share of the whole."""
+        count = min(self.size, 32 * EXCERPTS)
+        rows = self.dataset.select([number * self.size // count for number in range(count)])[self.column]
+        return RowBlock(tuple(text or "" for text in rows), count, ()), count / self.size
+
+
+def _excerpt(path: Path, byte: int) -> tuple[bytes, int]:
+    """Return some whole lines of a file after a byte, and how many bytes of the file they are."""
+    size = BLOCK_BYTES // EXCERPTS
+    try:
+        with path.open("rb") as raw:
+            unpack = COMPRESSED.get(path.suffix)
+            stream = unpack(raw) if unpack else raw
+            raw.seek(byte)
+            if byte:
+                raw.readline(size)
+            text = stream.read(BLOCK_BYTES if unpack else size)
+            read = raw.tell() if unpack else len(text)
+    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _unreadable(path, error, 1) from error
+    except OSError as error:
+        raise (_unopened(path, error) if error.errno else _unreadable(path, error, 1)) from error
+    return bytes(text.decode(errors="ignore").encode()), read
 
 
 def packaged_speeches() -> Files:

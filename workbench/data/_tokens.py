@@ -63,7 +63,7 @@ class TokensKey:
         """Folder of the cache that holds the tokens."""
         key = f"{FORMAT} {self.fingerprint} {self.tokenizer_type} {self.vocab_size}"
         if self.tokenizer_of is not None:
-            key += f" {self.tokenizer_of.name}"
+            key += f" {self.tokenizer_of.name.partition('.')[0]}"
         elif self.tokenizer_file is not None:
             key += f" file {vocabulary_digest(self.tokenizer_file)}"
         return cache_home() / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -93,7 +93,7 @@ class TokenStore:
         return np.asarray(starts)
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        return tokenizer_in(self.folder)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in ("ids", "document_starts")}
@@ -129,6 +129,74 @@ def tokenised(
     store = _opened(folder)
     assert store is not None
     return store, False
+
+
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Return the tokeniser of a folder."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def vocabulary_folder(key: TokensKey, source: Callable[[], TextSource], progress: bool) -> Path:
+    """Return a folder that holds the `tokenizer.json` of a text: that of its tokens, or one made without them."""
+    if _opened(key.folder) is not None:
+        return key.folder
+    folder = key.folder.with_name(f"{key.folder.name}.vocabulary")
+    with _only_process(folder):
+        if not (folder / "tokenizer.json").is_file():
+            try:
+                folder.mkdir(exist_ok=True)
+                _vocabulary_of(key, source(), progress).save(str(folder / "tokenizer.part"))
+                (folder / "tokenizer.part").replace(folder / "tokenizer.json")
+            except OSError as error:
+                raise _unwritable(folder.parent, error) from error
+    return folder
+
+
+def encoder_of(folder: Path, tokenizer_type: str) -> tuple[Encoder, int]:
+    """Return the encoder with the tokeniser in a folder, and the number of its ids."""
+    tokenizer = tokenizer_in(folder)
+    vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
+    end = end_of_text(tokenizer) if tokenizer_type == "bpe" else None
+    return Encoder(folder / "tokenizer.json", np.dtype(_dtype(vocabulary)).name, end), vocabulary
+
+
+def held_out_of_stream(
+    key: TokensKey, name: str, vocabulary: Path, tokens: int, read: Callable[[], Iterator[NDArray[Any]]], progress: bool
+) -> TokenStore:
+    """Return the first tokens that a stream holds out, at most so many, from the cache or from `read`.
+
+    `vocabulary` is the folder of their tokeniser.
+    """
+    folder = key.folder.with_name(f"{key.folder.name}.held_out_{tokens}")
+    if (store := _opened(folder)) is not None:
+        return store
+    with _only_process(folder):
+        if (store := _opened(folder)) is not None:
+            return store
+        part, begun = folder.with_name(f"{folder.name}.part"), time.monotonic()
+        encoder, entries = encoder_of(vocabulary, key.tokenizer_type)
+        try:
+            for old in (part, folder):
+                shutil.rmtree(old, ignore_errors=True)
+            part.mkdir()
+            shutil.copy(vocabulary / "tokenizer.json", part)
+            ids = np.empty(0, encoder.dtype)
+            with _bar("Holding text out", tokens, " tokens", progress) as advance:
+                for more in read():
+                    advance(len(more))
+                    ids = np.concatenate([ids, more])[:tokens]
+                    if len(ids) == tokens:
+                        break
+            ids.tofile(part / "tokens.bin")
+            np.save(part / "documents.npy", np.zeros(1, np.int64))
+            counts = {"tokens": len(ids), "documents": 1, "vocabulary": entries}
+            _write_facts(part, name, key, {**counts, "seconds": time.monotonic() - begun})
+            part.rename(folder)
+        except OSError as error:
+            raise _unwritable(folder.parent, error) from error
+    store = _opened(folder)
+    assert store is not None
+    return store
 
 
 def is_tokenised(key: TokensKey) -> bool:
@@ -213,10 +281,8 @@ def _fill(part: Path, key: TokensKey, source: TextSource, progress: bool, worker
         shutil.rmtree(part)
         part.mkdir()
         _vocabulary_of(key, source, progress).save(str(part / "tokenizer.json"))
-    tokenizer = Tokenizer.from_file(str(part / "tokenizer.json"))
-    vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
-    end = end_of_text(tokenizer) if key.tokenizer_type == "bpe" else None
-    encoder = Encoder(part / "tokenizer.json", np.dtype(_dtype(vocabulary)).name, end)
+    encoder, vocabulary = encoder_of(part, key.tokenizer_type)
+    end = encoder.end
     if workers is None:
         workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
     with PartialTokens(part, encoder.dtype) as tokens:
@@ -251,7 +317,7 @@ def _write_facts(part: Path, name: str, key: TokensKey, found: dict[str, Any]) -
 def _vocabulary_of(key: TokensKey, source: TextSource, progress: bool) -> Tokenizer:
     """Return the tokeniser of a text: that of another text, one in a file, or one that is trained on this text."""
     if key.tokenizer_of is not None:
-        return Tokenizer.from_file(str(key.tokenizer_of / "tokenizer.json"))
+        return tokenizer_in(key.tokenizer_of)
     if key.tokenizer_file is not None:
         return load_byte_level_bpe(key.tokenizer_file)
     sample = _training_sample(source, progress)

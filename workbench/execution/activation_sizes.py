@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.data._datasets import StreamedDataset, TrainingDataset
+from workbench.data._feeder import fed_alone
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
 
@@ -23,7 +25,14 @@ def activation_sizes(experiment: Experiment, steps: int) -> list[dict[str, float
     different layers count as one, and the last entry is that of the read-out. Random numbers of the caller stay as
     they are.
     """
-    dataset = experiment.data.dataset(experiment)
+    dataset, batch = experiment.data.dataset(experiment), experiment.global_batch
+    if not isinstance(dataset, StreamedDataset):
+        return _activation_sizes(experiment, steps, dataset)
+    with fed_alone(dataset.stream, (steps + 1) * batch, dataset.vocabulary) as ring:
+        return _activation_sizes(experiment, steps, dataset.reading(ring))
+
+
+def _activation_sizes(experiment: Experiment, steps: int, dataset: TrainingDataset) -> list[dict[str, float]]:
     batch = experiment.global_batch
     probe: Any = dataset.__getitems__(list(range(batch)))
     found: list[dict[str, float]] = []

@@ -23,9 +23,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.data_loader import skip_first_batches
 from accelerate.utils import ProjectConfiguration, send_to_device
-from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
@@ -49,6 +48,7 @@ from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, SaveResult, TrainingProgress
 from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
 from workbench.execution.evaluate import EvaluationLog, Evaluator
+from workbench.execution.feeding import Feed, feed, own_batches
 from workbench.execution.heartbeat import Heartbeat
 from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
@@ -70,8 +70,6 @@ BetweenSteps = EvaluationLog | SampleLog | SparsityLog
 """Computation or observation of the model between two steps, when it is due."""
 SUGGESTED_LIMIT = 0.9
 """Fraction of an exceeded memory limit that the error message suggests for the next plan."""
-LOADER_WORKERS = 2
-"""Processes that assemble batches for a GPU; a rank on a CPU assembles its own."""
 WARM_STEPS = 3
 """Steps after which the peak memory is reported for the first time."""
 
@@ -155,6 +153,8 @@ class Worker:
         self.is_main = dist.get_rank() == 0
         self.heartbeat = Heartbeat(run_dir, dist.get_rank())
         self._stop_requested = False
+        self._feed: Feed | None = None
+        self._place: Mapping[str, Any] | None = None
         self._initial_rss = psutil.Process().memory_info().rss
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop_signal)
@@ -264,6 +264,7 @@ class Worker:
         between: Sequence[BetweenSteps],
     ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
+        self._place = progress.place
         steps, every = self.experiment.steps, self.experiment.checkpoint_every
         events = self.run_dir.events if self.is_main else None
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
@@ -289,7 +290,7 @@ class Worker:
                 if is_last or (every is not None and step % every == 0):
                     log.flush()
                     begin("checkpoint")
-                    checkpoints.save(TrainingProgress(step, log.seconds))
+                    checkpoints.save(TrainingProgress(step, log.seconds, self._place_of(step)))
                     log.restart_clock()
                 if is_last:
                     break
@@ -310,24 +311,17 @@ class Worker:
 
         Labels are counted while the batch is still in the host's memory, where counting does not wait for the device.
         """
-        dataset = self.experiment.data.dataset(self.experiment)
-        loader = DataLoader(
-            dataset,
-            batch_size=trainer.samples,
-            collate_fn=dataset.collate,
-            num_workers=LOADER_WORKERS if _on_gpu() else 0,
-            pin_memory=_on_gpu(),
-        )
-        sharded = prepare_data_loader(
-            loader,
-            self.device,
-            num_processes=self.coordinate.data,
-            process_index=self.coordinate.data_rank,
-            put_on_device=False,
-            rng_types=None,
-        )
-        for batch in skip_first_batches(sharded, first_step):
-            yield send_to_device(batch, self.device, non_blocking=True), trainer.count_labels_on_host(batch)
+        dataset, batch = self.experiment.data.dataset(self.experiment), self.experiment.global_batch
+        with feed(dataset, first_step * batch, batch, self._place_of(first_step)) as self._feed:
+            sharded = own_batches(self._feed.dataset, trainer.samples, self.coordinate, self.device)
+            for step, own in enumerate(skip_first_batches(sharded, first_step), first_step):
+                self._feed.release((step + 1) * batch)
+                yield send_to_device(own, self.device, non_blocking=True), trainer.count_labels_on_host(own)
+
+    def _place_of(self, step: int) -> Mapping[str, Any] | None:
+        """Return where a stream goes on with the first sample of a step, or None if nothing is known of it."""
+        found = None if self._feed is None else self._feed.place(step * self.experiment.global_batch)
+        return found or self._place
 
     def _on_stop_signal(self, *_: Any) -> None:
         self._stop_requested = True

@@ -50,10 +50,12 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Completed steps and the training time in seconds."""
+    """Completed steps, the training time in seconds, and the place of a stream of data."""
 
     step: int
     seconds: float
+    place: Mapping[str, Any] | None = None
+    """Value from which streamed data go on with the next step; None for data that are read by their index."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ class Checkpoints:
     def _mark_complete(self, path: Path, progress: TrainingProgress, files: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
         facts = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
+        if progress.place is not None:
+            facts["place"] = dict(progress.place)
         write_json(path / COMPLETE, {**facts, "digest": digest_of(facts)})
         prune(self._run.checkpoints, self._keep, progress.step)
 
@@ -237,7 +241,7 @@ class Checkpoints:
                 self._copy_shard(name, targets[key], value)
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.restore()
-        return TrainingProgress(int(facts["step"]), float(facts["seconds"]))
+        return TrainingProgress(int(facts["step"]), float(facts["seconds"]), facts.get("place"))
 
     def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
         """Restore from `path` or, if that is damaged, from the newest undamaged checkpoint before it.

@@ -1,0 +1,143 @@
+"""Text that is tokenised while it trains gives the run of the stored text, under every plan and after kills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.distributed import real_worker
+from tests.distributed.harness import launch
+from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
+from workbench.execution.checkpoint.files import complete_checkpoints, read_facts
+from workbench.execution.worker import Worker
+from workbench.experiment import Experiment
+from workbench.rundir import RunDir, read_events
+
+SEQ, BUFFER, BATCH, STEPS = 16, 24, 8, 30
+PLANS: dict[str, dict[str, int]] = {
+    "two stages": {"pipeline": 2},
+    "ZeRO 1": {"data": 2, "zero": 1},
+    "ZeRO 2": {"data": 2, "zero": 2},
+    "ZeRO 3": {"data": 2, "zero": 3},
+    "two stages of two shards": {"pipeline": 2, "data": 2, "zero": 1},
+}
+DEFAULT = tuple(PLANS) if os.environ.get("WORKBENCH_TEST_ALL") else ("two stages of two shards",)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text(
+        "\n\n".join(f"Document {i}: the square of {i} is {i * i}.\nIts cube is {i**3}." for i in range(160))
+    )
+    return path
+
+
+def asked(text: Path, streaming: bool, **changes: Any) -> Experiment:
+    """An OPT of two layers that reads the text in the order of a stream, for more than one epoch."""
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": SEQ}
+    data = wb.data.corpus(text, vocab_size=400, streaming=streaming, shuffle_buffer=BUFFER)
+    fields: dict[str, Any] = {
+        "steps": STEPS,
+        "global_batch": BATCH,
+        "seq_len": SEQ,
+        "learning_rate": 3e-3,
+        "project": "",
+    }
+    fields["evaluate"] = wb.Evaluate(every=7, samples=8)
+    return wb.Experiment(model=wb.models.opt(**sizes), data=data, **{**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def stored(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    experiment = asked(text, streaming=False)
+    return trained(tmp_path_factory.mktemp("stored"), experiment, plan(experiment))
+
+
+@pytest.fixture(scope="module")
+def killed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kill a streamed run on one device with SIGKILL, and return the checkpoint that it had written."""
+    experiment = asked(text, streaming=True, checkpoint_every=5)
+    run = directory(tmp_path_factory.mktemp("killed"), experiment, plan(experiment))
+    ranks = Ranks(run, 1)
+    real_worker.eventually(lambda: complete_checkpoints(run.checkpoints) != [])
+    ranks.kill(first=0)
+    return complete_checkpoints(run.checkpoints)[-1]
+
+
+def continued(killed: Path, path: Path, experiment: Experiment, degrees: dict[str, int]) -> RunDir:
+    """Go on from the checkpoint under a plan, in a directory with the events of the killed run."""
+    shutil.copytree(killed.parent.parent, path)
+    chosen = plan(experiment, **degrees)
+    run = directory(path, experiment, chosen, path / "checkpoints" / killed.name)
+    Ranks(run, chosen.world).wait()
+    return run
+
+
+def test_a_streamed_run_killed_with_9_has_the_curve_of_the_stored_text_to_the_last_bit(
+    text: Path, stored: RunDir, killed: Path, tmp_path: Path
+) -> None:
+    facts = read_facts(killed)
+    assert facts["place"]["first"] <= BATCH * facts["step"] < facts["place"]["first"] + BUFFER
+    run = continued(killed, tmp_path / "run", asked(text, streaming=True, checkpoint_every=5), {})
+    assert curve(run) == curve(stored)
+    evaluations = [
+        {event["step"]: event["loss"] for event in read_events(of.events) if event["type"] == "evaluation"}
+        for of in (run, stored)
+    ]
+    assert evaluations[0] == evaluations[1]
+
+
+@pytest.mark.parametrize("division", DEFAULT)
+def test_a_streamed_run_goes_on_under_every_plan_as_that_of_the_stored_text(
+    division: str, text: Path, stored: RunDir, killed: Path, tmp_path: Path
+) -> None:
+    run = continued(killed, tmp_path / "run", asked(text, streaming=True), PLANS[division])
+    found, expected = curve(run), curve(stored)
+    assert found.keys() == expected.keys()
+    for step, (loss, norm, rate) in expected.items():
+        assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), rate), step
+
+
+def read_by(rank: int, experiment: Experiment, place: Any, first: int, end: int) -> Any:
+    """Return what every rank reads of some steps as the worker does it, and the place of the stream after them."""
+    world = torch.distributed.get_world_size()
+    worker: Any = Worker.__new__(Worker)
+    worker.experiment, worker._feed, worker._place = experiment, None, place
+    worker.coordinate, worker.device = SimpleNamespace(data=world, data_rank=rank), torch.device("cpu")
+    trainer: Any = SimpleNamespace(samples=BATCH // world, count_labels_on_host=lambda _: None)
+    windows = []
+    for step, (batch, _) in enumerate(worker._batches(trainer, first), first):
+        windows.append(batch["input_ids"].tolist())
+        if step == end - 1:
+            break
+    everyone: list[Any] = [None] * world
+    torch.distributed.all_gather_object(everyone, windows)
+    by_step = zip(*everyone, strict=True)
+    return [window for shares in by_step for share in shares for window in share], worker._place_of(end)
+
+
+def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text: Path) -> None:
+    experiment = asked(text, streaming=True, steps=10**6, evaluate=None)
+    stored = asked(text, streaming=False, steps=10**6, evaluate=None)
+    windows = stored.data.samples_per_epoch(stored)
+    middle, end = windows // 2 // BATCH, windows // BATCH
+    one, place = launch(read_by, 1, experiment, None, 0, middle)
+    assert place["first"] > 0, "the checkpoint is after the first chunk"
+    two, _ = launch(read_by, 2, experiment, place, middle, end + 1)
+    dataset = stored.data.dataset(stored)
+    expected = [row.tolist() for row in dataset.__getitems__(range(windows))["input_ids"]]
+    seen = one + two
+    of_epoch = sorted(seen[: end * BATCH])
+    assert of_epoch == sorted(expected[: end * BATCH])
+    rest = sorted(seen[end * BATCH :])
+    assert rest == sorted(
+        row.tolist() for row in dataset.__getitems__(range(end * BATCH, (end + 1) * BATCH))["input_ids"]
+    )

@@ -1,0 +1,148 @@
+"""`Feeder`: one process per node that makes the samples of a stream and hands them to the ranks through a `Ring`.
+
+It is a process of its own, so that tokenising takes no time from a rank, and ends when its input does, which the kernel
+closes even if the rank that started it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+from workbench.data._ring import Ring
+from workbench.data._stream import SampleStream
+from workbench.errors import DataError
+from workbench.user_code import pickled
+
+BATCHES_AHEAD = 8
+"""Global batches that a ring holds at least: the loaders of a rank read up to six of them ahead."""
+
+
+class Feeder:
+    """The process that writes a ring, seen from the rank that started it."""
+
+    def __init__(self, stream: SampleStream, ring: Ring, first: int, place: Mapping[str, Any] | None) -> None:
+        """Begin with sample `first`, from a place at or before it; None is the beginning of the stream."""
+        self._ring, self._first = ring, first
+        self._places: deque[Mapping[str, Any]] = deque([place] if place else ())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(ring.descriptor,),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
+        )
+        self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        self._reader = threading.Thread(target=self._read_places, name="places of the stream", daemon=True)
+        self._reader.start()
+        with contextlib.suppress(BrokenPipeError):  # the readers report a process that ended
+            self._input.write(pickled("data", (stream, ring, first, place)))
+            self._input.flush()
+
+    def place(self, sample: int) -> Mapping[str, Any] | None:
+        """Return the place of the stream from which that sample, or a later one, can be made again."""
+        while len(self._places) > 1 and self._places[1]["first"] <= sample:
+            self._places.popleft()
+        return self._places[0] if self._places and self._places[0]["first"] <= sample else None
+
+    def close(self) -> None:
+        """End the process, and wait for its end."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._output.close()
+
+    def _read_places(self) -> None:
+        for line in self._output:
+            self._places.append(json.loads(line))
+        self._process.wait()
+        with contextlib.suppress(OSError):  # the ring may be closed by now
+            self._ring.abandon(self._first)
+
+
+def new_ring_file() -> tuple[int, Path]:
+    """Make an empty file for a ring, on this node's own disk, and open it."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="workbench-stream-")
+    except OSError as error:
+        raise DataError(
+            f"No file can be made in {tempfile.gettempdir()}: {error.strerror}. Streamed data passes through one. "
+            "Point TMPDIR at a folder that has room.",
+        ) from error
+    return descriptor, Path(path)
+
+
+def ring_for(stream: SampleStream, descriptor: int, global_batch: int, readers: int, vocabulary: int) -> Ring:
+    """Return the ring of a stream: two chunks, or several global batches, whichever is more."""
+    capacity = max(2 * stream.buffer, BATCHES_AHEAD * global_batch)
+    return Ring(descriptor, stream.record_bytes, capacity, readers, stream.dtype, vocabulary)
+
+
+@contextlib.contextmanager
+def fed_alone(stream: SampleStream, samples: int, vocabulary: int) -> Iterator[Ring]:
+    """Feed the first samples of a stream to this process, which may read each of them several times."""
+    descriptor, path = new_ring_file()
+    path.unlink()
+    ring = ring_for(stream, descriptor, samples, 1, vocabulary)
+    ring.clear(0)
+    feeder = Feeder(stream, ring, 0, None)
+    try:
+        yield ring
+    finally:
+        feeder.close()
+        os.close(descriptor)
+
+
+def main() -> None:
+    """Write the samples of a stream to a ring until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process.
+    places = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # What a library prints must not stand between the places.
+    stream, ring, first, place = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    ring.begin(first)
+    try:
+        _feed(stream, ring, first, place, places)
+    except BaseException as error:
+        traceback.print_exc()
+        said = f"Reading the data raised {type(error).__name__}: {error}. The log of rank 0 has the traceback."
+        ring.fail(str(error) if isinstance(error, DataError) else said)
+        sys.exit(1)
+
+
+def _feed(stream: SampleStream, ring: Ring, first: int, place: Mapping[str, Any] | None, places: IO[bytes]) -> None:
+    for chunk in stream.chunks(place):
+        skipped = max(0, first - chunk.first)
+        if skipped >= len(chunk.records):
+            continue
+        if chunk.place is not None:
+            places.write(json.dumps(chunk.place).encode() + b"\n")
+            places.flush()
+        ring.write(chunk.first + skipped, chunk.records[skipped:])
+
+
+def _end_with_the_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _root() -> str:
+    return str(Path(__file__).resolve().parents[2])
+
+
+if __name__ == "__main__":
+    main()

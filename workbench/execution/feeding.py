@@ -1,0 +1,117 @@
+"""`Feed`: the samples of a training as one rank reads them, from a dataset or from the stream of its node.
+
+The lowest rank of a node starts the process that makes the samples and hands its file to the other ranks of the node.
+The file has no name from then on, so that nothing is left behind by a rank that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from torch.utils.data import DataLoader
+
+from workbench.data._datasets import StreamedDataset, TrainingDataset
+from workbench.data._feeder import Feeder, new_ring_file, ring_for
+from workbench.data._ring import Ring
+from workbench.execution.parallel.mesh import MeshCoordinate
+
+LOADER_WORKERS = 2
+"""Processes that assemble batches for a GPU; a rank on a CPU assembles its own."""
+
+
+def own_batches(
+    dataset: TrainingDataset, samples: int, coordinate: MeshCoordinate, device: torch.device
+) -> DataLoaderShard:
+    """Return a loader of this replica's share of every global batch, `samples` at a time, in the host's memory."""
+    on_gpu = device.type == "cuda"
+    loader = DataLoader(
+        dataset,
+        batch_size=samples,
+        collate_fn=dataset.collate,
+        num_workers=LOADER_WORKERS if on_gpu else 0,
+        pin_memory=on_gpu,
+    )
+    return prepare_data_loader(
+        loader,
+        device,
+        num_processes=coordinate.data,
+        process_index=coordinate.data_rank,
+        put_on_device=False,
+        rng_types=None,
+    )
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The samples of a training, and what to tell the process that makes them."""
+
+    dataset: TrainingDataset
+    identity: str | None = None
+    ring: Ring | None = None
+    reader: int = 0
+    feeder: Feeder | None = None
+
+    def release(self, below: int) -> None:
+        """Say that this rank needs no sample below that number any more."""
+        if self.ring is not None:
+            self.ring.release(self.reader, below)
+
+    def place(self, sample: int) -> Mapping[str, Any] | None:
+        """Return the value for a checkpoint from which a stream goes on with that sample; None if nothing is known."""
+        found = None if self.feeder is None else self.feeder.place(sample)
+        return None if found is None else {"of": self.identity, **found}
+
+
+@contextlib.contextmanager
+def feed(dataset: TrainingDataset, first: int, global_batch: int, place: Mapping[str, Any] | None) -> Iterator[Feed]:
+    """Give this rank the samples of a training from `first` on; every rank must call it at the same time.
+
+    `place` is what `Feed.place` returned before, or None to find the sample from the beginning of the stream.
+    """
+    if not isinstance(dataset, StreamedDataset):
+        yield Feed(dataset)
+        return
+    if place is not None and (place["of"] != dataset.identity or place["first"] > first):
+        place = None
+    with _shared_ring(dataset, first, global_batch) as (ring, reader):
+        feeder = Feeder(dataset.stream, ring, first, place) if reader == 0 else None
+        try:
+            yield Feed(dataset.reading(ring), dataset.identity, ring, reader, feeder)
+        finally:
+            if feeder is not None:
+                feeder.close()
+
+
+@contextlib.contextmanager
+def _shared_ring(dataset: StreamedDataset, first: int, global_batch: int) -> Iterator[tuple[Ring, int]]:
+    """Open one file on every rank of a node; also return the position of this rank among them."""
+    folder = os.stat(tempfile.gettempdir())
+    node = (socket.gethostname(), folder.st_dev, folder.st_ino)
+    nodes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, node)
+    mine = [rank for rank, other in enumerate(nodes) if other == node]
+    reader = mine.index(dist.get_rank())
+    descriptor, path = new_ring_file() if reader == 0 else (None, None)
+    paths: list[Any] = [None] * len(nodes)
+    dist.all_gather_object(paths, str(path))
+    if descriptor is None:
+        descriptor = os.open(paths[mine[0]], os.O_RDWR)
+    try:
+        ring = ring_for(dataset.stream, descriptor, global_batch, len(mine), dataset.vocabulary)
+        if reader == 0:
+            ring.clear(first)
+        dist.barrier()
+        if path is not None:
+            path.unlink()
+        yield ring, reader
+    finally:
+        os.close(descriptor)
