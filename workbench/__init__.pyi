@@ -6,6 +6,7 @@ from . import sparsity as sparsity
 from .api import compare as compare
 from .api import contrast as contrast
 from .api import coordinate_check as coordinate_check
+from .api import data_supply as data_supply
 from .api import exploration as exploration
 from .api import launch as launch
 from .api import live as live

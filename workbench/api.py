@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.data import data_fingerprint
-from workbench.errors import InvalidArgument, InvalidExperiment, PlanMismatch
+from workbench.errors import DataError, InvalidArgument, InvalidExperiment, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning import from_experiment
+from workbench.planning.data_supply import DataSupply
+from workbench.planning.data_supply import data_supply as supply_of
 from workbench.planning.from_experiment import check_signature
 from workbench.planning.plan import Plan
 from workbench.rundir import read_json
@@ -79,7 +82,9 @@ def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> di
     check_signature(experiment, plan)
     from_experiment.check_optimizer(experiment, plan)
     from_experiment.check_sparsity(experiment)
-    experiment.data.prepare(experiment, progress=progress)
+    supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
+    if supply is not None and not supply.keeps_up:
+        warnings.warn(repr(supply), stacklevel=3)
     from_experiment.check_between_steps(experiment, plan)
     return {"data_fingerprint": data_fingerprint(experiment)}
 
@@ -116,6 +121,25 @@ def tokenize(experiment: Experiment, *, workers: int | None = None, progress: bo
         raise InvalidArgument(f"workers={workers} lies outside 1 to {MOST_WORKERS:,}.", parameter="workers")
     experiment.data.check(experiment)
     return experiment.data.prepare(experiment, progress=progress, workers=workers)
+
+
+@checked_arguments
+def data_supply(experiment: Experiment, plan: Plan) -> DataSupply:
+    """Say whether streamed text is tokenised as fast as a plan trains on it, and how many cores that takes.
+
+    It compares the plan's predicted tokens per second with those that the cores of this machine make, measured on
+    excerpts of the text. `launch` warns of a training that would wait. Raises `DataError` for data that are not
+    streamed.
+    """
+    experiment.data.check(experiment)
+    supply = supply_of(experiment.data.prepare(experiment), plan)
+    if supply is None:
+        raise DataError(
+            f"{experiment.data.name} is not tokenised while it trains, so that training does not wait for it. Streamed "
+            "text is wb.data.corpus(path, streaming=True).",
+            data=experiment.data.name,
+        )
+    return supply
 
 
 @checked_arguments

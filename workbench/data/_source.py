@@ -122,12 +122,17 @@ class Prepared:
     streamed: bool = False
     """True if the text is tokenised while training reads it; `tokens` is then an estimate, and so is `samples` unless
     the text is small or stored as well."""
+    tokens_per_core_s: float | None = None
+    """Tokens of a streamed text that one core makes in a second, measured on excerpts of it."""
 
     def __repr__(self) -> str:
         if self.tokens is None:
             return f"Prepared({self.name}: {count(self.samples)} samples)"
         if self.streamed:
-            return f"Prepared({self.name}: streamed, about {count(self.tokens)} tokens, vocabulary {self.vocabulary:,})"
+            return (
+                f"Prepared({self.name}: streamed, about {count(self.tokens)} tokens, vocabulary {self.vocabulary:,}, "
+                f"{count(self.tokens_per_core_s or 0)} tokens/s a core)"
+            )
         how = "from the cache" if self.reused else f"tokenised in {duration(self.seconds)}"
         return (
             f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "

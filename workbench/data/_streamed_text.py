@@ -67,6 +67,7 @@ class StreamedText:
             vocabulary=encoder_of(folder, self.key.tokenizer_type)[1],
             folder=folder,
             streamed=True,
+            tokens_per_core_s=rate.tokens_per_core_s,
         )
 
     def rate(self) -> TokenizingRate:
