@@ -30,15 +30,15 @@ def predictions(measured: MeasuredGrid) -> go.Figure:
             hoverinfo="skip",
         )
     )
+    if cells:  # rings lie below the marks, the larger first
+        chosen = min(cells, key=lambda cell: cell.predicted_ms)
+        figure.add_trace(_ring(cells[0], "fastest measured", theme.series_color(1), 22))
+        figure.add_trace(_ring(chosen, "planner's choice", theme.INK, 15))
     figure.add_trace(
         _marks(cells, [cell.step_ms or 0.0 for cell in cells], "measured", theme.series_color(0), "circle")
     )
     if failed:
         figure.add_trace(_marks(failed, [least] * len(failed), "failed", theme.ALERT, "x"))
-    if cells:
-        chosen = min(cells, key=lambda cell: cell.predicted_ms)
-        figure.add_trace(_ring(chosen, "planner's choice", theme.INK, 16))
-        figure.add_trace(_ring(cells[0], "fastest measured", theme.series_color(1), 22))
     figure.update_xaxes(type="log", title_text="predicted step (ms)")
     figure.update_yaxes(type="log", title_text="measured step (ms)")
     lines = [theme.text(line) for line in measured.sentences()[:3]]

@@ -79,6 +79,7 @@ def _stages(costs: StrategyCosts, cut: Cut) -> tuple[Stage, ...]:
                 ),
                 recompute_first=recomputed if is_mixed else None,
                 recompute_rest=modes[mixed.lighter[s]] if is_mixed else "none",
+                host_bytes=cutter.host_bytes(i, j),
             )
         )
     return tuple(stages)

@@ -69,6 +69,8 @@ class Stage:
     """Number of first blocks that `recompute` holds for; None means all blocks."""
     recompute_rest: str = "none"
     """Activation checkpointing of the other blocks: one of `RECOMPUTE`."""
+    host_bytes: int = 0
+    """Optimiser state of one of its devices that lives in the host's memory."""
 
     def recompute_of(self, block: int) -> str:
         """Return the activation checkpointing of one of its blocks, given by its index in the model."""
@@ -170,6 +172,16 @@ class Plan(Strategy):
         return max(self.device_bytes(rank) for rank in range(self.pipeline))
 
     @property
+    def host_bytes(self) -> int:
+        """Return the optimiser state of the fullest device that lives in the host's memory; 0 unless offloaded."""
+        return max(sum(stage.host_bytes for stage in self.stages_of(rank)) for rank in range(self.pipeline))
+
+    @property
+    def host_traffic_bytes(self) -> int:
+        """Return the bytes that cross the link between that device and its host in a step, to the device and back."""
+        return 2 * self.host_bytes
+
+    @property
     def model_bytes(self) -> int:
         """Return the size of the whole model as ranks build it: fp32, undivided."""
         return FP32 * sum(stage.parameters for stage in self.stages)
@@ -183,6 +195,9 @@ class Plan(Strategy):
         derived = ("chunks", "recompute", "origin")
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in derived}
         rows = {name: [asdict(row) for row in fields[name]] for name in ("stages", "candidates")}
+        for row in rows["stages"]:
+            if not row["host_bytes"]:
+                del row["host_bytes"]
         if not self.notes:
             del fields["notes"]
         values = {"cluster": self.cluster.to_json(), "prediction": asdict(self.prediction)}

@@ -68,6 +68,10 @@ class Cutter:
         stages = self.strategy.num_stages
         return max(smallest([self._host] * stages), float(self._host[0, -1]) / self.strategy.pipeline)
 
+    def host_bytes(self, first: int, end: int) -> int:
+        """Return the optimiser state in the host's memory of one device of the stage `[first, end]`."""
+        return 0 if self._host is None else int(self._host[first, end])
+
     @cached_property
     def state(self) -> StageState:
         return self.costs.state()

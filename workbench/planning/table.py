@@ -6,15 +6,16 @@ import html
 import operator
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from workbench.cost.device import FRAGMENTATION
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible
+from workbench.errors import InvalidArgument, PlanInfeasible
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE, SCHEDULES
-from workbench.units import gib
+from workbench.units import MIB, gib, is_count
 
 FASTEST_SHOWN = 14
 """Number of rows shown of options that fit, fastest first."""
@@ -82,6 +83,33 @@ class Plans:
             if row.step_ms is not None:
                 with suppress(PlanInfeasible):
                     yield self[number]
+
+    def frontier(self, limits: int = 12) -> tuple[Plan, ...]:
+        """Return the fastest plan for each of some memory limits, the leanest first; each can be launched.
+
+        The limits lie between the least memory that any option needs and what a device offers, at equal ratios. A plan
+        that is no faster than a leaner one is left out.
+        """
+        if not is_count(limits):
+            raise InvalidArgument(f"limits={limits!r} is no number of memory limits. Give at least 1.")
+        try:
+            least = checked_search(
+                self.profile, self.profile.precision, replace(self.request, memory_limit_bytes=1), False
+            )
+            needed = least.plan().peak_bytes
+        except PlanInfeasible as error:
+            needed = int(error.facts["needed_bytes"] / (1 - FRAGMENTATION)) + MIB
+        most = max(needed, int(self.request.offered_bytes / (1 - FRAGMENTATION)))
+        plans: dict[int, Plan] = {}
+        with uncollected():
+            for at in range(limits):
+                limit = round(needed * (most / needed) ** (at / max(1, limits - 1)))
+                with suppress(PlanInfeasible):  # between the least of one stage and that of several on a device
+                    request = replace(self.request, memory_limit_bytes=limit)
+                    plan = Search(self.profile, request, advises=False).plan()
+                    if all(plan.prediction.step_ms < leaner.prediction.step_ms for leaner in plans.values()):
+                        plans[limit] = plan
+        return tuple(plans.values())
 
     def shown(self) -> list[tuple[int, Candidate]]:
         """Return the rows that the table shows, with their numbers."""

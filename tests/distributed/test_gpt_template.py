@@ -1,0 +1,34 @@
+"""The template of a measured grid, executed in miniature by papermill with real trainings."""
+
+import os
+import re
+
+import nbformat
+
+import workbench as wb
+from tests.distributed.test_sweep_template import addresses
+from workbench import notebooks
+from workbench.figures.pages import PLOTLY_MIME
+
+WHOLE = bool(os.environ.get("WORKBENCH_TEST_ALL"))
+
+
+def test_the_template_measures_cells_and_prints_rank_correlation_and_regret(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    small = {"hidden_size": 16, "seq_len": 16, "steps": 4, "cells": "all" if WHOLE else 2}
+    small["corpus"] = str(addresses(tmp_path / "addresses"))
+    done = notebooks.execute(notebooks.template_path("gpt_sweep"), tmp_path, small)
+    [folder] = [file.parent for file in (tmp_path / "runs").glob("*/grid.json")]
+    measured = wb.load_grid(folder)
+    assert measured.complete
+    assert len(measured.measured()) == (12 if WHOLE else 2)
+    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
+    shown = {cell.source.splitlines()[-1]: [output.get("data", {}) for output in cell.outputs] for cell in cells}
+    assert "small-gpt on 2 × CPU process, batch 16" in str([cell.outputs for cell in cells])
+    for name in ("wb.heat_map(grid)", "wb.predictions(measured)"):
+        assert any(PLOTLY_MIME in data for data in shown[name]), name
+    printed = str(next(cell for cell in cells if "regret of the planner" in cell.source).outputs)
+    assert re.search(r"rank correlation of predicted and measured steps: -?[01]\.\d\d", printed)
+    assert f"regret of the planner's choice: {measured.regret:.1%}" in printed

@@ -1,0 +1,50 @@
+"""Memory against speed: the fastest plan for each memory limit, and the front of a grid."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plan_values import H200, PROFILE, plan_of
+
+import workbench as wb
+from workbench.errors import InvalidArgument
+from workbench.figures.frontier_view import pareto_front
+from workbench.planning import Plan, Request, weigh
+
+
+def test_the_frontier_is_the_fastest_plan_of_each_limit_and_every_step_down_in_memory_costs_time():
+    plans = weigh(PROFILE, "bf16", Request(64, 512, H200))
+    front = plans.frontier(6)
+    steps = [plan.prediction.step_ms for plan in front]
+    assert len(front) >= 3
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-1] == pytest.approx(plans.best.prediction.step_ms), "the last limit is what the device offers"
+    for plan in front:
+        assert plan.memory_limit_bytes is not None
+        assert plan.peak_bytes <= plan.memory_limit_bytes
+        again = weigh(PROFILE, "bf16", Request(64, 512, H200, plan.memory_limit_bytes)).best
+        assert again.prediction == plan.prediction
+    assert plans.frontier(1)[0].peak_bytes == front[0].peak_bytes
+    figure = wb.frontier(plans)
+    *points, line = figure.data
+    assert sum(len(trace.x) for trace in points) == len(line.x) == len(plans.frontier())
+    with pytest.raises(InvalidArgument, match="limits=0 is no number of memory limits"):
+        plans.frontier(0)
+
+
+def test_what_offloading_takes_of_the_host_is_part_of_the_plan():
+    on, off = (plan_of(pipeline=2, zero=1, schedule="1f1b", offload_optimizer=offload) for offload in (True, False))
+    trained = [stage.parameters for stage in on.stages]
+    assert on.host_bytes == 8 * max(trained) // on.data, "two moments of four bytes, sharded over the replicas"
+    assert on.host_traffic_bytes == 2 * on.host_bytes
+    assert Plan.from_json(json.loads(json.dumps(on.to_json()))) == on
+    assert (off.host_bytes, off.host_traffic_bytes) == (0, 0)
+    assert "host_bytes" not in json.dumps(off.to_json()["stages"])
+
+
+def test_the_front_leaves_out_what_another_plan_beats_in_both():
+    front = weigh(PROFILE, "bf16", Request(64, 512, H200)).frontier(4)
+    lean, fast = front[0], front[-1]
+    assert pareto_front([(fast, 2.0), (lean, 3.0), (fast, 2.5)]) == [(lean, 3.0), (fast, 2.0)]
+    assert pareto_front([(fast, 2.0), (lean, 1.0)]) == [(lean, 1.0)]
