@@ -199,6 +199,7 @@ class World:
             graph=SimpleNamespace(parameters=self.weights),
             coordinate=SimpleNamespace(data=1, tensor=1, data_rank=0, tensor_rank=0),
             context=SimpleNamespace(device=torch.device("cpu")),
+            sparse_weights=None,
         )
         extras = CheckpointExtras(describe_model(self.model).to_json())
         return Checkpoints(trainer, run, extras=extras)  # type: ignore[arg-type]

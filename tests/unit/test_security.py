@@ -67,7 +67,12 @@ def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     stages = SimpleNamespace(sharding=lambda _: None)
     graph = SimpleNamespace(parameters={"weight": weight})
     trainer = SimpleNamespace(
-        plan=SimpleNamespace(signature="abc"), optimizer=None, stages=stages, graph=graph, evaluator=None
+        plan=SimpleNamespace(signature="abc"),
+        optimizer=None,
+        stages=stages,
+        graph=graph,
+        evaluator=None,
+        sparse_weights=None,
     )
     monkeypatch.setattr(save_load, "create_state", lambda _: None)
     monkeypatch.setattr(save_load, "_entries", lambda _: [("model.weight", "weight", weight)])
