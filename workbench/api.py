@@ -250,6 +250,10 @@ def coordinate_check(experiment: Experiment, widths: Sequence[int] = (64, 128, 2
     from workbench.figures.coordinate_view import coordinate_check as draw
     from workbench.models import at_width, scaling
 
+    if not widths or not 1 <= steps <= 1000:
+        raise InvalidArgument(
+            f"widths={list(widths)} and steps={steps} draw nothing. Give at least one width and 1 to 1,000 steps."
+        )
     experiment.data.check(experiment)
     base: Any = experiment.model
     with_rule, without = {}, {}

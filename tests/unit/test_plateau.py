@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from workbench.data._entropy import masked_loss
-from workbench.errors import DataError, InvalidExperiment
+from workbench.errors import DataError, InvalidExperiment, WorkbenchError
 from workbench.runs import Run
 from workbench.runs.plateau import MARGIN, left_plateau, stop_on_plateau
 
@@ -120,7 +120,7 @@ def test_a_run_whose_loss_is_not_a_number_is_stopped():
 
 def test_levels_and_shares_that_cannot_be_are_refused():
     for wrong in (0, -1.0, float("nan"), "3.2", True):
-        with pytest.raises(InvalidExperiment, match="is not a loss above 0"):
+        with pytest.raises(WorkbenchError, match=r"is not a loss above 0|Give a number"):
             left_plateau(columns(NOISE), wrong)
     with pytest.raises(InvalidExperiment, match="share=1 is not a share between 0 and 1"):
         stop_on_plateau([], LEVEL, share=1)

@@ -12,7 +12,7 @@ from workbench.data._sampling import MASK_SHARE, RANDOM_SHARE, CausalSamples
 from workbench.data._source import SampleRequest
 from workbench.data._split import SplicedTokens
 from workbench.data._vocabulary import SPECIAL_TOKENS
-from workbench.errors import DataError
+from workbench.errors import DataError, InvalidArgument
 
 BLOCK = 1 << 22
 """Tokens that are counted at a time."""
@@ -36,6 +36,10 @@ def context_free(experiment: SampleRequest) -> ContextFree:
     """
     from workbench.data._datasets import StreamedDataset, TextDataset
 
+    if not hasattr(experiment, "data"):
+        raise InvalidArgument(
+            f"context_free cannot use experiment={experiment!r:.80}. Give an Experiment.", parameter="experiment"
+        )
     dataset = None if experiment.data.is_custom else experiment.data.dataset(experiment)
     if isinstance(dataset, StreamedDataset):
         raise DataError(

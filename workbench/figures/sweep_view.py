@@ -116,6 +116,7 @@ def _dimension(name: str, values: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+@checked_arguments
 def best_so_far(sweep: Sweep, x: str = "step") -> go.Figure:
     """Draw the objective of each finished run, and the lowest so far, against what the sweep had spent by then.
 

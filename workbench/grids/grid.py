@@ -280,11 +280,12 @@ def _checked_axes(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     for name, given in axes.items():
         if name not in Choices.__annotations__:
             raise InvalidArgument(f"{name!r} is no choice of a plan. {suggestion(name, list(Choices.__annotations__))}")
-        listed = [given] if isinstance(given, str) or not isinstance(given, Sequence) else list(map(plain, given))
+        is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        listed = list(map(plain, given)) if is_list else [given]
         if not listed:
             raise InvalidArgument(f"The axis {name!r} has no values. Give a list, such as {name}=[1, 2, 4].")
         for value in listed:
-            check_choices(Fixed(**{name: value}))  # type: ignore[arg-type]
+            check_choices(Fixed(**{name: value}))
         checked[name] = tuple(dict.fromkeys(listed))
     count = math.prod(map(len, checked.values()))
     if count > MOST_CELLS:

@@ -212,6 +212,8 @@ def _check_models(*models: Any) -> None:
 
 def _check_pair(base: Model, target: Model, depth_rule: bool) -> None:
     _check_models(base, target)
+    if not isinstance(depth_rule, bool):
+        raise InvalidExperiment(f"depth_rule={depth_rule!r} is neither True nor False. Give one of them.")
     for field in ("family", "layout"):
         ours, theirs = getattr(base, field), getattr(target, field)
         if ours != theirs:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
 from workbench.runs.run import Run
 from workbench.units import count
@@ -52,6 +53,7 @@ class Departure:
         return f"{self.name}: the {self.losses} loss stays below {limit} from {count(self.tokens)} tokens on."
 
 
+@checked_arguments
 def left_plateau(run: Run | Mapping[str, Any], level: float) -> Departure:
     """Return where the loss of a run left the plateau of context-free prediction.
 
@@ -75,6 +77,7 @@ def left_plateau(run: Run | Mapping[str, Any], level: float) -> Departure:
     return Departure(name, level, float(tokens[first]), float(step[first]), until, losses)
 
 
+@checked_arguments
 def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> list[str]:
     """Wait until the runs have ended, and stop each that still sits on the plateau after `share` of its steps.
 
@@ -84,6 +87,8 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
     """
     _require("level", level, math.inf, LEVEL)
     _require("share", share, 1, "a share between 0 and 1. Give 1/3, for instance.")
+    if not runs:
+        raise InvalidExperiment("There is no run to watch. Give at least one.", parameter="runs")
     undecided, sentences = list(runs), []
     while undecided:
         for run in list(undecided):
@@ -111,7 +116,7 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
 
 def _require(name: str, value: Any, below: float, described: str) -> None:
     """Raise `InvalidExperiment` unless a value is a number above 0 and below a limit."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < below:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < cast(float, value) < below:
         raise InvalidExperiment(f"{name}={value!r} is not {described}", parameter=name)
 
 

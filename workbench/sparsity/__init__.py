@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from workbench.arguments import LARGEST_INTEGER, checked_arguments
 from workbench.errors import InvalidExperiment, checked_keywords, suggestion
 
 __all__ = ["Dynamic", "Static", "learning_rate"]
@@ -38,13 +39,9 @@ class Static:
     (`fnmatch`, such as `"*.mlp.*"`). Embedding tables and output heads always stay dense."""
 
     def __post_init__(self) -> None:
-        if not _is_number(self.sparsity) or not 0 <= self.sparsity < 1:
-            raise InvalidExperiment(
-                f"sparsity={self.sparsity!r} is no share of blocks. Give a number from 0 to below 1, such as 0.9.",
-                parameter="sparsity",
-            )
+        _require_sparsity(self.sparsity)
         _require_count("block", self.block)
-        if not isinstance(self.scope, str) or not self.scope.strip():
+        if not isinstance(self.scope, str) or not self.scope.strip() or not self.scope.isprintable():
             raise InvalidExperiment(
                 f"scope={self.scope!r} is no word of a parameter's name. Give one, such as 'encoder', or '*' for all.",
                 parameter="scope",
@@ -125,12 +122,18 @@ def from_json(value: Mapping[str, Any]) -> Static:
     return TYPES[fields.pop("type")](**fields)
 
 
+@checked_arguments
 def learning_rate(dense: float, sparsity: float) -> float:
     """Return the learning rate at a sparsity for a model whose best rate without sparsity is `dense`.
 
     The rule was fitted to BERT-Medium with random 16×16 and 1×1 patterns: η(s) = η(0) · exp(1.969 s² + 0.2905 s)
-    (arXiv:2108.06277).
+    (arXiv:2108.06277). Raises `InvalidExperiment` for a rate that is not above 0 and a sparsity outside of [0, 1).
     """
+    if not 0 < dense < math.inf:
+        raise InvalidExperiment(
+            f"dense={dense!r} is no learning rate. Give one above 0, such as 2e-4.", parameter="dense"
+        )
+    _require_sparsity(sparsity)
     return dense * math.exp(1.969 * sparsity**2 + 0.2905 * sparsity)
 
 
@@ -138,8 +141,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _require_sparsity(value: Any) -> None:
+    if not _is_number(value) or not 0 <= value < 1:
+        raise InvalidExperiment(
+            f"sparsity={value!r} is no share of blocks. Give a number from 0 to below 1, such as 0.9.",
+            parameter="sparsity",
+        )
+
+
 def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= LARGEST_INTEGER:
         raise InvalidExperiment(f"{name}={value!r} is no whole number of at least 1. Give one.", parameter=name)
 
 
