@@ -14,8 +14,8 @@ from tests.distributed.test_sweeps import HERE, QUICK_LAUNCHER, experiment, prep
 from workbench.sweeps.sweep import Sweep
 
 CELL = """
-from workbench.widgets import live_sweep
-live_sweep.STATIC_COPY_S = 1
+from workbench.widgets import static_copy
+static_copy.STATIC_COPY_S = 1
 import workbench as wb
 wb.load_sweep({path!r})
 """

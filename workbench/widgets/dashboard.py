@@ -31,7 +31,7 @@ from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePa
 from workbench.widgets.run_reader import RunReader, Snapshot
 from workbench.widgets.run_row import RunRow, failures_html, fixed_width, name_width, respond_while_busy, rows_html
 from workbench.widgets.samples_view import samples_at, samples_table
-from workbench.widgets.static_copy import EMPTY, DisplayedWidget, copy_hider
+from workbench.widgets.static_copy import EMPTY, STATIC_COPY_S, DisplayedWidget, copy_hider
 
 REFRESH_S = 0.1
 """Seconds between two reads of the run directories."""
@@ -41,8 +41,6 @@ UNSEEN_FACTOR = 10.0
 """Factor by which the time between two reads is longer while no page shows the dashboard, as in `workbench execute`."""
 PANELS_AFTER_ZOOM_S = 0.3
 """Seconds by which the panels follow a zoom later than the curves: the page draws one thing at a time."""
-STATIC_COPY_S = 30.0
-"""Seconds between two updates of the static copy, for a notebook that is saved while its runs train."""
 RESUME_OFFER_S = 1800.0
 """Seconds after the end of the last run for which buttons offer to resume; a saved notebook cannot show a button."""
 

@@ -27,14 +27,12 @@ from workbench.sweeps.sweep import Row, Sweep
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_reader import RunReader, Snapshot
 from workbench.widgets.run_row import RunRow, first_line, name_width, swatch
-from workbench.widgets.static_copy import DisplayedWidget, copy_hider
+from workbench.widgets.static_copy import StaticCopies, copy_hider
 
 REFRESH_S = 0.5
 """Seconds between two looks at the sweep's directory."""
 REST_FACTOR = 3.0
 """Smallest ratio of the thread's rest to the drawing before it: the kernel has other work."""
-STATIC_COPY_S = 30.0
-"""Seconds between two updates of the static copy, for a notebook that is saved while the sweep is at work."""
 MAX_ROWS = 50
 """Largest number of configurations in the table; the best come first."""
 
@@ -48,8 +46,7 @@ class LiveSweep(widgets.VBox):
         self._readers: dict[Path, _Reader] = {}
         self._records: dict[Path, Record] = {}
         self._rows: Sequence[Row] = ()
-        self._displays: list[DisplayedWidget] = []
-        self._next_copy_at = 0.0
+        self._copies = StaticCopies(self, self._static_copy)
         self._head, self._note, self._foot = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._at_work = widgets.VBox()
         self._table = widgets.HTML(layout={"flex": "1 1 360px", "margin": "0 16px 0 0"})
@@ -79,13 +76,9 @@ class LiveSweep(widgets.VBox):
                 ended = not self._sweep.alive  # asked before the last look at the results
                 self._refresh()
                 if ended:
-                    for shown in self._displays:
-                        shown.leave_copy(*self._static_copy())
+                    self._copies.leave()
                     return
-                if self._displays and started >= self._next_copy_at:
-                    self._next_copy_at = started + STATIC_COPY_S
-                    for shown in self._displays:
-                        shown.update(*self._static_copy())
+                self._copies.update()
                 rest_s = max(self._refresh_s, REST_FACTOR * (time.monotonic() - started))
         except Exception as error:  # a widget that no longer updates must say so
             message = html.escape(first_line(error))
@@ -131,7 +124,7 @@ class LiveSweep(widgets.VBox):
         return static_html(self._sweep, self._rows), *map(mimebundle, self._figures())
 
     def _ipython_display_(self) -> None:
-        self._displays.append(DisplayedWidget(self, *self._static_copy()))
+        self._copies.display()
 
 
 class _Reader:

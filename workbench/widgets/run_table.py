@@ -13,9 +13,9 @@ import ipywidgets as widgets
 from workbench.figures import theme
 from workbench.runs.registry import HEADER, RunTable, list_runs
 from workbench.runs.run import Run
-from workbench.widgets.dashboard import STATIC_COPY_S, live
+from workbench.widgets.dashboard import live
 from workbench.widgets.run_row import ONE_LINE, badge, first_line, fixed_width, respond_while_busy
-from workbench.widgets.static_copy import DisplayedWidget, copy_hider
+from workbench.widgets.static_copy import StaticCopies, copy_hider
 
 REFRESH_S = 1.0
 """Seconds between two updates of the table."""
@@ -43,8 +43,7 @@ class LiveTable(widgets.VBox):
         self._attached = widgets.VBox()
         self._shown: tuple[widgets.Widget, ...] = ()
         super().__init__(layout={"overflow": "auto"})
-        self._displays: list[DisplayedWidget] = []
-        self._next_copy_at = 0.0
+        self._copies = StaticCopies(self, lambda: (self._table._repr_html_(),))
         self._refresh()
         self._thread = threading.Thread(target=self._follow, name="workbench-runs", daemon=True)
         self._thread.start()
@@ -77,8 +76,7 @@ class LiveTable(widgets.VBox):
                     ended_at = time.monotonic()
                 elif time.monotonic() - ended_at > FOLLOW_S:
                     self._closed.set()
-                    for shown in self._displays:
-                        shown.leave_copy(self._table._repr_html_())
+                    self._copies.leave()
             except Exception as error:  # a table that no longer updates must say so
                 message = html.escape(first_line(error))
                 self._note.value = f"The table stopped updating ({message}). Call wb.list_runs() again."
@@ -97,13 +95,10 @@ class LiveTable(widgets.VBox):
         children = (self._head, *boxes, self._note, self._attached)
         if self._shown != children:
             self.children = self._shown = children
-        if time.monotonic() >= self._next_copy_at:
-            self._next_copy_at = time.monotonic() + STATIC_COPY_S
-            for shown in self._displays:
-                shown.update(self._table._repr_html_())
+        self._copies.update()
 
     def _ipython_display_(self) -> None:
-        self._displays.append(DisplayedWidget(self, self._table._repr_html_()))
+        self._copies.display()
 
 
 class _TableRow:

@@ -8,7 +8,9 @@ lives, a style that it contains hides them; where it does not, a style in the st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets as widgets
@@ -18,6 +20,9 @@ WIDGET_CLASS, COPY_CLASS = "workbench-live", "workbench-saved"
 """CSS classes of a widget with a static copy, and of the copy's HTML."""
 EMPTY: Mapping[str, str] = {"text/html": "", "text/plain": ""}
 """MIME bundle of an output that shows nothing."""
+
+STATIC_COPY_S = 30.0
+"""Seconds between two updates of a static copy, for a notebook that is saved while its widget changes."""
 
 _CHILD = ".jp-OutputArea-child"
 _COPY = f"{_CHILD}:has(.{WIDGET_CLASS}) + {_CHILD}:has(.{COPY_CLASS})"
@@ -63,6 +68,42 @@ class DisplayedWidget:
     def restore(self) -> None:
         """Show the widget again after `leave_copy`."""
         self._widget.update(self._bundle, raw=True)
+
+
+class StaticCopies:
+    """The displays of one widget with their static copies; one thread updates them while another displays."""
+
+    def __init__(self, widget: widgets.DOMWidget, contents: Callable[[], tuple[Any, ...]]) -> None:
+        self._widget, self._contents = widget, contents
+        self._displays: list[DisplayedWidget] = []
+        self._lock = threading.Lock()  # a display that comes while the last copy is written must keep the last one
+        self._left = False
+        self._next_at = 0.0
+
+    def display(self) -> None:
+        """Display the widget in the running cell, or its last copy if the copies have been left."""
+        with self._lock:
+            contents = self._contents()
+            shown = DisplayedWidget(self._widget, *contents)
+            self._displays.append(shown)
+            if self._left:
+                shown.leave_copy(*contents)
+
+    def update(self) -> None:
+        """Bring the copies up to date, unless that was done less than `STATIC_COPY_S` seconds ago."""
+        with self._lock:
+            if self._displays and time.monotonic() >= self._next_at:
+                self._next_at = time.monotonic() + STATIC_COPY_S
+                contents = self._contents()
+                for shown in self._displays:
+                    shown.update(*contents)
+
+    def leave(self) -> None:
+        """Remove the widget from the page, so that the updated copies show."""
+        with self._lock:
+            self._left, contents = True, self._contents()
+            for shown in self._displays:
+                shown.leave_copy(*contents)
 
 
 def _copy_bundles(html: str, figures: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
