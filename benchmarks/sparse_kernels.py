@@ -370,6 +370,10 @@ def profile(settings: Settings, report: dict[str, Any], write: Callable[[], None
                 triton_kernels.weight_gradient_kernel,
                 partial(triton_kernels.weight_gradient, gradient, hidden, sections, block),
             ),
+            "gradient to the weight, a dense product whose absent blocks are dropped": (
+                triton_kernels.weight_gradient_kernel,
+                lambda index=index: to_compact(gradient.T @ hidden, index),
+            ),
         }
         flops = 2 * settings.tokens * index.num_blocks * block**2
         for name, (kernel, call) in calls.items():

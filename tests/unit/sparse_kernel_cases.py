@@ -155,7 +155,8 @@ def main() -> None:
         return
     from workbench.sparsity.kernels import triton_kernels
 
-    triton_kernels.SMALLEST_SPLIT = 64  # so that the tokens of small cases are divided too
+    # So that the tokens of small cases are divided too, those of many blocks into more parts.
+    triton_kernels.SMALLEST_SPLIT, triton_kernels.CACHED_SPLIT_BYTES = 64, 1 << 16
     with mock.patch.object(triton_kernels, "product", wraps=triton_kernels.product) as product:
         found = [differences(case) for case in miniature()]
     assert product.call_count == 2 * len(found), "forward and gradient to the input have run in the interpreter"
