@@ -2,9 +2,9 @@
 
     python benchmarks/sparse_gradient_cache.py --out benchmarks/results/sparse_gradient_cache.json
 
-It measures nothing. Programs walk their tokens at the speed that their bytes allow, a little uneven, and start as others
-end. The cache replaces what was used least recently, in pieces of 64 bytes of a row. The result is what is read from
-memory.
+It measures nothing. Programs walk their tokens at the speed that their bytes allow, a little uneven, and start as
+others end. The cache replaces what was used least recently, in pieces of 64 bytes of a row. The result is what is read
+from memory.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ class Scale:
         if axis.rangemode == "tozero" and not log:
             low, high = min(0.0, low), max(0.0, high)
         span = (high - low) or max(abs(high), 1.0)
-        return cls(low - room * span, high + (room or 0.01) * span, *ends_px, log)
+        low, high = low - room * span, high + (room or 0.01) * span
+        return cls(*((high, low) if axis.autorange == "reversed" else (low, high)), *ends_px, log)
 
     def __call__(self, values: Any) -> Array:
         """Return the pixel of each value; NaN for a value that the axis cannot show."""
