@@ -86,7 +86,9 @@ class Scale:
         most = max(2, int(abs(self.end_px - self.start_px) / TICK_PX[vertical]))
         if self.log:
             powers = range(math.floor(low), math.ceil(high) + 1)
-            factors = (1, 2, 3, 4, 5, 6, 8) if high - low < 1 else (1, 2, 5) if len(powers) < 5 else (1,)
+            between_5_and_6_px = math.log10(6 / 5) * abs(self.end_px - self.start_px) / (high - low)
+            fine = high - low < 1 and between_5_and_6_px > TICK_PX[vertical] / 2
+            factors = (1, 2, 3, 4, 5, 6, 8) if fine else (1, 2, 5) if len(powers) < 5 else (1,)
             values = [factor * 10.0**power for power in powers for factor in factors]
             return [value for value in values if low <= math.log10(value) <= high]
         least = (high - low) / min(most, 7)

@@ -300,7 +300,7 @@ def _splits(num_groups: int, num_values: int, tokens: int, input_bytes: int, mul
     are then so short that these find their inputs in the cache, unless writing and reading the sums of all parts, which
     are 8 bytes for each of `num_values` and part, would take more traffic than reading both inputs.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, num_groups)
+    wanted: int = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, num_groups)
     if num_groups > RESIDENT_PROGRAMS * multiprocessors:
         cached = triton.cdiv(input_bytes, CACHED_SPLIT_BYTES)
         wanted = max(wanted, min(cached, input_bytes // (8 * num_values)))
