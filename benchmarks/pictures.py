@@ -1,16 +1,17 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
     python benchmarks/pictures.py [cost planning figures curves evaluation samples optimizers
-                                   sweep-heat-map sweep-bands sweep-contrast]
+                                   sweep-heat-map sweep-bands sweep-contrast sparse-pareto]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
 runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
-templates/sweep.ipynb trained with its default parameters on two CPU processes. Everything else is predicted. (The SVG
-files in that folder are written by hand.)
+templates/sweep.ipynb trained with its default parameters on two CPU processes. The Pareto figure is that of
+notebooks/sparse_pareto_2cores.ipynb. Everything else is predicted. (The SVG files in that folder are written by hand.)
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import save_png, show_plan, theme
+from workbench.figures.pages import PLOTLY_MIME
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning import search
 from workbench.planning.from_experiment import CAPTURE_BATCH
@@ -314,6 +316,14 @@ def recorded_sweep() -> wb.Sweep:
     return wb.load_sweep(ROOT / "benchmarks" / "results" / "gpt-sweep")
 
 
+def kept_figure(notebook: str, call: str) -> go.Figure:
+    """Return the figure that the cell with this call shows in a notebook of notebooks/."""
+    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    [cell] = [cell for cell in cells if "".join(cell["source"]) == call]
+    shown = cell["outputs"][0]["data"][PLOTLY_MIME]
+    return go.Figure({"data": shown["data"], "layout": shown["layout"]})
+
+
 PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "cost": cost,
     "planning": planning,
@@ -325,6 +335,7 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "sweep-heat-map": lambda: wb.heat_map(recorded_sweep()),
     "sweep-bands": lambda: wb.seed_bands(recorded_sweep()),
     "sweep-contrast": lambda: wb.contrast(recorded_sweep()).figure(),
+    "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.pareto(runs)"),
 }
 
 

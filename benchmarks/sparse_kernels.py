@@ -123,10 +123,13 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if device == "cuda" else "CPU, in the interpreter: times mean nothing"
     report: dict[str, Any] = {"machine": machine, **facts, "tokens": settings.tokens, "dtype": "bf16", "rows": []}
     write = partial(_write, arguments.out, report)
-    if arguments.profile:
-        profile(settings, report, write)
-    else:
-        compare(settings, report, write)
+    try:
+        (profile if arguments.profile else compare)(settings, report, write)
+    except Exception as error:
+        report["error"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        write()
     print(f"Written to {arguments.out}.")
 
 
@@ -188,7 +191,7 @@ def measured(layer: Layer, settings: Settings, failed: list[str]) -> list[dict[s
                 forward()
                 calls.append({"forward_ms": forward})
         except Exception as error:  # the other contenders are still worth measuring
-            traceback.print_exc()
+            traceback.print_exc(limit=-2)  # short, because the end of the output may be all that is kept
             failed.append(f"{name}: {error}")
             continue
         rows.append(row)
@@ -196,7 +199,7 @@ def measured(layer: Layer, settings: Settings, failed: list[str]) -> list[dict[s
     for row, each in zip(rows, calls, strict=True):
         for name in each:
             samples = next(times)
-            row |= {name: statistics.median(samples), f"{name}_rounds": samples}
+            row |= {name: statistics.median(samples), f"{name}_rounds": [round(each, 5) for each in samples]}
         if "step_ms" in row:
             row["backward_ms"] = row["step_ms"] - row["forward_ms"]
     return rows
@@ -253,7 +256,18 @@ def _step(contender: Contender, hidden: Tensor, gradient: Tensor) -> None:
     torch.autograd.grad(contender.forward(*inputs), inputs, gradient)
 
 
-def _captured(call: Callable[[], None], device: str) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Captured:
+    """A call as a CUDA graph. The graph reads the memory of the call's tensors, but does not keep them: this does."""
+
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def _captured(call: Callable[[], Any], device: str) -> Callable[[], Any]:
     """Return the call as a CUDA graph, after it has run twice, so that its kernels are compiled and chosen."""
     if device == "cpu":
         call()
@@ -267,7 +281,7 @@ def _captured(call: Callable[[], None], device: str) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return Captured(graph, call)
 
 
 def _in_turns(calls: list[Callable[[], Any]], settings: Settings) -> list[list[float]]:
@@ -356,6 +370,10 @@ def profile(settings: Settings, report: dict[str, Any], write: Callable[[], None
                 triton_kernels.weight_gradient_kernel,
                 partial(triton_kernels.weight_gradient, gradient, hidden, sections, block),
             ),
+            "gradient to the weight, a dense product whose absent blocks are dropped": (
+                triton_kernels.weight_gradient_kernel,
+                lambda index=index: to_compact(gradient.T @ hidden, index),
+            ),
         }
         flops = 2 * settings.tokens * index.num_blocks * block**2
         for name, (kernel, call) in calls.items():
@@ -393,9 +411,15 @@ def _print_table(layer: Layer, rows: list[dict[str, Any]]) -> None:
 
 
 def _write(path: Path, report: dict[str, Any]) -> None:
+    """Write the report as JSON with one row a line, so that what is left of a file that was cut off can be read."""
+    fields = (f"{json.dumps(name)}: {_lines(value)}" for name, value in report.items())
     partial_file = path.with_suffix(".partial")
-    partial_file.write_text(json.dumps(report, indent=1) + "\n")
+    partial_file.write_text("{\n" + ",\n".join(fields) + "\n}\n")
     partial_file.replace(path)
+
+
+def _lines(value: Any) -> str:
+    return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ BERT_BASE = ((64, 64), (256, 64), (64, 256))
 SCALED_BERT = ((128, 128), (512, 128), (128, 512))
 """The same of scaled BERT, a fifteenth of their size."""
 SPARSITIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+SPARSEST = ((16, 256, 512), (32, 768, 512), (64, 1024, 1536))
+"""Block and weight [rows, cols], of the proportions above, that keep a few blocks at a sparsity of 0.99."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class Case:
 
 
 def miniature() -> list[Case]:
-    """Return the cases for the interpreter: all blocks and sparsities over the shapes, and both dtypes."""
+    """Return the cases for the interpreter: all blocks and sparsities over the shapes, and both dtypes.
+
+    Some small weights lose their last block to their sparsity; the larger ones at the end do not.
+    """
     dtypes = itertools.cycle(("float32", "bfloat16"))
     orders = {16: SCALED_BERT + BERT_BASE, 32: BERT_BASE + SCALED_BERT, 64: SCALED_BERT + BERT_BASE}
     cases = [
@@ -56,6 +61,7 @@ def miniature() -> list[Case]:
         for block, shapes in orders.items()
         for shape, sparsity in zip(shapes, SPARSITIES, strict=True)
     ]
+    cases += [Case(*sizes, sparsity, next(dtypes)) for sizes in SPARSEST for sparsity in (0.9, 0.99)]
     return cases + [Case(block, 128, 256, 0.5, tokens=300) for block in (16, 64)]
 
 
@@ -68,14 +74,18 @@ def random_mask(case: Case) -> Tensor:
     return mask
 
 
+def mask_of(case: Case) -> Tensor:
+    """Return the case's own random mask."""
+    torch.manual_seed(case.rows + case.cols)
+    return random_mask(case)
+
+
 def differences(case: Case, device: str = "cpu") -> dict[str, float]:
     """Return the difference of output and gradients from those of the masked dense product in fp32.
 
     They are relative to the norm of the dense one, and absolute where that is zero.
     """
-    torch.manual_seed(case.rows + case.cols)
-    dtype = getattr(torch, case.dtype)
-    mask = random_mask(case)
+    dtype, mask = getattr(torch, case.dtype), mask_of(case)
     elements = mask.repeat_interleave(case.block, 0).repeat_interleave(case.block, 1).to(device)
     dense, hidden, bias, gradient = (
         torch.randn(shape).to(device, dtype)
@@ -149,17 +159,34 @@ def _instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def parts_of_tokens() -> dict[str, int]:
+    """Return into how many parts the weight gradient divides 16,384 tokens of a weight [7680, 1920] on a Hopper GPU."""
+    from workbench.sparsity.kernels.triton_kernels import _splits
+
+    tokens, input_bytes, multiprocessors = 16384, 16384 * (7680 + 1920) * 2, 132
+    groups_and_values = {
+        "blocks of 64, a tenth stored": (210, 360 * 64**2),
+        "blocks of 16, a tenth stored": (840, 5760 * 16**2),
+        "blocks of 16, half stored": (3720, 28800 * 16**2),
+    }
+    return {
+        name: _splits(groups, values, tokens, input_bytes, multiprocessors)
+        for name, (groups, values) in groups_and_values.items()
+    }
+
+
 def main() -> None:
     if len(sys.argv) > 1:
         print(json.dumps(compiled(int(sys.argv[1]))))
         return
     from workbench.sparsity.kernels import triton_kernels
 
+    parts = parts_of_tokens()
     triton_kernels.SMALLEST_SPLIT = 64  # so that the tokens of small cases are divided too
     with mock.patch.object(triton_kernels, "product", wraps=triton_kernels.product) as product:
         found = [differences(case) for case in miniature()]
     assert product.call_count == 2 * len(found), "forward and gradient to the input have run in the interpreter"
-    print(json.dumps(found))
+    print(json.dumps({"differences": found, "parts": parts}))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ from workbench.figures import (
 )
 from workbench.figures.browserless_png import WIDTH_PX, figure_png
 from workbench.figures.pages import PLOTLY_MIME, add_pictures
+from workbench.figures.pareto_view import ParetoPoint, pareto
+from workbench.figures.pattern_view import LOOKS, pattern
+from workbench.runs.records.patterns import Patterns
 
 CELLS = go.Heatmap(
     x=["1e-3", "2e-3"], y=["8", "16"], z=[[1.0, 2.0], [3.0, None]], text=[["1", "2"], ["3", ""]], colorscale="Viridis"
@@ -121,3 +124,31 @@ def test_the_stages_of_a_plan_stand_below_one_another_above_its_timeline() -> No
 
 def test_a_trace_of_another_type_has_no_picture_without_a_browser() -> None:
     assert figure_png(go.Figure(go.Pie(values=[1, 2]))) is None
+
+
+POINTS = [
+    ParetoPoint("dense", "dense", 10.0, 50.0, (2.0, 2.2)),
+    ParetoPoint("static", "static", 2.0, 60.0, (2.5,)),
+    ParetoPoint("dynamic", "dynamic", 2.0, 55.0, (2.3, 2.4)),
+]
+
+
+def test_both_panels_of_the_pareto_figure_have_one_loss_axis_and_bars_over_the_seeds() -> None:
+    image = pixels(pareto(POINTS, published=True))[:380]  # without the legend
+    found = where(image, theme.series_color(0))
+    for panel in (found[found[:, 1] < WIDTH_PX // 2], found[found[:, 1] >= WIDTH_PX // 2]):
+        assert np.ptp(panel[:, 0]) > np.ptp(panel[:, 1]), "the bar is taller than the mark is wide"
+    rows = {int(found[found[:, 1] < WIDTH_PX // 2][:, 0].min()), int(found[found[:, 1] >= WIDTH_PX // 2][:, 0].min())}
+    assert max(rows) - min(rows) <= 1
+
+
+def test_the_picture_of_a_pattern_has_its_blocks_where_they_are() -> None:
+    step = np.array([0.0, 3.0])
+    before, after = np.array([[True, False], [True, False]]), np.array([[True, True], [False, False]])
+    moved = Patterns(*[step] * 8, "layer.0.weight", (before, after))
+    image = pixels(pattern(moved, "run"))
+    cells = image[:, : WIDTH_PX * 3 // 4]  # without the colour bar
+    places = {name: where(cells, color).mean(axis=0) for name, color in LOOKS.items()}
+    assert places["stayed"][0] < places["pruned"][0], "rows are counted from above"
+    assert places["stayed"][1] < places["regrown"][1]
+    assert abs(places["stayed"][0] - places["regrown"][0]) < 2

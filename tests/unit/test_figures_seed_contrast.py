@@ -20,6 +20,7 @@ from workbench.figures.seed_contrast import (
     welch_interval,
 )
 from workbench.rundir import RunDir, append_event, write_json
+from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.directory import Entry, Result, SweepDir
 from workbench.sweeps.sweep import Sweep
 
@@ -86,6 +87,12 @@ def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
     ]
     assert seed_groups(described) == [[0, 2], [1, 3], [4], [5]], "neither another plan nor the same seed again"
     assert group_names([described[0], described[1]]) == ["learning_rate 0.001", "learning_rate 0.0001"]
+
+
+def test_configurations_that_differ_in_their_sparsity_are_named_by_its_label() -> None:
+    patterns = (None, Static(0.9, 4), Dynamic(0.9, 1))
+    described = [{"experiment": {"seed": 0, "sparsity": each and each.to_json()}} for each in patterns]
+    assert group_names(described) == ["sparsity dense", "sparsity 90 % static 4×4", "sparsity 90 % dynamic 1×1"]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.sparse_kernel_cases import Case, differences, miniature, random_mask
+from tests.unit.sparse_kernel_cases import Case, differences, mask_of, miniature, random_mask
 from workbench.errors import InvalidArgument
 from workbench.sparsity.kernels import (
     BlockIndex,
@@ -53,18 +54,32 @@ def run_cases(*arguments: str, **environment: str) -> Any:
 
 
 @functools.cache
-def interpreted() -> list[dict[str, float]]:
-    found: list[dict[str, float]] = run_cases(TRITON_INTERPRET="1")
+def interpreted() -> dict[str, Any]:
+    found: dict[str, Any] = run_cases(TRITON_INTERPRET="1")
     return found
 
 
 @needs_triton
 @pytest.mark.parametrize("block", [16, 32, 64])
 def test_kernels_equal_masked_dense_products_in_the_interpreter(block: int) -> None:
-    pairs = [pair for pair in zip(miniature(), interpreted(), strict=True) if pair[0].block == block]
-    assert {case.sparsity for case, _ in pairs} >= {0.0, 0.5, 0.9, 0.99}
+    pairs = [pair for pair in zip(miniature(), interpreted()["differences"], strict=True) if pair[0].block == block]
+    stored = {case: mask_of(case) for case, _ in pairs}
+    assert {case.sparsity for case, mask in stored.items() if mask.any()} >= {0.0, 0.5, 0.9, 0.99}
+    sparse = [mask for case, mask in stored.items() if case.sparsity > 0 and mask.any()]
+    assert all((~mask).all(dim).any() for mask in sparse for dim in (0, 1)), "some rows and columns are empty"
     for case, found in pairs:
         assert max(found.values()) < case.tolerance, (case, found)
+
+
+@needs_triton
+def test_tokens_are_divided_to_occupy_the_gpu_and_to_stay_in_its_cache() -> None:
+    parts = interpreted()["parts"]
+    assert parts["blocks of 64, a tenth stored"] == math.ceil(8 * 132 / 210), "programs for every multiprocessor"
+    many = parts["blocks of 16, a tenth stored"]
+    assert 16384 / many * (7680 + 1920) * 2 <= 20 << 20, "the inputs of a part fit into the cache"
+    half = parts["blocks of 16, half stored"]
+    assert 8 * half * 28800 * 16**2 <= 16384 * (7680 + 1920) * 2, "sums take less traffic than the inputs"
+    assert 1 < half < many
 
 
 @needs_triton

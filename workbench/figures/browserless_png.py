@@ -122,7 +122,7 @@ class _Drawing:
                 right = max(right, width) if axis.side == "right" else right
                 left = max(left, width) if axis.side != "right" else left
         if any(trace.type == "heatmap" for trace in self._traces):
-            right += 40  # of the colour bar
+            right += 40 + max(map(self._canvas.width_of, _colorbar_words(self._traces)), default=0)
             rows = [str(word) for trace in self._traces for word in trace.y]
             left = max(left, 16 + max(map(self._canvas.width_of, rows), default=0))
         return left, top, self._canvas.width - right - 12, self._canvas.height - max(BELOW, margin.b or 0)
@@ -146,14 +146,15 @@ class _Drawing:
         """Return all values along an axis, `which` is 0 for x and 1 for y."""
         columns: list[Any] = []
         for index, trace in enumerate(self._traces):
-            if self._axes_of(trace)[which] != name:
+            own = self._axes_of(trace)[which]
+            if own != name and (not own or (self._axis(own).matches or own) != (self._axis(name).matches or name)):
                 continue
             if trace.type == "bar":
                 columns += self._bars[index].along(which)
             else:
-                value = _x_of(trace) if which == 0 else _y_of(trace)
+                value = _edges(_x_of(trace) if which == 0 else _y_of(trace), trace.type)
                 columns += [value] if value is not None else []
-                columns += _error_bar_ends(trace) if which == 0 else []
+                columns += _error_bar_ends(trace, which)
         if columns and not category_names(self._axis(name), columns):  # shapes lie inside the axes, as Plotly has it
             refs = [((s.xref, s.x0, s.x1), (s.yref, s.y0, s.y1))[which] for s in self._layout.shapes]
             columns += [ends for ref, *ends in refs if ref == name]
@@ -209,7 +210,7 @@ class _Drawing:
         else:  # the range may leave points out
             with self._canvas.clipped((x.start_px, y.start_px), (x.end_px, y.end_px)):
                 self._draw_lines(trace, points)
-        self._draw_error_bars(trace, panel, points)
+        _draw_error_bars(self._canvas, trace, panel, points)
         mode, known = trace.mode or "lines", np.isfinite(points).all(axis=1)
         if "markers" in mode:
             look = _MarkerLook.of(trace.marker)
@@ -231,15 +232,9 @@ class _Drawing:
                 points = np.column_stack([corners[1:, 0], corners[:-1, 1]])
             self._canvas.line(points, trace.line.color, trace.line.width or 2, trace.line.dash)
 
-    def _draw_error_bars(self, trace: Any, panel: _Panel, points: Any) -> None:
-        spread = trace.error_x
-        if spread.array is None:
-            return
-        for low, high, y in zip(*map(panel.x, _error_bar_ends(trace)), points[:, 1], strict=True):
-            self._canvas.line([(low, y), (high, y)], spread.color, 2)
-
     def _draw_marker(self, x: float, y: float, look: _MarkerLook) -> None:
-        half, color = look.size / 2, look.color
+        half, is_open = look.size / 2, str(look.symbol).endswith("-open")
+        color, symbol = "rgba(0, 0, 0, 0)" if is_open else look.color, str(look.symbol).removesuffix("-open")
         left, right, above, below = x - half, x + half, y - half, y + half
         corners = {
             "triangle-up": [(left, below), (x, above), (right, below)],
@@ -248,11 +243,11 @@ class _Drawing:
             "diamond": [(x, above), (right, y), (x, below), (left, y)],
             "square": [(left, above), (right, above), (right, below), (left, below)],
         }
-        if look.symbol == "x":
+        if symbol == "x":
             self._canvas.line([(left, above), (right, below)], color, 2)
             self._canvas.line([(left, below), (right, above)], color, 2)
-        elif look.symbol in corners:
-            self._canvas.polygon(corners[look.symbol], color, look.edge)
+        elif symbol in corners:
+            self._canvas.polygon(corners[symbol], color, look.edge)
         else:
             self._canvas.ellipse((x, y), half, color, look.edge)
 
@@ -309,7 +304,10 @@ class _Drawing:
     def _draw_row_of_names(self, traces: Sequence[Any], top: float) -> None:
         end = float(self._frame[2])
         for trace in reversed(traces):
-            end -= self._canvas.width_of(trace.name)
+            width = self._canvas.width_of(trace.name)
+            if end - width < self._frame[0]:  # the names before this one stand in a row above
+                end, top = float(self._frame[2]), top - LINE_PX
+            end -= width
             self._canvas.write((end, top + LINE_PX / 2), trace.name, anchor="lm")
             self._draw_key(trace, end - 22, end - 6, top + LINE_PX / 2)
             end -= 36
@@ -343,14 +341,36 @@ def _x_of(trace: Any) -> Any:
     return np.arange(len(trace.y)) if trace.x is None and trace.y is not None else trace.x
 
 
-def _error_bar_ends(trace: Any) -> list[Array]:
-    """Return the left and the right end of each error bar along x; nothing without error bars."""
-    spread = trace.error_x if trace.type == "scatter" else None
-    if spread is None or spread.array is None:
+def _edges(values: Any, trace_type: str) -> Any:
+    """Return the values of a trace, or the outer edges of a heat map whose cells stand at numbers."""
+    if trace_type != "heatmap" or isinstance(values[0], str):
+        return values
+    return [values[0] - 0.5, *values, values[-1] + 0.5]
+
+
+def _error_bar_ends(trace: Any, which: int) -> list[Array]:
+    """Return both ends of each error bar, `which` is 0 for bars along x and 1 along y; nothing without error bars."""
+    spread = (trace.error_x, trace.error_y)[which] if trace.type == "scatter" else None
+    if spread is None or spread.array is None or spread.visible is False:
         return []
-    values, plus = np.asarray(trace.x, dtype=np.float64), np.asarray(spread.array, dtype=np.float64)
+    values = np.asarray((trace.x, trace.y)[which], dtype=np.float64)
+    plus = np.asarray(spread.array, dtype=np.float64)
     minus = plus if spread.arrayminus is None else np.asarray(spread.arrayminus, dtype=np.float64)
     return [values - minus, values + plus]
+
+
+def _draw_error_bars(canvas: Canvas, trace: Any, panel: _Panel, points: Array) -> None:
+    for which, scale in enumerate((panel.x, panel.y)):
+        spread, ends = (trace.error_x, trace.error_y)[which], _error_bar_ends(trace, which)
+        for point, *bar in zip(points, *map(scale, ends), strict=True) if ends else ():
+            corners = np.array([point, point])
+            corners[:, which] = bar
+            canvas.line(corners, spread.color or trace.marker.color, 2)
+
+
+def _colorbar_words(traces: Sequence[Any]) -> list[str]:
+    """Return the words beside the colour bars of heat maps that have words in place of numbers."""
+    return [str(word) for trace in traces if trace.type == "heatmap" for word in trace.colorbar.ticktext or ()]
 
 
 def _y_of(trace: Any) -> Any:

@@ -47,7 +47,8 @@ class Scale:
         if axis.rangemode == "tozero" and not log:
             low, high = min(0.0, low), max(0.0, high)
         span = (high - low) or max(abs(high), 1.0)
-        return cls(low - room * span, high + (room or 0.01) * span, *ends_px, log)
+        low, high = low - room * span, high + (room or 0.01) * span
+        return cls(*((high, low) if axis.autorange == "reversed" else (low, high)), *ends_px, log)
 
     def __call__(self, values: Any) -> Array:
         """Return the pixel of each value; NaN for a value that the axis cannot show."""
@@ -85,7 +86,9 @@ class Scale:
         most = max(2, int(abs(self.end_px - self.start_px) / TICK_PX[vertical]))
         if self.log:
             powers = range(math.floor(low), math.ceil(high) + 1)
-            factors = (1, 2, 3, 4, 5, 6, 8) if high - low < 1 else (1, 2, 5) if len(powers) < 5 else (1,)
+            between_5_and_6_px = math.log10(6 / 5) * abs(self.end_px - self.start_px) / (high - low)
+            fine = high - low < 1 and between_5_and_6_px > TICK_PX[vertical] / 2
+            factors = (1, 2, 3, 4, 5, 6, 8) if fine else (1, 2, 5) if len(powers) < 5 else (1,)
             values = [factor * 10.0**power for power in powers for factor in factors]
             return [value for value in values if low <= math.log10(value) <= high]
         least = (high - low) / min(most, 7)

@@ -68,7 +68,10 @@ def pareto(points: Sequence[ParetoPoint], published: bool = False) -> go.Figure:
     figure.update_yaxes(title_text="Held-out loss", col=1)
     words = "Masked execution computes absent blocks too, so that fewer FLOPs do not take fewer seconds"
     title = theme.title("Loss against cost: FLOPs and wall time", words)
-    return figure.update_layout(template=theme.TEMPLATE, height=480, title=title, margin={"t": 76})
+    below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
+    margin = {"t": 76, "b": below}
+    layout = {"height": 400 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
+    return figure.update_layout(template=theme.TEMPLATE, **layout)
 
 
 def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go.Scatter:

@@ -22,17 +22,19 @@ def pattern(patterns: Patterns, name: str) -> go.Figure:
     """Draw the pattern of one weight with a slider over the updates; blocks that an update moved have other colours."""
     frames = np.unique(np.linspace(0, len(patterns) - 1, min(MOST_FRAMES, len(patterns))).round().astype(int))
     states = [_states(patterns, int(at)) for at in frames]
-    last = len(LOOKS)
+    last, shown = len(LOOKS), len(states) // 2  # the last updates hardly move a block
     scale = [(edge / last, color) for at, color in enumerate(LOOKS.values()) for edge in (at, at + 1)]
     grids = [
         go.Heatmap(
+            x=list(range(state.shape[1])),
+            y=list(range(state.shape[0])),
             z=state,
             zmin=-0.5,
             zmax=last - 0.5,
             colorscale=scale,
             xgap=1 if state.shape[1] <= 32 else 0,
             ygap=1 if state.shape[0] <= 32 else 0,
-            visible=at == len(states) - 1,
+            visible=at == shown,
             colorbar={"tickvals": list(range(last)), "ticktext": list(LOOKS), "outlinewidth": 0, "len": 0.6},
             hovertemplate="row %{y}, column %{x}<extra></extra>",
         )
@@ -49,7 +51,7 @@ def pattern(patterns: Patterns, name: str) -> go.Figure:
         }
         for index, at in enumerate(frames)
     ]
-    slider = {"steps": steps, "active": len(steps) - 1, "currentvalue": {"prefix": "after step "}, "pad": {"t": 40}}
+    slider = {"steps": steps, "active": shown, "currentvalue": {"prefix": "after step "}, "pad": {"t": 40}}
     subtitle = f"{theme.text(patterns.weight)}, its first {states[-1].shape[0]} × {states[-1].shape[1]} blocks"
     title = theme.title(f"The pattern of {theme.text(name)} as it moves", subtitle)
     return figure.update_layout(template=theme.TEMPLATE, height=620, title=title, sliders=[slider])
@@ -80,4 +82,7 @@ def exploration(patterns: Mapping[str, Patterns]) -> go.Figure:
     figure.update_xaxes(title_text="Step", rangemode="tozero")
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
     title = theme.title("How the patterns explore", "Blocks that are or once were present, over all sparse weights")
-    return figure.update_layout(template=theme.TEMPLATE, height=440, title=title, margin={"t": 96})
+    below = theme.room_below(theme.short(name) for name in patterns)
+    margin = {"t": 96, "b": below}
+    layout = {"height": 380 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
+    return figure.update_layout(template=theme.TEMPLATE, **layout)

@@ -11,6 +11,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -22,6 +23,7 @@ from workbench.figures.comparison import CONFIDENCE
 from workbench.figures.contrast_view import setting_differences
 from workbench.figures.curve import Array, CurveLike, column, evaluations_of
 from workbench.figures.smoothing import SMOOTHING, smoothed
+from workbench.sparsity import from_json
 
 AXES = ("tokens", "flops", "gpu_hours")
 """Axes at whose equal values configurations are compared."""
@@ -125,11 +127,20 @@ def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
 
 def group_names(described: Sequence[Mapping[str, object]]) -> list[str]:
     """Return a name for each configuration from the fields of the experiment that differ between them."""
-    rows = [(name, values) for name, values in setting_differences(described) if name.startswith("experiment.")]
+    labelled = [{"experiment": _with_label(facts.get("experiment"))} for facts in described]
+    rows = list(setting_differences(labelled))
     numbers = ("configuration", tuple(str(at + 1) for at in range(len(described))))
     rows = [row for row in rows if row[0] != "experiment.seed"] or [numbers]
     parts = [[f"{name.rpartition('.')[2]} {values[at]}" for name, values in rows] for at in range(len(described))]
     return [theme.short(", ".join(words)) for words in parts]
+
+
+def _with_label(experiment: Any) -> dict[str, Any]:
+    """Return the description of an experiment with a label in place of the fields of its sparsity."""
+    fields = dict(experiment or {})
+    if "sparsity" in fields:
+        fields["sparsity"] = from_json(fields["sparsity"]).label if fields["sparsity"] else "dense"
+    return fields
 
 
 def contrast_seeds(groups: Mapping[str, Sequence[CurveLike]], smoothing: float = SMOOTHING) -> SeedContrast:

@@ -8,6 +8,8 @@ colour-vision deficiencies; two of them are darkened for contrast on white.
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Iterable
 
 import plotly.graph_objects as go
 
@@ -59,7 +61,14 @@ LEGEND_BELOW: dict[str, object] = {
     "traceorder": "normal",
     "borderwidth": 0,
 }
-"""Layout of a legend in a row along the figure's lower edge."""
+"""Layout of a legend in a row along the figure's lower edge, or in several rows."""
+
+
+def room_below(names: Iterable[str]) -> int:
+    """Return the lower margin, in pixels, that holds an axis' title and a legend below it with these names."""
+    rows = math.ceil(sum(7.0 * len(name) + 60 for name in names) / 800)
+    return 72 + 20 * rows
+
 
 TEMPLATE = go.layout.Template(
     layout=go.Layout(

@@ -27,6 +27,12 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 Two to four run at a time; with fewer programs, many multiprocessors would wait for the last ones."""
 SMALLEST_SPLIT = 1024
 """Fewest tokens that a program of the weight gradient sums over, if it is one of several."""
+RESIDENT_PROGRAMS = 4
+"""Programs of the weight gradient that a multiprocessor of Hopper runs at a time, with 54 KiB of shared memory each."""
+CACHED_SPLIT_BYTES = 20 << 20
+"""Bytes of both inputs in the tokens of one split, where its programs do not all run at a time.
+
+Such programs read the same tokens at different times. The L2 cache of Hopper has 50 MiB, and holds some data twice."""
 MULTIPROCESSORS_WITHOUT_GPU = 4
 """Multiprocessors that the interpreter plans for, so that tests divide the tokens too."""
 
@@ -250,8 +256,8 @@ def product(values: Tensor, lines: Lines, hidden: Tensor, bias: Tensor | None, t
 def weight_gradient(gradient: Tensor, hidden: Tensor, sections: Sections, block: int) -> Tensor:
     """Return the stored blocks of gradientᵀ [out, tokens] × hidden [tokens, in], in the gradient's dtype.
 
-    The tokens are divided among programs if there are too few blocks to occupy the device. Their sums are then added in
-    fp32 by a second kernel, in a fixed order.
+    The tokens are divided among programs if there are too few blocks to occupy the device, or so many that the inputs
+    would not stay in the cache. The sums of the parts are then added in fp32 by a second kernel, in a fixed order.
     """
     by_column = len(sections.by_row.order) > len(sections.by_column.order)
     lines = sections.by_column if by_column else sections.by_row
@@ -259,8 +265,8 @@ def weight_gradient(gradient: Tensor, hidden: Tensor, sections: Sections, block:
     num_blocks, num_groups, tokens = len(lines.others), len(sections.groups.lines), len(hidden)
     if tokens == 0 or num_blocks == 0:
         return gradient.new_zeros(num_blocks, block, block)
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(hidden.device), num_groups)
-    splits = max(1, min(wanted, tokens // SMALLEST_SPLIT))
+    input_bytes = gradient.nbytes + hidden.nbytes
+    splits = _splits(num_groups, num_blocks * block**2, tokens, input_bytes, _multiprocessors(hidden.device))
     split_tokens = triton.cdiv(triton.cdiv(tokens, splits), GRADIENT_TOKENS) * GRADIENT_TOKENS
     splits = triton.cdiv(tokens, split_tokens)
     dtype = gradient.dtype if splits == 1 else torch.float32
@@ -285,6 +291,20 @@ def weight_gradient(gradient: Tensor, hidden: Tensor, sections: Sections, block:
         COLUMNS=GROUP_COLUMNS,
     )
     return sums[0] if splits == 1 else sums.sum(0).to(gradient.dtype)
+
+
+def _splits(num_groups: int, num_values: int, tokens: int, input_bytes: int, multiprocessors: int) -> int:
+    """Return into how many parts the weight gradient divides the tokens.
+
+    Where the groups of one part are more than the device runs at a time, some start when others are at its end. Parts
+    are then so short that these find their inputs in the cache, unless writing and reading the sums of all parts, which
+    are 8 bytes for each of `num_values` and part, would take more traffic than reading both inputs.
+    """
+    wanted: int = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors, num_groups)
+    if num_groups > RESIDENT_PROGRAMS * multiprocessors:
+        cached = triton.cdiv(input_bytes, CACHED_SPLIT_BYTES)
+        wanted = max(wanted, min(cached, input_bytes // (8 * num_values)))
+    return max(1, min(wanted, tokens // SMALLEST_SPLIT))
 
 
 def _precision() -> str:

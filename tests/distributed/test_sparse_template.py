@@ -1,0 +1,66 @@
+"""The template of sparse training, executed in miniature by papermill with real trainings."""
+
+import base64
+
+import nbformat
+import pytest
+
+import workbench as wb
+from tests.distributed.test_sweep_template import addresses
+from workbench import notebooks
+from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures.pareto_view import PUBLISHED
+from workbench.figures.seed_contrast import welch_interval
+from workbench.sparsity import learning_rate
+
+STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"
+
+
+def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    small = {"steps": 6, "global_batch": 8, "moving_blocks": [1], "corpus": str(addresses(tmp_path / "addresses"))}
+    done = notebooks.execute(notebooks.template_path("sparse_pareto"), tmp_path, small)
+    losses, flops = {}, {}
+    for run in done.runs:
+        experiment = run.load_experiment()
+        name = run.experiment["model"]["name"], experiment.sparsity.label if experiment.sparsity else "dense"
+        losses.setdefault(name, []).append(float(run.evaluations().eval_loss[-1]))
+        flops[name] = wb.layer_flops(experiment) / 1e9
+        assert run.experiment["learning_rate"] == (
+            learning_rate(2.5e-3, 0.9) if experiment.sparsity else {"Narrow": 5e-3, "Wide": 2.5e-3}[name[0]]
+        )
+    assert {name: len(values) for name, values in losses.items()} == dict.fromkeys(
+        [("Narrow", "dense"), ("Wide", "dense"), ("Wide", STATIC), ("Wide", DYNAMIC)], 2
+    )
+    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
+    shown = {cell.source.splitlines()[-1].strip(): [out.get("data", {}) for out in cell.outputs] for cell in cells}
+
+    [pareto] = [data[PLOTLY_MIME] for data in shown["wb.pareto(runs, published=True)"]]
+    marks = {trace["name"]: trace for trace in pareto["data"] if trace["mode"] == "markers" and trace["xaxis"] == "x"}
+    assert len(marks.pop("arXiv:2108.06277")["text"]) == len(PUBLISHED)
+    expected = {f"{model}, {pattern}": flops[model, pattern] for model, pattern in flops}
+    assert {name: mark["x"][0] for name, mark in marks.items()} == pytest.approx(expected)
+    [pattern] = [data[PLOTLY_MIME] for data in shown["wb.pattern(moving[-1])"]]
+    assert len(pattern["layout"]["sliders"][0]["steps"]) == 2, "before the first step, and after the only update"
+    pictures = [data["image/png"] for outputs in shown.values() for data in outputs if PLOTLY_MIME in data]
+    assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
+
+    table, claims = (_markdown(shown, start) for start in ("| model", "- Wide with blocks of 1 learns more"))
+    explored = {row.split(" | ")[1]: row.split(" | ")[3] for row in table.splitlines()[2:]}
+    assert explored["dense"] == "–"
+    assert explored[STATIC] == "10%"
+    assert int(explored[DYNAMIC].rstrip("%")) > 10
+    for other in (("Wide", STATIC), ("Narrow", "dense")):
+        value, low, high = welch_interval(losses["Wide", DYNAMIC], losses[other])
+        word = "not distinguishable" if low <= 0 <= high else "holds" if value < 0 else "does not hold"
+        assert f"difference {value:+.3f}, 90 % interval {low:+.3f} to {high:+.3f} over 2 seeds" in claims
+        [line] = [line for line in claims.splitlines() if f"{value:+.3f}, 90 %" in line]
+        assert f": {word} (" in line
+
+
+def _markdown(shown, start):
+    texts = ["".join(data.get("text/markdown", "")) for outputs in shown.values() for data in outputs]
+    [found] = [text for text in texts if text.startswith(start)]
+    return found
