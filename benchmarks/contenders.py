@@ -22,6 +22,8 @@ from unittest import mock
 
 import kernels
 import peers
+import peers_deepspeed
+import peers_megatron
 import torch
 import torch.distributed as dist
 from torch._inductor import config as inductor
@@ -121,10 +123,15 @@ class Ours:
         return result.scalars[0]
 
 
+FAMILIES: Mapping[str, Any] = {"deepspeed": peers_deepspeed, "megatron": peers_megatron}
+"""Modules of the libraries' peers, by how the names of their peers begin; all others are hand-written."""
+
+
 def family_of(kind: str) -> Any:
-    """Return the module that knows a kind of peer; raise `ValueError` if none does."""
-    peers.parsed(kind)
-    return peers
+    """Return the module that knows a kind of peer; raise `ValueError` if none does or its library is missing."""
+    family = next((module for name, module in FAMILIES.items() if kind.startswith(name)), peers)
+    family.parsed(kind)
+    return family
 
 
 def strongest(base: str) -> str:
@@ -153,14 +160,12 @@ def environment(kind: str) -> dict[str, str]:
 
 def fits(kind: str, world: int) -> bool:
     """Return whether a peer runs on so many devices."""
-    if not kind.startswith("pp"):
-        return True
-    stages, replicas = peers.pipeline_degrees(kind)
-    return stages * replicas == world
+    return bool(family_of(kind).fits(kind, world))
 
 
 def replicas_of(kind: str, world: int) -> int:
-    return peers.pipeline_degrees(kind)[1] if kind.startswith("pp") else world
+    """Return a peer's data-parallel degree on so many devices."""
+    return int(family_of(kind).replicas(kind, world))
 
 
 def _built(turn: Turn, experiment: wb.Experiment, device: torch.device) -> Any:

@@ -181,7 +181,7 @@ def test_an_unknown_peer_is_refused(kind: str, sentence: str) -> None:
 
 def test_a_micro_batch_that_leaves_samples_over_is_refused() -> None:
     with pytest.raises(ValueError, match="8 samples of a replica do not divide into micro-batches of 3"):
-        list(peers._micro_batches(global_batch(), 3))
+        list(peers.micro_batches(global_batch(), 3))
     with pytest.raises(ValueError, match="does not name a micro-batch"):
         by_hand.peer("fsdp")
 
