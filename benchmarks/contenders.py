@@ -82,15 +82,33 @@ def _largest() -> Any:
     return wb.models.bert(hidden_size=2560, num_layers=60, num_heads=40)
 
 
+def _opt() -> Any:
+    """Return the sizes of OPT-350m in the layout of its larger siblings, with LayerNorm before each part."""
+    return wb.models.opt(hidden_size=1024, num_layers=24, num_heads=16, vocab_size=50304, max_positions=2048)
+
+
+def _gpt3() -> Any:
+    """Return GPT-3 1.3B with a vocabulary that 2, 4 and 8 devices divide, as Megatron-LM pads it."""
+    return wb.models.gpt2(2048, 24, 16, vocab_size=50304, max_positions=2048)
+
+
+def _gpt3_13b() -> Any:
+    return wb.models.gpt2(5120, 40, 40, vocab_size=50304, max_positions=2048)
+
+
 PIPELINED = (4, 8, 16, 32)
+LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-tp4")
 ROWS = {
     "base": Row(_base, 128, 128, ("ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
-    "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp"), (32, 64, 128), {}),
+    "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp", "deepspeed1", "megatron"), (32, 64, 128), {}),
     "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp"), (16, 32, 64), {}),
     "scaled-pp2": Row(_scaled, 512, 256, ("pp2",), PIPELINED, {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, ("fsdp3", "pp4"), (2, 4, 8, 16, 32, 64), {"memory_limit_gib": 32}),
+    "opt-350m": Row(_opt, 2048, 64, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
+    "gpt3-1.3b": Row(_gpt3, 2048, 64, ("ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
+    "gpt3-13b": Row(_gpt3_13b, 2048, 64, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
     "4.8b": Row(_largest, 512, 256, ("fsdp", "fsdp3", "pp4"), (4, 8, 16, 32, 64), {}),
 }
 

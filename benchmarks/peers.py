@@ -1,4 +1,4 @@
-"""Training steps of BERT as a good engineer would write them by hand: what our plans are measured against.
+"""Training steps of BERT, GPT-2 and OPT as a good engineer writes them by hand: what our plans are measured against.
 
 Plain PyTorch and Hugging Face, nothing of the workbench: `DistributedDataParallel`, FSDP2 and
 `torch.distributed.pipelining` with stages cut by hand. All of them: every layer compiled in place (or the model whole,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -137,9 +137,9 @@ class _DataParallel(Peer):
         self.micro_batch, self.device = micro_batch, device
         self.data, self.replica, self.tokens = dist.get_world_size(), dist.get_rank(), 0
         model = built(build, device)
-        layers = model.bert.encoder.layer
+        layers = _layers(model)
         _checkpoint(layers, self.options)
-        self.labelled = _LabelledPretraining(model) if "labelled-head" in self.options else None
+        self.labelled = _labelled(model) if "labelled-head" in self.options else None
         model = self.labelled or model
         self.graphs = "graphs" in self.options and device.type == "cuda"
         if self.graphs:
@@ -336,6 +336,33 @@ class _LabelledPretraining(nn.Module):
         sentence = self.cls.seq_relationship(seen.pooler_output)
         words = self.words(seen.last_hidden_state, labels, labelled_places(labels, self.capacity))
         return words + functional.cross_entropy(sentence.float(), next_sentence_label)
+
+
+class _LabelledCausal(nn.Module):
+    """A causal language model that returns its loss, whose head is compiled with the loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model.base_model
+        self.words = _WordLoss(model.lm_head)
+        self.capacity = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(input_ids=input_ids).last_hidden_state
+        following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return self.words(hidden, following, labelled_places(following, self.capacity))
+
+
+def _labelled(model: Any) -> _LabelledPretraining | _LabelledCausal:
+    return _LabelledPretraining(model) if hasattr(model, "bert") else _LabelledCausal(model)
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    """Return the layers of a Hugging Face BERT, GPT-2 or OPT; raise `ValueError` for another model."""
+    for path in ("bert.encoder.layer", "transformer.h", "model.decoder.layers"):
+        with contextlib.suppress(AttributeError):
+            return cast(nn.ModuleList, model.get_submodule(path))
+    raise ValueError(f"The hand-written peers train BERT, GPT-2 and OPT, and not {type(model).__name__}.")
 
 
 class _WordLoss(nn.Module):

@@ -12,7 +12,6 @@ Without a GPU the library's calls of CUDA are answered by the CPU, so that a pee
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +21,12 @@ from unittest import mock
 
 import peers
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 OPTIONS = {
-    "fused": "Bias and GELU, bias, dropout and residual, and the loss of the vocabulary are compiled into one kernel each.",
+    "fused": "Bias and GELU, bias, dropout and residual, and the loss are compiled into one kernel each.",
     "flash": "Attention is PyTorch's fused kernel; without it, and without Transformer Engine, scores are written out.",
     "te": "Layers are those of Transformer Engine, where it is installed; it has its own attention and AdamW.",
     "recompute": "Every layer is checkpointed.",
@@ -177,7 +175,10 @@ def _model(sizes: Any, tensor: int, pipeline: int, options: frozenset[str], devi
         "post_process": parallel_state.is_pipeline_last_stage(),
         "share_embeddings_and_output_weights": True,
     }
-    model = GPTModel(**shared) if family == "gpt2" else BertModel(num_tokentypes=2, **shared)
+    model: Any = GPTModel(**shared) if family == "gpt2" else BertModel(num_tokentypes=2, **shared)
+    if "flash" in options:
+        for layer in (model.decoder if family == "gpt2" else model.encoder).layers:
+            layer.self_attention.core_attention = FusedAttention(model.config, causal=family == "gpt2")
     return model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).train()
 
 
@@ -218,7 +219,7 @@ def _config(sizes: Any, tensor: int, pipeline: int, options: frozenset[str], dev
 
 
 def _layer(family: str, options: frozenset[str]) -> Any:
-    """Return Megatron-Core's specification of a layer, with the attention that the options ask for."""
+    """Return Megatron-Core's own specification of a layer."""
     from megatron.core.models.bert import bert_layer_specs
     from megatron.core.models.gpt import gpt_layer_specs
 
@@ -226,14 +227,7 @@ def _layer(family: str, options: frozenset[str]) -> Any:
         if family == "gpt2":
             return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
         return bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
-    if family == "gpt2":
-        layer = gpt_layer_specs.get_gpt_layer_local_spec()
-    else:
-        layer = bert_layer_specs.bert_layer_local_spec
-    layer = copy.deepcopy(layer)
-    if "flash" in options:
-        layer.submodules.self_attention.submodules.core_attention = FusedAttention
-    return layer
+    return gpt_layer_specs.get_gpt_layer_local_spec() if family == "gpt2" else bert_layer_specs.bert_layer_local_spec
 
 
 class FusedAttention(nn.Module):
@@ -242,13 +236,12 @@ class FusedAttention(nn.Module):
     It knows no padding: samples are packed.
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
-        del layer_number, attention_type
+    def __init__(self, config: Any, causal: bool) -> None:
         super().__init__()
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        self.dropout, self.causal = config.attention_dropout, attn_mask_type.name == "causal"
-        self.fork = contextlib.nullcontext if config.sequence_parallel else get_cuda_rng_tracker().fork
+        self.dropout, self.causal = config.attention_dropout, causal
+        self.fork = get_cuda_rng_tracker().fork
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return attention of [sequence, batch, heads, size], as [sequence, batch, heads × size]."""
