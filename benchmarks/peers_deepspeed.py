@@ -75,6 +75,7 @@ class Peer(peers.Peer):
         _forget_groups()
         import deepspeed
 
+        deepspeed.ops.__compatible_ops__.pop("deepspeed_shm_comm", None)  # or C++ is compiled, on CPUs, for a minute
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
         model = peers.built(build, device)
         if "recompute" in options:
