@@ -24,6 +24,7 @@ def test_the_template_measures_cells_and_prints_rank_correlation_and_regret(tmp_
     measured = wb.load_grid(folder)
     assert measured.complete
     assert len(measured.measured()) == (12 if WHOLE else 2)
+    assert not [*folder.glob("runs/*/checkpoints/*"), *folder.glob("runs/*/wandb.json")]
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
     shown = {cell.source.splitlines()[-1]: [output.get("data", {}) for output in cell.outputs] for cell in cells}
     assert "small-gpt on 2 × CPU process, batch 16" in str([cell.outputs for cell in cells])
