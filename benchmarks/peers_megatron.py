@@ -285,7 +285,7 @@ def _optimizer(model: Any, device: torch.device) -> Any:
         clip_grad=peers.CLIP_NORM,
     )
     optimizer = get_megatron_optimizer(settings, [model], config_overrides={}, use_gloo_process_groups=False)
-    if USING_PYTORCH_OPTIMIZER and cuda:  # neither Transformer Engine nor Apex brings a fused AdamW
+    if USING_PYTORCH_OPTIMIZER:  # neither Transformer Engine nor Apex brings a fused AdamW
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
     config = model.config
