@@ -548,7 +548,7 @@ def _require_number(name: str, value: Any, least: int | None) -> None:
     if least is not None and not value >= least:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be {least} or more.", parameter=name, value=value)
     most = LARGEST_SEED if name in ("seed", "tokens") else LARGEST_COUNT
-    if number is Integral and value > most:  # type: ignore[operator]
+    if (number is Integral or name == "epochs") and value > most:  # type: ignore[operator]
         raise InvalidExperiment(f"{name}={value!r} must be at most {most:,}.", parameter=name, value=value)
 
 

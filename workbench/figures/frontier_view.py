@@ -29,7 +29,7 @@ class _Point:
     step_ms: float
     peak_bytes: int
     call: str
-    """What launches it, as it is written in a notebook."""
+    """The call that launches it, as a notebook writes it."""
 
     @property
     def sharding(self) -> str:
