@@ -20,10 +20,10 @@ compiler is PyTorch's own, without what we change.
 
 `--plan 2,1,0,16,selective,tensor=2` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing, then
 by name whatever else `wb.plan` takes), `--peer fsdp,64` a peer without options as it is written, at that micro-batch
-and unswept, `--skip deepspeed,megatron` leaves out the peers whose names begin so, `--ablate` each swept peer without one of its options after another and without all, at the winner's
-micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--profile` writes where one more
-step of the first round goes, by type of kernel, on the first and the last rank. The same command goes on where it
-stopped.
+and unswept, `--ablate` each swept peer without one of its options after another and without all, at the winner's
+micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--skip deepspeed,megatron` leaves
+out the peers whose names begin so. `--profile` writes where one more step of the first round goes, by type of kernel,
+on the first and the last rank. The same command goes on where it stopped.
 """
 
 from __future__ import annotations
