@@ -22,6 +22,8 @@ from unittest import mock
 
 import kernels
 import peers
+import peers_deepspeed
+import peers_megatron
 import torch
 import torch.distributed as dist
 from torch._inductor import config as inductor
@@ -80,15 +82,33 @@ def _largest() -> Any:
     return wb.models.bert(hidden_size=2560, num_layers=60, num_heads=40)
 
 
+def _opt() -> Any:
+    """Return the sizes of OPT-350m in the layout of its larger siblings, with LayerNorm before each part."""
+    return wb.models.opt(hidden_size=1024, num_layers=24, num_heads=16, vocab_size=50304, max_positions=2048)
+
+
+def _gpt3() -> Any:
+    """Return GPT-3 1.3B with a vocabulary that 2, 4 and 8 devices divide, as Megatron-LM pads it."""
+    return wb.models.gpt2(2048, 24, 16, vocab_size=50304, max_positions=2048)
+
+
+def _gpt3_13b() -> Any:
+    return wb.models.gpt2(5120, 40, 40, vocab_size=50304, max_positions=2048)
+
+
 PIPELINED = (4, 8, 16, 32)
+LIBRARIES = ("deepspeed1", "deepspeed3", "megatron", "megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-tp4")
 ROWS = {
     "base": Row(_base, 128, 128, ("ddp", "fsdp", "ddp+graphs"), (16, 32), {}),
-    "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp"), (32, 64, 128), {}),
+    "large": Row(wb.models.bert_large, 512, 512, ("ddp", "fsdp", "deepspeed1", "megatron"), (32, 64, 128), {}),
     "scaled": Row(_scaled, 512, 256, ("ddp", "fsdp"), (16, 32, 64), {}),
     "scaled-pp2": Row(_scaled, 512, 256, ("pp2",), PIPELINED, {"pipeline": 2}),
     "scaled-pp4": Row(_scaled, 512, 256, ("pp4",), PIPELINED, {"pipeline": 4}),
     "scaled-pp2dp2": Row(_scaled, 512, 256, ("pp2dp2",), PIPELINED, {"pipeline": 2}),
     "scaled-32gib": Row(_scaled, 512, 256, ("fsdp3", "pp4"), (2, 4, 8, 16, 32, 64), {"memory_limit_gib": 32}),
+    "opt-350m": Row(_opt, 2048, 64, ("ddp", "fsdp", "deepspeed1", "deepspeed3"), (4, 8, 16), {}),
+    "gpt3-1.3b": Row(_gpt3, 2048, 64, ("ddp", "fsdp", *LIBRARIES), (2, 4, 8, 16), {}),
+    "gpt3-13b": Row(_gpt3_13b, 2048, 64, ("fsdp3", *LIBRARIES[1:]), (1, 2, 4, 8), {}),
     "4.8b": Row(_largest, 512, 256, ("fsdp", "fsdp3", "pp4"), (4, 8, 16, 32, 64), {}),
 }
 
@@ -121,10 +141,15 @@ class Ours:
         return result.scalars[0]
 
 
+FAMILIES: Mapping[str, Any] = {"deepspeed": peers_deepspeed, "megatron": peers_megatron}
+"""Modules of the libraries' peers, by how the names of their peers begin; all others are hand-written."""
+
+
 def family_of(kind: str) -> Any:
-    """Return the module that knows a kind of peer; raise `ValueError` if none does."""
-    peers.parsed(kind)
-    return peers
+    """Return the module that knows a kind of peer; raise `ValueError` if none does or its library is missing."""
+    family = next((module for name, module in FAMILIES.items() if kind.startswith(name)), peers)
+    family.parsed(kind)
+    return family
 
 
 def strongest(base: str) -> str:
@@ -153,14 +178,12 @@ def environment(kind: str) -> dict[str, str]:
 
 def fits(kind: str, world: int) -> bool:
     """Return whether a peer runs on so many devices."""
-    if not kind.startswith("pp"):
-        return True
-    stages, replicas = peers.pipeline_degrees(kind)
-    return stages * replicas == world
+    return bool(family_of(kind).fits(kind, world))
 
 
 def replicas_of(kind: str, world: int) -> int:
-    return peers.pipeline_degrees(kind)[1] if kind.startswith("pp") else world
+    """Return a peer's data-parallel degree on so many devices."""
+    return int(family_of(kind).replicas(kind, world))
 
 
 def _built(turn: Turn, experiment: wb.Experiment, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""Training steps of BERT as a good engineer would write them by hand: what our plans are measured against.
+"""Training steps of BERT, GPT-2 and OPT as a good engineer writes them by hand: what our plans are measured against.
 
 Plain PyTorch and Hugging Face, nothing of the workbench: `DistributedDataParallel`, FSDP2 and
 `torch.distributed.pipelining` with stages cut by hand. All of them: every layer compiled in place (or the model whole,
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 Batch = Mapping[str, torch.Tensor]
 CLIP_NORM = 1.0
+LEARNING_RATE = 1e-4
 IGNORED = -100
 """Label of a position that does not count."""
 MASKED_SHARE = 0.15
@@ -92,6 +93,19 @@ def pipeline_degrees(base: str) -> tuple[int, int]:
     return int(stages), int(replicas or 1)
 
 
+def fits(kind: str, world: int) -> bool:
+    """Return whether a peer runs on so many devices."""
+    if not kind.startswith("pp"):
+        return True
+    stages, data = pipeline_degrees(kind)
+    return stages * data == world
+
+
+def replicas(kind: str, world: int) -> int:
+    """Return the data-parallel degree on so many devices."""
+    return pipeline_degrees(kind)[1] if kind.startswith("pp") else world
+
+
 def _family(base: str) -> str:
     base = base.partition("+")[0]
     return "pp" if base.startswith("pp") else base
@@ -122,10 +136,10 @@ class _DataParallel(Peer):
         base, self.options = parsed(kind)
         self.micro_batch, self.device = micro_batch, device
         self.data, self.replica, self.tokens = dist.get_world_size(), dist.get_rank(), 0
-        model = _built(build, device)
-        layers = model.bert.encoder.layer
+        model = built(build, device)
+        layers = _layers(model)
         _checkpoint(layers, self.options)
-        self.labelled = _LabelledPretraining(model) if "labelled-head" in self.options else None
+        self.labelled = _labelled(model) if "labelled-head" in self.options else None
         model = self.labelled or model
         self.graphs = "graphs" in self.options and device.type == "cuda"
         if self.graphs:
@@ -142,11 +156,11 @@ class _DataParallel(Peer):
             self.model: Any = model
         else:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.optimizer = _adamw(model, device)
+        self.optimizer = adamw(model, device)
 
     def step(self, batch: Batch) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        parts = list(_micro_batches(batch, self.micro_batch))
+        parts = list(micro_batches(batch, self.micro_batch))
         if self.labelled is not None:
             self.labelled.capacity = _capacity(parts)
         total, self.tokens = torch.zeros((), device=self.device), 0
@@ -188,12 +202,12 @@ class _Pipelined(Peer):
         self.mesh = init_device_mesh(device.type, (self.stages, self.data), mesh_dim_names=("pp", "dp"))
         self.rank, self.replica = self.mesh["pp"].get_local_rank(), self.mesh["dp"].get_local_rank()
         self.tokens = 0
-        self.part = _Stage(_built(build, device), self.rank, self.stages, self.options)
+        self.part = _Stage(built(build, device), self.rank, self.stages, self.options)
         _checkpoint(self.part.layers, self.options)
         words = self.part.words
         _compile([*self.part.layers, *([words] if words is not None else [])], device)
         self.tied = _tied_group(self.mesh)
-        self.optimizer = _adamw(self.part, device)
+        self.optimizer = adamw(self.part, device)
         self.schedule: Schedule1F1B | None = None
         self.capacity = 0
 
@@ -202,7 +216,7 @@ class _Pipelined(Peer):
         schedule = self._scheduled(batch)
         losses: list[torch.Tensor] = []
         if self.part.words is not None:
-            self.capacity = _capacity(list(_micro_batches(batch, self.micro_batch)))
+            self.capacity = _capacity(list(micro_batches(batch, self.micro_batch)))
         with _autocast(self.device):
             if self.rank == 0:
                 schedule.step(batch["input_ids"], token_type_ids=batch["token_type_ids"], return_outputs=False)
@@ -324,6 +338,33 @@ class _LabelledPretraining(nn.Module):
         return words + functional.cross_entropy(sentence.float(), next_sentence_label)
 
 
+class _LabelledCausal(nn.Module):
+    """A causal language model that returns its loss, whose head is compiled with the loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model.base_model
+        self.words = _WordLoss(model.lm_head)
+        self.capacity = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(input_ids=input_ids).last_hidden_state
+        following = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return self.words(hidden, following, labelled_places(following, self.capacity))
+
+
+def _labelled(model: Any) -> _LabelledPretraining | _LabelledCausal:
+    return _LabelledPretraining(model) if hasattr(model, "bert") else _LabelledCausal(model)
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    """Return the layers of a Hugging Face BERT, GPT-2 or OPT; raise `ValueError` for another model."""
+    for path in ("bert.encoder.layer", "transformer.h", "model.decoder.layers"):
+        with contextlib.suppress(AttributeError):
+            return cast(nn.ModuleList, model.get_submodule(path))
+    raise ValueError(f"The hand-written peers train BERT, GPT-2 and OPT, and not {type(model).__name__}.")
+
+
 class _WordLoss(nn.Module):
     """Mean loss of the vocabulary head over the given positions; compiled as a whole."""
 
@@ -395,7 +436,8 @@ def _tied_group(mesh: DeviceMesh) -> Any:
     return next((group for members, group in groups.items() if dist.get_rank() in members), None)
 
 
-def _built(build: Callable[[], nn.Module], device: torch.device) -> Any:
+def built(build: Callable[[], nn.Module], device: torch.device) -> Any:
+    """Return the model on a device, in training mode, with the same initial weights on every rank."""
     torch.manual_seed(0)
     with torch.device(device):
         return build().train()
@@ -417,8 +459,9 @@ def _autocast(device: torch.device) -> Any:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _adamw(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+def adamw(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
+    """Return the optimiser of every peer; its update is one fused kernel on GPUs."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
 
 
 def _divisor(batch: Batch, size: int) -> int:
@@ -429,6 +472,7 @@ def _divisor(batch: Batch, size: int) -> int:
     return size
 
 
-def _micro_batches(batch: Batch, size: int) -> Iterator[dict[str, torch.Tensor]]:
+def micro_batches(batch: Batch, size: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield a replica's batch in micro-batches; raise `ValueError` where samples would be left over."""
     for index in range(len(batch["input_ids"]) // _divisor(batch, size)):
         yield {name: value[index * size : (index + 1) * size] for name, value in batch.items()}

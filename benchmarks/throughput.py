@@ -21,9 +21,9 @@ compiler is PyTorch's own, without what we change.
 `--plan 2,1,0,16,selective,tensor=2` adds a forced plan of ours (pipeline, data, ZeRO, micro-batch, checkpointing, then
 by name whatever else `wb.plan` takes), `--peer fsdp,64` a peer without options as it is written, at that micro-batch
 and unswept, `--ablate` each swept peer without one of its options after another and without all, at the winner's
-micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--profile` writes where one more
-step of the first round goes, by type of kernel, on the first and the last rank. The same command goes on where it
-stopped.
+micro-batch, and `--deterministic` the planner's choice with deterministic kernels. `--skip deepspeed,megatron` leaves
+out the peers whose names begin so. `--profile` writes where one more step of the first round goes, by type of kernel,
+on the first and the last rank. The same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("throughput.json"))
     parser.add_argument("--plan", action="append", default=[], help=by_hand.SYNTAX)
     parser.add_argument("--peer", action="append", default=[], help="kind,micro_batch")
+    parser.add_argument("--skip", default="", help="peers or libraries to leave out, by comma: deepspeed,megatron-tp4")
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--profile", action="store_true")
@@ -120,8 +121,17 @@ def _refuse(arguments: argparse.Namespace) -> None:
                     f"micro-batches of {size}. Give a divisor of {samples // replicas}."
                 )
     for name in arguments.rows:
-        for kind in ROWS[name].peers:
-            contenders.family_of(kind)
+        for kind in _kept(name, arguments.skip):
+            try:
+                contenders.family_of(kind)
+            except ValueError as error:
+                raise ValueError(f"{error} Or leave it out: --skip {kind}.") from None
+
+
+def _kept(name: str, skip: str) -> list[str]:
+    """Return the peers of a row without those that `--skip` names, alone or by the beginning of their names."""
+    unwanted = tuple(part for part in skip.split(",") if part)
+    return [kind for kind in ROWS[name].peers if not kind.startswith(unwanted)]
 
 
 class Bench:
@@ -151,7 +161,7 @@ class Bench:
 
     def sweep(self, name: str) -> None:
         """Time every micro-batch and every checkpointing of each peer of a row."""
-        for base in ROWS[name].peers:
+        for base in _kept(name, self.arguments.skip):
             if not contenders.fits(base, self.arguments.gpus):
                 continue
             strong = contenders.strongest(base)
@@ -199,7 +209,7 @@ class Bench:
 
     def _peers(self, name: str) -> Iterator[tuple[str, int]]:
         """Yield the fastest of each peer's sweep and, if asked, the same without its options."""
-        for base in ROWS[name].peers:
+        for base in _kept(name, self.arguments.skip):
             entries = [entry for entry in self.raw["sweeps"] if (entry["row"], entry["peer"]) == (name, base)]
             timed = [entry for entry in entries if "error" not in entry]
             if not timed:

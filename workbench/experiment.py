@@ -42,8 +42,8 @@ _TAKEN_NAMES = frozenset(
 )
 """Names of recorded columns and panels, which a metric cannot have."""
 _MINIMA: Mapping[str, int | None] = {
-    **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every", "keep_checkpoints"), 1),
-    **dict.fromkeys(("warmup_steps", "seed", "weight_decay"), 0),
+    **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every"), 1),
+    **dict.fromkeys(("keep_checkpoints", "warmup_steps", "seed", "weight_decay"), 0),
     **dict.fromkeys(("learning_rate", "eps", "clip_norm", "epochs")),
     "tokens": 1,
 }
@@ -167,7 +167,7 @@ class Experiment:
     checkpoint_every: int | None = None
     """Steps between checkpoints; `None` writes only one, at the end or when the run is stopped."""
     keep_checkpoints: int = 3
-    """Number of complete checkpoints to keep; older ones are deleted as new ones are written."""
+    """Number of complete checkpoints to keep; older ones are deleted as new ones are written. 0 writes none."""
     stop_on_non_finite: bool = True
     """End the run as failed at the first step whose loss or gradient norm is NaN or infinite, before a checkpoint of
     its weights is written. False trains on."""

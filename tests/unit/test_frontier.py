@@ -9,6 +9,7 @@ from plan_values import H200, PROFILE, plan_of
 
 import workbench as wb
 from workbench.errors import InvalidArgument
+from workbench.figures.browserless_png import figure_png
 from workbench.figures.frontier_view import pareto_front
 from workbench.planning import Plan, Request, weigh
 
@@ -28,7 +29,9 @@ def test_the_frontier_is_the_fastest_plan_of_each_limit_and_every_step_down_in_m
     assert plans.frontier(1)[0].peak_bytes == front[0].peak_bytes
     figure = wb.frontier(plans)
     *points, line = figure.data
-    assert sum(len(trace.x) for trace in points) == len(line.x) == len(plans.frontier())
+    assert sum(len(trace.x) for trace in points if trace.text) == len(line.x) == len(plans.frontier())
+    hovers = [word for trace in points for word in trace.text or ()]
+    assert any("wb.launch(experiment, plan=plans.frontier()[0])" in word for word in hovers)
     with pytest.raises(InvalidArgument, match="limits=0 is no number of memory limits"):
         plans.frontier(0)
 
@@ -43,8 +46,28 @@ def test_what_offloading_takes_of_the_host_is_part_of_the_plan():
     assert "host_bytes" not in json.dumps(off.to_json()["stages"])
 
 
+def test_every_plan_of_a_grid_is_a_point_that_says_what_it_takes_of_the_host_and_what_launches_it():
+    model = wb.models.gpt2(64, 2, 2, vocab_size=300, max_positions=32)
+    data = wb.data.corpus("demo", vocab_size=300)
+    experiment = wb.Experiment(model=model, data=data, global_batch=8, seq_len=32)
+    grid = wb.grid(
+        experiment, H200, zero=[0, 1, 3], offload_optimizer=[False, True], recompute=["none", "full"], tensor=1
+    )
+    figure = wb.frontier(grid)
+    hovers = {word for trace in figure.data for word in trace.text or ()}
+    assert len(hovers) == len(grid.feasible) == 12
+    for cell in grid.feasible:
+        call = ", ".join(f"{name}={cell.choices[name]!r}" for name in ("zero", "offload_optimizer", "recompute"))
+        [word] = [word for word in hovers if f"wb.launch(experiment, plan=grid.cell({call}).plan)" in word]
+        assert ("over PCIe in a step" in word) == cell.choices["offload_optimizer"]
+        assert eval(f"grid.cell({call}).plan") == cell.plan
+    named = {trace.name for trace in figure.data}
+    assert named == {
+        "replicas", "ZeRO 1", "ZeRO 3", "optimiser on the host", "no checkpointing", "full", "Pareto front"
+    }  # fmt: skip
+    assert figure_png(figure)[:4] == b"\x89PNG"
+
+
 def test_the_front_leaves_out_what_another_plan_beats_in_both():
-    front = weigh(PROFILE, "bf16", Request(64, 512, H200)).frontier(4)
-    lean, fast = front[0], front[-1]
-    assert pareto_front([(fast, 2.0), (lean, 3.0), (fast, 2.5)]) == [(lean, 3.0), (fast, 2.0)]
-    assert pareto_front([(fast, 2.0), (lean, 1.0)]) == [(lean, 1.0)]
+    assert pareto_front([(9, 2.0), (4, 3.0), (9, 2.5)]) == [(4, 3.0), (9, 2.0)]
+    assert pareto_front([(9, 2.0), (4, 1.0)]) == [(4, 1.0)]

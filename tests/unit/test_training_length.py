@@ -52,7 +52,14 @@ def test_lengths_that_contradict_or_cannot_be_are_refused() -> None:
     for lengths in ({"steps": 3, "epochs": 1}, {"epochs": 1, "tokens": 64}, {"steps": 1, "tokens": 64}):
         with pytest.raises(InvalidExperiment, match=r"given 2 times.*Give one of them"):
             tiny(**lengths)
-    for wrong in ({"epochs": 0}, {"epochs": -1.0}, {"epochs": float("nan")}, {"tokens": 0}, {"tokens": 1.5}):
+    for wrong in (
+        {"epochs": 0},
+        {"epochs": 2**70},
+        {"epochs": -1.0},
+        {"epochs": float("nan")},
+        {"tokens": 0},
+        {"tokens": 1.5},
+    ):
         with pytest.raises(InvalidExperiment):
             tiny(**wrong)
     with pytest.raises(InvalidExperiment, match="must be at most"):

@@ -289,8 +289,9 @@ class Worker:
                         observation.run(step, log)
                 if is_last or (every is not None and step % every == 0):
                     log.flush()
-                    begin("checkpoint")
-                    checkpoints.save(TrainingProgress(step, log.seconds, self._place_of(step)))
+                    if self.experiment.keep_checkpoints:
+                        begin("checkpoint")
+                        checkpoints.save(TrainingProgress(step, log.seconds, self._place_of(step)))
                     log.restart_clock()
                 if is_last:
                     break

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -12,7 +14,35 @@ from workbench.grids.grid import Grid
 from workbench.grids.measuring import MeasuredGrid
 from workbench.planning.plan import Plan
 from workbench.planning.table import Plans
-from workbench.units import GIB, gib
+from workbench.units import GIB, duration, gib
+
+SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square", "mixed": "triangle-up"}
+"""Mark of each kind of activation checkpointing; `mixed` is that of plans whose blocks differ in it."""
+CHECKPOINTING = {"none": "no checkpointing", "selective": "selective", "full": "full", "mixed": "in some blocks"}
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One plan of the figure."""
+
+    plan: Plan
+    step_ms: float
+    peak_bytes: int
+    call: str
+    """The call that launches it, as a notebook writes it."""
+
+    @property
+    def sharding(self) -> str:
+        plan = self.plan
+        return f"ZeRO {plan.zero}" if plan.zero else "plain split" if plan.pipeline * plan.tensor > 1 else "replicas"
+
+    @property
+    def words(self) -> str:
+        lines = [self.plan.division(), f"{duration(self.step_ms / 1e3)} a step, {gib(self.peak_bytes)} a device"]
+        if self.plan.offload_optimizer:
+            host, traffic = gib(self.plan.host_bytes), gib(self.plan.host_traffic_bytes)
+            lines.append(f"{host} of host memory for each device, {traffic} over PCIe in a step")
+        return "<br>".join(map(theme.text, [*lines, self.call]))
 
 
 @checked_arguments
@@ -23,37 +53,42 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> go.Figure:
         plans: a search, of which the fastest plan for each of twelve memory limits is drawn; a grid, of which every
             cell with a plan is a point; or a measured grid, whose points stand at their measured step.
     """
-    if isinstance(plans, Plans):
-        points = [(plan, plan.prediction.step_ms) for plan in plans.frontier()]
-        headline, words = f"{plans.best.model} on {plans.best.cluster.describe()}", "predicted"
-    elif isinstance(plans, Grid):
-        points = [(cell.plan, cell.step_ms) for cell in plans.feasible if cell.plan is not None]
-        headline, words = plans.headline(), "predicted"
-    else:
-        points = [(cell.plan, cell.step_ms) for cell in plans.measured() if cell.step_ms is not None]
-        headline, words = plans.path.name, "measured"
-    front = pareto_front(points)
+    points, headline, words = _points(plans)
+    front = pareto_front([(point.peak_bytes, point.step_ms) for point in points])
     figure = go.Figure()
-    for index, label in enumerate(sorted({_label(plan) for plan, _ in points})):
-        own = [(plan, ms) for plan, ms in points if _label(plan) == label]
+    shardings = sorted({(point.plan.zero, point.sharding) for point in points})
+    for index, (_, name) in enumerate(shardings):
+        color = theme.series_color(index)
+        own = [point for point in points if point.sharding == name]
         figure.add_scatter(
-            x=[plan.peak_bytes / GIB for plan, _ in own],
-            y=[ms / 1e3 for _, ms in own],
+            x=[point.peak_bytes / GIB for point in own],
+            y=[point.step_ms / 1e3 for point in own],
             mode="markers",
-            name=label,
-            marker={"color": theme.series_color(index), "size": 10},
-            text=[theme.text(_words(plan)) for plan, _ in own],
+            name=name,
+            showlegend=False,
+            marker={
+                "color": [theme.pale(color) if point.plan.offload_optimizer else color for point in own],
+                "symbol": [SYMBOLS[point.plan.recompute] for point in own],
+                "size": 11,
+                "line": {"color": color, "width": 1.5},
+            },
+            text=[point.words for point in own],
             hovertemplate="%{text}<extra></extra>",
         )
+        figure.add_trace(_explained(name, color, color, "circle"))
+    if any(point.plan.offload_optimizer for point in points):
+        figure.add_trace(_explained("optimiser on the host", theme.pale(theme.MUTED), theme.MUTED, "circle"))
+    for kind in [kind for kind in SYMBOLS if any(point.plan.recompute == kind for point in points)]:
+        figure.add_trace(_explained(CHECKPOINTING[kind], theme.MUTED, theme.MUTED, SYMBOLS[kind]))
     figure.add_scatter(
-        x=[plan.peak_bytes / GIB for plan, _ in front],
+        x=[peak_bytes / GIB for peak_bytes, _ in front],
         y=[ms / 1e3 for _, ms in front],
         mode="lines",
         name="Pareto front",
         line={"shape": "hv", "color": theme.INK, "width": 1.5},
         hoverinfo="skip",
     )
-    figure.update_xaxes(title_text="predicted memory of the fullest device (GiB)", rangemode="tozero")
+    figure.update_xaxes(title_text=f"{words} memory of the fullest device (GiB)", rangemode="tozero")
     figure.update_yaxes(title_text=f"{words} step (s)")
     subtitle = f"{len(points)} plans, {words}; on the line no other plan is both leaner and faster"
     title = theme.title(theme.text(headline), subtitle)
@@ -61,22 +96,44 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> go.Figure:
     return figure.update_layout(template=theme.TEMPLATE, **layout)
 
 
-def pareto_front(points: Sequence[tuple[Plan, float]]) -> list[tuple[Plan, float]]:
-    """Return the points that none beats in memory and step, the leanest first."""
-    front: list[tuple[Plan, float]] = []
-    for plan, ms in sorted(points, key=lambda point: (point[0].peak_bytes, point[1])):
+def _points(plans: Plans | Grid | MeasuredGrid) -> tuple[list[_Point], str, str]:
+    """Return the points of a figure, what they are of, and whether they were predicted or measured."""
+    if isinstance(plans, Plans):
+        front = enumerate(plans.frontier())
+        points = [_point(plan, f"plans.frontier()[{number}]") for number, plan in front]
+        return points, f"{plans.best.model} on {plans.best.cluster.describe()}", "predicted"
+    if isinstance(plans, Grid):
+        cells = [(cell.plan, {name: cell.choices[name] for name in plans.varied}) for cell in plans.feasible]
+        points = [_point(plan, f"grid.cell({_arguments(choices)}).plan") for plan, choices in cells if plan]
+        return points, plans.headline(), "predicted"
+    points = [
+        _point(cell.plan, f"grid.cell({cell.name}).plan", cell.step_ms, cell.peak_bytes)
+        for cell in plans.measured()
+        if cell.step_ms is not None
+    ]
+    return points, plans.path.name, "measured"
+
+
+def _point(plan: Plan, name: str, step_ms: float | None = None, peak_bytes: int | None = None) -> _Point:
+    """Return the point of a plan that a notebook calls `name`: measured where that is given, or else predicted."""
+    call = f"wb.launch(experiment, plan={name})"
+    return _Point(plan, step_ms or plan.prediction.step_ms, peak_bytes or plan.peak_bytes, call)
+
+
+def _arguments(choices: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in choices.items())
+
+
+def _explained(name: str, color: str, edge: str, symbol: str) -> go.Scatter:
+    """Return a trace that stands in the legend only."""
+    marker = {"color": color, "symbol": symbol, "size": 10, "line": {"color": edge, "width": 1.5}}
+    return go.Scatter(x=[None], y=[None], mode="markers", name=name, marker=marker, hoverinfo="skip")
+
+
+def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the points of memory and step that none beats in both, the leanest first."""
+    front: list[tuple[int, float]] = []
+    for peak_bytes, ms in sorted(points):
         if not front or ms < front[-1][1]:
-            front.append((plan, ms))
+            front.append((peak_bytes, ms))
     return front
-
-
-def _words(plan: Plan) -> str:
-    if not plan.offload_optimizer:
-        return plan.describe()
-    host, traffic = gib(plan.host_bytes), gib(plan.host_traffic_bytes)
-    return f"{plan.describe()}, {host} of the host for each device, {traffic} over PCIe in a step"
-
-
-def _label(plan: Plan) -> str:
-    sharded = f"ZeRO {plan.zero}" if plan.zero else "plain split" if plan.pipeline * plan.tensor > 1 else "replicas"
-    return f"{sharded}, offloaded" if plan.offload_optimizer else sharded

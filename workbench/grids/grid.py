@@ -131,8 +131,8 @@ class Grid:
             directory: the directory of the measurement; by default `<name>-grid-<time>` in `$WORKBENCH_RUNS`, or in
                 `./runs`.
 
-        The runs neither evaluate nor write checkpoints before their end. Raises `InvalidArgument` for cells that cannot
-        be measured, and what `wb.launch` raises for a plan that this machine cannot run.
+        The runs neither evaluate nor write checkpoints, and W&B does not track them. Raises `InvalidArgument` for cells
+        that cannot be measured, and what `wb.launch` raises for a plan that this machine cannot run.
         """
         chosen, why = self._chosen(cells)
         if steps <= WARM_STEPS:
@@ -143,8 +143,11 @@ class Grid:
             "samples": None,
             "eval_data": None,
             "metrics": None,
+            "checkpoint_every": None,
+            "keep_checkpoints": 0,
+            "project": "",
         }
-        short = self.experiment.replace(**changes, checkpoint_every=None, warmup_steps=None, log_every=1)
+        short = self.experiment.replace(**changes, warmup_steps=None, log_every=1)
         plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
         for _, plan in plans:
             check_launch(short, plan)

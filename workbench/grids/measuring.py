@@ -62,6 +62,8 @@ class MeasuredCell:
     """Median milliseconds of its steps after the first three; None unless its run finished."""
     reason: str = ""
     """The sentence of the error where it failed."""
+    peak_bytes: int | None = None
+    """Measured memory of the fullest device; None unless its run finished."""
 
     @property
     def predicted_ms(self) -> float:
@@ -133,7 +135,9 @@ class MeasuredGrid:
             return MeasuredCell(choices, plan, Run(path).status.state if path.exists() else "waiting", None)
         if result.state != "finished":
             return MeasuredCell(choices, plan, result.state, None, result.reason)
-        return MeasuredCell(choices, plan, result.state, float(np.median(Run(path).history().step_ms[WARM_STEPS:])))
+        run = Run(path)
+        step_ms = float(np.median(run.history().step_ms[WARM_STEPS:]))
+        return MeasuredCell(choices, plan, result.state, step_ms, peak_bytes=run.summary()["peak_bytes"])
 
     def measured(self) -> tuple[MeasuredCell, ...]:
         """Return the cells that were measured, fastest first."""
