@@ -92,7 +92,7 @@ def check_rescue(folder: Path, cells: list[Any]) -> None:
     table = rows(printed(cells, "def outcome"))
     assert [row[""].partition(":")[0] for row in table] == ["stalled", "learned"]
     assert (rescued.path / "exported" / "config.json").exists()
-    of_model, of_run = re.search(r"loaded model: ([\d.]+); of the run: ([\d.]+)", printed(cells, "folder = ")).groups()
+    of_model, of_run = re.search(r"loaded model: ([\d.]+); of the run: ([\d.]+\d)", printed(cells, "folder = ")).groups()
     assert float(of_model) == pytest.approx(float(of_run), abs=2e-4)
     assert f"{of_run}" == f"{rescued.evaluations().eval_loss[-1]:.4f}"
     assert "OPTForCausalLM" in printed(cells, "folder = ")
