@@ -15,7 +15,7 @@ from tests.distributed.test_sweep_template import addresses
 from workbench import notebooks
 from workbench.figures.pages import PLOTLY_MIME
 
-RATES, BATCH, STEPS = [0.6, 0.01], 32, 80
+RATES, BATCH, STEPS = [0.6, 0.01], 32, 240
 
 
 def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_path, monkeypatch):
@@ -23,7 +23,7 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     small = {"seq_len": 32, "global_batch": 4, "data_steps": 5, "grid_steps": 4, "zero_stages": [3]}
-    small |= {"learning_rates": RATES, "batches": [BATCH], "rescue_steps": STEPS, "stop_share": 0.9}
+    small |= {"learning_rates": RATES, "batches": [BATCH], "rescue_steps": STEPS, "stop_share": 0.4}
     small["predicted_gpus"] = [64]
     small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("opt_zero"), tmp_path, small)
