@@ -1,13 +1,15 @@
 """Measure tokenising: throughput beside the bare `tokenizers` library, memory, and the time to the first batch.
 
-    python benchmarks/tokenizing.py --megabytes 10 100 1000 --out benchmarks/results/tokenizing_2cores.json
+    python benchmarks/tokenizing.py --megabytes 10 100 1000 --rounds 5 3 1 --out FILE
 
-The text is the packaged speeches, repeated with a running number in each paragraph. The byte-level BPE is trained once
-on them, so that the rates are of tokenising alone. The bare library encodes the same lines in one process with its own
-threads, from memory, and does nothing with the ids. The rates by processor time hold on a busy machine too; ours have
-the reading, the digests and the start of the workers in them. Memory is the largest sum of the resident sets of the
-process and its workers, sampled every 50 ms; "first batch" is the time from the call to the first batch of an untouched
-cache.
+The text is the packaged speeches, or that of `--text`, repeated with a running number in each paragraph. The byte-level
+BPE is trained once on it, so that the rates are of tokenising alone. Every text is measured in three ways in turn, for
+so many rounds, of which a row has the medians: the bare library, which encodes up to 100 MB of the same lines in one
+process with its own threads, from memory, and does nothing with the ids; tokenising once into the cache; and one epoch
+of the streamed text, read by one reader. Ours have the reading, the digests and the start of the processes in them. The
+rates by processor time hold on a busy machine too; those of a stream are by the clock only. Memory is the largest sum
+of the resident sets of the process and its workers, sampled every 50 ms. "First batch" is the time from the call to the
+first batch with an untouched cache.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,60 +30,81 @@ from typing import Any
 import psutil
 
 VOCABULARY = 16_000
-OURS = """
-import json, resource, sys, time
+BARE_BYTES = 100_000_000
+"""Part of a text that the bare library encodes; the text repeats itself, so that its rate stays the same."""
+PREPARED = """
+import json, os, resource, sys, time
 import workbench as wb
+from workbench.data._feeder import fed_alone
 def cpu():
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
-text, tokenizer, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-data = wb.data.corpus(text, tokenizer_file=tokenizer)
+text, tokenizer, workers, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:workers])
+data = wb.data.corpus(text, tokenizer_file=tokenizer, streaming=tokens > 0)
 model = wb.models.opt(vocab_size=data.vocab_size)
-experiment = wb.Experiment(model=model, data=data, steps=1, global_batch=8, seq_len=128)
+steps = max(1, tokens // 128 // 8)
+experiment = wb.Experiment(model=model, data=data, steps=steps, global_batch=8, seq_len=128)
 called, used = time.perf_counter(), cpu()
+"""
+STORED = f"""{PREPARED}
 prepared = wb.tokenize(experiment, workers=workers, progress=False)
 used = cpu() - used
 batch = data.dataset(experiment).__getitems__(range(8))
 first_batch_s = time.perf_counter() - called
-found = {"seconds": prepared.seconds, "tokens": prepared.tokens, "cpu_s": used}
-print(json.dumps({**found, "first_batch_s": first_batch_s}))
+found = {{"seconds": prepared.seconds, "tokens": prepared.tokens, "cpu_s": used}}
+print(json.dumps({{**found, "first_batch_s": first_batch_s}}))
+"""
+STREAMED = f"""{PREPARED}
+dataset = data.dataset(experiment)
+begun = time.perf_counter()
+with fed_alone(dataset.stream, 8, dataset.vocabulary) as ring:
+    samples = dataset.reading(ring)
+    batch = samples.__getitems__(range(8))
+    first_batch_s = time.perf_counter() - called
+    for step in range(1, steps):
+        samples.__getitems__(range(8 * step, 8 * step + 8))
+        ring.release(0, 8 * step)
+    seconds = time.perf_counter() - begun
+print(json.dumps({{"seconds": seconds, "first_batch_s": first_batch_s}}))
 """
 BARE = """
-import json, sys, time
+import json, os, sys, time
 from tokenizers import Tokenizer
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv[3])])
 tokenizer = Tokenizer.from_file(sys.argv[2])
-lines, busy, used = [], 0.0, 0.0
+lines, read, busy, used = [], 0, 0.0, 0.0
 def encode():
     global busy, used
     started, cpu = time.perf_counter(), time.process_time()
     tokenizer.encode_batch_fast(lines, add_special_tokens=False)
     busy, used = busy + time.perf_counter() - started, used + time.process_time() - cpu
-for line in open(sys.argv[1], encoding="utf-8"):
-    lines.append(line)
+for line in open(sys.argv[1], "rb"):
+    lines.append(line.decode())
+    read += len(line)
     if len(lines) == 4000:
         encode()
         lines = []
+        if read > int(sys.argv[4]):
+            break
 encode()
-print(json.dumps({"seconds": busy, "cpu_s": used}))
+print(json.dumps({"seconds": busy, "cpu_s": used, "megabytes": read / 1e6}))
 """
 
 
-def write_text(path: Path, megabytes: int) -> None:
-    """Write the speeches as often as fill the size, each paragraph with a running number."""
-    from workbench.data._text import packaged_speeches
-
-    speeches = [speech.read_text().split("\n") for speech in packaged_speeches().paths]
+def written_text(path: Path, documents: list[str], megabytes: int) -> Path:
+    """Write the documents as often as fill the size, each paragraph with a running number, and return the file."""
     number = size = 0
     with path.open("w", encoding="utf-8") as file:
         while True:
-            for speech in speeches:
-                for line in filter(str.strip, speech):
+            for document in documents:
+                for line in filter(str.strip, document.split("\n")):
                     number += 1
                     size += len(written := f"{number} {line.strip()}\n".encode())
                     file.write(written.decode())
                 file.write("\n")
                 if size >= megabytes * 1_000_000:
-                    return
+                    return path
 
 
 def measured(code: str, *arguments: object, **environment: str) -> tuple[dict[str, Any], float]:
@@ -108,58 +132,66 @@ def memory(root: psutil.Process) -> int:
     return total
 
 
-def row(text: Path, tokenizer: Path, workers: int, home: Path) -> dict[str, Any]:
-    """Measure one text with one number of workers, and the bare library with as many threads."""
-    shutil.rmtree(home, ignore_errors=True)
-    megabytes = text.stat().st_size / 1e6
-    bare, _ = measured(BARE, text, tokenizer, RAYON_NUM_THREADS=str(workers), TOKENIZERS_PARALLELISM="true")
-    ours, peak = measured(OURS, text, tokenizer, workers, WORKBENCH_HOME=str(home))
-    rate, bare_rate = megabytes / ours["seconds"], megabytes / bare["seconds"]
-    return {
-        "megabytes": round(megabytes),
-        "workers": workers,
-        "mb_per_s": round(rate, 2),
-        "mb_per_s_per_worker": round(rate / workers, 2),
-        "bare_mb_per_s": round(bare_rate, 2),
-        "share_of_bare": round(rate / bare_rate, 3),
-        "mb_per_cpu_s": round(megabytes / ours["cpu_s"], 2),
-        "bare_mb_per_cpu_s": round(megabytes / bare["cpu_s"], 2),
-        "share_of_bare_cpu": round(bare["cpu_s"] / ours["cpu_s"], 3),
-        "peak_mb": round(peak),
-        "first_batch_s": round(ours["first_batch_s"], 1),
-        "tokens": ours["tokens"],
-        "load_average": round(os.getloadavg()[0], 1),
-    }
+def round_of(text: Path, tokenizer: Path, workers: int, home: Path) -> dict[str, dict[str, float]]:
+    """Measure the bare library, the cache and the stream once, on the same cores."""
+    threads = {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
+    bare, _ = measured(BARE, text, tokenizer, workers, BARE_BYTES, **threads)
+    bare_rates = {f"bare_mb_per_{of}": bare["megabytes"] / bare[by] for of, by in BASES.items()}
+    found: dict[str, dict[str, float]] = {}
+    megabytes, tokens = text.stat().st_size / 1e6, 0
+    for way, code in (("stored", STORED), ("streamed", STREAMED)):
+        shutil.rmtree(home, ignore_errors=True)
+        ours, peak = measured(code, text, tokenizer, workers, tokens, WORKBENCH_HOME=str(home))
+        tokens = ours.get("tokens", tokens)
+        rates = {f"mb_per_{of}": megabytes / ours[by] for of, by in BASES.items() if by in ours}
+        shares = {f"share_of_bare_{name}": rate / bare_rates[f"bare_{name}"] for name, rate in rates.items()}
+        others = {"peak_mb": peak, "first_batch_s": ours["first_batch_s"], "tokens": tokens}
+        found[way] = {**rates, **bare_rates, **shares, **others, "load_average": os.getloadavg()[0]}
+    return found
+
+
+BASES = {"s": "seconds", "cpu_s": "cpu_s"}
+"""Time that rates are over: that of the clock, and that of the processors."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, len(os.sched_getaffinity(0))])
+    parser.add_argument("--workers", type=int, nargs="+", default=[len(os.sched_getaffinity(0))])
+    parser.add_argument("--rounds", type=int, nargs="+", default=[3], help="of each size, or of all")
+    parser.add_argument("--text", type=Path, help="folder of .txt files; the packaged speeches by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from workbench.data._text import packaged_speeches
     from workbench.data._vocabulary import train_byte_level_bpe
 
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Path(folder, "tokenizer.json")
-        sample = [path.read_text() for path in packaged_speeches().paths]
-        train_byte_level_bpe(sample, VOCABULARY, lambda _: None).save(str(tokenizer))
-        for megabytes in options.megabytes:
-            text = Path(folder, f"{megabytes}.txt")
-            write_text(text, megabytes)
-            for workers in dict.fromkeys(options.workers):
-                rows.append(row(text, tokenizer, workers, Path(folder, "home")))
-                print(json.dumps(rows[-1]), flush=True)
-            text.unlink()
+    paths = sorted(options.text.glob("*.txt")) if options.text else packaged_speeches().paths
+    documents = [path.read_text() for path in paths]
     machine = {
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "python": platform.python_version(),
+        "vocabulary": VOCABULARY,
     }
-    if options.out is not None:
-        options.out.write_text(json.dumps({**machine, "vocabulary": VOCABULARY, "rows": rows}, indent=2) + "\n")
+    rounds_of = options.rounds if len(options.rounds) > 1 else options.rounds * len(options.megabytes)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Path(folder, "tokenizer.json")
+        train_byte_level_bpe(documents, VOCABULARY, lambda _: None).save(str(tokenizer))
+        for megabytes, count in zip(options.megabytes, rounds_of, strict=True):
+            text = written_text(Path(folder, f"{megabytes}.txt"), documents, megabytes)
+            for workers in options.workers:
+                rounds = [round_of(text, tokenizer, workers, Path(folder, "home")) for _ in range(count)]
+                for way in ("stored", "streamed"):
+                    values = {name: [one[way][name] for one in rounds] for name in rounds[0][way]}
+                    medians = {name: round(statistics.median(value), 3) for name, value in values.items()}
+                    shares = [round(share, 3) for share in values["share_of_bare_mb_per_s"]]
+                    facts = {"way": way, "megabytes": megabytes, "workers": workers, "rounds": count}
+                    rows.append({**facts, **medians, "share_of_bare_mb_per_s_of_each_round": shares})
+                    print(json.dumps(rows[-1]), flush=True)
+                if options.out is not None:
+                    options.out.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
+            text.unlink()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
 from .experiment import Samples as Samples
+from .figures.efficiency_view import scaling_efficiency as scaling_efficiency
 from .figures.frontier_view import frontier as frontier
 from .figures.measured_grid_view import predictions as predictions
 from .figures.seed_bands_view import seed_bands as seed_bands

@@ -66,6 +66,8 @@ class StepEvent(_Timed):
     """Training time so far, without start-up and without the pause before a resumption."""
     tokens_per_s: NotRequired[float | None]
     mfu: NotRequired[float | None]
+    data_wait: NotRequired[float | None]
+    """Share of the step's time, from 0 to 1, in which the device of rank 0 had nothing to do until its batch came."""
 
 
 class _EvaluationFields(_Timed):

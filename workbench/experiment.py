@@ -37,7 +37,8 @@ METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _TAKEN_NAMES = frozenset(
     {
         *("step", "loss", "eval_loss", "perplexity", "tokens", "samples", "flops", "seconds", "eval_seconds"),
-        *("gpu_hours", "learning_rate", "grad_norm", "step_ms", "tokens_per_s", "mfu", "time", "memory", "utilization"),
+        *("gpu_hours", "learning_rate", "grad_norm", "step_ms", "tokens_per_s", "mfu", "data_wait", "time", "memory"),
+        "utilization",
     }
 )
 """Names of recorded columns and panels, which a metric cannot have."""

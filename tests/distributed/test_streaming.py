@@ -1,20 +1,25 @@
-"""Text that is tokenised while it trains gives the run of the stored text, under every plan and after kills."""
+"""Text that is tokenised while it trains gives the run of the stored text, under every plan and after kills.
+
+Datasets that can only be iterated go on after kills, too.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
-from tests.distributed.real_worker import Ranks, curve, directory, plan, trained
+from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
 from workbench.execution.checkpoint.files import complete_checkpoints, read_facts
 from workbench.execution.worker import Worker
 from workbench.experiment import Experiment
@@ -141,3 +146,49 @@ def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text:
     assert rest == sorted(
         row.tolist() for row in dataset.__getitems__(range(end * BATCH, (end + 1) * BATCH))["input_ids"]
     )
+
+
+class WordStream(IterableDataset):
+    """Items that can only be read one after the other, 50 in a pass, with a state that tells how many were read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.read < 50:
+            self.read += 1
+            yield {**Words()[self.read], "input_ids": torch.full((SEQ,), self.read)}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    experiment = real_worker.experiment(data=WordStream(), steps=16, checkpoint_every=5)
+    chosen = plan(experiment)
+    whole = trained(tmp_path / "whole", experiment, chosen)
+    run = directory(tmp_path / "killed", experiment, chosen)
+    ranks = Ranks(run, 1)
+    real_worker.eventually(lambda: len(complete_checkpoints(run.checkpoints)) > 0)
+    ranks.kill(first=0)
+    newest = complete_checkpoints(run.checkpoints)[-1]
+    facts = read_facts(newest)
+    place = facts["place"]
+    assert 0 < place["first"] <= BATCH * facts["step"] < place["first"] + 32
+    assert place["state"] == ({"read": place["item"]} if place["item"] else None)
+    Ranks(directory(run.path, experiment, chosen, newest), 1).wait()
+    assert curve(run) == curve(whole)
+    assert len(curve(run)) == 16
+
+
+def test_no_item_is_lost_or_seen_twice_when_two_replicas_go_on_after_one() -> None:
+    experiment = real_worker.experiment(data=WordStream(), steps=10**6)
+    one, place = launch(read_by, 1, experiment, None, 0, 5)
+    two, _ = launch(read_by, 2, experiment, place, 5, 25)
+    seen = [window[0] for window in one + two]
+    assert place["item"] == 32
+    for step in range(25):
+        numbers = range(step * BATCH, (step + 1) * BATCH)
+        assert sorted(seen[step * BATCH : (step + 1) * BATCH]) == sorted(1 + number % 50 for number in numbers)

@@ -272,6 +272,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("load_sweep", wb.load_sweep, {}, ()),
         ("heat_map", wb.heat_map, {}, ("sweep",)),
         ("seed_bands", wb.seed_bands, {}, ("sweep",)),
+        ("scaling_efficiency", wb.scaling_efficiency, {}, ("points",)),
         ("diverged", wb.diverged, {"above": 6.5}, ()),
         ("calibrate", wb.calibrate, {}, ()),
         ("Run", wb.Run, {}, ("path",)),

@@ -582,9 +582,10 @@ def test_items_of_different_shapes_name_the_field():
     ("value", "words"),
     [
         ("demo", r"Write wb.data.corpus\('demo'\)"),
-        (iter([1]), "not a map-style dataset"),
-        ({"input_ids": torch.zeros(4)}, "not a map-style dataset"),
-        (None, "not a map-style dataset"),
+        (iter([1]), "read only once"),
+        (torch.utils.data.DataLoader([1]), "Pass its dataset"),
+        ({"input_ids": torch.zeros(4)}, "is no dataset"),
+        (None, "is no dataset"),
         (lambda path: path, "needs path"),
     ],
 )
@@ -596,7 +597,7 @@ def test_a_value_that_is_no_dataset_is_refused(value, words):
 def test_a_callable_that_raises_or_returns_no_dataset_is_reported():
     with pytest.raises(DataError, match=r"dataset\(\) raised ZeroDivisionError"):
         data.as_data(lambda: 1 // 0).check(Training())
-    with pytest.raises(DataError, match="not a map-style dataset"):
+    with pytest.raises(DataError, match="is no dataset"):
         data.as_data(lambda: 3).check(Training())
 
 

@@ -330,6 +330,22 @@ def test_panels_show_what_was_recorded_in_the_runs_colours() -> None:
     assert [height for height in limit.y if height is not None] == [4.0, 4.0]
 
 
+def test_a_wait_for_data_has_a_panel_if_it_matters() -> None:
+    def waiting(*shares: float) -> Curve:
+        columns = curve("waits", steps=len(shares)).columns
+        return Curve("waits", {**columns, "data_wait": np.array(shares)})
+
+    once = waiting(0.9, *[0.01] * 99)
+    assert panel_names([once]) == ["tokens_per_s", "mfu"], "the first batch alone is no reason"
+    often = waiting(0.9, *[0.3] * 99)
+    assert panel_names([once, often]) == ["tokens_per_s", "mfu", "data_wait"]
+    figure = panels([often], x="step", names=["data_wait"])
+    [line] = [trace for trace in figure.data if trace.meta == "line"]
+    assert line.y[-1] == pytest.approx(30.0)
+    assert figure.layout.annotations[0].text == "Waiting for data (%)"
+    assert panel_names([waiting(np.nan)]) == ["tokens_per_s", "mfu"]
+
+
 def usage(name: str, devices: int, moments: int = 500) -> Utilization:
     """Samples of 0.1 s to 200 s: device d is busy for (90 - 10 d) %."""
     time, device = np.repeat(np.linspace(0.1, 200.0, moments), devices), np.tile(np.arange(devices), moments)

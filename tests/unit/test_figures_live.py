@@ -17,6 +17,7 @@ from workbench.errors import UnknownParameter
 from workbench.figures.decimation import MAX_POINTS
 from workbench.rundir import RunDir, append_event, this_process, write_json
 from workbench.runs import Run
+from workbench.runs.records.summary import data_wait
 from workbench.widgets import live
 from workbench.widgets.run_reader import RunReader
 
@@ -40,7 +41,7 @@ def start_run(path: Path, steps: int = 100) -> RunDir:
     return run
 
 
-def train(run: RunDir, first: int, last: int) -> None:
+def train(run: RunDir, first: int, last: int, data_wait: float | None = None) -> None:
     for step in range(first, last + 1):
         append_event(
             run.events,
@@ -56,6 +57,7 @@ def train(run: RunDir, first: int, last: int) -> None:
             seconds=step * 0.5,
             tokens_per_s=2000.0,
             mfu=0.41,
+            data_wait=data_wait,
         )
 
 
@@ -79,6 +81,9 @@ def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None
     snapshot = RunReader(directory.path).read()
     assert snapshot.facts == "step 40 of 100 · loss 0.25 · 2 k tokens/s · MFU 41.0% · 30.0 s left"
     assert snapshot.progress == 0.4
+    train(directory, 41, 80, data_wait=0.25)
+    assert "MFU 41.0% · waiting for data 25% ·" in RunReader(directory.path).read().facts
+    assert data_wait(Run(directory.path)) == pytest.approx(0.25)
 
 
 def test_before_the_first_step_the_last_phase_is_named(directory: RunDir) -> None:

@@ -82,6 +82,13 @@ def test_cells_that_plotly_packed_into_bytes_have_the_picture_that_lists_have() 
     assert base64.b64decode(data["image/png"]) == figure_png(go.Figure(CELLS))
 
 
+def test_a_cell_without_a_value_may_still_say_why() -> None:
+    silent = figure_png(go.Figure(CELLS))
+    speaking = go.Figure(CELLS).update_traces(text=[["1", "2"], ["3", "+ 2.7 GiB"]])
+    assert figure_png(speaking) != silent
+    assert len(where(pixels(speaking), theme.INK, 60)) > len(where(pixels(go.Figure(CELLS)), theme.INK, 60))
+
+
 def test_a_falling_curve_falls_in_the_picture_and_a_dashed_line_has_gaps() -> None:
     figure = loss_curves([curve("a")], x="step", smoothing=0.0)
     image = pixels(figure.add_hline(8.0, line={"dash": "dash", "color": "#808080"}))

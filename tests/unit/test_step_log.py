@@ -12,6 +12,7 @@ from plan_values import plan_of
 
 from workbench.errors import NonFiniteLoss
 from workbench.execution.step_log import StepLog
+from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
 from workbench.experiment import Experiment
 from workbench.rundir import read_events
@@ -46,6 +47,25 @@ def test_the_measured_mfu_is_the_models_flops_over_those_that_the_devices_could_
         assert event["tokens_per_s"] == pytest.approx(64 * 512 / 0.25)
         assert event["grad_norm"] == 2.0
     assert steps[-1]["seconds"] == pytest.approx(0.75)
+
+
+def test_the_wait_for_data_is_the_share_of_a_step_before_its_batch_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    log = StepLog(ASKED, plan_of(pipeline=2, micro_batch=2), CPU, tmp_path / "events.jsonl", seconds=0.0)
+    for step, (wait, compute) in enumerate([(0.3, 0.1), (0.05, 0.2), (0.0, 0.25)]):
+        clock[0] += wait
+        arrived = Timestamp.now(CPU)
+        clock[0] += compute
+        log.add(step, result(7.0), arrived)
+    log.flush()
+    clock[0] += 0.5
+    log.add(3, result(7.0))
+    log.flush()
+    waits = [event["data_wait"] for event in read_events(tmp_path / "events.jsonl") if event["type"] == "step"]
+    assert waits == [pytest.approx(0.75), pytest.approx(0.2), 0.0, None]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])

@@ -139,7 +139,9 @@ class TextData(ABC):
 
         That of a streamed text is estimated, unless the text is small or stored as well.
         """
-        return self.prepare(request).samples
+        samples = self.prepare(request).samples
+        assert samples is not None
+        return samples
 
     def dataset(self, request: SampleRequest) -> TextDataset | StreamedDataset:
         """Return every sample of the training in order, `steps * global_batch` of them.
@@ -344,7 +346,8 @@ def _samples_of_twin(data: Any, request: SampleRequest, progress: bool) -> int |
         if not is_tokenised(key):
             return None
     stored = dataclasses.replace(data, streaming=False, shuffle_buffer=data.shuffle_buffer or DEFAULT_BUFFER)
-    return int(stored.prepare(request, progress).samples)
+    samples: int | None = stored.prepare(request, progress).samples
+    return samples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""`CustomData`: the user's own map-style dataset, or a callable that returns one."""
+"""`CustomData`: the user's own dataset, read by index or in its own order, or a callable that returns one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +16,8 @@ from workbench.tensors import TensorSpec
 from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
-    from workbench.data._datasets import Batch, CustomDataset, HeldOutDataset
+    from workbench.data._datasets import Batch, CustomDataset, HeldOutDataset, StreamedDataset
+    from workbench.data._iterable import IterableItems
     from workbench.data._prompts import EncodedPrompts
 
 EXAMPLES = 16
@@ -26,7 +28,12 @@ EXAMPLES_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CustomData:
-    """A dataset whose items are dicts of tensors, keyed by the model's arguments; or a callable returning one."""
+    """A dataset whose items are dicts of tensors, keyed by the model's arguments; or a callable returning one.
+
+    A map-style dataset (`__len__` and `__getitem__`) is read by index, in a new seeded order each epoch. Any other that
+    can be iterated, such as a `torch.utils.data.IterableDataset` or a streaming dataset of Hugging Face, is read in its
+    own order, by one process for each node.
+    """
 
     dataset_or_factory: Any = field(repr=False)
     """The dataset or callable; `None` if the data was only read from the description of a run."""
@@ -50,9 +57,11 @@ class CustomData:
             request.eval_data.held_out(request, self)
 
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
-        """Return the fields of item 0, without a batch dim, in its own order."""
+        """Return the fields of the first item, without a batch dim, in its own order."""
         from workbench.data._datasets import item_specs, require_tensors
 
+        if self._iterable is not None:
+            return item_specs(self._first_items[0])
         return item_specs(require_tensors(self._items[0], 0))
 
     def labelled_share(self, request: SampleRequest) -> float:  # noqa: ARG002
@@ -60,7 +69,7 @@ class CustomData:
         return 1.0
 
     def examples(self, request: SampleRequest) -> Batch:  # noqa: ARG002
-        """Return a batch of evenly spaced items, since a dataset may be sorted.
+        """Return a batch of evenly spaced items, since a dataset may be sorted, or the first of one without an index.
 
         The batch has `EXAMPLES` items, or as many as fill `EXAMPLES_BYTES`. It stands for the whole dataset where
         costs depend on values, such as which rows of a table are read or how many labels count. Raises `DataError`
@@ -71,33 +80,46 @@ class CustomData:
     def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
         """Check the dataset, which needs no other preparation."""
         self.check(request)
-        return Prepared(name=self.name, samples=len(self._items))
+        return Prepared(name=self.name, samples=len(self._items) if hasattr(self._items, "__len__") else None)
 
     def samples_per_epoch(self, request: SampleRequest) -> int:  # noqa: ARG002
-        """Return the number of items."""
+        """Return the number of items; raise `DataError` for a dataset that does not say it."""
+        if not hasattr(self._items, "__len__"):
+            raise DataError(
+                f"{self.name} has no __len__, so that epochs say nothing about the length of a training. Give steps=… "
+                "or tokens=…, or the dataset a __len__.",
+                data=self.name,
+            )
         return len(self._items)
 
-    def dataset(self, request: SampleRequest) -> CustomDataset:
-        """Return `steps * global_batch` samples: the items in a new seeded order each epoch."""
+    def dataset(self, request: SampleRequest) -> CustomDataset | StreamedDataset:
+        """Return `steps * global_batch` samples: the items in a new seeded order each epoch, or in their own."""
         from workbench.data._datasets import CustomDataset
 
-        return CustomDataset(self._items, request.steps * request.global_batch, request.seed)
+        length = request.steps * request.global_batch
+        if self._iterable is not None:
+            return self._iterable.dataset(length, request.seed)
+        return CustomDataset(self._items, length, request.seed)
 
     def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> HeldOutDataset:
-        """Return the items in their own order; raise `DataError` unless their fields are those of the training data."""
-        from workbench.data._datasets import HeldOutDataset
+        """Return items in their own order; raise `DataError` unless their fields are those of the training data.
+
+        Those of a dataset without an index are its first ones, which are kept in memory.
+        """
+        from workbench.data._datasets import HeldOutDataset, described_specs
 
         assert request.evaluate is not None
         assert trained_on is not None
         own, trained = (source.batch_specs(request) for source in (self, trained_on))
         if {spec.name: spec for spec in own.values()} != {spec.name: spec for spec in trained.values()}:
             raise DataError(
-                f"eval_data has the fields {_fields(own)}, and data has {_fields(trained)}. Give both the same fields "
-                "with the same shapes and types.",
-                eval_data=_fields(own),
-                data=_fields(trained),
+                f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
+                "the same fields with the same shapes and types.",
+                eval_data=described_specs(own),
+                data=described_specs(trained),
             )
-        return HeldOutDataset(self._items, request.evaluate.samples)
+        count = request.evaluate.samples
+        return HeldOutDataset(self._items if self._iterable is None else self._iterable.first(count, seed=0), count)
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
         """Raise `DataError`: a dataset of tensors has no tokeniser."""
@@ -114,6 +136,8 @@ class CustomData:
     def _examples(self) -> Batch:
         from workbench.data._datasets import require_tensors, stacked
 
+        if self._iterable is not None:
+            return stacked(self._first_items)
         first = require_tensors(self._items[0], 0)
         room = EXAMPLES_BYTES // max(1, sum(field.nbytes for field in first.values()))
         count = max(1, min(EXAMPLES, len(self._items), room))
@@ -130,7 +154,7 @@ class CustomData:
                 data=self.name,
             )
         value = self.dataset_or_factory
-        if not _is_map_style(value):
+        if not _is_map_style(value) and not _is_iterable(value):
             try:
                 value = value()
             except Exception as error:
@@ -140,14 +164,22 @@ class CustomData:
                     data=self.name,
                     error=str(error),
                 ) from error
-        _require_map_style(value, self.name)
-        if len(value) == 0:
+        _require_dataset(value, self.name)
+        if hasattr(value, "__len__") and len(value) == 0:
             raise DataError(f"{self.name} is empty: it has 0 items. Give it at least one.", data=self.name, items=0)
         return value
 
+    @cached_property
+    def _iterable(self) -> IterableItems | None:
+        """The dataset if it has no index, which is begun anew for each pass over it."""
+        from workbench.data._iterable import IterableItems
 
-def _fields(specs: dict[str, TensorSpec]) -> str:
-    return ", ".join(f"{name} {list(spec.shape)} {spec.dtype}" for name, spec in specs.items())
+        return None if _is_map_style(self._items) else IterableItems(self.dataset_or_factory, self.name)
+
+    @cached_property
+    def _first_items(self) -> list[Batch]:
+        assert self._iterable is not None
+        return self._iterable.first(EXAMPLES, seed=0, room=EXAMPLES_BYTES)
 
 
 def as_data(value: Any) -> Corpus | HubText | CustomData:
@@ -156,8 +188,9 @@ def as_data(value: Any) -> Corpus | HubText | CustomData:
         return value
     if isinstance(value, str):
         raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.", data=value)
-    if not callable(value) or _is_map_style(value):
-        _require_map_style(value, f"The data, a {type(value).__name__},")
+    if not callable(value) or _is_map_style(value) or _is_iterable(value):
+        _require_dataset(value, f"The data, a {type(value).__name__},")
+        _require_repeatable(value)
     else:
         required = required_arguments(value)
         if required:
@@ -170,14 +203,43 @@ def as_data(value: Any) -> Corpus | HubText | CustomData:
 
 
 def _is_map_style(value: Any) -> bool:
-    return not isinstance(value, type) and hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    has_index = not isinstance(value, type) and hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return has_index and not _is_torch(value, "IterableDataset")  # which inherits an index that it does not have
 
 
-def _require_map_style(value: Any, name: str) -> None:
-    if _is_map_style(value) and not isinstance(value, dict | str):
+def _is_iterable(value: Any) -> bool:
+    return (
+        not isinstance(value, type | Mapping | str | bytes) and hasattr(value, "__iter__") and not _is_map_style(value)
+    )
+
+
+def _is_torch(value: Any, name: str) -> bool:
+    """Return True for an instance of a class of `torch.utils.data`, which is loaded if there is any."""
+    torch_data = sys.modules.get("torch.utils.data")
+    return torch_data is not None and isinstance(value, getattr(torch_data, name))
+
+
+def _require_dataset(value: Any, name: str) -> None:
+    if _is_torch(value, "DataLoader"):
+        raise DataError(
+            f"{name} is a DataLoader, which makes batches, and their size is a plan's to choose. Pass its dataset: "
+            "data=loader.dataset.",
+            found=type(value).__name__,
+        )
+    if (_is_map_style(value) and not isinstance(value, dict | str)) or _is_iterable(value):
         return
     raise DataError(
-        f"{name} is not a map-style dataset: it needs __len__ and __getitem__, so that any plan reads the same "
-        "samples. Pass such a dataset, a callable that returns one, or wb.data.corpus(path) for text.",
+        f"{name} is no dataset: it has neither __len__ and __getitem__ nor __iter__. Pass a map-style dataset, one "
+        "that can be iterated, a callable that returns one, or wb.data.corpus(path) for text.",
         found=type(value).__name__,
     )
+
+
+def _require_repeatable(value: Any) -> None:
+    """Raise `DataError` for an iterator: it can be read once, and a training reads it in several processes."""
+    if isinstance(value, Iterator):
+        raise DataError(
+            f"The data is a {type(value).__name__}, which can be read only once, and a training begins it anew in "
+            "several processes. Pass the function that makes it: data=my_function.",
+            found=type(value).__name__,
+        )

@@ -63,20 +63,21 @@ class StreamedDataset(TrainingDataset):
     """Samples that a process makes while training reads them; `reading` returns them once it runs."""
 
     def __init__(
-        self, stream: SampleStream, length: int, identity: str, vocabulary: int, reads: Callable[[Ring], Samples]
+        self,
+        stream: SampleStream,
+        length: int,
+        identity: str,
+        reading: Callable[[Ring], TrainingDataset],
+        vocabulary: int = 0,
     ) -> None:
-        """`identity` is a hash of all that decides the samples; `reads` makes samples of the records of a ring."""
+        """`identity` is a hash of what decides the samples; `reading` makes samples of the records of a ring."""
         super().__init__(length)
-        self.stream, self.identity, self.vocabulary, self._reads = stream, identity, vocabulary, reads
-
-    def reading(self, ring: Ring) -> TrainingDataset:
-        """Return the samples that arrive in a ring."""
-        return TextDataset(self._reads(ring), self.length)
+        self.stream, self.identity, self.reading, self.vocabulary = stream, identity, reading, vocabulary
 
     def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
         raise DataError(
-            f"Sample {index_B[0]} of streamed data is made while training reads it, and nothing trains. Describe the "
-            "data with streaming=False to look at samples.",
+            f"Sample {index_B[0]} of streamed data is made while training reads it, and nothing trains. To look at "
+            "samples, describe text with streaming=False, or iterate over your own dataset.",
         )
 
 
@@ -160,6 +161,11 @@ def item_specs(item: Batch) -> dict[str, TensorSpec]:
         name: TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in item.items()
     }
+
+
+def described_specs(specs: Mapping[str, TensorSpec]) -> str:
+    """Return the fields of a sample in words, with their shapes and types."""
+    return ", ".join(f"{name} {list(spec.shape)} {spec.dtype}" for name, spec in specs.items())
 
 
 def _described(value: Any) -> str:

@@ -29,6 +29,9 @@ from workbench.user_code import pickled
 BATCHES_AHEAD = 8
 """Global batches that a ring holds at least: the loaders of a rank read up to six of them ahead."""
 
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables by which a dataset of the user's own may give each rank a share; here one process reads for all of them."""
+
 
 class Feeder:
     """The process that writes a ring, seen from the rank that started it."""
@@ -37,12 +40,13 @@ class Feeder:
         """Begin with sample `first`, from a place at or before it; None is the beginning of the stream."""
         self._ring, self._first = ring, first
         self._places: deque[Mapping[str, Any]] = deque([place] if place else ())
+        others = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(ring.descriptor,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
+            env={**others, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
         )
         self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         self._reader = threading.Thread(target=self._read_places, name="places of the stream", daemon=True)

@@ -110,8 +110,8 @@ class Prepared:
     """The result of `DataSource.prepare`."""
 
     name: str
-    samples: int
-    """Number of different samples in one epoch."""
+    samples: int | None
+    """Number of different samples in one epoch; None for a dataset that does not say how many items it has."""
     tokens: int | None = None
     documents: int | None = None
     vocabulary: int | None = None
@@ -127,7 +127,8 @@ class Prepared:
 
     def __repr__(self) -> str:
         if self.tokens is None:
-            return f"Prepared({self.name}: {count(self.samples)} samples)"
+            known = "an unknown number of" if self.samples is None else count(self.samples)
+            return f"Prepared({self.name}: {known} samples)"
         if self.streamed:
             return (
                 f"Prepared({self.name}: streamed, about {count(self.tokens)} tokens, vocabulary {self.vocabulary:,}, "

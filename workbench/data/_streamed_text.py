@@ -91,13 +91,13 @@ class StreamedText:
 
     def dataset(self, length: int) -> StreamedDataset:
         """Return the samples of a training, which a process makes while it reads them."""
-        from workbench.data._datasets import StreamedDataset
+        from workbench.data._datasets import StreamedDataset, TextDataset
 
         stream = self.stream(EVERYTHING if self.held_out_samples is None else TRAINING)
         vocabulary = encoder_of(stream.encoder.file.parent, self.key.tokenizer_type)[1]
         parts = (self.key.folder.name, self.width, self.buffer, self.seed, stream.wanted, self.objective)
         identity = hashlib.sha256(repr((*parts, self.masked_share)).encode()).hexdigest()
-        reads = functools.partial(
+        samples = functools.partial(
             SAMPLES[self.objective], seq_len=self.seq_len, seed=self.seed, masked_share=self.masked_share
         )
-        return StreamedDataset(stream, length, identity, vocabulary, reads)
+        return StreamedDataset(stream, length, identity, lambda ring: TextDataset(samples(ring), length), vocabulary)

@@ -29,6 +29,7 @@ class _PendingStep:
     step: int
     learning_rate: float
     scalars: torch.Tensor
+    arrived: Timestamp | None
     ended: Timestamp
 
 
@@ -47,17 +48,18 @@ class StepLog:
         self._pending: _PendingStep | None = None
         self._previous_end = Timestamp.now(device)
 
-    def add(self, step: int, result: StepResult) -> bool:
+    def add(self, step: int, result: StepResult, arrived: Timestamp | None = None) -> bool:
         """Start to copy the scalars of a step that was launched, and log the step before it.
 
-        Returns True if, in that earlier step, a rank asked to stop.
+        `arrived` is the moment at which the step's batch was there. Returns True if, in that earlier step, a rank asked
+        to stop.
         """
         stop = self.flush()
         scalars = result.scalars
         if self._device.type == "cuda":
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
             scalars.copy_(result.scalars, non_blocking=True)
-        self._pending = _PendingStep(step, result.learning_rate, scalars, Timestamp.now(self._device))
+        self._pending = _PendingStep(step, result.learning_rate, scalars, arrived, Timestamp.now(self._device))
         return stop
 
     def flush(self) -> bool:
@@ -72,6 +74,7 @@ class StepLog:
         pending.ended.wait()
         loss, squared_norm, stops = pending.scalars.tolist()
         step_s = pending.ended.seconds_since(self._previous_end)
+        waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
         self._previous_end = pending.ended
         self.seconds += step_s
         done, experiment, plan = pending.step + 1, self._experiment, self._plan
@@ -93,6 +96,7 @@ class StepLog:
                 seconds=self.seconds,
                 tokens_per_s=experiment.tokens_per_step / step_s,
                 mfu=plan.flops_per_step / step_s / peak if peak else None,
+                data_wait=None if waited_s is None else max(0.0, waited_s) / step_s,
             )
         if experiment.stop_on_non_finite and not is_finite:
             raise _non_finite(done, loss, squared_norm**0.5)

@@ -58,7 +58,7 @@ from workbench.execution.parallel.stage import RankStages
 from workbench.execution.samples import SampleLog, Sampler, capture_samples
 from workbench.execution.sparsity_log import SparsityLog
 from workbench.execution.step_log import StepLog, peak_flops
-from workbench.execution.step_timeline import record_actions
+from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
 from workbench.experiment import METRICS, USER_FUNCTIONS, Experiment
 from workbench.planning.from_experiment import check_optimizer
@@ -274,11 +274,12 @@ class Worker:
         try:
             begin("batch", step + 1)
             for batch, label_counts in self._batches(trainer, progress.step):
+                arrived = Timestamp.now(self.device)
                 begin("step")
                 with record_actions(trainer.context, self.coordinate, self.run_dir, step, progress.step):
                     wants_stop = self._stop_requested or self.run_dir.stop_file.exists()
                     result = trainer.step(step, batch, wants_stop, label_counts)
-                stop = log.add(step, result)
+                stop = log.add(step, result, arrived)
                 step += 1
                 is_last = stop or step == steps
                 if step == min(progress.step + WARM_STEPS, steps):

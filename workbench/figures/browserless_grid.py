@@ -25,13 +25,12 @@ def draw_heat_map(canvas: Canvas, trace: Any, x: Scale, y: Scale) -> None:
     across, up = (GAP_PX if gap is None else gap / 2 for gap in (trace.xgap, trace.ygap))
     for position, color in enumerate(colors):
         row, column = divmod(position, grid.shape[1])
-        if color is None:
-            continue
         left, right = x.from_numbers([column - 0.5, column + 0.5])
         bottom, top = y.from_numbers([row - 0.5, row + 0.5])
-        canvas.rectangle((left + across, top + up), (right - across, bottom - up), color)
-        if trace.text is not None:
-            ink = _ink_on(color)
+        if color is not None:
+            canvas.rectangle((left + across, top + up), (right - across, bottom - up), color)
+        if trace.text is not None:  # a cell without a value may say why
+            ink = theme.INK if color is None else _ink_on(color)
             canvas.write(((left + right) / 2, (top + bottom) / 2), trace.text[row][column], ink, anchor="mm")
     left = x.end_px + 12
     for step, color in enumerate(_colors(np.linspace(low, high, 64), trace.colorscale, bool(trace.reversescale))[0]):

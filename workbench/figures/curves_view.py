@@ -25,6 +25,7 @@ Y_LABELS = {
     "step_ms": "Step time (ms)",
     "tokens_per_s": "Tokens/s",
     "mfu": "MFU",
+    "data_wait": "Share of the time waiting for data",
 }
 
 

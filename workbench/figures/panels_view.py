@@ -1,4 +1,4 @@
-"""Small multiples beside the loss: speed, MFU, gradient norm, learning rate, utilisation and memory of the devices."""
+"""Small multiples beside the loss: speed, wait for data, gradient norm, learning rate, and the state of the devices."""
 
 from __future__ import annotations
 
@@ -25,10 +25,18 @@ from workbench.figures.utilization_view import (
 )
 from workbench.units import GIB, gib
 
-PANELS = {"tokens_per_s": "Tokens/s", "mfu": "MFU (%)", "grad_norm": "Gradient norm", "learning_rate": "Learning rate"}
+PANELS = {
+    "tokens_per_s": "Tokens/s",
+    "mfu": "MFU (%)",
+    "data_wait": "Waiting for data (%)",
+    "grad_norm": "Gradient norm",
+    "learning_rate": "Learning rate",
+}
 """Titles of the panels that show one column each; the experiments' metrics, utilisation and memory come after them."""
 LOGARITHMIC = ("grad_norm",)
-SCALES = {"mfu": 100.0}
+LEAST = {"data_wait": 0.02}
+"""Smallest mean, over the steps after the first, for which a column has a panel."""
+SCALES = {"mfu": 100.0, "data_wait": 100.0}
 """Factors by which columns are multiplied before they are drawn."""
 TICK_FORMATS = {"tokens_per_s": "~s", "grad_norm": ".2~g"}
 MAX_COLUMNS = 3
@@ -45,11 +53,18 @@ Window = tuple[float, float] | None
 
 
 def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
-    """Return the panels that have something to show: a column that no run recorded has no panel."""
-    names = [name for name in PANELS if any(np.isfinite(column(curve, name)).any() for curve in curves)]
+    """Return the panels that have something to show: a column that no run recorded, or a small wait, has no panel."""
+    names = [name for name in PANELS if any(_shows(column(curve, name), LEAST.get(name)) for curve in curves)]
     names += metrics_of(curves)
     names += ["utilization"] if has_samples(usage) else []
     return [*names, "memory"] if any(peaks) else names
+
+
+def _shows(values: Array, least: float | None) -> bool:
+    known = np.isfinite(values)
+    if least is None or not known[1:].any():
+        return bool(known.any()) and least is None
+    return bool(values[1:][known[1:]].mean() >= least)
 
 
 def panels(

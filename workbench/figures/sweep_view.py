@@ -18,6 +18,8 @@ from workbench.sweeps.sweep import Row, Sweep
 
 BUDGETS = ("step", "gpu_hours")
 """Names of the x axes of `best_so_far`."""
+ENDED_EARLY = ("stopped early", "stopped", "failed")
+"""States of a run that has ended without an objective."""
 
 
 @checked_arguments
@@ -27,7 +29,8 @@ def heat_map(sweep: Sweep | Grid, x: str | None = None, y: str | None = None) ->
     Of a grid of plans it draws the predicted speed, with all other axes along the height.
 
     Args:
-        sweep: the sweep, at work or complete, or a grid. A cell without a finished run or without a plan is empty.
+        sweep: the sweep, at work or complete, or a grid. A cell has no colour without a finished run or a plan; it says
+            whether its runs were stopped or failed, or by how much its plan overflows.
         x: axis along the width; by default the first of a sweep, the last of a grid with several values.
         y: axis along the height; by default the second of a sweep, if there is one.
 
@@ -65,6 +68,10 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> g
             line = 0 if y is None else lines.index(str(row.values[y]))
             grid[line, columns.index(str(row.values[x]))] = row.mean
     words = [["" if np.isnan(value) else f"{value:.4g}" for value in line] for line in grid]
+    for row in rows:  # a configuration none of whose runs finished says how they ended
+        line, column = 0 if y is None else lines.index(str(row.values[y])), columns.index(str(row.values[x]))
+        if not words[line][column]:
+            words[line][column] = theme.text(", ".join(state for state in ENDED_EARLY if state in row.states))
     figure = go.Figure(
         go.Heatmap(
             x=columns,

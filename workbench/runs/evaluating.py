@@ -109,7 +109,8 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
         given = experiment.replace(eval_data=data, evaluate=experiment.evaluate or Evaluate())
         if given.eval_data is None or not given.eval_data.is_custom:
             return given
-        return given.replace(evaluate=Evaluate(samples=given.eval_data.prepare(given).samples))
+        samples = given.eval_data.prepare(given).samples
+        return given if samples is None else given.replace(evaluate=Evaluate(samples=samples))
     if experiment.evaluate is None:
         raise WorkbenchError(
             f"{run.path.name} was trained without evaluate, so that it held no samples out. Give data of the same "

@@ -22,6 +22,8 @@ from workbench.runs.status import Status
 from workbench.units import count, duration
 
 RECENT_STEPS = 20
+SHOWN_WAIT = 0.02
+"""Share of the time that a run waits for data from which its line of facts says so."""
 """Number of logged steps from which speed and remaining time are estimated."""
 STATUS_S = 0.5
 """Seconds between two looks at which processes are alive; events are read each time."""
@@ -84,6 +86,9 @@ class Snapshot:
         mfu = _recent_median(self.history.mfu)
         if mfu is not None:
             parts.append(f"MFU {mfu:.1%}")
+        waiting = _recent_median(self.history.data_wait)
+        if waiting is not None and waiting >= SHOWN_WAIT:
+            parts.append(f"waiting for data {waiting:.0%}")
         if self.eta_s is not None:
             parts.append(f"{duration(self.eta_s)} left")
         return " · ".join(parts)

@@ -30,6 +30,7 @@ MEASURED = (
     "seconds",
     "tokens_per_s",
     "mfu",
+    "data_wait",
     "time",
 )
 """The figures of a `step` event that become columns, in this order."""

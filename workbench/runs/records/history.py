@@ -52,6 +52,8 @@ class History:
     """Training time multiplied by the number of devices, in hours."""
     tokens_per_s: Column
     mfu: Column
+    data_wait: Column
+    """Share of the step's time in which the device of rank 0 waited for its batch."""
     time: Column
     """Unix seconds."""
 

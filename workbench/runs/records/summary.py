@@ -33,6 +33,15 @@ def measurements(run: Run) -> dict[str, Any]:
     return {**medians, "peak_bytes": peaks}
 
 
+def data_wait(run: Run) -> float:
+    """Return the share of the time of a run's settled steps in which it waited for data; NaN if it is unknown."""
+    history = run.history()
+    settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
+    share, step_ms = history.data_wait[settled], history.step_ms[settled]
+    known = np.isfinite(share) & np.isfinite(step_ms)
+    return float(np.average(share[known], weights=step_ms[known])) if known.any() else float("nan")
+
+
 def _median(values: Any) -> float:
     return float(np.median(values)) if len(values) else float("nan")
 
@@ -81,6 +90,7 @@ COLUMNS = (
     "training time",
     "tokens/s",
     "MFU",
+    "waiting for data",
     "step, measured",
     "step, predicted",
     "peak, measured",
@@ -145,6 +155,7 @@ def _row(run: Run) -> tuple[str, ...]:
         duration(history["seconds"][-1]) if steps else "–",
         _number(measured["tokens_per_s"], "{:,.0f}"),
         _number(100 * measured["mfu"], "{:.1f} %"),
+        _number(100 * data_wait(run), "{:.1f} %"),
         _number(measured["step_ms"], "{:.1f} ms"),
         f"{plan.prediction.step_ms:.1f} ms",
         "–" if peak is None else gib(peak),
