@@ -290,7 +290,7 @@ def test_a_file_that_stops_growing_in_the_middle_of_a_block_is_taken_up_again(te
 def test_one_long_document_is_never_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
     monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 16)
-    for document in ("word  " * 400_000, "a line of words\n" * 150_000):
+    for document in ("word  " * 1_000_000, "a line of words\n" * 400_000):
         tracemalloc.start()
         written = write_documents([document, " \u2028 "], "long", False)
         for block in Files((written,), one_document_each=False).blocks():
