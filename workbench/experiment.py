@@ -111,9 +111,9 @@ class Experiment:
     """A model, its data, and the optimisation that trains the one on the other.
 
     `model` is one of `wb.models.…`, or any callable that returns an `nn.Module`; `data` is one of `wb.data.…`, a
-    map-style dataset whose items are dicts of tensors, or a callable that returns one. Callables and datasets become
-    a `CustomModel` and a `CustomData`. The model must return its loss: as `.loss`, `["loss"]`, the first item of a
-    tuple, or the only scalar of what it returns; `loss` chooses among several.
+    dataset whose items are dicts of tensors, map-style or iterable, or a callable that returns one. Callables and
+    datasets become a `CustomModel` and a `CustomData`. The model must return its loss: as `.loss`, `["loss"]`, the
+    first item of a tuple, or the only scalar of what it returns; `loss` chooses among several.
 
     One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all devices, however a
     plan divides them. Losses are means over the whole global batch, so that curves do not depend on the plan.

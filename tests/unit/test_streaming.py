@@ -86,6 +86,19 @@ def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_place(
         )
 
 
+def test_blank_files_and_long_documents_of_a_folder_are_streamed_as_they_are_stored(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    long = text.read_text().replace("\n\n", "\n")
+    for number, content in enumerate(["", " \n\n ", "one\n", long, "\n", "two words\n", long]):
+        (folder / f"{number}.txt").write_text(content)
+    streamed, stored = asked(folder, True, 50), asked(folder, False, 50)
+    windows = stored.data.samples_per_epoch(stored)
+    chunks = itertools.takewhile(lambda chunk: chunk.first < windows, dataset(streamed).stream.chunks(None))
+    found = np.concatenate([chunk.records for chunk in chunks])
+    assert (found == dataset(stored).samples.batch(np.arange(windows))["input_ids"]).all()
+
+
 @pytest.mark.parametrize("model", ["opt", "bert"])
 def test_a_process_hands_the_samples_on_through_a_file(text: Path, model: str) -> None:
     streamed, stored = asked(text, True, 20, model), asked(text, False, 20, model)

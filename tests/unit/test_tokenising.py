@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pyarrow
 import pytest
 
 from workbench.data import _encoding, _partial, _text
+from workbench.data._documents import write_documents
 from workbench.data._text import Files
 from workbench.data._tokens import TokensKey, tokenised
 from workbench.errors import DataError
@@ -256,3 +258,45 @@ def test_a_hub_dataset_is_read_in_blocks_of_rows() -> None:
     rest = [text for block in source.blocks(blocks[4].end) for text in block.texts]
     assert rest == [text for block in blocks[5:] for text in block.texts]
     assert [text for block in blocks for text in block.texts] == ["", "", *rows]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from workbench.data import _text, _tokens
+from workbench.errors import DataError
+_text.BLOCK_BYTES = 1 << 12
+source = _text.Files((Path(sys.argv[1]),), one_document_each=False)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, resource.RLIM_INFINITY))
+try:
+    _tokens.tokenised(_tokens.TokensKey("limited", "bpe", 400), "text", lambda: source, False, 0)
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_stops_growing_in_the_middle_of_a_block_is_taken_up_again(text: Path) -> None:
+    said = subprocess.run([sys.executable, "-c", LIMITED, str(text)], capture_output=True, text=True, check=True).stdout
+    assert "The token cache at" in said
+    assert "cannot be written: File too large" in said
+    part = TokensKey("limited", "bpe", 400).folder.with_suffix(".part")
+    assert (part / "tokens.bin").stat().st_size == 20_001, "a torn token was written"
+    assert not part.with_suffix("").exists()
+    done = _lines(part)
+    assert done > 2
+    assert stored(text, key="limited") == stored(text, key="whole")
+
+
+def test_one_long_document_is_never_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 16)
+    for document in ("word  " * 1_000_000, "a line of words\n" * 400_000):
+        tracemalloc.start()
+        written = write_documents([document, " \u2028 "], "long", False)
+        for block in Files((written,), one_document_each=False).blocks():
+            assert sum(len(paragraph) for _, paragraph in block.paragraphs()) <= 4 * _text.BLOCK_BYTES
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < len(document) / 2
+        expected = "".join(f"{line.strip()}\n" for line in document.splitlines())
+        assert written.read_text() == f"{expected}\n"

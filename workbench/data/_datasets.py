@@ -1,4 +1,4 @@
-"""Map-style torch datasets over a token store or the user's own items; the only module of `data` that imports torch."""
+"""Map-style torch datasets over a token store or the user's own items; imports torch, as `_iterable.py` does."""
 
 from __future__ import annotations
 

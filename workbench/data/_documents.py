@@ -5,13 +5,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from workbench.errors import DataError
 from workbench.home import cache_home
 from workbench.units import gib
+
+PIECE = 1 << 16
+"""Characters that are written at a time."""
+_LINE = re.compile(r"\S(?:[^\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]*\S)?")
+"""A line that is not blank, without blanks around it; lines end where `str.splitlines` ends them."""
 
 
 def write_documents(documents: Iterable[str], name: str, progress: bool) -> Path:
@@ -54,19 +60,30 @@ def _write(part: Path, documents: Iterable[str], progress: bool) -> str:
                     "holds it: (row['text'] for row in rows).",
                     document=number,
                 )
-            lines = [line.strip() for line in document.splitlines()]
-            content = "".join(f"{line}\n" for line in lines if line)
-            if not content:
-                continue
             try:
-                encoded = content.encode() + b"\n"
+                for piece in _pieces(document):
+                    file.write(encoded := piece.encode())
+                    digest.update(encoded)
             except UnicodeEncodeError as error:
                 raise DataError(
                     f"Document {number} cannot be written as UTF-8: {error}. Decode its bytes with errors='replace'.",
                     document=number,
                 ) from None
-            file.write(encoded)
-            digest.update(encoded)
         if not file.tell():
             raise DataError("The documents are empty: they hold no word of text. Give at least one.", tokens=0)
     return digest.hexdigest()[:16]
+
+
+def _pieces(document: str) -> Iterator[str]:
+    """Yield the lines of a document without blanks around them, and an empty line after it; a blank one gives none.
+
+    The pieces are short, so that no copy of a long document or line is in memory.
+    """
+    is_blank = True
+    for line in _LINE.finditer(document):
+        begin, end = line.span()
+        yield from (document[at : min(at + PIECE, end)] for at in range(begin, end, PIECE))
+        yield "\n"
+        is_blank = False
+    if not is_blank:
+        yield "\n"

@@ -224,6 +224,6 @@ def _find_runs(store: TokenStore) -> NDArray[np.uint64]:
     edges[-1] = store.tokens  # a short rest belongs to the last run
     if len(edges) == 1:
         edges = [0, store.tokens]
-    digests = [hashlib.blake2b(store.ids[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(edges)]
+    digests = [hashlib.blake2b(store.ids[a:b].data, digest_size=8).digest() for a, b in pairwise(edges)]
     hashes = [int.from_bytes(digest, "little") for digest in digests]
     return np.asarray([edges, [*hashes, 0]], dtype=np.uint64)
