@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from workbench.data import _text
 from workbench.data._source import DataSource, Prepared, SampleRequest
@@ -139,9 +139,7 @@ class TextData(ABC):
 
         That of a streamed text is estimated, unless the text is small or stored as well.
         """
-        samples = self.prepare(request).samples
-        assert samples is not None
-        return samples
+        return cast(int, self.prepare(request).samples)  # only iterable data have none
 
     def dataset(self, request: SampleRequest) -> TextDataset | StreamedDataset:
         """Return every sample of the training in order, `steps * global_batch` of them.
