@@ -22,7 +22,7 @@ from workbench.cost.cluster import Cluster
 from workbench.errors import PlanInfeasible
 from workbench.planning.from_experiment import plan as make_plan
 from workbench.planning.plan import Plan
-from workbench.rundir import append_event, read_events, read_json, this_process, write_json
+from workbench.rundir import append_event, read_events, read_json, this_process, what_was_started, write_json
 from workbench.runs import Run
 from workbench.runs.launching import launcher
 
@@ -182,6 +182,7 @@ def test_a_job_that_is_stopped_and_submitted_again_goes_on(namespaces: tuple[str
     reached = run.checkpoints[-1].step
     assert 3 <= reached < 400
     write_json(run.directory.experiment, {**read_json(run.directory.experiment), "steps": reached + 2})
+    write_json(run.directory.started, what_was_started(run.directory))  # a shorter run, and no edit that is refused
     assert ended([job(namespaces, run, tmp_path)]) == [0]
     assert run.status.state == "finished", (run.status, run.logs("launcher"))
     assert run.history().step.tolist() == list(range(1, reached + 3))

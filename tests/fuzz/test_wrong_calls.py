@@ -70,6 +70,7 @@ OF_EXPERIMENT: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "weight_decay": {("0", *NUMBERS): "finite: a run that diverges ends at its first step"},
     "clip_norm": {("None", *NUMBERS): "no limit, or one that is never reached"},
     "steps": {("None",): "the default"},
+    "keep_checkpoints": {("0",): "no checkpoint is kept"},
     "epochs": {("1.5",): "one pass and a half"},
     "warmup_steps": {("0",): "no warm-up"},
     "seed": {("0", "10**18"): "a seed of 63 bits"},

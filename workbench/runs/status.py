@@ -195,7 +195,7 @@ def _status_without_processes(run: RunDir, progress: Progress, recorded: Status)
         if run.kill_file.exists():
             return Status("stopped", KILLED, recorded.time)
         return Status("failed", VANISHED + (DISK_FULL if _disk_is_full(run.path) else ""), recorded.time)
-    steps, target = int(progress.end["steps"]), int(read_experiment(run).get("steps", 0))
+    steps, target = int(progress.end["steps"]), _steps_asked_for(run) or 0
     ended_at = progress.end["time"]
     if steps >= target:
         return Status("finished", f"{steps} steps (the launcher had vanished).", ended_at)
@@ -243,6 +243,14 @@ def read_experiment(run: RunDir) -> dict[str, Any]:
     return read_described(run.experiment)
 
 
+def _steps_asked_for(run: RunDir) -> int | None:
+    """Return the steps of the experiment, None if it names none; raises `RunNotFound` for anything but a number."""
+    steps = read_experiment(run).get("steps")
+    if steps is None or (isinstance(steps, int) and not isinstance(steps, bool)):
+        return steps
+    raise RunNotFound(f"{run.experiment} has steps={steps!r:.80}, which is no number of steps.", run=str(run.path))
+
+
 def read_described(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a run; raises `RunNotFound` where it cannot be read."""
     try:
@@ -256,7 +264,7 @@ def read_described(path: Path) -> dict[str, Any]:
 
 def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
     """Return the figures that are shown of a run."""
-    steps = read_experiment(run).get("steps")
+    steps = _steps_asked_for(run)
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
     step_ms, eta_s = progress.median("step_ms"), None
     if status.state == "running" and step_ms is not None and steps is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,13 @@ def machine(run: Run) -> str:
     facts = run.environment
     if "gpus" not in facts:
         return f"{run.name} does not say which machine it ran on"
+    try:
+        return _machine(facts)
+    except (AttributeError, LookupError, TypeError):
+        return f"the environment.json of {run.name} is damaged, and does not say which machine it ran on"
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
     gpus = [gpu["name"] for gpu in facts["gpus"]]
     devices = f"{len(gpus)} × {gpus[0]}, driver {facts['gpus'][0]['driver']}" if gpus else "no GPU"
     packages = ", ".join(
