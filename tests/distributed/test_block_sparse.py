@@ -8,16 +8,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import workbench as wb
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_every_plan import BACKEND, HALF, compiler
 from workbench.capture import capture, spec_of
-from workbench.execution.blocks.block_sparse import multiply_by_stored_blocks
+from workbench.execution.blocks.block_sparse import INDEX, multiply_by_stored_blocks
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.sparse_weights import BlockSparseWeights
@@ -97,6 +100,8 @@ def outcome(case: Case, block_sparse: bool) -> Outcome:
         )
     trainer = Trainer(experiment, plan, graph, stages, context, here)
     assert isinstance(trainer.sparse_weights, BlockSparseWeights) == block_sparse
+    buffers = stages.model_buffers()  # the very indices that a moving pattern overwrites
+    assert all(buffers[INDEX + name].data_ptr() == index.data.data_ptr() for name, index in stages.indices.items())
     multiplied = [
         node
         for module in stages.stages[0].block_modules()
@@ -138,3 +143,32 @@ def test_block_sparse_training_equals_masked_training(
     assert found.norms == pytest.approx(expected.norms, rel=10 * rounding)
     for name, weight in expected.weights.items():
         assert (found.weights[name] - weight).norm() <= 10 * rounding * weight.norm() + 1e-6, name
+
+
+def test_a_block_sparse_run_evaluates_samples_and_exports_as_a_masked_one(tmp_path: Path) -> None:
+    """On one CPU process, where the planner would mask: the worker places the model by another name of its device."""
+    experiment = wb.Experiment(
+        model=wb.models.gpt2(hidden_size=32, num_layers=2, num_heads=4, max_positions=32),
+        data=wb.data.corpus("demo", vocab_size=400),
+        seq_len=16,
+        global_batch=4,
+        steps=3,
+        evaluate=wb.Evaluate(every=3, samples=4),
+        samples=wb.Samples(("The",), every=3, tokens=4),
+        sparsity=Dynamic(sparsity=0.5, block=16, updates=1, scope="h"),
+    )
+    masked = wb.plan(experiment, wb.local_cluster().resized(1), micro_batch=2)
+    found = []
+    for plan in (masked, dataclasses.replace(masked, block_sparse=True)):
+        run = wb.launch(experiment, plan, directory=tmp_path / str(plan.block_sparse), progress=False).wait()
+        export = run.export(tmp_path / f"exported {plan.block_sparse}")
+        [weights] = [load_file(path) for path in export if path.suffix == ".safetensors"]
+        texts = [event["samples"] for event in run.samples()]
+        found.append((run.history().loss.tolist(), run.evaluations().eval_loss.tolist(), texts, weights))
+    (losses, held_out, samples, weights), (sparse_losses, sparse_held_out, sparse_samples, sparse_weights) = found
+    assert sparse_losses == pytest.approx(losses, rel=1e-6)
+    assert sparse_held_out == pytest.approx(held_out, rel=1e-6)
+    assert sparse_samples == samples
+    assert sparse_weights.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(sparse_weights[name], weight, atol=1e-5), name

@@ -139,14 +139,18 @@ def build_stage(
             if mode not in runners_by_mode:
                 runners_by_mode[mode] = runners(graph, codes, context.device, compile, mode, bf16_weights)
         tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
-        tensors |= {} if compact is None else compact.buffers
+        indices = {} if compact is None else compact.buffers  # themselves, not copies: a moving pattern changes them
         module = StageModule(
             graph,
             stage.first_block,
             stage.end_block,
             options,
             parameters=_stage_parameters(stage, plan, weights, graph, division, context, compact),
-            buffers={name: tensors[name].detach().to(context.device) for block in blocks for name in block.buffers},
+            buffers={
+                name: indices[name] if name in indices else tensors[name].detach().to(context.device)
+                for block in blocks
+                for name in block.buffers
+            },
             runners=[runners_by_mode[mode][block.block_type] for mode, block in zip(modes, blocks, strict=True)],
             recompute=modes,
         )
