@@ -30,7 +30,7 @@ from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir
 from workbench.sparsity import Dynamic, Static
-from workbench.sparsity.pattern import initial, is_explored, is_present, uniform
+from workbench.sparsity.pattern import block_sums, initial, is_explored, is_present, uniform
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS, HALF, FEW = 4, 8, 6, 3, 2
 RATE, EPS, DECAY, BETAS, CLIP = 5e-3, 1e-3, 0.1, (0.9, 0.98), 0.5
@@ -208,10 +208,12 @@ def trained(case: Case) -> Outcome:
     for step in case.steps:
         first = trainer.coordinate.data_rank * trainer.samples
         mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
+        before = patterns_of(trainer)
         scalars = trainer.step(step, mine).scalars
         losses.append(scalars[0].item())
         norms.append(scalars[1].sqrt().item())
         check_absent(trainer)
+        check_regrown(trainer, before)
     if case.save_to is not None:
         checkpoints = Checkpoints(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
@@ -251,6 +253,22 @@ def check_absent(trainer: Trainer) -> None:
             else:
                 assert value.shape == (kept, sparse.sparsity.block, sparse.sparsity.block)
                 assert torch.equal(trainer.stages.indices[name].mask, is_present(pattern))
+
+
+def patterns_of(trainer: Trainer) -> Tensors:
+    sparse = trainer.sparse_weights
+    return {} if sparse is None else {name: pattern.clone() for name, pattern in sparse.patterns.items()}
+
+
+def check_regrown(trainer: Trainer, before: Tensors) -> None:
+    """Assert that blocks which have just regrown are zero, and that their optimiser state is."""
+    for name, pattern in patterns_of(trainer).items():
+        grown = is_present(pattern) & ~is_present(before[name])
+        parameter = trainer.stages.model_parameters()[name]
+        state = [value for value in trainer.optimizer.state[parameter].values() if value.ndim]
+        for value in (parameter, *state):
+            whole, block = trainer.full(name, value), trainer.sparse_weights.sparsity.block
+            assert not bool(block_sums(whole, block)[grown].any())
 
 
 def train(_rank: int, cases: list[Case]) -> dict[Case, Outcome]:
