@@ -81,7 +81,7 @@ def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> di
     """Check that the plan is for the experiment, prepare the data, and return facts for the run's environment."""
     check_signature(experiment, plan)
     from_experiment.check_optimizer(experiment, plan)
-    from_experiment.check_sparsity(experiment)
+    from_experiment.check_sparsity(experiment, plan)
     supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
     if supply is not None and not supply.keeps_up:
         warnings.warn(repr(supply), stacklevel=3)

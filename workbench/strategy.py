@@ -54,6 +54,9 @@ class Choices(TypedDict, total=False):
     """True keeps the optimiser's state in the host's memory."""
     cuda_graphs: bool | None
     """True captures what blocks launch as CUDA graphs and replays it."""
+    block_sparse: bool | None
+    """True stores, multiplies and optimises sparse weights without their absent blocks; False masks dense weights. It
+    makes no difference to an experiment without `sparsity`."""
 
 
 class Fixed(dict[str, Any]):
@@ -93,6 +96,7 @@ class Strategy:
     """One of `RECOMPUTE`; `mixed` where blocks differ; `any` where the model was not cut into stages."""
     offload_optimizer: bool = False
     cuda_graphs: bool = False
+    block_sparse: bool = False
 
     @property
     def world(self) -> int:
@@ -140,6 +144,11 @@ class Strategy:
     def can_capture_cuda_graphs(self) -> bool:
         """Return True if weights stay where they are, as a captured CUDA graph needs: FSDP2 moves them."""
         return not self.shards
+
+    @property
+    def can_be_block_sparse(self) -> bool:
+        """Return True if ranks hold whole weights, as block-sparse ones need: they are not divided over devices yet."""
+        return self.tensor == 1 and not self.shards
 
     def keeps_weight_copies(self, precision: str) -> bool:
         """Return True if ranks keep bf16 copies of their weights for a whole step.

@@ -125,6 +125,7 @@ def forced_plan(
     seq_len: int = 16,
     offload_optimizer: bool = False,
     cuda_graphs: bool = False,
+    block_sparse: bool = False,
 ) -> Plan:
     """Return a plan with equally many blocks per stage and no prediction, which can only be run.
 
@@ -169,4 +170,5 @@ def forced_plan(
         prediction=FREE,
         offload_optimizer=offload_optimizer,
         cuda_graphs=cuda_graphs,
+        block_sparse=block_sparse,
     )

@@ -22,20 +22,23 @@ from tests.distributed.harness import coordinate, forced_plan, launch
 from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_stage
+from workbench.execution.build import block_sparse_parameters, build_stage
 from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
 from workbench.execution.parallel.sharding import local
+from workbench.execution.sparse_weights import MaskedWeights
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir
 from workbench.sparsity import Dynamic, Static
-from workbench.sparsity.pattern import initial, is_explored, is_present, uniform
+from workbench.sparsity.pattern import block_sums, initial, is_explored, is_present, uniform
 
 MICRO_BATCH, GLOBAL_BATCH, STEPS, HALF, FEW = 4, 8, 6, 3, 2
 RATE, EPS, DECAY, BETAS, CLIP = 5e-3, 1e-3, 0.1, (0.9, 0.98), 0.5
 RANDOM = Dynamic(sparsity=0.6, block=4, updates=3, prune_ratio=0.5)
 GRADIENT = dataclasses.replace(RANDOM, regrow="gradient", block=2)
 STATIC = Static(sparsity=0.6, block=4)
+LARGE = Dynamic(sparsity=0.5, block=16, updates=3, prune_ratio=0.5)
+"""Blocks for which there are kernels."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -144,6 +147,7 @@ class Division:
     tensor: int = 1
     zero: int = 0
     chunks: int = 1
+    block_sparse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +195,9 @@ def trainer_of(case: Case) -> Trainer:
     )
     here = coordinate(division.pipeline, division.data, division.tensor)
     context = StepContext(seed=7, device=torch.device("cpu"))
-    return Trainer(experiment, plan, graph, build_stage(plan, here, model, graph, context), context, here)
+    compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
+    stages = build_stage(plan, here, model, graph, context, compact=compact)
+    return Trainer(experiment, plan, graph, stages, context, here)
 
 
 def trained(case: Case) -> Outcome:
@@ -202,10 +208,12 @@ def trained(case: Case) -> Outcome:
     for step in case.steps:
         first = trainer.coordinate.data_rank * trainer.samples
         mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
+        before = patterns_of(trainer)
         scalars = trainer.step(step, mine).scalars
         losses.append(scalars[0].item())
         norms.append(scalars[1].sqrt().item())
         check_absent(trainer)
+        check_regrown(trainer, before)
     if case.save_to is not None:
         checkpoints = Checkpoints(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
@@ -234,14 +242,33 @@ def check_absent(trainer: Trainer) -> None:
     sparse = trainer.sparse_weights
     if sparse is None:
         return
-    for name, mask in zip(sparse.patterns, sparse._masks, strict=True):
-        pattern, parameter = sparse.patterns[name], trainer.stages.model_parameters()[name]
-        assert int(is_present(pattern).sum()) == sparse.sparsity.kept(pattern.numel())
+    for name, pattern in sparse.patterns.items():
+        parameter, kept = trainer.stages.model_parameters()[name], sparse.sparsity.kept(pattern.numel())
+        assert int(is_present(pattern).sum()) == kept
         assert not bool((is_present(pattern) & ~is_explored(pattern)).any())
-        assert not local(parameter.detach())[~mask].any()
-        for value in trainer.optimizer.state[parameter].values():
-            if value.ndim:
-                assert not local(value)[~mask].any()
+        own = [parameter.detach(), *(value for value in trainer.optimizer.state[parameter].values() if value.ndim)]
+        for value in own:
+            if isinstance(sparse, MaskedWeights):
+                assert not local(value)[~sparse._masks[name]].any()
+            else:
+                assert value.shape == (kept, sparse.sparsity.block, sparse.sparsity.block)
+                assert torch.equal(trainer.stages.indices[name].mask, is_present(pattern))
+
+
+def patterns_of(trainer: Trainer) -> Tensors:
+    sparse = trainer.sparse_weights
+    return {} if sparse is None else {name: pattern.clone() for name, pattern in sparse.patterns.items()}
+
+
+def check_regrown(trainer: Trainer, before: Tensors) -> None:
+    """Assert that blocks which have just regrown are zero, and that their optimiser state is."""
+    for name, pattern in patterns_of(trainer).items():
+        grown = is_present(pattern) & ~is_present(before[name])
+        parameter = trainer.stages.model_parameters()[name]
+        state = [value for value in trainer.optimizer.state[parameter].values() if value.ndim]
+        for value in (parameter, *state):
+            whole, block = trainer.full(name, value), trainer.sparse_weights.sparsity.block
+            assert not bool(block_sums(whole, block)[grown].any())
 
 
 def train(_rank: int, cases: list[Case]) -> dict[Case, Outcome]:
@@ -253,6 +280,7 @@ ZERO3, TENSOR = Division(data=2, zero=3), Division(tensor=2)
 CASES = [Case(RANDOM, PIPELINE), Case(RANDOM, DATA), Case(RANDOM, ZERO3), Case(GRADIENT, TENSOR)]
 """The plan of each kind that is hardest for a pattern: weights in other processes, copied, and divided by row."""
 RESUMED = [ZERO3, PIPELINE]
+BLOCK_SPARSE = [dataclasses.replace(division, block_sparse=True) for division in (PIPELINE, DATA)]
 if os.environ.get("WORKBENCH_TEST_ALL"):
     DIVISIONS = (PIPELINE, Division(pipeline=2, chunks=2), *(Division(data=2, zero=zero) for zero in range(4)), TENSOR)
     CASES = [Case(sparsity, division) for sparsity in (RANDOM, GRADIENT, STATIC) for division in DIVISIONS]
@@ -269,8 +297,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
         *(Case(RANDOM, division, range(HALF, STEPS), load_from=folder) for division in RESUMED),
     ]
     full = [Case(sparsity, ZERO3, range(FEW)) for sparsity in (None, dataclasses.replace(RANDOM, sparsity=0.0))]
+    blocks = [Case(LARGE, division) for division in BLOCK_SPARSE]
+    for saved, name in ((BLOCK_SPARSE[1], "block-sparse"), (DATA, "masked")):
+        path = folder / name
+        blocks.append(Case(LARGE, saved, range(HALF), save_to=path))
+        resumed = [BLOCK_SPARSE[1], ZERO3] if saved.block_sparse else [BLOCK_SPARSE[0]]
+        blocks += [Case(LARGE, division, range(HALF, STEPS), load_from=path) for division in resumed]
     others = [Case(RANDOM, TENSOR, range(HALF), optimizer=name) for name in OPTIMIZERS]
-    found: dict[Case, Outcome] = launch(train, 2, [*CASES, *halves, *full, *others])
+    found: dict[Case, Outcome] = launch(train, 2, [*CASES, *halves, *full, *blocks, *others])
     return found
 
 
@@ -299,13 +333,36 @@ def test_every_plan_has_the_pattern_and_the_loss_of_plain_masked_training(
 
 def test_a_run_resumes_to_the_last_bit_and_under_other_plans(outcomes: dict[Case, Outcome]) -> None:
     whole = outcomes[Case(RANDOM, ZERO3)]
-    resumed = {case.division: found for case, found in outcomes.items() if case.load_from}
+    resumed = {case.division: found for case, found in outcomes.items() if case.load_from and case.sparsity == RANDOM}
     assert resumed[ZERO3].losses == whole.losses[HALF:]
     for name, value in (whole.weights | whole.patterns).items():
         assert torch.equal((resumed[ZERO3].weights | resumed[ZERO3].patterns)[name], value)
     for found in resumed.values():
         assert_equals_plain(found, plain(RANDOM), first=HALF)
         assert all(torch.equal(found.patterns[name], whole.patterns[name]) for name in whole.patterns)
+
+
+def test_block_sparse_training_has_the_pattern_and_the_loss_of_plain_masked_training(
+    outcomes: dict[Case, Outcome],
+) -> None:
+    for division in BLOCK_SPARSE:
+        found = outcomes[Case(LARGE, division)]
+        assert_equals_plain(found, plain(LARGE))
+        assert any((is_explored(pattern) & ~is_present(pattern)).any() for pattern in found.patterns.values())
+
+
+def test_a_block_sparse_run_resumes_to_the_last_bit_and_changes_to_and_from_masked_weights(
+    outcomes: dict[Case, Outcome],
+) -> None:
+    whole = outcomes[Case(LARGE, BLOCK_SPARSE[1])]
+    resumed = {case: found for case, found in outcomes.items() if case.sparsity == LARGE and case.load_from}
+    assert len(resumed) == 3
+    for case, found in resumed.items():
+        assert_equals_plain(found, plain(LARGE), first=HALF)
+        if case.division == BLOCK_SPARSE[1]:
+            assert found.losses == whole.losses[HALF:]
+            for name, value in (whole.weights | whole.patterns).items():
+                assert torch.equal((found.weights | found.patterns)[name], value)
 
 
 def test_a_pattern_without_absent_blocks_trains_as_dense_to_the_last_bit(outcomes: dict[Case, Outcome]) -> None:

@@ -35,6 +35,9 @@ CASE = Case(16, 128, 64, 0.5)
 slow = pytest.mark.skipif(not os.environ.get("WORKBENCH_TEST_ALL"), reason="set WORKBENCH_TEST_ALL")
 
 
+PROFILE = ROOT / "benchmarks" / "results" / "sparse_profile_1xH200.json"
+
+
 def index_of(case: Case, seed: int = 0) -> BlockIndex:
     torch.manual_seed(seed)
     return BlockIndex.from_mask(random_mask(case), case.block)
@@ -250,8 +253,12 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
             call()
 
 
-def test_larger_blocks_break_even_earlier_and_never_exceed_the_rate_of_dense_products() -> None:
-    sparsities = [break_even_sparsity(block, 600e12) for block in (64, 32, 16)]
-    assert 0 < sparsities[0] < sparsities[1] < sparsities[2] < 1
-    assert sparse_flops_per_s(64, 600e12, cache_bytes_per_s=6e12) == 6e12 * 128 * 64 / 192
-    assert break_even_sparsity(64, 600e12, cache_bytes_per_s=1e15) == 0
+def test_break_even_sparsities_are_those_of_the_profiled_layer() -> None:
+    profile = json.loads(PROFILE.read_text())
+    dense_ms = 3 * profile["dense_cublas_ms_of_each_product"]
+    for row in profile["blocks"]:
+        times = [row["forward_ms"], row["to_input_ms"], row["to_weight_ms"]]
+        sparse_ms = sum(sum(ms) / len(ms) if isinstance(ms, list) else ms for ms in times)
+        by_hand = 1 - (1 - profile["sparsity"]) * dense_ms / sparse_ms
+        assert break_even_sparsity(row["block"]) == pytest.approx(by_hand, abs=1e-3)
+        assert sparse_flops_per_s(row["block"], 600e12) == pytest.approx(600e12 * (1 - by_hand), rel=5e-3)

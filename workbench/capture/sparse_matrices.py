@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 
-from workbench.capture.graph import Graph
+from torch import fx
+
+from workbench.capture.graph import Block, Graph
 from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.operations import shape_of
-from workbench.capture.tensor_sharding import product_of
+from workbench.capture.tensor_sharding import Product, product_of
 from workbench.errors import InvalidExperiment
-from workbench.sparsity import Static
+from workbench.experiment import Experiment
+from workbench.sparsity import Dynamic, Static
+from workbench.sparsity.kernels.index import BLOCKS
+
+COMPACT_OPTIMIZERS = ("adamw", "sgd", "lamb")
+"""Optimisers whose update of a weight is that of its stored blocks: they look at its elements and norms only."""
 
 
 def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]]:
@@ -58,14 +66,48 @@ def product_flops(graph: Graph, names: Collection[str]) -> dict[str, float]:
     """Return the forward FLOPs of one micro-batch in the products with each weight: 2 for each row and element."""
     flops = dict.fromkeys(names, 0.0)
     for block in graph.blocks:
-        placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
-        weights = dict(zip(placeholders, block.parameters, strict=False))
-        for node in block.code.graph.nodes:
-            product = product_of(node)
-            name = None if product is None else weights.get(product.weight)
-            if name is not None and name in flops:
-                flops[name] += 2.0 * math.prod(shape_of(node)[:-1]) * graph.parameters[name].numel
+        for node, _, name in products_with(block, names):
+            flops[name] += 2.0 * math.prod(shape_of(node)[:-1]) * graph.parameters[name].numel
     return flops
+
+
+def products_with(block: Block, names: Collection[str]) -> Iterator[tuple[fx.Node, Product, str]]:
+    """Yield each product of a block with one of the weights: its node, its operands, and the weight's name."""
+    weights = _arguments(block)
+    for node in block.code.graph.nodes:
+        product = product_of(node)
+        name = None if product is None else weights.get(product.weight)
+        if product is not None and name is not None and name in names:
+            yield node, product, name
+
+
+def _arguments(block: Block) -> dict[fx.Node, str]:
+    placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
+    return dict(zip(placeholders, block.parameters, strict=False))
+
+
+def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
+    """Return why the weights of an experiment cannot be stored and multiplied without their absent blocks.
+
+    The reason is a clause without a full stop, and empty if they can be.
+    """
+    sparsity = experiment.sparsity
+    if sparsity is None:
+        return "the experiment has dense weights"
+    if sparsity.block not in BLOCKS:
+        return f"there are kernels for blocks of {', '.join(map(str, BLOCKS))}, and none for blocks of {sparsity.block}"
+    if isinstance(sparsity, Dynamic) and sparsity.regrow == "gradient":
+        return "regrow='gradient' needs the gradients of absent blocks"
+    if experiment.optimizer not in COMPACT_OPTIMIZERS:
+        return f"the update of {experiment.optimizer_name} may need the whole of a weight"
+    names = sparse_matrices(graph, sparsity)
+    readers = Counter(name for block in graph.blocks for name in block.parameters if name in names)
+    for block in graph.blocks:
+        multiplied = {name for _, _, name in products_with(block, names)}
+        for node, name in _arguments(block).items():
+            if name in names and (readers[name] > 1 or len(node.users) > 1 or name not in multiplied):
+                return f"the model reads {name} otherwise than in one matrix product"
+    return ""
 
 
 def absent_flops(graph: Graph, sparsity: Static | None) -> float:

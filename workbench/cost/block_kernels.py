@@ -15,6 +15,7 @@ import torch
 from workbench.cost.block_trace import BlockTrace
 from workbench.cost.operations import Operation, identity, storage_bytes
 from workbench.cost.profile import ACCUMULATE_BYTES, ATTENTION, GEMM, STREAM, Kernel
+from workbench.sparsity.kernels.speed import Products
 
 CAST_BYTES = 6
 """Bytes read and written per weight element to cast it from fp32 to bf16, or its gradient back."""
@@ -69,18 +70,18 @@ class _KernelBuilder:
         samples, values = self._trace.samples, self._trace.values
         batched, fixed = self._traffic([*ran.inputs, *ran.output_tensors])
         flops = ran.share * ran.forward_flops / samples
-        self.forward.append(Kernel(ran.family, flops, batched, fixed, recomputed=recomputed))
+        relative = self._trace.relative.get(ran.node, Products(1.0, 1.0, 1.0))
+        self.forward.append(Kernel(ran.family, flops, batched, fixed, recomputed=recomputed, relative=relative.forward))
         if not ran.backward_flops:
             return
         launches = max(1, round(ran.backward_flops / ran.forward_flops)) if ran.family == GEMM else 1
         flops = ran.share * ran.backward_flops / samples
         inputs = [values[identity(tensor)] for tensor in ran.inputs]
         for_weights = 1 if ran.family == GEMM and any(value.weight and value.gradient for value in inputs) else 0
-        for count in (launches - for_weights, for_weights):
+        for count, times in ((launches - for_weights, relative.to_input), (for_weights, relative.to_weight)):
             if count:
-                self.backward.append(
-                    Kernel(ran.family, count / launches * flops, batched * count, fixed * count, count)
-                )
+                each = count / launches * flops
+                self.backward.append(Kernel(ran.family, each, batched * count, fixed * count, count, relative=times))
 
     def add_weight_casts(self, ran: Operation) -> None:
         sources = [self._trace.values[identity(source)] for source, _ in ran.casts]

@@ -27,6 +27,7 @@ from workbench.cost.operations import (
     tensors_in,
 )
 from workbench.errors import CaptureError
+from workbench.sparsity.kernels.speed import Products
 from workbench.tensors import TensorSpec
 
 _RANDOM = frozenset({"dropout", "native_dropout"})
@@ -95,18 +96,19 @@ class BlockTrace:
         """Identities of the block's parameters and buffers."""
         self.sent: tuple[torch.dtype, ...] = ()
         self.division = BlockSharding()
+        self.relative: Mapping[str, Products] = {}
+        """Times of the three products of a node, by its name, over those with a dense weight; see `leave_out`."""
         self._model, self._rows = graph.model, rows
         self._run(graph, received)
         self.divide(BlockSharding(), 1)
 
     def divide(self, division: BlockSharding, degree: int) -> None:
         """Set every share to that of one of `degree` tensor-parallel ranks."""
-        self.division = division
+        self.division, self.relative = division, {}
         rows = self._rows if not division.divided else RowSelection()  # a divided head runs over all of its rows
         for value in self.values.values():
             value.share = 1.0
-        arguments = [value for value in self.values.values() if value.weight and value.born == -1]
-        for position, value in enumerate(arguments):  # parameters in the block's order, then buffers
+        for position, value in enumerate(self._weight_arguments()):
             if position in division.parameters:
                 value.share = 1 / degree
         for step, ran in enumerate(self.operations):
@@ -121,6 +123,24 @@ class BlockTrace:
                     self.values[identity(tensor)].share = ran.share
             for source, copy in ran.casts:
                 self.values[identity(copy)].share = self.values[identity(source)].share
+
+    def leave_out(self, stored: Mapping[str, float], relative: Mapping[str, Products]) -> None:
+        """Set every share to that of block-sparse weights.
+
+        `stored` is the share of its blocks that a parameter stores, by name; `relative` are the times of the products
+        with it, by node. `divide` undoes this.
+        """
+        self.divide(BlockSharding(), 1)
+        self.relative = relative
+        for name, value in zip(self.block.parameters, self._weight_arguments(), strict=False):
+            value.share = stored.get(name, 1.0)
+        for ran in self.operations:
+            for source, copy in ran.casts:
+                self.values[identity(copy)].share = self.values[identity(source)].share
+
+    def _weight_arguments(self) -> list[Value]:
+        """Return the parameters in the block's order, then the buffers."""
+        return [value for value in self.values.values() if value.weight and value.born == -1]
 
     def is_internal(self, tensor: torch.Tensor, step: int) -> bool:
         """Return True if the step made the tensor (a mask, a log-sum-exp) and does not return it."""

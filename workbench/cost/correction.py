@@ -62,10 +62,20 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         index: [(point.forward_host_ms, point.backward_host_ms) for point in points if point.forward_host_ms > 0]
         for index, points in points_of.items()
     }
+    sparse = profile.sparse
+    if sparse is not None:
+        sparse = replace(
+            sparse,
+            block_types=tuple(
+                _sparse_memory(whole[index], part, corrected[index]) if index in corrected else part
+                for index, part in enumerate(sparse.block_types)
+            ),
+        )
     return replace(
         profile,
         block_types=tuple(corrected.get(index, cost) for index, cost in enumerate(whole)),
         divided=divided,
+        sparse=sparse,
         measured_on=device.name,
         time_ratios={index: _time_ratios(profile, index, points, device) for index, points in points_of.items()},
         measured_host_ms={index: min(times, key=sum) for index, times in host_ms.items() if times},
@@ -122,6 +132,20 @@ def _divided_memory(degree: int, counted: BlockTypeCost, part: BlockTypeCost, me
         saved_bytes=_saved_by_rank(degree, counted.saved_bytes, part.saved_bytes, measured.saved_bytes),
         workspace_bytes=part.workspace_bytes * _ratio(measured.workspace_bytes, counted.workspace_bytes),
         products_bytes=part.products_bytes * _ratio(measured.products_bytes, counted.products_bytes),
+        weight_copy_bytes=measured.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
+    )
+
+
+def _sparse_memory(counted: BlockTypeCost, part: BlockTypeCost, measured: BlockTypeCost) -> BlockTypeCost:
+    """Return `part`, the block with block-sparse weights, with the measured activations; they are those of a dense one.
+
+    Weight copies change in proportion.
+    """
+    return replace(
+        part,
+        saved_bytes=measured.saved_bytes,
+        workspace_bytes=measured.workspace_bytes,
+        products_bytes=measured.products_bytes,
         weight_copy_bytes=measured.weight_copy_bytes * _ratio(part.weight_copy_bytes, counted.weight_copy_bytes),
     )
 

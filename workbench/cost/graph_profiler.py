@@ -12,6 +12,7 @@ from torch.fx.experimental import _config as symbolic_sizes
 from workbench.capture.graph import Graph
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import Sharding
+from workbench.cost.block_sparse import SparseMatrices
 from workbench.cost.block_trace import BlockTrace, RowSelection
 from workbench.cost.block_type_cost import block_type_cost
 from workbench.cost.device import Device
@@ -33,6 +34,7 @@ def profile_graph(
     compiled: bool,
     labelled_share: float = 1.0,
     deterministic: bool = False,
+    sparse: SparseMatrices | None = None,
 ) -> Profile:
     """Return the cost of each block of a captured model.
 
@@ -40,7 +42,7 @@ def profile_graph(
     `precision` is `fp32`, or `bf16` for autocast over fp32 weights. `compiled` says that blocks run through
     torch.compile, which fuses memory-bound operations. `labelled_share` is the average share of labels that are not
     ignored; a head that needs only their rows is priced for these. `deterministic` is noted in the profile, whose
-    measurements must use deterministic kernels too.
+    measurements must use deterministic kernels too. `sparse` are the sparse weights, if there are any.
     """
     settings = Settings(precision, device.type, compiled)
     dtypes = {name: getattr(torch, spec.dtype) for name, spec in graph.batch.items()}
@@ -50,7 +52,8 @@ def profile_graph(
     received_before: set[str] = set()
     for block in graph.blocks:
         received = tuple(dtypes[name] for name in block.receives)
-        index = block_types.setdefault((received, *graph.variant(block)), len(traces))
+        positions = () if sparse is None else sparse.positions(block)
+        index = block_types.setdefault((received, positions, *graph.variant(block)), len(traces))
         if index == len(traces):
             # A selection by a mask is priced as if it kept everything.
             with symbolic_sizes.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
@@ -77,6 +80,7 @@ def profile_graph(
         notes=graph.notes,
         crossing_bytes=tuple(_per_sample((graph.values[name] for name in graph.crossing(cut)), graph) for cut in cuts),
         divided=_divided(graph, traces, costs),
+        sparse=None if sparse is None else sparse.costs(traces),
         labelled_share=labelled_share,
         deterministic=deterministic,
         code=hashlib.sha256("".join(block.block_type for block in graph.blocks).encode()).hexdigest()[:16],

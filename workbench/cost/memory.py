@@ -39,6 +39,8 @@ Array = npt.NDArray[np.float64]
 
 FP32, BF16 = 4, 2
 """Bytes of one element."""
+MASK_BYTES = 1
+"""Bytes of one element of the mask of a sparse weight."""
 IN_TRANSIT_BYTES = 256 << 20
 """Bytes of optimiser state on the device at once, where it is offloaded to the host."""
 PREFETCHED_BLOCKS = 2
@@ -112,6 +114,12 @@ class ParameterTable:
         """Elements that a stage's backward needs: none of blocks without a backward."""
         self.trained = _spans(uses, trained, len(profile.blocks))
         self.update = UpdateTable(profile, uses, trained, self.trained)
+        masked = {name: profile.parameters[name] if name in profile.masked else 0 for name in uses}
+        self.masked = _spans(uses, masked, len(profile.blocks))
+        """Elements of a stage's sparse weights that are multiplied by masks."""
+        patterns = {name: profile.pattern_bytes.get(name, 0.0) for name in uses}
+        self.pattern_bytes = _spans(uses, patterns, len(profile.blocks))
+        """Bytes of the patterns and indices of a stage's sparse weights, which are not sharded."""
         self.block_elements = np.array(
             [sum(profile.parameters[name] for name in block.parameters) for block in profile.blocks], dtype=np.float64
         )
@@ -187,11 +195,12 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
     # One block's whole gradients, and the fp32 buffer that the reduce-scatter or all-reduce uses.
     reduction = ((compute_bytes + FP32) if strategy.data > 1 else FP32) * table.largest_trained
     moments = table.update.state_bytes / strategy.shard_count
+    patterns = MASK_BYTES * table.masked / strategy.shard_count + table.pattern_bytes
     return StageState(
         parameters=parameters,
         gradients=gradient_bytes(strategy) * table.trained,
         optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if strategy.offload_optimizer else moments,
-        workspace=reduction + _boundary(profile, strategy.micro_batch, strategy.num_microbatches),
+        workspace=reduction + patterns + _boundary(profile, strategy.micro_batch, strategy.num_microbatches),
     )
 
 

@@ -6,7 +6,7 @@ and accumulated). `Profile.at` turns them into time and memory for one micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -66,6 +66,8 @@ class Kernel:
     launches: int = 1
     recomputed: bool = True
     """True for a forward kernel that full activation checkpointing repeats, because the backward needs its result."""
+    relative: float = 1.0
+    """Time of the arithmetic over that of a dense product of these FLOPs; block-sparse products leave blocks out."""
 
     def seconds(self, micro_batch: int, device: Device, precision: str, *, backward: bool, compiled: bool) -> float:
         """Return the time by roofline: the longer of arithmetic and memory traffic, plus the launches."""
@@ -78,7 +80,7 @@ class Kernel:
             share = tuned.gemm * each / (each + tuned.gemm_half_flops)
         elif self.family == ATTENTION:
             share = tuned.attention_backward if backward else tuned.attention_forward
-        arithmetic = flops / (device.peak(precision) * share)
+        arithmetic = self.relative * flops / (device.peak(precision) * share)
         launch = tuned.compiled_launch_s if compiled else tuned.launch_s
         return max(arithmetic, traffic / (device.memory_bandwidth * tuned.bandwidth)) + self.launches * launch
 
@@ -134,6 +136,29 @@ class DividedCosts:
     """Cost of each of `Profile.block_types`."""
     parameters: Mapping[str, int] = field(hash=False)
     """Elements on the rank by canonical name."""
+
+
+@dataclass(frozen=True)
+class SparseCosts:
+    """The sparse weights of a model, and its costs where they are stored and multiplied without absent blocks."""
+
+    sparsity: float
+    block: int
+    """Rows and columns of a block."""
+    blocks: Mapping[str, int] = field(hash=False)
+    """Number of blocks, present or absent, of each sparse weight by name."""
+    absent_flops: float
+    """FLOPs per sample, forward and backward, of products with absent blocks."""
+    break_even_sparsity: float | None = None
+    """Sparsity from which block-sparse products are faster than dense ones; None for blocks without kernels."""
+    obstacle: str = ""
+    """Clause that says why the weights can only be masked; empty if they can be block-sparse."""
+    block_types: tuple[BlockTypeCost, ...] = ()
+    """Cost of each of `Profile.block_types` with block-sparse weights."""
+    parameters: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Stored elements of every parameter by name."""
+    index_bytes: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Bytes of the index of each sparse weight by name."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +246,10 @@ class Profile:
     """Bytes that one update of the optimiser reads and writes per trained element."""
     parameter_updates: Mapping[str, ParameterUpdate] = field(default_factory=dict, hash=False)
     """Parameters by name that the optimiser treats otherwise than these two figures say."""
+    sparse: SparseCosts | None = None
+    """Costs of sparse weights; None if the experiment has dense ones."""
+    is_block_sparse: bool = False
+    """True if the costs are those of block-sparse weights; sparse weights are masked otherwise."""
     measured_on: str = ""
     """`Device.name` that `time_ratios` were measured on; empty if nothing was measured."""
     time_ratios: Mapping[int, TimeRatios] = field(default_factory=dict, hash=False)
@@ -237,6 +266,29 @@ class Profile:
         """Model FLOPs of one sample's forward and backward, without recomputation (PaLM, arXiv:2204.02311, app. B)."""
         costs = (self.block_types[block.block_type] for block in self.blocks)
         return sum(cost.model_flops + cost.model_backward_flops for cost in costs)
+
+    @property
+    def masked(self) -> Collection[str]:
+        """Names of the parameters that are multiplied by masks."""
+        return () if self.sparse is None or self.is_block_sparse else self.sparse.blocks.keys()
+
+    @property
+    def pattern_bytes(self) -> Mapping[str, float]:
+        """Bytes of pattern and index by name of the sparse weight; each rank that holds a shard has them all."""
+        if self.sparse is None:
+            return {}
+        index = self.sparse.index_bytes if self.is_block_sparse else {}
+        return {name: blocks + index.get(name, 0.0) for name, blocks in self.sparse.blocks.items()}
+
+    @cached_property
+    def block_sparse(self) -> Profile | None:
+        """The profile with block-sparse weights, or None if there is none; one object, which caches know."""
+        if self.sparse is None or not self.sparse.block_types:
+            return None
+        costs = self.sparse
+        return replace(
+            self, block_types=costs.block_types, parameters=costs.parameters, divided={}, is_block_sparse=True
+        )
 
     def divides(self, tensor: int) -> bool:
         """Return True if the model can be divided over `tensor` tensor-parallel ranks."""

@@ -23,6 +23,7 @@ from workbench.errors import PlanMismatch
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.block_module import BlockProgram
+from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
@@ -33,7 +34,9 @@ from workbench.execution.blocks.weight_copies import WeightCopies, read_only_by_
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
+from workbench.experiment import Experiment
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
+from workbench.sparsity.kernels.index import to_compact
 from workbench.tensors import TensorSpec
 
 FREE_SHARE = 0.8
@@ -109,12 +112,15 @@ def build_stage(
     *,
     compile: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    compact: BlockSparseParameters | None = None,
 ) -> RankStages:
     """Return the stages of one rank with their own weights, which are taken out of `model`: its weights are freed.
 
     If the plan shards weights, FSDP2 has done so when this function returns; it moves them to the device block by block
-    from where the model was built. Blocks of one type share a runner for each way of recomputing them.
+    from where the model was built. Blocks of one type share a runner for each way of recomputing them. `compact` are
+    the weights that are stored without absent blocks.
     """
+    graph = graph if compact is None else compact.rewritten(graph)
     weights = _ModelWeights(plan, coordinate, model, graph)
     division = plan_tensor_parallel(graph, plan.tensor)
     codes = _block_codes(graph, division, coordinate)
@@ -133,13 +139,18 @@ def build_stage(
             if mode not in runners_by_mode:
                 runners_by_mode[mode] = runners(graph, codes, context.device, compile, mode, bf16_weights)
         tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
+        indices = {} if compact is None else compact.buffers  # themselves, not copies: a moving pattern changes them
         module = StageModule(
             graph,
             stage.first_block,
             stage.end_block,
             options,
-            parameters=_stage_parameters(stage, plan, weights, graph, division, context),
-            buffers={name: tensors[name].detach().to(context.device) for block in blocks for name in block.buffers},
+            parameters=_stage_parameters(stage, plan, weights, graph, division, context, compact),
+            buffers={
+                name: indices[name] if name in indices else tensors[name].detach().to(context.device)
+                for block in blocks
+                for name in block.buffers
+            },
             runners=[runners_by_mode[mode][block.block_type] for mode, block in zip(modes, blocks, strict=True)],
             recompute=modes,
         )
@@ -154,16 +165,35 @@ def build_stage(
     accumulator = GradientAccumulator(compiles=compile and context.device.type == "cuda")
     copied = modules if plan.keeps_weight_copies(plan.precision) else []
     copies = [WeightCopies([*m.block_modules()], m.model_parameters(), codes, accumulator) for m in copied]
-    return RankStages(modules, copies)
+    return RankStages(modules, copies, compact)
+
+
+def block_sparse_parameters(
+    experiment: Experiment, plan: Plan, coordinate: MeshCoordinate, graph: Graph, device: torch.device
+) -> BlockSparseParameters | None:
+    """Return the parameters that one rank of a block-sparse plan stores without absent blocks; None for other plans."""
+    if not plan.block_sparse:
+        return None
+    stages = plan.stages_of(coordinate.pipeline_rank)
+    names = {name for s in stages for name in graph.block_parameters(s.first_block, s.end_block)}
+    return BlockSparseParameters.of(experiment, graph, names, device)
 
 
 def evaluation_programs(
-    plan: Plan, coordinate: MeshCoordinate, graph: Graph, context: StepContext, *, compile: bool = False
+    plan: Plan,
+    coordinate: MeshCoordinate,
+    graph: Graph,
+    context: StepContext,
+    *,
+    compile: bool = False,
+    compact: BlockSparseParameters | None = None,
 ) -> list[list[BlockProgram]]:
     """Return the code of each block of this rank's stages for evaluation, in the order of `build_stage`.
 
     `graph` is the model captured in eval mode, which `require_same_stages` has compared with the training graph.
+    `compact` is what `build_stage` was given.
     """
+    graph = graph if compact is None else compact.rewritten(graph)
     division = plan_tensor_parallel(graph, plan.tensor)
     codes = _block_codes(graph, division, coordinate)
     runs = runners(graph, codes, context.device, compile, "none", plan.shards and plan.precision == "bf16")
@@ -220,10 +250,16 @@ def _free(parameter: nn.Parameter) -> None:
 
 
 def _stage_parameters(
-    stage: Stage, plan: Plan, weights: _ModelWeights, graph: Graph, division: ModelSharding, context: StepContext
+    stage: Stage,
+    plan: Plan,
+    weights: _ModelWeights,
+    graph: Graph,
+    division: ModelSharding,
+    context: StepContext,
+    compact: BlockSparseParameters | None,
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters of one stage by the model's names: whole, or this device's tensor-parallel shards."""
-    parameters = {}
+    """Return the parameters of one stage by the model's names: whole, compact, or tensor-parallel shards."""
+    parameters, indices = {}, {} if compact is None else compact.indices
     for name in graph.block_parameters(stage.first_block, stage.end_block):
         sharding = division.parameters.get(name)
         with weights.taken(name) as weight:
@@ -231,6 +267,8 @@ def _stage_parameters(
                 weight = take_shard(weight, sharding, context.tensor_rank)
             if not plan.shards:
                 weight = weight.to(context.device)
+            if name in indices:
+                weight = to_compact(weight, indices[name])
             # A view of a shard would keep the whole weight in memory.
             is_view = weight.untyped_storage().nbytes() > weight.nbytes
             own = weight.clone(memory_format=torch.contiguous_format) if is_view else weight.contiguous()

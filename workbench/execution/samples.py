@@ -63,8 +63,13 @@ class Sampler:
         self._prompts = encoded_prompts(experiment, experiment.samples.prompts)
         self._groups = self._prompts.groups(experiment.samples.tokens, experiment.seq_len)
         self._device = trainer.context.device
+        compact = trainer.stages.compact
         self._passes = [
-            ForwardPass(trainer, graph, evaluation_programs(plan, trainer.coordinate, graph, trainer.context))
+            ForwardPass(
+                trainer,
+                graph,
+                evaluation_programs(plan, trainer.coordinate, graph, trainer.context, compact=compact),
+            )
             for graph in graphs
         ]
 

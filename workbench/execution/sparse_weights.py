@@ -1,15 +1,16 @@
-"""The sparse weights of one rank: masked dense execution, exact under every plan.
+"""The sparse weights of one rank, masked or block-sparse, and the moves of their patterns.
 
-Weights are multiplied by their mask after each update and gradients before it, on whatever shard a rank holds. The
-products then compute what they would without the absent blocks. At the rare updates of a pattern, each rank gathers the
-whole weight and computes the same new pattern from it.
+`MaskedWeights` are exact under every plan: weights are multiplied by their mask after each update and gradients before
+it, on whatever shard a rank holds. The products then compute what they would without the absent blocks.
+`BlockSparseWeights` have no absent blocks that could differ from zero. At the rare updates of a pattern, each rank
+gathers the whole weight and computes the same new pattern from it, in either case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from torch import nn
 
 from workbench.capture import Graph
 from workbench.capture.sparse_matrices import sparse_matrices
+from workbench.execution.blocks.block_sparse import initial_pattern
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import local
 from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.experiment import Experiment
 from workbench.sparsity import Dynamic, Static
-from workbench.sparsity.pattern import block_sums, expanded, initial, is_explored, is_present, moved, uniform
+from workbench.sparsity.kernels.index import BlockIndex, move
+from workbench.sparsity.pattern import Move, block_sums, expanded, is_explored, is_present, moved, uniform
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class PatternCounts:
     """Blocks that the last update pruned, and equally many that it let regrow."""
 
 
-class SparseWeights:
-    """Keeps the absent blocks of this rank's weights at zero, and moves the patterns.
+class SparseWeights(ABC):
+    """The patterns of this rank's sparse weights, and their moves.
 
     All ranks of the data- and tensor-parallel axes must call a method in the same order.
     """
@@ -66,36 +69,26 @@ class SparseWeights:
         self.patterns: dict[str, torch.Tensor] = {}
         """Pattern of each whole weight of this rank; a loaded checkpoint overwrites it in place."""
         for name, parameter in self._parameters.items():
-            shape, block = shapes[name], self.sparsity.block
-            kept = self.sparsity.kept(shape[0] * shape[1] // block**2)
-            pattern = initial(shape, block, kept, f"{self._seed}/{name}")
+            pattern = initial_pattern(self.sparsity, self._seed, name, shapes[name])
             self.patterns[name] = pattern.to(parameter.device)
-        self._masks: list[torch.Tensor] = []
-        self.restore()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Apply the patterns to the weights; call it after a checkpoint was loaded."""
-        self._masks = [self._mask(name, is_present(pattern)) for name, pattern in self.patterns.items()]
+        self.restore_patterns()
         self.mask_weights()
 
-    @torch.no_grad()
+    @abstractmethod
+    def restore_patterns(self) -> None:
+        """Follow patterns that a checkpoint has overwritten, before weights and optimiser state are read from it."""
+
+    @abstractmethod
     def mask_weights(self) -> None:
-        """Set the weights of absent blocks to zero."""
-        for parameter, mask in zip(self._parameters.values(), self._masks, strict=True):
-            local(parameter.detach()).mul_(mask)
+        """Set the weights of absent blocks to zero, if they are stored."""
 
-    @torch.no_grad()
+    @abstractmethod
     def mask_gradients(self, step: int) -> None:
-        """Set the gradients of absent blocks to zero; `step` counts from 0.
+        """Set the gradients of absent blocks to zero, if they are stored; `step` counts from 0."""
 
-        If blocks are to regrow after this step by the size of their gradients, these sizes are computed before.
-        """
-        if step + 1 in self._updates and isinstance(self.sparsity, Dynamic) and self.sparsity.regrow == "gradient":
-            self._growth = {name: self._sizes(name, parameter.grad) for name, parameter in self._parameters.items()}
-        for parameter, mask in zip(self._parameters.values(), self._masks, strict=True):
-            if parameter.grad is not None:
-                local(parameter.grad).mul_(mask)
+    @abstractmethod
+    def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
+        """Let a weight and its optimiser state follow a pattern that has just moved; the regrown begin at zero."""
 
     def is_due(self, step: int) -> bool:
         """Return True if the pattern moves after the update of `step`, which counts from 0."""
@@ -108,7 +101,6 @@ class SparseWeights:
         ratio = self.sparsity.ratio(step + 1, self._steps)
         if self._coordinate.data_mesh.device_type == "cuda":
             torch.cuda.synchronize()  # offloaded moments may still be on their way to the host
-        state = self._optimizer.state
         for name, parameter in self._parameters.items():
             pattern, sizes = self.patterns[name], self._sizes(name, parameter)
             growth = self._growth.pop(name, None)
@@ -118,8 +110,7 @@ class SparseWeights:
             result = moved(pattern, sizes, growth, round(ratio * int(is_present(pattern).sum())))
             pattern.copy_(result.pattern)
             self._moved[name] = result.moved
-            _reset_state(state.get(parameter, {}), parameter, self._mask(name, result.stayed))
-        self.restore()
+            self._follow(name, parameter, result)
 
     def counts(self, owned: Collection[str]) -> PatternCounts:
         """Return the counts of the whole model (a collective of all ranks).
@@ -136,13 +127,14 @@ class SparseWeights:
         dist.all_reduce(total)
         return PatternCounts(*total.tolist())
 
-    def _mask(self, name: str, blocks_RC: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a mask of the weight, True where its block is."""
-        mask = expanded(blocks_RC, self.sparsity.block)
-        return self._whole.own_shard(name, mask, self._parameters[name]).contiguous()
+    def _state(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """Yield the optimiser state that has one value for each element of a parameter, perhaps on the host."""
+        for value in self._optimizer.state.get(parameter, {}).values():
+            if value.shape == parameter.shape:
+                yield value
 
     def _sizes(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of absolute values of each block of the whole of a tensor that is divided like the weight.
+        """Return the sum of absolute values of each block of the whole of a tensor that is stored like the weight.
 
         Ranks that compute the same tensor each for itself may differ in the last bits, so one decides for all.
         """
@@ -154,9 +146,66 @@ class SparseWeights:
         return sizes
 
 
-def _reset_state(slots: Mapping[str, Any], parameter: nn.Parameter, stayed: torch.Tensor) -> None:
-    """Set the optimiser state of all weights to zero whose blocks were not present before and after an update."""
-    for value in slots.values():
-        if value.shape == parameter.shape:
+class MaskedWeights(SparseWeights):
+    """Dense weights whose absent blocks are kept at zero."""
+
+    @torch.no_grad()
+    def restore_patterns(self) -> None:
+        self._masks = {name: self._mask(name, is_present(pattern)) for name, pattern in self.patterns.items()}
+
+    @torch.no_grad()
+    def mask_weights(self) -> None:
+        for name, mask in self._masks.items():
+            local(self._parameters[name].detach()).mul_(mask)
+
+    @torch.no_grad()
+    def mask_gradients(self, step: int) -> None:
+        """Set the gradients of absent blocks to zero; `step` counts from 0.
+
+        If blocks are to regrow after this step by the size of their gradients, these sizes are computed before.
+        """
+        if step + 1 in self._updates and isinstance(self.sparsity, Dynamic) and self.sparsity.regrow == "gradient":
+            self._growth = {name: self._sizes(name, parameter.grad) for name, parameter in self._parameters.items()}
+        for name, mask in self._masks.items():
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                local(gradient).mul_(mask)
+
+    def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
+        stayed = self._mask(name, result.stayed)
+        for value in self._state(parameter):
             shard = local(value)
             shard.mul_(stayed.to(shard.device))
+        self._masks[name] = self._mask(name, is_present(result.pattern))
+        local(parameter.detach()).mul_(self._masks[name])
+
+    def _mask(self, name: str, blocks_RC: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a mask of the weight, True where its block is."""
+        mask = expanded(blocks_RC, self.sparsity.block)
+        return self._whole.own_shard(name, mask, self._parameters[name]).contiguous()
+
+
+class BlockSparseWeights(SparseWeights):
+    """Weights without absent blocks: these are neither stored nor multiplied, and have neither gradient nor state."""
+
+    def mask_weights(self) -> None:
+        """Do nothing."""
+
+    def mask_gradients(self, step: int) -> None:
+        """Do nothing."""
+
+    def restore_patterns(self) -> None:
+        for name, pattern in self.patterns.items():
+            self._index(name).data.copy_(self._indexed(pattern).data)
+
+    def _follow(self, name: str, parameter: nn.Parameter, result: Move) -> None:
+        old, new = self._index(name), self._indexed(result.pattern)
+        for value in (parameter.detach(), *self._state(parameter)):
+            value.copy_(move(value.to(old.data.device), old, new))
+        old.data.copy_(new.data)  # what compiled code and CUDA graphs read
+
+    def _index(self, name: str) -> BlockIndex:
+        return self._whole.indices[name]
+
+    def _indexed(self, pattern_RC: torch.Tensor) -> BlockIndex:
+        return BlockIndex.from_mask(is_present(pattern_RC), self.sparsity.block)

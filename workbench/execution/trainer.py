@@ -27,7 +27,7 @@ from workbench.execution.parallel.pipeline import PipeStage, as_fields, build_sc
 from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
-from workbench.execution.sparse_weights import SparseWeights
+from workbench.execution.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import PartwiseAdamW
 from workbench.optimizers.building import build_optimizer
@@ -71,7 +71,8 @@ class Trainer:
         )
         self.sparse_weights: SparseWeights | None = None
         if experiment.sparsity is not None:
-            self.sparse_weights = SparseWeights(
+            execution = BlockSparseWeights if plan.block_sparse else MaskedWeights
+            self.sparse_weights = execution(
                 experiment, graph, self._parameters, self._whole, coordinate, self.optimizer
             )
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -35,6 +35,7 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import (
+    block_sparse_parameters,
     build_model,
     build_stage,
     capture_for,
@@ -61,7 +62,7 @@ from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
 from workbench.experiment import METRICS, USER_FUNCTIONS, Experiment
-from workbench.planning.from_experiment import check_optimizer
+from workbench.planning.from_experiment import check_optimizer, check_sparsity
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
 from workbench.units import GIB, gib
@@ -205,7 +206,9 @@ class Worker:
             cap_memory(self.plan, self.device)
         between, events = list[BetweenSteps](), self.run_dir.events if self.is_main else None
         if evaluated is not None:
-            programs = evaluation_programs(self.plan, self.coordinate, evaluated, context, compile=compile)
+            programs = evaluation_programs(
+                self.plan, self.coordinate, evaluated, context, compile=compile, compact=stages.compact
+            )
             metrics = self.experiment.metrics or {}
             evaluator = Evaluator(trainer, evaluated, programs, held_out(self.experiment), metrics)
             between.append(EvaluationLog(evaluator, events))
@@ -239,12 +242,22 @@ class Worker:
         if self.run_dir.resume.exists():  # The plan may be another one, and only this process has the user's optimiser.
             trained = {name: spec.shape for name, spec in graph.parameters.items() if name not in graph.frozen}
             check_optimizer(experiment, plan, trained)
+        if plan.block_sparse:
+            check_sparsity(experiment, plan, graph)
         if evaluated is not None:
             require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
         with self._timed_phase("stage"):
             extras = self._checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
-            autocast = self.accelerator.autocast
-            stages = build_stage(plan, self.coordinate, model, graph, context, compile=compile, autocast=autocast)
+            stages = build_stage(
+                plan,
+                self.coordinate,
+                model,
+                graph,
+                context,
+                compile=compile,
+                autocast=self.accelerator.autocast,
+                compact=block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device),
+            )
         return graph, evaluated, sampled, stages, extras
 
     def _checkpoint_extras(self, model: torch.nn.Module, graph: Graph) -> CheckpointExtras:

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from workbench.cost.memory import StageState
+from workbench.cost.memory import Array, ParameterTable, StageState
+from workbench.cost.profile import Profile
 from workbench.planning.options import Option
 from workbench.planning.plan import Candidate, Memory, Plan, Stage, common_recompute
 from workbench.planning.prediction import predict
@@ -15,6 +16,7 @@ from workbench.planning.refusals import apart, host_need
 from workbench.planning.request import Request
 from workbench.planning.stage_costs import StrategyCosts
 from workbench.planning.stage_cuts import Cut, Cutter
+from workbench.planning.weights_note import weights_note
 
 MAX_ROWS = 400
 """Number of options that a plan lists, nearest to the chosen one first."""
@@ -22,9 +24,14 @@ MAX_REJECTED = 60
 """Number of these that do not fit, nearest to fitting first."""
 
 
-def assemble(best: Option, options: Sequence[Option], request: Request) -> Plan:
-    """Return the plan of the best option, with all options as its candidates."""
-    costs, cut, profile = best.costs, best.cut, best.costs.profile
+def assemble(
+    profile: Profile, request: Request, best: Option, options: Sequence[Option], other: Option | None = None
+) -> Plan:
+    """Return the plan of the best option, with all options as its candidates.
+
+    `other` is the best option that executes sparse weights in the other way.
+    """
+    costs, cut = best.costs, best.cut
     assert cut is not None
     choices = dict(vars(best.strategy))
     del choices["chunks"], choices["recompute"]
@@ -36,11 +43,15 @@ def assemble(best: Option, options: Sequence[Option], request: Request) -> Plan:
         seq_len=request.seq_len,
         precision=profile.precision,
         block_names=tuple(block.name for block in profile.blocks),
-        stages=_stages(costs, cut),
+        stages=_stages(costs, cut, ParameterTable(profile).elements),
         memory_limit_bytes=request.memory_limit_bytes,
         flops_per_step=round(profile.flops_per_sample * request.global_batch),
         prediction=predict(costs, cut, costs.times(cut.stages), request),
-        notes=(*profile.notes, *map(_kept_whole, profile.coupled)),
+        notes=(
+            *profile.notes,
+            *map(_kept_whole, profile.coupled),
+            *weights_note(profile, request, best, other),
+        ),
         candidates=_rows(best, options, request),
         **choices,
     )
@@ -55,7 +66,7 @@ def _kept_whole(operation: str) -> str:
     )
 
 
-def _stages(costs: StrategyCosts, cut: Cut) -> tuple[Stage, ...]:
+def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...]:
     times, cutter, mixed, modes = costs.times(cut.stages), Cutter(costs), cut.stages, costs.model.modes
     pipeline = costs.strategy.pipeline
     at_peak = [cutter.stage_bytes(rank, cut) for rank in range(pipeline)]
@@ -69,7 +80,7 @@ def _stages(costs: StrategyCosts, cut: Cut) -> tuple[Stage, ...]:
                 index=s,
                 first_block=i,
                 end_block=j,
-                parameters=int(costs.model.elements[i, j]),
+                parameters=int(elements[i, j]),
                 forward_ms=float(times.forward[s] + times.forward_wait[s]),
                 backward_ms=float(times.backward[s] + times.backward_wait[s]),
                 send_bytes=int(crossing[j] * costs.strategy.micro_batch) if j < len(crossing) - 1 else 0,

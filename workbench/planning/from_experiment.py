@@ -23,6 +23,7 @@ from workbench.user_code import UserFunction
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
+    from workbench.cost.block_sparse import SparseMatrices
     from workbench.cost.profile import Profile
     from workbench.measure.probe_request import ProbeRequest
 
@@ -42,7 +43,8 @@ def plan(
 
     `cluster` plans for another machine (`Cluster.of("h200", gpus=256)`). `memory_limit_gib` caps the memory of each
     device, in the plan and while it runs. `choices` fixes any of `workbench.strategy.Choices` (pipeline, data, tensor,
-    zero, schedule, chunks, micro_batch, recompute, offload_optimizer, cuda_graphs); the planner searches the rest.
+    zero, schedule, chunks, micro_batch, recompute, offload_optimizer, cuda_graphs, block_sparse); the planner searches
+    the rest.
 
     Raises `PlanInfeasible` if nothing fits, `CaptureError` if the model cannot be captured, `DataError` if the data
     cannot feed it.
@@ -180,7 +182,6 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
 
     captured, examples = _planned_graph(experiment), experiment.data.examples(experiment)
     _check_rate_scale(experiment, captured)
-    check_sparsity(experiment, captured)
     costs = profile_graph(
         captured,
         cluster.device,
@@ -190,6 +191,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
             experiment.data.labelled_share(experiment) if examples is None else labelled_share(captured, examples)
         ),
         deterministic=experiment.deterministic,
+        sparse=_sparse_matrices(experiment, captured),
     )
     return with_optimizer(costs, experiment, captured)
 
@@ -257,12 +259,36 @@ def _check_rate_scale(experiment: Experiment, captured: Graph) -> None:
             )
 
 
-def check_sparsity(experiment: Experiment, captured: Graph | None = None) -> None:
-    """Raise `InvalidExperiment` unless the blocks of a sparse experiment suit the weights of its model."""
-    from workbench.capture.sparse_matrices import sparse_matrices
+def _sparse_matrices(experiment: Experiment, captured: Graph) -> SparseMatrices | None:
+    """Return the sparse weights of an experiment; raises `InvalidExperiment` if its blocks do not suit them."""
+    from workbench.capture.sparse_matrices import block_sparse_obstacle
+    from workbench.cost.block_sparse import SparseMatrices
 
+    if experiment.sparsity is None:
+        return None
+    return SparseMatrices.of(captured, experiment.sparsity, block_sparse_obstacle(experiment, captured))
+
+
+def check_sparsity(experiment: Experiment, plan: Plan | None = None, captured: Graph | None = None) -> None:
+    """Raise `InvalidExperiment` unless the blocks of a sparse experiment suit the weights of its model.
+
+    Raises `PlanMismatch` for a plan with block-sparse weights if the experiment's cannot be that.
+    """
+    from workbench.capture.sparse_matrices import block_sparse_obstacle, sparse_matrices
+
+    is_block_sparse = plan is not None and plan.block_sparse
+    if experiment.sparsity is None and not is_block_sparse:
+        return
+    captured = graph(experiment) if captured is None else captured
     if experiment.sparsity is not None:
-        sparse_matrices(graph(experiment) if captured is None else captured, experiment.sparsity)
+        sparse_matrices(captured, experiment.sparsity)
+    obstacle = block_sparse_obstacle(experiment, captured) if is_block_sparse else ""
+    if not obstacle and plan is not None and is_block_sparse and not plan.can_be_block_sparse:
+        obstacle = "its devices hold parts of weights (ZeRO or tensor parallelism)"
+    if obstacle:
+        raise PlanMismatch(
+            f"The plan has block-sparse weights, and that is not possible: {obstacle}. Plan again: wb.plan(experiment)."
+        )
 
 
 def _planned_graph(experiment: Experiment) -> Graph:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from workbench.cost.profile import Profile
 from workbench.planning.device_costs import device_costs
-from workbench.planning.request import Request, divisors
+from workbench.planning.request import Request, divisors, no_kernels, unknown_rates
 from workbench.planning.stage_costs import ClusterCosts, StrategyCosts
 from workbench.planning.stage_cuts import Cut
 from workbench.strategy import RECOMPUTE, ZERO, Strategy, can_schedule
@@ -69,14 +69,30 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
     CUDA graphs take memory: unless the user asked for them, they are tried only where the host may hold up its device.
     """
     modes = tuple(RECOMPUTE) if request.fixed.recompute is None else (request.fixed.recompute,)
-    costs = ClusterCosts(device_costs(profile, request.cluster.device), request.cluster, modes)
     asked = request.fixed.cuda_graphs
+    forms = [
+        (is_block_sparse, ClusterCosts(device_costs(costed, request.cluster.device), request.cluster, modes))
+        for is_block_sparse, costed in _forms_of_weights(profile, request)
+    ]
     for strategy in _strategies(profile, request):
-        without = costs.of(strategy)
-        if asked is not False and without.can_capture and (asked or without.is_host_bound):
-            yield costs.of(replace(strategy, cuda_graphs=True))
-        if not asked:
-            yield without
+        for is_block_sparse, costs in forms:
+            if is_block_sparse and not strategy.can_be_block_sparse:
+                continue
+            without = costs.of(replace(strategy, block_sparse=is_block_sparse))
+            if asked is not False and without.can_capture and (asked or without.is_host_bound):
+                yield costs.of(replace(without.strategy, cuda_graphs=True))
+            if not asked:
+                yield without
+
+
+def _forms_of_weights(profile: Profile, request: Request) -> Iterator[tuple[bool, Profile]]:
+    """Yield False with the profile of dense or masked weights, and True with that of block-sparse ones."""
+    fixed = request.fixed.block_sparse
+    if not fixed:
+        yield False, profile
+    obstacle = no_kernels(request.cluster.device) or ("" if fixed else unknown_rates(profile.precision))
+    if fixed is not False and profile.block_sparse is not None and not obstacle:
+        yield True, profile.block_sparse
 
 
 def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:

@@ -270,6 +270,7 @@ class Plan(Strategy):
         extras = [self.recompute_words()] if self.recompute != "none" else []
         extras += ["optimiser state on the host"] if self.offload_optimizer else []
         extras += ["CUDA graphs"] if self.cuda_graphs else []
+        extras += ["block-sparse weights"] if self.block_sparse else []
         return ", ".join(
             (
                 f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",

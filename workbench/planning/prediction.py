@@ -65,7 +65,8 @@ def _mfu(costs: StrategyCosts, request: Request, step: float) -> float | None:
     if cluster.device.type == "cpu":
         return None
     peak = cluster.gpus * cluster.device.peak(profile.precision)
-    return profile.flops_per_sample * request.global_batch / (step / 1e3) / peak
+    absent = 0.0 if profile.sparse is None else profile.sparse.absent_flops
+    return (profile.flops_per_sample - absent) * request.global_batch / (step / 1e3) / peak
 
 
 def _sends(costs: StrategyCosts, cut: Cut) -> Array:

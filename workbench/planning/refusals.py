@@ -97,6 +97,7 @@ def _ways(profile: Profile, request: Request, works: Works) -> Iterator[str]:
         "data": divisors(gpus),
         "tensor": [1, *profile.divided],
         "zero": list(ZERO),
+        "block_sparse": [False],
         "schedule": list(SCHEDULES),
     }
     for name, values in tried.items():
@@ -128,6 +129,7 @@ def too_large(
     tensor = f"tensor={strategy.tensor}, " if strategy.tensor > 1 else ""
     host = ", offload_optimizer=True" if strategy.offload_optimizer else ""
     graphs = ", cuda_graphs=True" if strategy.cuda_graphs else ""
+    graphs += ", block_sparse=True" if strategy.block_sparse else ""
     need, offer = apart(needed, request.offered_bytes)
     return PlanInfeasible(
         f"{profile.model} does not fit {request.cluster.describe()}: the smallest of {options} options "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from workbench.cost.cluster import Cluster
-from workbench.cost.device import FRAGMENTATION
+from workbench.cost.device import FRAGMENTATION, Device
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, suggestion
 from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy
@@ -103,6 +103,7 @@ def check(request: Request, profile: Profile) -> None:
     _check_schedule(request)
     _check_degrees(request, profile)
     _check_sharding(request)
+    _check_block_sparse(request, profile)
     pipeline, blocks = request.fixed.pipeline, len(profile.blocks)
     if pipeline and pipeline > blocks:
         raise PlanInfeasible(
@@ -126,6 +127,7 @@ def check_choices(fixed: Fixed) -> None:
     meanings = {
         "offload_optimizer": "True keeps the optimiser's state in the host's memory",
         "cuda_graphs": "True captures what blocks launch as CUDA graphs and replays it",
+        "block_sparse": "True stores and multiplies sparse weights without their absent blocks",
     }
     for name, meaning in meanings.items():
         if not isinstance(fixed.get(name, False), bool):
@@ -212,6 +214,39 @@ def _check_sharding(request: Request) -> None:
         zero=fixed.zero,
         devices=gpus,
     )
+
+
+def _check_block_sparse(request: Request, profile: Profile) -> None:
+    """Raise for block-sparse weights that the experiment, the device or another choice rules out."""
+    fixed = request.fixed
+    if not fixed.block_sparse:
+        return
+    obstacle = "the experiment has dense weights" if profile.sparse is None else profile.sparse.obstacle
+    obstacle = obstacle or no_kernels(request.cluster.device)
+    for name in ("zero", "tensor"):
+        if (fixed.get(name) or 0) > (name == "tensor"):
+            obstacle = obstacle or f"{name}={fixed[name]} divides each weight over devices, which hold whole ones then"
+    if obstacle:
+        raise PlanInfeasible(
+            f"block_sparse=True does not run here: {obstacle}. Remove block_sparse=True to search plans with masked "
+            f"weights.",
+            block_sparse=True,
+        )
+
+
+def no_kernels(device: Device) -> str:
+    """Return why a device has no block-sparse kernels, as a clause; empty if it has."""
+    if device.type != "cuda":
+        return f"block-sparse kernels need a CUDA device, and a {device.name} is none"
+    if "bf16" not in device.peak_flops:
+        return f"block-sparse kernels need a GPU that multiplies in bf16, and a {device.name} does not"
+    return ""
+
+
+def unknown_rates(precision: str) -> str:
+    """Return why block-sparse plans are only made if they are asked for, as a clause; empty if they are searched."""
+    known = precision == "bf16"
+    return "" if known else f"the rates of block-sparse products are known in bf16 and not in {precision}"
 
 
 def _check_degrees(request: Request, profile: Profile) -> None:

@@ -149,23 +149,30 @@ class Search:
                 division = f"which no allowed division of {self.request.cluster.gpus} devices leaves room for"
                 raise coupled_samples(self.profile, self.request, division)
             raise no_options(self.profile, self.request, lambda other: has_options(self.profile, other))
-        best: Option | None = None
-        best_ms = np.inf
-        for option in found:
-            if option.bound_ms >= best_ms:
-                break
-            if not self._is_dominated(option):
-                self._weigh(option, best_ms)
-            if option.step_ms is not None and option.step_ms < best_ms:
-                best, best_ms = option, option.step_ms
+        best = self._fastest(found)
         if best is None:
             if self.profile.coupled:
                 offer = self.request.offer()
                 raise coupled_samples(self.profile, self.request, f"which does not fit: {offer}")
             raise self._refusal(found)
         best = self._with_cuda_graphs(best, found)
+        form = best.strategy.block_sparse
+        other = self._fastest([option for option in found if option.strategy.block_sparse != form])
         self._settle(found, known)
-        return assemble(best, found, self.request)
+        return assemble(self.profile, self.request, best, found, other)
+
+    def _fastest(self, found: list[Option]) -> Option | None:
+        """Return the fastest option that fits, of options in the order of their bounds."""
+        best: Option | None = None
+        best_ms = np.inf
+        for option in found:
+            if option.bound_ms >= best_ms:
+                break
+            if option.step_ms is None and not self._is_dominated(option):
+                self._weigh(option, best_ms)
+            if option.step_ms is not None and option.step_ms < best_ms:
+                best, best_ms = option, option.step_ms
+        return best
 
     def _weigh(self, option: Option, best_ms: float) -> None:
         """Cut an option, and simulate it unless its stages show that it cannot win."""

@@ -18,6 +18,7 @@ from workbench.cost.device import Link
 from workbench.cost.memory import (
     BF16,
     FP32,
+    MASK_BYTES,
     Activations,
     ParameterTable,
     StageState,
@@ -58,6 +59,9 @@ GRAPH_ALL_REDUCE_BYTES = 176 << 10
 CLIP_BYTES = 3 * FP32
 """Bytes read and written for each trained element besides the optimiser's update: the norm reads a gradient, and
 clipping reads and writes it."""
+MASKING_BYTES = 2 * (2 * FP32 + MASK_BYTES)
+"""Bytes read and written in a step for each element of a masked weight: its gradient and then its value are read,
+multiplied by the mask and written."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +292,7 @@ class StrategyCosts:
         device = self.cluster.device
         elements = stages.whole(self.table.trained) / self.strategy.shard_count
         traffic = stages.whole(self.table.update.traffic_bytes) / self.strategy.shard_count + CLIP_BYTES * elements
+        traffic = traffic + MASKING_BYTES * stages.whole(self.table.masked) / self.strategy.shard_count
         if self.strategy.keeps_weight_copies(self.profile.precision):
             traffic = traffic + (FP32 + BF16) * stages.whole(self.table.cast)
         seconds = traffic / (device.memory_bandwidth * device.efficiency.bandwidth)

@@ -170,7 +170,9 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         str(row.zero) + (", optimiser on host" if row.offload_optimizer else ""),
         _recompute(row, len(best.block_names)),
         SCHEDULES[row.schedule] + chunks if row.pipeline > 1 else "–",
-        f"{row.num_microbatches} × {row.micro_batch}" + (", CUDA graphs" if row.cuda_graphs else ""),
+        f"{row.num_microbatches} × {row.micro_batch}"
+        + (", CUDA graphs" if row.cuda_graphs else "")
+        + (", block-sparse" if row.block_sparse else ""),
         "–" if row.step_ms is None else known + _milliseconds(row.step_ms),
         "–" if row.peak_bytes is None else gib(row.peak_bytes),
         "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",

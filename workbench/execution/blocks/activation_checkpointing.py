@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import workbench.capture.experts  # noqa: F401  (registers its operations)
+import workbench.capture.experts
+import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
 from workbench.capture.operations import mutated_arguments, mutates_buffers
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ _PRODUCTS = frozenset(
         aten.baddbmm.default,
         aten.convolution.default,
         torch.ops.workbench.grouped_mm.default,
+        torch.ops.workbench.block_sparse_product.default,
         torch.ops._c10d_functional.all_reduce.default,
         torch.ops._c10d_functional.wait_tensor.default,
     }

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 
 from workbench.execution.blocks.block_module import BlockModule
+from workbench.execution.blocks.block_sparse import multiply_by_stored_blocks
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 
 PRODUCTS = frozenset(
@@ -41,7 +42,7 @@ def _feeds_only_products(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    return _name(node) in PRODUCTS
+    return _name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
 
 
 def _name(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from workbench.errors import CheckpointError
+from workbench.execution.blocks.block_sparse import INDEX
 from workbench.execution.checkpoint.files import (
     COMPLETE,
     MODEL,
@@ -236,11 +237,13 @@ class Checkpoints:
         if self._is_main:
             targets |= {f"model.{name}": tensor for name, tensor in self._extras.unused.items()}
         dcp_load(targets, storage_reader=GuardedReader(path), process_group=self._group)
+        if self._trainer.sparse_weights is not None:
+            self._trainer.sparse_weights.restore_patterns()  # which say where the blocks of compact weights belong
         for key, name, value in live:
             if key in divided:
                 self._copy_shard(name, targets[key], value)
         if self._trainer.sparse_weights is not None:
-            self._trainer.sparse_weights.restore()
+            self._trainer.sparse_weights.mask_weights()
         return TrainingProgress(int(facts["step"]), float(facts["seconds"]), facts.get("place"))
 
     def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
@@ -288,11 +291,12 @@ class Checkpoints:
                 )
 
     def _is_divided(self, name: str, value: torch.Tensor) -> bool:
-        """Return True if this rank holds a tensor-parallel shard of a value."""
-        return self._trainer.stages.sharding(name) is not None and value.ndim > 0
+        """Return True if this rank holds a tensor-parallel shard of a value, or only its stored blocks."""
+        stages = self._trainer.stages
+        return (stages.sharding(name) is not None or name in stages.indices) and value.ndim > 0
 
     def _copy_shard(self, name: str, whole: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy this rank's shard of a parameter that tensor parallelism divides."""
+        """Copy this rank's shard, or stored blocks, of a whole tensor."""
         moved = whole.to(self._trainer.context.device) if isinstance(into, DTensor) else whole
         mine = self._trainer.own_shard(name, moved, into)
         with torch.no_grad():
@@ -306,7 +310,7 @@ def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
         names[parameter] = name
         yield f"model.{name}", name, parameter.detach()
     for name, buffer in trainer.stages.model_buffers().items():
-        if not name.startswith("_constant."):
+        if not name.startswith(("_constant.", INDEX)):
             yield f"model.{name}", name, buffer
     if trainer.sparse_weights is not None:
         for name, pattern in trainer.sparse_weights.patterns.items():

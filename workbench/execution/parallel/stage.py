@@ -20,9 +20,11 @@ from torch import nn
 from workbench.capture import Graph
 from workbench.capture.tensor_sharding import BlockSharding, ModelSharding, Sharding
 from workbench.execution.blocks.block_module import BlockModule
+from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import Runner
 from workbench.execution.blocks.weight_copies import WeightCopies
+from workbench.sparsity.kernels.index import BlockIndex
 from workbench.tensors import TensorSpec
 
 CARRIER = "float64"
@@ -178,9 +180,21 @@ class RankStages:
     stage's. The other stages hold copies of it, which the trainer updates.
     """
 
-    def __init__(self, stages: Sequence[StageModule], weight_copies: Sequence[WeightCopies] = ()) -> None:
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        weight_copies: Sequence[WeightCopies] = (),
+        compact: BlockSparseParameters | None = None,
+    ) -> None:
         self.stages = tuple(stages)
+        self.compact = compact
+        """Parameters that are stored without absent blocks, if there are any."""
         self._weight_copies = tuple(weight_copies)
+
+    @property
+    def indices(self) -> Mapping[str, BlockIndex]:
+        """Index of each parameter that is stored without absent blocks, by name."""
+        return {} if self.compact is None else self.compact.indices
 
     def refresh_weight_copies(self) -> None:
         """Update the bf16 weight copies of all stages that have some."""

@@ -1,4 +1,4 @@
-"""Whole tensors behind the shards of a rank: sums over shards, and all-gathers."""
+"""Whole tensors behind what a rank stores: sums over shards, all-gathers, and zeros in place of absent blocks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from workbench.execution.blocks.tensor_parallel import all_gather_shards, take_s
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import full, is_sharded, local
 from workbench.execution.parallel.stage import RankStages
+from workbench.sparsity.kernels.index import to_compact, to_dense
 
 
 class ShardedTensors:
-    """Whole tensors of parameters that the data-parallel axis (ZeRO) and the tensor-parallel axis divide.
+    """Whole tensors of parameters that the data-parallel axis (ZeRO) and the tensor-parallel axis divide, or that are
+    stored without their absent blocks.
 
     All ranks of both axes must call a method in the same order.
     """
 
     def __init__(self, stages: RankStages, coordinate: MeshCoordinate) -> None:
         self._stages, self._coordinate = stages, coordinate
+        self.indices = stages.indices
+        """Index of each parameter that is stored without absent blocks, by name."""
 
     def summed(self, names: Sequence[str], parameters: Sequence[nn.Parameter], shares: torch.Tensor) -> torch.Tensor:
         """Return `shares` (…, one column for each parameter), each summed over the shards of its parameter.
@@ -42,14 +46,19 @@ class ShardedTensors:
         return shares
 
     def gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a tensor that is sharded like the parameter `name`."""
+        """Return the whole of a tensor that is stored like the parameter `name`."""
+        if name in self.indices and tensor.ndim > 0:
+            return to_dense(tensor, self.indices[name])
         whole, sharding = full(tensor), self._stages.sharding(name)
         if sharding is None or tensor.ndim == 0:
             return whole
         return all_gather_shards(whole, sharding, self._coordinate.tensor_group)
 
     def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a whole tensor, as a plain tensor; `like` is sharded as the result is to be."""
+        """Return what this rank stores of a whole tensor, as a plain tensor; `like` is sharded as the result is."""
+        if name in self.indices:
+            index = self.indices[name]
+            return to_compact(whole.to(index.data.device), index)
         sharding = self._stages.sharding(name)
         mine = whole if sharding is None else take_shard(whole, sharding, self._coordinate.tensor_rank)
         if isinstance(like, DTensor):

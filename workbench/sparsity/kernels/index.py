@@ -93,7 +93,7 @@ class BlockIndex:
         num_blocks = len(by_row.others)
         groups = _groups((by_column if rows > cols else by_row).starts, GROUP_COLUMNS // block)
         sizes = _sizes(rows, cols, block, num_blocks)
-        data = torch.full((sum(map(_aligned, sizes)),), -1, dtype=torch.int32, device=mask.device)
+        data = torch.full((index_length(rows, cols, block, num_blocks),), -1, dtype=torch.int32, device=mask.device)
         parts = (*by_row, *by_column, *groups)
         for part, place in zip(parts, data.split([_aligned(size) for size in sizes]), strict=True):
             place[: len(part)] = part
@@ -126,6 +126,11 @@ def sections_of(data: Tensor, rows: int, cols: int, block: int, num_blocks: int)
     sizes = _sizes(rows, cols, block, num_blocks)
     parts = [place[:size] for place, size in zip(data.split([_aligned(size) for size in sizes]), sizes, strict=True)]
     return Sections(Lines(*parts[:4]), Lines(*parts[4:8]), Groups(*parts[8:]))
+
+
+def index_length(rows: int, cols: int, block: int, num_blocks: int) -> int:
+    """Return the number of elements (int32) of the index of a weight [rows, cols] with so many stored blocks."""
+    return sum(map(_aligned, _sizes(rows, cols, block, num_blocks)))
 
 
 def to_compact(dense: Tensor, index: BlockIndex) -> Tensor:

@@ -17,26 +17,30 @@ from workbench.errors import InvalidArgument
 from workbench.sparsity.kernels.index import BlockIndex, to_compact, to_dense
 
 
-def block_sparse_linear(hidden: Tensor, weight: Tensor, index: BlockIndex, bias: Tensor | None = None) -> Tensor:
+def block_sparse_linear(
+    hidden: Tensor, weight: Tensor, index: BlockIndex, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
     """Return hidden [..., cols] × weightᵀ + bias [..., rows], as `torch.nn.functional.linear` does for a dense weight.
 
-    The weight is compact: [non-zero blocks, block, block]. Under autocast all inputs are cast to its dtype. Sums are
-    in fp32. Raises `InvalidArgument` if shapes or dtypes do not fit.
+    The weight is compact: [non-zero blocks, block, block]. If `transposed`, the result is hidden [..., rows] × weight +
+    bias [..., cols]. Under autocast all inputs are cast to its dtype. Sums are in fp32. Raises `InvalidArgument` if
+    shapes or dtypes do not fit.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if hidden.shape[-1] != index.cols:
-        raise InvalidArgument(f"The input has {hidden.shape[-1]} features, and the weight takes {index.cols}.")
+    features, outputs = (index.rows, index.cols) if transposed else (index.cols, index.rows)
+    if hidden.shape[-1] != features:
+        raise InvalidArgument(f"The input has {hidden.shape[-1]} features, and the weight takes {features}.")
     if hidden.dtype != weight.dtype:
         raise InvalidArgument(
             f"The input is {hidden.dtype} and the weight is {weight.dtype}. Cast one of them, or use autocast."
         )
     flat: Tensor = torch.ops.workbench.block_sparse_product(
-        hidden.reshape(-1, index.cols), weight, bias, index.data, index.rows, index.cols, False
+        hidden.reshape(-1, features), weight, bias, index.data, index.rows, index.cols, transposed
     )
-    return flat.view(*hidden.shape[:-1], index.rows)
+    return flat.view(*hidden.shape[:-1], outputs)
 
 
 @torch.library.custom_op("workbench::block_sparse_product", mutates_args=())

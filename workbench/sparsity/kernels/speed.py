@@ -1,25 +1,48 @@
-"""The predicted rate of block-sparse products, and the sparsity from which they are faster than dense ones."""
+"""The predicted rate of block-sparse products, and the sparsity from which they are faster than dense ones.
+
+The rates were fitted to one profile of one layer on one H200 (benchmarks/results/sparse_profile_1xH200.json). They are
+relative to the rate of dense products, so that they price other GPUs and other shapes by the same proportion.
+"""
 
 from __future__ import annotations
 
-TILE_TOKENS = 128
-"""Tokens of a tile of the kernels; columns of a tile of the weight gradient."""
-CACHE_BYTES_PER_S = 5.5e12
-"""Bandwidth between the L2 cache and the multiprocessors of a Hopper GPU, in bytes/s.
-
-An assumption from microbenchmarks of H100 that others published; it was not measured with these kernels."""
+from typing import NamedTuple
 
 
-def sparse_flops_per_s(block: int, dense_flops_per_s: float, cache_bytes_per_s: float = CACHE_BYTES_PER_S) -> float:
-    """Return the predicted rate of products with stored blocks, in FLOP/s; their absent blocks count nothing.
+class Products(NamedTuple):
+    """One number for each of the three products of a linear layer."""
 
-    A step multiplies a bf16 tile [t tokens, b] by a block [b, b]: 2·t·b² FLOPs for 2·(t·b + b²) bytes from the cache.
-    That limits small blocks; the rate of dense products limits all. The weight gradient has the same ratio.
-    """
-    flops_per_byte = TILE_TOKENS * block / (TILE_TOKENS + block)
-    return min(dense_flops_per_s, flops_per_byte * cache_bytes_per_s)
+    forward: float
+    to_input: float
+    """Gradient to the input."""
+    to_weight: float
+    """Gradient to the weight."""
 
 
-def break_even_sparsity(block: int, dense_flops_per_s: float, cache_bytes_per_s: float = CACHE_BYTES_PER_S) -> float:
-    """Return the sparsity from which block-sparse products are predicted to be faster than dense ones."""
-    return 1 - sparse_flops_per_s(block, dense_flops_per_s, cache_bytes_per_s) / dense_flops_per_s
+TOKENS, ROWS, COLS, SPARSITY = 16_384, 7680, 1920, 0.9
+"""The product that was profiled: so many tokens times a weight [rows, cols] with this share of absent blocks."""
+DENSE_MS = 0.69
+"""Milliseconds of each of its three products with the dense weight (cuBLAS, bf16, one H200)."""
+BLOCK_MS = {
+    64: Products(0.191, 0.160, 0.153),
+    32: Products(0.306, 0.263, 0.285),
+    16: Products(0.745, 0.644, 1.38),
+}
+"""Milliseconds of the three products by block, on the same H200; the middle where the profile gave a range."""
+DENSE_FLOPS_PER_S = 2 * TOKENS * ROWS * COLS / (DENSE_MS / 1e3)
+"""Rate of the dense product that was profiled, in FLOP/s."""
+
+
+def relative_rates(block: int) -> Products:
+    """Return the rate of products with stored blocks over that of dense ones; absent blocks count no FLOPs."""
+    return Products(*((1 - SPARSITY) * DENSE_MS / ms for ms in BLOCK_MS[block]))
+
+
+def sparse_flops_per_s(block: int, dense_flops_per_s: float = DENSE_FLOPS_PER_S) -> float:
+    """Return the predicted rate of the three products together, in FLOP/s; absent blocks count no FLOPs."""
+    return dense_flops_per_s * 3 / sum(1 / rate for rate in relative_rates(block))
+
+
+def break_even_sparsity(block: int, dense_flops_per_s: float = DENSE_FLOPS_PER_S) -> float:
+    """Return the sparsity from which the three products together are predicted to be faster than dense ones."""
+    return 1 - sparse_flops_per_s(block, dense_flops_per_s) / dense_flops_per_s
