@@ -195,7 +195,7 @@ class World:
         trainer = SimpleNamespace(
             plan=self.plan,
             optimizer=None,
-            stages=SimpleNamespace(sharding=lambda _: None),
+            stages=SimpleNamespace(sharding=lambda _: None, indices={}),
             graph=SimpleNamespace(parameters=self.weights),
             coordinate=SimpleNamespace(data=1, tensor=1, data_rank=0, tensor_rank=0),
             context=SimpleNamespace(device=torch.device("cpu")),

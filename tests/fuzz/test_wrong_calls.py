@@ -108,7 +108,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         },
         **{
             name: {("0", "True", "[None]"): "a choice; None is searched"}
-            for name in ("zero", "schedule", "recompute", "offload_optimizer", "cuda_graphs")
+            for name in ("zero", "schedule", "recompute", "offload_optimizer", "cuda_graphs", "block_sparse")
         },
     },
     "Grid.cell": {"zero": {("0", "True"): "a cell of the grid"}},

@@ -64,7 +64,7 @@ def complete(path: Path) -> None:
 def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Return the weight that a rank loads when it resumes."""
     weight = torch.zeros(4)
-    stages = SimpleNamespace(sharding=lambda _: None)
+    stages = SimpleNamespace(sharding=lambda _: None, indices={})
     graph = SimpleNamespace(parameters={"weight": weight})
     trainer = SimpleNamespace(
         plan=SimpleNamespace(signature="abc"),

@@ -125,16 +125,7 @@ class Worker:
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
-        code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
-        own_model, own_data, own_eval_data = map(_unpickled, code)
-        functions = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in (*USER_FUNCTIONS, METRICS)}
-        self.experiment = Experiment.from_json(
-            read_json(run_dir.experiment),
-            model=own_model,
-            data=own_data,
-            eval_data=own_eval_data,
-            functions=functions,
-        )
+        self.experiment = _read_experiment(run_dir)
         started = time.perf_counter()
         if self.experiment.deterministic:
             use_deterministic_kernels()
@@ -247,7 +238,7 @@ class Worker:
         if evaluated is not None:
             require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
         with self._timed_phase("stage"):
-            extras = self._checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
+            extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             stages = build_stage(
                 plan,
                 self.coordinate,
@@ -259,13 +250,6 @@ class Worker:
                 compact=block_sparse_parameters(experiment, plan, self.coordinate, graph, self.device),
             )
         return graph, evaluated, sampled, stages, extras
-
-    def _checkpoint_extras(self, model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
-        """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
-        used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
-        facts = describe_model(model)
-        unused = {name: facts.tensors[name].detach().cpu() for name in facts.persistent if name not in used}
-        return CheckpointExtras(facts.to_json(), unused)
 
     # Training
 
@@ -378,6 +362,27 @@ class Worker:
     def _report_rejected(self, path: Path, reason: str) -> None:
         print(f"skipped a checkpoint: {reason}", flush=True)
         log_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
+
+
+def _read_experiment(run_dir: RunDir) -> Experiment:
+    """Return the experiment of a run, with the user's own code."""
+    code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
+    own_model, own_data, own_eval_data = map(_unpickled, code)
+    return Experiment.from_json(
+        read_json(run_dir.experiment),
+        model=own_model,
+        data=own_data,
+        eval_data=own_eval_data,
+        functions={name: _unpickled(run_dir.code / f"{name}.pkl") for name in (*USER_FUNCTIONS, METRICS)},
+    )
+
+
+def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
+    """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
+    used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
+    facts = describe_model(model)
+    unused = {name: facts.tensors[name].detach().cpu() for name in facts.persistent if name not in used}
+    return CheckpointExtras(facts.to_json(), unused)
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:

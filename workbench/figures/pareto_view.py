@@ -66,7 +66,7 @@ def pareto(points: Sequence[ParetoPoint], published: bool = False) -> go.Figure:
     figure.update_xaxes(type="log", title_text="GFLOP of a sequence in the layers, forward and backward", col=1)
     figure.update_xaxes(type="log", title_text="Training time in seconds", col=2)
     figure.update_yaxes(title_text="Held-out loss", col=1)
-    words = "Masked execution computes absent blocks too, so that fewer FLOPs do not take fewer seconds"
+    words = "Where weights are masked, absent blocks are computed too, and fewer FLOPs take no fewer seconds"
     title = theme.title("Loss against cost: FLOPs and wall time", words)
     below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
     margin = {"t": 76, "b": below}
