@@ -6,6 +6,7 @@ right call.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import shutil
@@ -213,6 +214,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         cluster = wb.Cluster.of("h200", gpus=2)
         costs = wb.profile(experiment, cluster)  # captured once, because a second call would take as long again
         patch.setattr(from_experiment, "profile_and_cluster", lambda _, given: (costs, given or cluster))
+        captured = wb.graph(experiment)
+        patch.setattr(importlib.import_module("workbench.planning.layer_flops"), "graph", lambda _: captured)
         plan = wb.plan(experiment, cluster)
         yield {"experiment": experiment, "cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan)}
 

@@ -19,8 +19,9 @@ def layer_flops(experiment: Experiment, scope: str = "encoder") -> float:
     from workbench.cost.cluster import Cluster
     from workbench.cost.graph_profiler import profile_graph
 
+    sparsity = experiment.sparsity or Static(0.0, 1, scope)  # refuses a wrong scope before the model is captured
     captured = graph(experiment)
-    names = sparse_matrices(captured, experiment.sparsity or Static(0.0, 1, scope)).keys()
+    names = sparse_matrices(captured, sparsity).keys()
     any_device = Cluster.of("h200", gpus=1).device  # FLOPs are the same on every one
     costs = profile_graph(captured, any_device, "fp32", compiled=False)
     layers = [costs.block_types[block.block_type] for block in costs.blocks if names & set(block.parameters)]
