@@ -13,7 +13,7 @@ from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.axes import X_AXES
 from workbench.figures.grid_view import draw_grid
-from workbench.grids.grid import Grid
+from workbench.sweeps.grid import Grid
 from workbench.sweeps.sweep import Row, Sweep
 
 BUDGETS = ("step", "gpu_hours")
