@@ -22,6 +22,10 @@ wb.load_sweep({path!r})
 GRAPHS = "[...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')].filter(graph => graph.data)"
 CELLS_FILLED = f"{GRAPHS}.find(g => g.data[0]?.type === 'heatmap')?.data[0].text.flat().filter(text => text).length"
 POINTS = f"{GRAPHS}.find(g => g.data[0]?.type === 'scatter')?._fullData.reduce((sum, t) => sum + t.y.length, 0)"
+DRAWN = """[...document.querySelectorAll('.jp-OutputArea-output .js-plotly-plot')]
+    .filter(graph => graph.getBoundingClientRect().width > 300 && graph.getBoundingClientRect().height > 200)
+    .map(graph => graph.querySelectorAll('.heatmaplayer image, .scatterlayer path.js-line').length)"""
+"""Marks that every visible figure has drawn: neither data that it holds, nor a figure of no size."""
 LONG = 50_000
 PATIENCE_S = lab.PATIENCE_MS / 1e3
 
@@ -77,4 +81,12 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static copy
     picture(page, "sweep-dark-curves")
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+    sweep.stop()
+    page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')", timeout=lab.PATIENCE_MS)
+    page.get_by_text(re.compile("runs have ended, not at work")).first.wait_for()
+    wait_for(page, f"{DRAWN}.length === 2")
+    picture(page, "sweep-ended")
+    heat_map, curves = page.evaluate(f"() => {DRAWN}")
+    assert heat_map > 0, "the cells of the heat map are an image"
+    assert curves >= 3, "lines of the runs that trained"
     assert page.refused == []
