@@ -14,9 +14,8 @@ import pytest
 from figure_values import curve, plan
 from PIL import Image
 
-from workbench.analysis import ParetoPoint
+from workbench.analysis import ParetoPoint, difference
 from workbench.figures import (
-    difference,
     differences,
     loss_curves,
     panels,
