@@ -38,10 +38,6 @@ from .figures.seed_bands_view import seed_bands as seed_bands
 from .figures.sweep_view import best_so_far as best_so_far
 from .figures.sweep_view import heat_map as heat_map
 from .figures.sweep_view import parallel_coordinates as parallel_coordinates
-from .grids.grid import Grid as Grid
-from .grids.grid import grid as grid
-from .grids.measuring import MeasuredGrid as MeasuredGrid
-from .grids.measuring import load_grid as load_grid
 from .measure.calibration import calibrate as calibrate
 from .measure.local_cluster import local_cluster as local_cluster
 from .models._scaling import scaling as scaling
@@ -55,6 +51,10 @@ from .runs.doctor import doctor as doctor
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run
+from .sweeps.grid import Grid as Grid
+from .sweeps.grid import grid as grid
+from .sweeps.measured import MeasuredGrid as MeasuredGrid
+from .sweeps.measured import load_grid as load_grid
 from .sweeps.rules import diverged as diverged
 from .sweeps.start import sweep as sweep
 from .sweeps.sweep import Sweep as Sweep

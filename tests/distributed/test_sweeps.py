@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import accelerate  # noqa: F401  # before QUICK_LAUNCHER hides it from the processes that this one starts
+import optuna
 import psutil
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
@@ -112,6 +115,12 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     assert started <= {run.path for run in again.runs}
     assert {run["name"] for run in runs} == {"sweep"}, "one group on W&B"
     assert [len(run.history()) for run in again.runs] == [20] * 12
+    storage = JournalStorage(JournalFileBackend(str(again.directory.journal)))
+    [study] = optuna.get_all_study_summaries(storage)
+    kept = optuna.load_study(study_name=study.study_name, storage=storage).get_trials()
+    assert {trial.state.name for trial in kept} == {"COMPLETE"}, "adopted runs keep their trials"
+    told = [(trial.params["learning_rate"], trial.params["global_batch"], trial.params["seed"]) for trial in kept]
+    assert sorted(told) == sorted(trained)
 
     assert again.rows()[0].values == {"learning_rate": 1e-3, "global_batch": 4}
     assert [run.experiment["global_batch"] for run in again.best(1)] == [4, 4, 4]

@@ -29,6 +29,7 @@ from workbench.planning import from_experiment
 from workbench.rundir import append_event, write_json
 from workbench.runs.launching import launcher
 from workbench.strategy import Choices
+from workbench.sweeps import queue as sweep_queue
 from workbench.sweeps import start as sweep_start
 
 LIMIT_S = 1.0
@@ -199,8 +200,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         patch.chdir(folder)
         for module, name in (
             (launcher, "_spawn_supervisor"),
-            (sweep_start, "start_supervisor"),
-            (sweep_start, "_new_folder"),
+            (sweep_queue, "start_supervisor"),
+            (sweep_start, "new_queue"),
             (reproducing, "execute"),
             (calibration, "_measured"),
         ):

@@ -11,7 +11,7 @@ from test_figures_live import end, eventually, start_run, train
 
 import workbench as wb
 from workbench.rundir import RunDir, this_process, write_json
-from workbench.sweeps.directory import Entry, Result, SweepDir
+from workbench.sweeps.directory import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 from workbench.widgets import LiveSweep
 from workbench.widgets.live_sweep import show_sweep
@@ -20,9 +20,9 @@ from workbench.widgets.live_sweep import show_sweep
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     """Return a sweep of two rates and two seeds, whose first two runs train and whose supervisor is this process."""
-    directory = SweepDir(tmp_path / "sweep <1>")
+    directory = QueueDir(tmp_path / "sweep <1>")
     settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4]}, "stop": None}
-    settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "placement": {"why": "Because."}}
+    settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "packing": {"why": "Because."}}
     write_json(directory.settings_file, settings)
     write_json(directory.supervisor, this_process())
     directory.write_queue([Entry(0, {"learning_rate": at}, seed) for seed in range(2) for at in range(2)])
@@ -31,7 +31,7 @@ def sweep(tmp_path: Path) -> Sweep:
     return wb.load_sweep(directory.path)
 
 
-def begin(directory: SweepDir, entry: Entry) -> RunDir:
+def begin(directory: QueueDir, entry: Entry) -> RunDir:
     run = start_run(directory.run(entry))
     write_json(run.experiment, {"steps": 100, "name": "sweep", "seed": entry.seed})
     return run

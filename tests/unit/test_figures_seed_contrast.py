@@ -21,7 +21,7 @@ from workbench.figures import contrast
 from workbench.figures.browserless_png import figure_png
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.sparsity import Dynamic, Static
-from workbench.sweeps.directory import Entry, Result, SweepDir
+from workbench.sweeps.directory import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 
 
@@ -97,9 +97,9 @@ def test_configurations_that_differ_in_their_sparsity_are_named_by_its_label() -
 
 @pytest.fixture
 def sweep(tmp_path) -> Sweep:
-    directory = SweepDir(tmp_path / "sweep")
+    directory = QueueDir(tmp_path / "sweep")
     settings = {"experiment": {}, "axes": {"learning_rate": [1e-3, 1e-4]}, "sampler": "grid", "trials": None}
-    write_json(directory.settings_file, {**settings, "seeds": [0, 1]})
+    write_json(directory.settings_file, {**settings, "seeds": [0, 1], "stop": None})
     directory.write_queue([Entry(0, {"learning_rate": at}, seed) for at in (0, 1) for seed in (0, 1)])
     for entry in directory.queue():
         path = RunDir(directory.run(entry))

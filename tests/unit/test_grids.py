@@ -10,7 +10,7 @@ import pytest
 import workbench as wb
 from workbench.errors import InvalidArgument, PlanInfeasible, UnknownParameter
 from workbench.figures.browserless_png import figure_png
-from workbench.grids.grid import largest_loss
+from workbench.sweeps.grid import largest_loss
 from workbench.units import GIB, gib
 
 MODEL = wb.models.gpt2(256, 4, 4, vocab_size=512, max_positions=128, name="tiny-gpt")

@@ -11,8 +11,8 @@ from plan_values import H200, plan_of
 import workbench as wb
 from workbench.errors import InvalidArgument, PlanMismatch
 from workbench.figures.browserless_png import figure_png
-from workbench.grids import MeasuredCell
 from workbench.planning import Plan
+from workbench.sweeps.measured import MeasuredCell
 
 ONE = plan_of(cluster=wb.Cluster.of("h200", gpus=1))
 REPLICAS = [plan_of(cluster=H200, pipeline=1, tensor=1, zero=zero) for zero in (0, 3)]

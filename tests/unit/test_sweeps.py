@@ -1,12 +1,16 @@
-"""Sweeps without processes: rules, samplers, the objective, the placement, and figures."""
+"""Sweeps without processes: rules, samplers, the objective, the packing, and figures."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 import torch
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
@@ -17,19 +21,31 @@ from workbench.rundir import RunDir, append_event, read_json, write_json
 from workbench.runs.launching import launcher
 from workbench.runs.records.history import History, read_tail
 from workbench.runs.tracking.recorder import config_of
-from workbench.sweeps import placement, start
+from workbench.sweeps import packing, queue, start
 from workbench.sweeps.axes import Axes
-from workbench.sweeps.directory import Entry, Result, SweepDir, plan_key, profile_key
+from workbench.sweeps.directory import Entry, QueueDir, Result, plan_key, profile_key
 from workbench.sweeps.objective import objective, reports
-from workbench.sweeps.rules import Diverged, rule_from_json, rule_to_json
-from workbench.sweeps.study import FIRST_RUNS, Study
+from workbench.sweeps.rules import FIRST_RUNS, Diverged, rule_from_json, rule_to_json
+from workbench.sweeps.study import Study
 from workbench.sweeps.supervisor import thread_limit
 
 AXES = {"learning_rate": [1e-3, 2e-3, 4e-3], "betas": [[0.9, 0.98], [0.9, 0.95]]}
 
 
 def study(path, sampler: str = "grid", rule=None, interval: int = 10) -> Study:
-    return Study(path / "optuna.jsonl", AXES, sampler, rule, interval)
+    return Study(path / "optuna.jsonl", {"axes": AXES, "seeds": [0, 1], "sampler": sampler}, rule, interval)
+
+
+def entry(index: int, rate: int = 0, betas: int = 0, seed: int = 0) -> Entry:
+    return Entry(index, {"learning_rate": rate, "betas": betas}, seed)
+
+
+def trials(path) -> list[tuple[str, int, dict[str, Any]]]:
+    """Return state, run and parameters of every trial in the journal, as Optuna's own tools read them."""
+    storage = JournalStorage(JournalFileBackend(str(path / "optuna.jsonl")))
+    [read] = optuna.get_all_study_names(storage)
+    all_trials = optuna.load_study(study_name=read, storage=storage).get_trials()
+    return [(trial.state.name, trial.user_attrs.get("run", -1), trial.params) for trial in all_trials]
 
 
 def history(losses) -> History:
@@ -46,23 +62,23 @@ def test_a_sampler_proposes_each_combination_once_and_then_none_even_over_a_rest
             opened = study(tmp_path, sampler)  # as after a kill
         elif index == 0:
             opened = study(tmp_path, sampler)
-        choice = opened.propose(index, tried)
+        choice = opened.propose(index, 0, tried)
         assert choice is not None
         assert choice not in tried
         tried.append(choice)
         opened.end(index, float(choice["learning_rate"]), pruned=False)
-    assert opened.propose(6, tried) is None
-    assert opened.known() == set(range(6))
+    assert opened.propose(6, 0, tried) is None
+    assert opened.ended() == set(range(6))
 
 
 def test_the_median_rule_ends_a_run_that_is_behind_the_median_at_the_same_step(tmp_path):
     opened = study(tmp_path, rule="median")
     for index in range(FIRST_RUNS):
-        opened.begin(index, {"learning_rate": 0, "betas": 0})
+        opened.begin(entry(index))
         assert not opened.is_behind(index, [(10, 5.0 + index), (20, 4.0 + index)])
         opened.end(index, 3.0, pruned=False)
-    opened.begin(8, {"learning_rate": 1, "betas": 0})
-    opened.begin(9, {"learning_rate": 2, "betas": 1})
+    opened.begin(entry(8, rate=1))
+    opened.begin(entry(9, rate=2, betas=1))
     assert not opened.is_behind(8, [(10, 5.9)])
     assert opened.is_behind(9, [(10, 6.1)])
 
@@ -71,19 +87,37 @@ def test_successive_halving_ends_the_worst_runs_of_a_rung(tmp_path):
     opened = study(tmp_path, rule="halving")
     ended = []
     for index, value in enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]):
-        opened.begin(index, {"learning_rate": 0, "betas": 0})
+        opened.begin(entry(index))
         ended.append(opened.is_behind(index, [(10, value)]))
     assert ended[-1]
     assert not ended[0]
 
 
-def test_a_trial_that_a_killed_supervisor_left_is_begun_again(tmp_path):
-    study(tmp_path).begin(0, {"learning_rate": 2, "betas": 1})
-    opened = study(tmp_path)
-    assert opened.known() == set()
-    opened.begin(0, {"learning_rate": 2, "betas": 1})
-    opened.end(0, 1.0, pruned=False)
-    assert opened.known() == {0}
+def test_a_supervisor_goes_on_with_the_trial_that_a_killed_one_left(tmp_path):
+    first = study(tmp_path, rule="median")
+    for index in range(FIRST_RUNS):
+        first.begin(entry(index, seed=index % 2))
+        first.is_behind(index, [(10, 5.0), (20, 4.0)])
+        first.end(index, 3.0, pruned=False)
+    left = entry(FIRST_RUNS, rate=2, betas=1, seed=1)
+    first.begin(left)
+    assert not first.is_behind(left.index, [(10, 4.9)])
+    opened = study(tmp_path, rule="median")
+    assert opened.ended() == set(range(FIRST_RUNS))
+    opened.begin(left)
+    assert opened.is_behind(left.index, [(10, 4.9), (20, 4.8)]), "its best is above the median at step 20"
+    opened.end(left.index, None, pruned=True)
+    params = {"learning_rate": 1e-3, "betas": "[0.9, 0.98]"}
+    finished = [("COMPLETE", index, {**params, "seed": index % 2}) for index in range(FIRST_RUNS)]
+    pruned = ("PRUNED", FIRST_RUNS, {"learning_rate": 4e-3, "betas": "[0.9, 0.95]", "seed": 1})
+    assert trials(tmp_path) == [*finished, pruned], "one trial for each run, and none that failed"
+
+
+def test_a_choice_that_was_proposed_before_a_kill_is_proposed_again(tmp_path):
+    proposed = study(tmp_path, "random").propose(0, 1, [])
+    assert study(tmp_path, "random").propose(0, 1, []) == proposed
+    [(state, run, params)] = trials(tmp_path)
+    assert (state, run, params["seed"]) == ("RUNNING", 0, 1)
 
 
 def test_a_run_diverges_above_a_loss_after_a_step_or_where_its_loss_is_not_finite():
@@ -123,14 +157,14 @@ def test_the_objective_of_a_run_that_evaluates_is_its_last_held_out_loss(tmp_pat
     assert objective(told, 5, read_tail(run.events).evaluations) is None
 
 
-def test_the_placement_with_the_shortest_predicted_time_is_taken():
+def test_the_packing_with_the_shortest_predicted_time_is_taken():
     asked = experiment(steps=100)
     cluster = Cluster(DEVICE, 2, 2, LINK, LINK)
-    best, why = placement.choose({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
+    best, why = packing.choose({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
     assert (best.side_by_side, best.devices_each) == (2, 1)
     assert "2 runs side by side on 1 device each" in why
     assert "4 runs one after another on 2 devices" in why
-    alone, _ = placement.choose({"all": asked}, [("all", 100)], cluster, {"all": "all"})
+    alone, _ = packing.choose({"all": asked}, [("all", 100)], cluster, {"all": "all"})
     assert alone.seconds <= best.seconds
 
 
@@ -141,7 +175,7 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
     named = {plan_key(choice): choice for choice in axes.choices()}
     asked = {key: axes.experiment_of(choice) for key, choice in named.items()}
     profiled_as = {key: profile_key(choice) for key, choice in named.items()}
-    placed, _ = placement.choose(asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as)
+    placed, _ = packing.choose(asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as)
     assert [each.seq_len for each in captured] == [SEQ, SEQ // 2]
     assert {(plan.global_batch, plan.seq_len) for plan in placed.plans.values()} == {
         (batch, length) for batch in (4, 8) for length in (SEQ, SEQ // 2)
@@ -150,9 +184,9 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
 
 def test_the_predicted_time_of_a_sweep_counts_the_evaluations():
     cluster, runs = Cluster(DEVICE, 1, 1, LINK, LINK), [("all", 100)] * 3
-    without, _ = placement.choose({"all": experiment()}, runs, cluster, {"all": "all"})
+    without, _ = packing.choose({"all": experiment()}, runs, cluster, {"all": "all"})
     asked = experiment(evaluate=wb.Evaluate(every=40), eval_data=Words())
-    placed, _ = placement.choose({"all": asked}, runs, cluster, {"all": "all"})
+    placed, _ = packing.choose({"all": asked}, runs, cluster, {"all": "all"})
     each = placed.plans["all"].prediction.evaluation_s
     assert each > 0
     assert placed.seconds == pytest.approx(without.seconds + 3 * 4 * each), "at the steps 0, 40, 80 and 100"
@@ -177,7 +211,7 @@ def no_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(start, "_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
-    monkeypatch.setattr(start, "start_supervisor", lambda _: None)
+    monkeypatch.setattr(queue, "start_supervisor", lambda _: None)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -207,9 +241,9 @@ def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_h
 @pytest.fixture
 def sweep(tmp_path) -> wb.Sweep:
     """A sweep of two rates, two batches and two seeds, of which one configuration was not trained."""
-    directory = SweepDir(tmp_path / "sweep")
+    directory = QueueDir(tmp_path / "sweep")
     settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4], "global_batch": [8, 16]}}
-    settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "placement": {"why": "Because."}}
+    settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "stop": None, "packing": {"why": "Because."}}
     write_json(directory.settings_file, settings)
     choices = [(0, 0), (0, 1), (1, 0), (1, 1)]
     named = [{"learning_rate": rate, "global_batch": batch} for rate, batch in choices]
@@ -236,6 +270,29 @@ def test_the_table_ranks_configurations_by_their_mean_and_tells_what_stopping_sa
     assert [run.name[:4] for run in sweep.best(2)] == ["0000", "0004", "0001", "0005"]
     assert "7 of 8 runs have ended, not at work; resume() goes on" in repr(sweep)
     assert "1 stopped early, 1 waiting" in sweep._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (None, "the sweep has no rule for it"),
+        ({"above": 6.5, "after": 500}, "no loss was above 6.5 after step 500, or not finite"),
+        ("median", "none was behind the others by the median rule"),
+        ("halving", "none was behind the others by the halving rule"),
+    ],
+)
+def test_a_sweep_that_stopped_no_run_says_why(sweep, rule, reason):
+    directory = sweep.directory
+    directory.result_file(directory.queue()[3]).unlink()  # the only run that was stopped
+    write_json(directory.settings_file, {**directory.settings, "stop": rule})
+    assert wb.load_sweep(sweep.path).saved.startswith(f"No run was stopped early: {reason}")
+    if rule == "median":
+        for ended in directory.queue()[2:7]:
+            directory.result_file(ended).unlink(missing_ok=True)
+        words = (
+            f"No run was stopped early: the median rule stops none before {FIRST_RUNS} runs have finished, and 2 have."
+        )
+        assert wb.load_sweep(sweep.path).saved == words
 
 
 def test_a_heat_map_has_a_cell_for_each_pair_of_values_and_leaves_out_what_was_not_trained(sweep):

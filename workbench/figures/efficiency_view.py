@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, PlanMismatch
 from workbench.figures import theme
-from workbench.grids.measuring import MeasuredCell
 from workbench.planning.plan import Plan
+from workbench.sweeps.measured import MeasuredCell
 from workbench.units import duration
 
 PARTS = {

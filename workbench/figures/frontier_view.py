@@ -11,10 +11,10 @@ import plotly.graph_objects as go
 from workbench.analysis.pareto import pareto_front
 from workbench.arguments import checked_arguments
 from workbench.figures import theme
-from workbench.grids.grid import Grid
-from workbench.grids.measuring import MeasuredGrid
 from workbench.planning.plan import Plan
 from workbench.planning.table import Plans
+from workbench.sweeps.grid import Grid
+from workbench.sweeps.measured import MeasuredGrid
 from workbench.units import GIB, duration, gib
 
 SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square", "mixed": "triangle-up"}

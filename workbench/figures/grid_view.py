@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
-from workbench.grids.grid import Cell, Grid, largest_loss
+from workbench.sweeps.grid import Cell, Grid, largest_loss
 from workbench.units import duration, gib
 
 SHORT = {"pipeline": "PP", "data": "DP", "tensor": "TP", "zero": "ZeRO"}

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 
 from workbench.arguments import checked_arguments
 from workbench.figures import theme
-from workbench.grids.measuring import MeasuredCell, MeasuredGrid
+from workbench.sweeps.measured import MeasuredCell, MeasuredGrid
 from workbench.units import duration
 
 

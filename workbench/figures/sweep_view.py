@@ -13,7 +13,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.grid_view import draw_grid
-from workbench.grids.grid import Grid
+from workbench.sweeps.grid import Grid
 from workbench.sweeps.sweep import Row, Sweep
 
 BUDGETS = ("step", "gpu_hours")

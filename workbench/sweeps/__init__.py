@@ -1,4 +1,4 @@
-"""Sweeps: many trainings of one experiment with other values and seeds, which share the devices of one machine.
+"""Run queues: sweeps over values of an experiment, and grids of plans, which share the devices of one machine.
 
 The public names stand in `__init__.pyi`; each is imported when it is first used.
 """

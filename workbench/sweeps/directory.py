@@ -1,6 +1,7 @@
-"""The directory of a sweep, the only contract between a notebook and the sweep's supervisor.
+"""The directory of a run queue, the only contract between a notebook and the queue's supervisor.
 
-sweep.json           experiment, axes, seeds, sampler, rule, objective and placement, written once
+sweep.json           what fills the queue: experiment, axes, seeds, sampler, rule and packing, written once; a grid of
+                     plans writes grid.json
 queue.json           the runs to train, as (choice on each axis, seed); a sampler appends to it
 optuna.jsonl         Optuna's journal: the state of the sampler and of the pruner
 plans/<key>.json     plan of the runs whose choices on the axes that change a plan have this key
@@ -29,10 +30,13 @@ from workbench.rundir import read_json, write_json
 from workbench.runs.launching.run_directory import OWN_CODE
 from workbench.sweeps.axes import PLAN_FREE, label
 
+SWEEP, GRID = "sweep.json", "grid.json"
+"""Settings of a queue whose axes are fields of the experiment, and of one whose axes are choices of the plan."""
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a sweep: its position in the queue, its choice on each axis, and its seed."""
+    """One run of a queue: its position, its choice on each axis, and its seed."""
 
     index: int
     choice: Mapping[str, int]
@@ -55,19 +59,17 @@ class Result:
     gpu_hours: float = 0.0
     """Devices of the run times its training time."""
     ended: float = 0.0
-    """Time at which the sweep noted the end, in seconds since 1970."""
+    """Time at which the supervisor noted the end, in seconds since 1970."""
 
 
-class SweepDir:
-    """The names of everything inside one sweep's directory, and the values of what was written once."""
+class QueueDir:
+    """The names of everything inside one queue's directory, and the values of what was written once."""
 
-    SUPERVISOR = "workbench.sweeps.supervisor"
-    """Module of the process that works through the queue."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, settings: str | None = None) -> None:
         self.path = path
-        self.settings_file, self.queue_file = path / "sweep.json", path / "queue.json"
-        self.journal, self.stop_file, self.lock = path / "optuna.jsonl", path / "STOP", path / "lock"
+        self.settings_file = path / (settings or (GRID if (path / GRID).exists() else SWEEP))
+        self.queue_file, self.journal = path / "queue.json", path / "optuna.jsonl"
+        self.stop_file, self.lock = path / "STOP", path / "lock"
         self.supervisor, self.log = path / "supervisor.json", path / "supervisor.log"
 
     @cached_property
@@ -81,14 +83,17 @@ class SweepDir:
     def write_queue(self, entries: list[Entry]) -> None:
         write_json(self.queue_file, [{"choice": dict(entry.choice), "seed": entry.seed} for entry in entries])
 
+    def values(self, entry: Entry) -> dict[str, Any]:
+        """Return the value of a run on each axis, as JSON."""
+        return {name: self.settings["axes"][name][position] for name, position in entry.choice.items()}
+
     def labels(self, entry: Entry) -> dict[str, Any]:
         """Return the values of a run on each axis, as plain values or short texts."""
-        return {name: label(self.settings["axes"][name][at]) for name, at in entry.choice.items()}
+        return {name: label(value) for name, value in self.values(entry).items()}
 
     def experiment(self, entry: Entry) -> Experiment:
         """Return the experiment of a run; the user's own code is only named in it."""
-        axes = self.settings["axes"]
-        chosen = {name: axes[name][position] for name, position in entry.choice.items()}
+        chosen = self.values(entry) if self.settings_file.name == SWEEP else {}
         named = {"name": self.path.name, "seed": entry.seed}  # runs of one name are a group on W&B
         return Experiment.from_json({**self.settings["experiment"], **chosen, **named})
 

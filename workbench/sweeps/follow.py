@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 
 from workbench.runs.records.follow import Follower
-from workbench.sweeps.sweep import POLL_S, Sweep
+from workbench.sweeps.queue import POLL_S
+from workbench.sweeps.sweep import Sweep
 
 
 def follow(sweep: Sweep, every_s: float = 5.0) -> Iterator[str]:

@@ -12,6 +12,8 @@ from workbench.errors import InvalidExperiment
 
 PRUNERS = ("median", "halving")
 """Rules that compare a run with the others: Optuna's `MedianPruner` and `SuccessiveHalvingPruner`."""
+FIRST_RUNS = 3
+"""Complete runs before the median rule stops any."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,14 @@ def rule_to_json(rule: Rule) -> Any:
 def rule_from_json(value: Any) -> Rule:
     """Return the rule that `rule_to_json` wrote."""
     return Diverged(**value) if isinstance(value, Mapping) else value
+
+
+def why_none(rule: Rule, finished: int) -> str:
+    """Return why a rule has stopped no run, as the end of a sentence, after so many runs that finished."""
+    if rule is None:
+        return ": the sweep has no rule for it (stop=)"
+    if isinstance(rule, Diverged):
+        return f": no loss was above {rule.above:g} after step {rule.after}, or not finite"
+    if rule == "median" and finished < FIRST_RUNS:
+        return f": the median rule stops none before {FIRST_RUNS} runs have finished, and {finished} have"
+    return f": none was behind the others by the {rule} rule"

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment, RunExists
+from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment
 from workbench.planning import from_experiment
-from workbench.rundir import write_json
-from workbench.runs.launching import processes
-from workbench.runs.launching.run_directory import new_directory, user_code
-from workbench.sweeps import placement
-from workbench.sweeps.axes import LARGEST_GRID, Axes
-from workbench.sweeps.directory import Entry, SweepDir, plan_key, profile_key
+from workbench.sweeps import packing
+from workbench.sweeps.axes import LARGEST_GRID, Axes, Choice
+from workbench.sweeps.directory import Entry, plan_key, profile_key
+from workbench.sweeps.queue import new_queue, start_queue
 from workbench.sweeps.rules import Rule, check_rule, rule_to_json
-from workbench.sweeps.sweep import Sweep, start_supervisor
+from workbench.sweeps.sweep import Sweep
 from workbench.units import is_count
 
 SAMPLERS = ("grid", "random", "tpe")
+AHEAD = 1
+"""Runs of a grid sweep that wait in the device queue behind those that train, so that no device waits for a start."""
 
 
 @checked_arguments
@@ -46,7 +45,8 @@ def sweep(
         seeds: number of seeds of each configuration, from the experiment's own seed on.
         sampler: `grid` trains every combination; `random` and `tpe` (Optuna's) choose `trials` of them.
         trials: number of configurations that `random` and `tpe` choose.
-        stop: rule that ends hopeless runs: `wb.diverged(above=6.5, after=500)`, `"median"` or `"halving"`.
+        stop: rule that ends hopeless runs: `wb.diverged(above=6.5, after=500)`, `"median"`, which compares with the
+            runs that have finished and therefore stops none before three have, or `"halving"`.
         directory: the sweep's directory; by default `<name>-sweep-<time>` in `$WORKBENCH_RUNS` or `./runs`.
         axes: values to try for fields of the experiment, such as `learning_rate=[1e-4, 3e-4]`.
 
@@ -57,30 +57,27 @@ def sweep(
     check_rule(stop)
     _check_numbers(grid, seeds, sampler, trials)
     choices = list(grid.choices())
-    planned: dict[str, dict[str, int]] = {}
-    for choice in choices:
-        chosen = grid.experiment_of(choice)
+    asked = [grid.experiment_of(choice) for choice in choices]
+    needed: dict[str, tuple[Choice, Experiment]] = {}
+    for choice, chosen in zip(choices, asked, strict=True):
         chosen.data.check(chosen)
-        planned.setdefault(plan_key(choice), choice)
-    for choice in planned.values():
-        chosen = grid.experiment_of(choice)
+        needed.setdefault(plan_key(choice), (choice, chosen))
+    for _, chosen in needed.values():
         chosen.data.prepare(chosen)
     seed_list = [experiment.seed + offset for offset in range(seeds)]
     count = len(choices) if trials is None else trials
-    runs = [(plan_key(choice), grid.experiment_of(choice).steps) for _ in seed_list for choice in choices[:count]]
-    experiments = {key: grid.experiment_of(choice) for key, choice in planned.items()}
-    profiled_as = {key: profile_key(choice) for key, choice in planned.items()}
-    placed, why = placement.choose(experiments, runs, _cluster(), profiled_as)
-    for key, plan in placed.plans.items():
+    runs = [
+        (plan_key(choice), chosen.steps)
+        for _ in seed_list
+        for choice, chosen in zip(choices[:count], asked, strict=False)
+    ]
+    experiments = {key: chosen for key, (_, chosen) in needed.items()}
+    profiled_as = {key: profile_key(choice) for key, (choice, _) in needed.items()}
+    packed, why = packing.choose(experiments, runs, _cluster(), profiled_as)
+    for key, plan in packed.plans.items():
         from_experiment.check_optimizer(experiments[key], plan)
         from_experiment.check_between_steps(experiments[key], plan)
-    folder = SweepDir(_new_folder(experiment, directory))
-    for key, plan in placed.plans.items():
-        (folder.path / "plans").mkdir(exist_ok=True)
-        plan.save(folder.plan_file(planned[key]))
-    _write_code(folder, grid)
-    grid_queue = [Entry(0, choice, seed) for seed in seed_list for choice in choices]
-    folder.write_queue(grid_queue if sampler == "grid" else [])
+    folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
     settings = {
         "experiment": experiment.to_json(),
         "axes": {name: grid.json_values(name) for name in grid.values},
@@ -88,11 +85,12 @@ def sweep(
         "sampler": sampler,
         "trials": trials,
         "stop": rule_to_json(stop),
-        "placement": {"side_by_side": placed.side_by_side, "devices_each": placed.devices_each, "why": why},
-        "worker": processes.WORKER,
+        "packing": {"side_by_side": packed.side_by_side, "devices_each": packed.devices_each, "why": why},
+        "ahead": AHEAD if sampler == "grid" else 0,
     }
-    write_json(folder.settings_file, settings)
-    start_supervisor(folder)
+    entries = [Entry(0, choice, seed) for seed in seed_list for choice in choices] if sampler == "grid" else []
+    plans = (packed.plans[plan_key(choice)] for choice in choices)
+    start_queue(folder, settings, entries, zip(choices, asked, plans, strict=True))
     return Sweep(folder.path)
 
 
@@ -118,23 +116,3 @@ def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any) -> None:
             f"sampler={sampler!r} with trials={trials!r} cannot choose among {size} combinations. Give trials from 1 "
             f"to {size}."
         )
-
-
-def _new_folder(experiment: Experiment, directory: str | os.PathLike[str] | None) -> Path:
-    if directory is None:
-        return new_directory(f"{experiment.name}-sweep")
-    path = Path(directory).expanduser().absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunExists(f"{path} is not empty. Choose another directory, or go on with wb.load_sweep(path).resume().")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _write_code(folder: SweepDir, grid: Axes) -> None:
-    """Write the user's own model, dataset and functions once for each combination of axes that hold them."""
-    for choice in grid.choices():
-        code = folder.code_folder(choice)
-        if not code.exists():
-            code.mkdir(parents=True)
-            for name, content in user_code(grid.experiment_of(choice)).items():
-                (code / name).write_bytes(content)

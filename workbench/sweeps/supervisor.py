@@ -1,6 +1,6 @@
-"""The process that sees a sweep through: it launches the runs, ends the hopeless ones, and writes down how each ended.
+"""The process that sees a queue through: it launches the runs, ends the hopeless ones, and writes down how each ended.
 
-Started detached as `python -m workbench.sweeps.supervisor SWEEP_DIR`. Every decision is on disk before it takes effect,
+Started detached as `python -m workbench.sweeps.supervisor QUEUE_DIR`. Every decision is on disk before it takes effect,
 so that a supervisor that was killed is replaced by another, which adopts the runs that still train.
 """
 
@@ -22,14 +22,12 @@ from workbench.rundir import this_process, write_json
 from workbench.runs.launching import launcher, processes
 from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
-from workbench.sweeps.directory import Entry, Result, SweepDir
+from workbench.sweeps.directory import Entry, QueueDir, Result
 from workbench.sweeps.objective import objective, reports
 from workbench.sweeps.rules import Diverged, rule_from_json
 from workbench.sweeps.study import Study
 
 POLL_S = 0.3
-AHEAD = 1
-"""Runs of a grid sweep that wait in the device queue behind those that train, so that no device waits for a start."""
 
 
 @dataclass
@@ -51,23 +49,23 @@ class _Active:
 
 
 class Supervisor:
-    """One pass through the queue of a sweep; `ahead` runs of a grid wait behind those that train."""
+    """One pass through a queue."""
 
-    def __init__(self, directory: SweepDir, ahead: int = AHEAD) -> None:
+    def __init__(self, directory: QueueDir) -> None:
         self.directory = directory
-        self.ahead = ahead
         settings = directory.settings
         self.rule = rule_from_json(settings["stop"])
         self.evaluates = bool(settings["experiment"].get("evaluate"))
         self.sampled = settings["sampler"] != "grid"
-        self.slots = int(settings["placement"]["side_by_side"])
+        self.slots = int(settings["packing"]["side_by_side"])
+        self.ahead = int(settings["ahead"])
         interval = max(1, int(settings["experiment"]["steps"]) // 10)
-        self.study = Study(directory.journal, settings["axes"], settings["sampler"], self.rule, interval)
+        self.study = Study(directory.journal, settings, self.rule, interval)
         self.active: dict[int, _Active] = {}
 
     def work(self) -> None:
         """Train what is missing; return when every run has ended, or a stop was asked for."""
-        self._tell_known()
+        self._tell_study()
         while not self.directory.stop_file.exists():
             self._look()
             if not self._fill() and not self.active:
@@ -79,19 +77,18 @@ class Supervisor:
             time.sleep(POLL_S)
             self._look(stopping=True)
 
-    def _tell_known(self) -> None:
-        """Give the study every end that a killed supervisor wrote down and did not tell it."""
-        known = self.study.known()
+    def _tell_study(self) -> None:
+        """Tell the study every end that a killed supervisor wrote down and did not tell it."""
+        told = self.study.ended()
         for entry in self.directory.queue():
             result = self.directory.result(entry)
-            if result is not None and entry.index not in known and result.state in ("finished", "stopped early"):
-                self.study.begin(entry.index, entry.choice)
+            if result is not None and entry.index not in told and result.state in ("finished", "stopped early"):
+                self.study.begin(entry)
                 self.study.end(entry.index, result.objective, pruned=result.state == "stopped early")
 
     def _fill(self) -> bool:
         """Launch runs while there is room; return True if more are to come."""
-        room = self.slots + (0 if self.sampled else self.ahead)
-        while len(self.active) < room:
+        while len(self.active) < self.slots + self.ahead:
             entry = self._next()
             if entry is None:
                 return False
@@ -114,7 +111,7 @@ class Supervisor:
         seeds = settings["seeds"]
         if len(queue) >= settings["trials"] * len(seeds):
             return None
-        choice = self.study.propose(len(queue), [entry.choice for entry in queue])
+        choice = self.study.propose(len(queue), seeds[0], [entry.choice for entry in queue])
         if choice is None:
             return None
         added = [Entry(len(queue) + position, choice, seed) for position, seed in enumerate(seeds)]
@@ -124,15 +121,13 @@ class Supervisor:
     def _start(self, entry: Entry) -> None:
         """Launch a run, adopt it if it still trains, or continue it if it was interrupted."""
         run = Run(self.directory.run(entry))
-        status = run.status
-        if run.directory.launcher.exists() and (not status.final or status.state == "finished"):
-            pass
-        elif run.directory.launcher.exists() and run.checkpoints:
-            self._launch(entry, resume=run.path)
-        else:
-            self._set_aside(run)
-            self._launch(entry, resume=None)
-        self.study.begin(entry.index, entry.choice)
+        status, launched = run.status, run.directory.launcher.exists()
+        if not launched or (status.final and status.state != "finished"):
+            resume = run.path if launched and run.checkpoints else None
+            if resume is None:
+                self._set_aside(run)
+            self._launch(entry, resume)
+        self.study.begin(entry)
         # A new handle: the old one remembers the status of a directory that may have been set aside.
         self.active[entry.index] = _Active(entry, Run(run.path))
 
@@ -206,7 +201,7 @@ class Supervisor:
         self.study.end(active.entry.index, value, pruned=early)
 
 
-def supervise(directory: SweepDir, ahead: int = AHEAD) -> int:
+def supervise(directory: QueueDir) -> int:
     """Work through the queue of a directory, unless another process does; return the exit code."""
     with directory.lock.open("a") as lock:
         try:
@@ -214,18 +209,18 @@ def supervise(directory: SweepDir, ahead: int = AHEAD) -> int:
         except BlockingIOError:
             return 0  # another supervisor is at work
         write_json(directory.supervisor, this_process())
-        os.environ.update(thread_limit(directory.settings["placement"], os.environ))
-        Supervisor(directory, ahead).work()
+        os.environ.update(thread_limit(directory.settings["packing"], os.environ))
+        Supervisor(directory).work()
     return 0
 
 
-def thread_limit(placement: Mapping[str, int | str], environment: Mapping[str, str]) -> dict[str, str]:
+def thread_limit(packing: Mapping[str, int | str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return `OMP_NUM_THREADS` such that runs side by side share the cores of the CPU, unless the user set it."""
-    if placement["side_by_side"] == 1 or "OMP_NUM_THREADS" in environment:
+    if packing["side_by_side"] == 1 or "OMP_NUM_THREADS" in environment:
         return {}
-    processes = int(placement["side_by_side"]) * int(placement["devices_each"])
+    processes = int(packing["side_by_side"]) * int(packing["devices_each"])
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(SweepDir(Path(sys.argv[1]))))
+    sys.exit(supervise(QueueDir(Path(sys.argv[1]))))

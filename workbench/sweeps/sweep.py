@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import os
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from workbench.arguments import checked_arguments
-from workbench.errors import RunNotFound, WorkbenchError
-from workbench.rundir import process_alive, read_json, runs_root
 from workbench.runs.run import Run
-from workbench.sweeps.directory import Entry, Result, SweepDir, configuration_key
+from workbench.sweeps.directory import Entry, configuration_key
 from workbench.sweeps.objective import describe
+from workbench.sweeps.queue import Queue, find_queue
+from workbench.sweeps.rules import rule_from_json, why_none
 from workbench.units import duration
-from workbench.user_code import user_path
-
-POLL_S = 0.2
-STARTS_S = 60.0
-"""Seconds within which a started supervisor writes its record, on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -58,33 +48,8 @@ class Row:
         return statistics.stdev(self.objectives) if len(self.objectives) > 1 else None
 
 
-class Sweep:
+class Sweep(Queue):
     """Many runs of one experiment, read from the sweep's directory; it works from any kernel."""
-
-    @checked_arguments
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.directory = SweepDir(Path(path).absolute())
-
-    @property
-    def path(self) -> Path:
-        """Return the sweep's directory."""
-        return self.directory.path
-
-    @property
-    def name(self) -> str:
-        """Return the name of the sweep's directory."""
-        return self.path.name
-
-    @property
-    def axes(self) -> dict[str, list[Any]]:
-        """Return the values of each axis, as JSON."""
-        axes: dict[str, list[Any]] = self.directory.settings["axes"]
-        return axes
-
-    @property
-    def why(self) -> str:
-        """Return how many runs train side by side, and why."""
-        return str(self.directory.settings["placement"]["why"])
 
     @property
     def objective(self) -> str:
@@ -95,35 +60,6 @@ class Sweep:
     def evaluates(self) -> bool:
         """Return True if the objective is the held-out loss."""
         return bool(self.directory.settings["experiment"].get("evaluate"))
-
-    @property
-    def alive(self) -> bool:
-        """Return True while the sweep's supervisor is at work."""
-        try:
-            return process_alive(read_json(self.directory.supervisor))
-        except (OSError, ValueError):
-            return False
-
-    @property
-    def runs(self) -> list[Run]:
-        """Return the runs that were launched, in order of launch."""
-        return [Run(path) for entry in self.directory.queue() if (path := self.directory.run(entry)).exists()]
-
-    @property
-    def complete(self) -> bool:
-        """Return True if every run that the sweep is to train has ended."""
-        return all(self.directory.result(entry) for entry in self.directory.queue()) and not self._to_sample()
-
-    def _to_sample(self) -> bool:
-        """Return True if the sampler has configurations left to choose."""
-        settings = self.directory.settings
-        wanted = (settings["trials"] or 0) * len(settings["seeds"])
-        return settings["sampler"] != "grid" and len(self.directory.queue()) < wanted
-
-    def results(self) -> list[tuple[Entry, Result]]:
-        """Return the runs that have ended, and how."""
-        ended = [(entry, self.directory.result(entry)) for entry in self.directory.queue()]
-        return [(entry, result) for entry, result in ended if result is not None]
 
     def rows(self) -> list[Row]:
         """Return a row for each configuration, the best first; those without a finished run keep their order."""
@@ -160,60 +96,17 @@ class Sweep:
 
     @property
     def saved(self) -> str:
-        """Return what the early-stopping rule saved, in words."""
-        ended = [result for _, result in self.results() if result.state == "stopped early"]
+        """Return what the early-stopping rule saved, in words; where it stopped no run, why not."""
+        results = [result for _, result in self.results()]
+        ended = [result for result in results if result.state == "stopped early"]
         if not ended:
-            return "No run was stopped early."
+            rule = rule_from_json(self.directory.settings["stop"])
+            return f"No run was stopped early{why_none(rule, sum(result.state == 'finished' for result in results))}."
         steps, seconds = sum(result.saved_steps for result in ended), sum(result.saved_s for result in ended)
         return (
             f"{len(ended)} run{'s were' if len(ended) > 1 else ' was'} stopped early, which saved {steps:,} steps "
             f"({duration(seconds)} of training)."
         )
-
-    @checked_arguments
-    def wait(self, timeout: float | None = None) -> Sweep:
-        """Block until the sweep has ended, or until `timeout` seconds have passed.
-
-        Raises `WorkbenchError` if the supervisor vanished before the sweep was complete.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.alive:
-            if deadline is not None and time.monotonic() > deadline:
-                return self
-            time.sleep(POLL_S)
-        if not self.complete and not self.directory.stop_file.exists():
-            left = len(self.directory.queue()) - len(self.results())
-            raise WorkbenchError(
-                f"The supervisor of {self.name} vanished with {left} runs left; {self.directory.log} says what it "
-                "printed. Go on with resume().",
-                sweep=str(self.path),
-            )
-        return self
-
-    @checked_arguments
-    def stop(self, wait: bool = False) -> Sweep:
-        """Ask the runs to write a checkpoint and leave; `resume` goes on with them. `wait` returns when they have."""
-        if self.alive:
-            self.directory.stop_file.touch()
-        else:
-            for run in self.runs:
-                run.stop()
-        return self.wait() if wait else self
-
-    def resume(self) -> Sweep:
-        """Go on with what is missing: runs that were interrupted or failed, and those that were never launched.
-
-        A run with a checkpoint continues from it. Does nothing to a sweep that is at work.
-        """
-        if self.alive and not self.directory.stop_file.exists():
-            return self
-        self.wait(timeout=STARTS_S) if self.alive else None
-        self.directory.stop_file.unlink(missing_ok=True)
-        for entry, result in self.results():
-            if result.state in ("failed", "stopped"):
-                self.directory.result_file(entry).unlink()
-        start_supervisor(self.directory)
-        return self
 
     def __repr__(self) -> str:
         table = self.cells(self.rows())
@@ -238,8 +131,7 @@ class Sweep:
         """Return how far the sweep has come, in words."""
         settings, queue = self.directory.settings, self.directory.queue()
         total = settings["trials"] * len(settings["seeds"]) if self._to_sample() else len(queue)
-        state = "at work" if self.alive else "complete" if self.complete else "not at work; resume() goes on"
-        return f"Sweep {self.name}: {len(self.results())} of {total} runs have ended, {state}"
+        return f"Sweep {self.name}: {len(self.results())} of {total} runs have ended, {self.state}"
 
     def footline(self) -> str:
         """Return what is compared, how the runs share the devices, and what early stopping saved."""
@@ -263,31 +155,4 @@ def _row_cells(row: Row) -> tuple[str, ...]:
 @checked_arguments
 def load_sweep(path: Sweep | str | os.PathLike[str]) -> Sweep:
     """Return the sweep in a directory, or of that name under the runs folder; raises `RunNotFound`."""
-    if isinstance(path, Sweep):
-        return path
-    for candidate in (Path(path).expanduser(), runs_root() / path):
-        with contextlib.suppress(OSError):  # a name that is too long
-            if SweepDir(candidate).settings_file.is_file():
-                return Sweep(candidate)
-    names = sorted(file.parent.name for file in runs_root().glob("*/sweep.json"))
-    hint = f"There are {', '.join(names[-5:])}." if names else f"There are no sweeps in {runs_root()} yet."
-    raise RunNotFound(f"There is no sweep {str(path)!r}. {hint}", sweep=str(path))
-
-
-def start_supervisor(directory: SweepDir) -> None:
-    """Start the detached process that works through the queue, and wait until it has begun."""
-    directory.supervisor.unlink(missing_ok=True)
-    with directory.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", directory.SUPERVISOR, str(directory.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # otherwise an interrupt of the kernel would reach it
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(user_path())},
-        )
-    deadline = time.monotonic() + STARTS_S
-    while not directory.supervisor.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if process.poll():
-        raise WorkbenchError(f"The supervisor of {directory.path.name} ended at once; {directory.log} says why.")
+    return path if isinstance(path, Sweep) else Sweep(find_queue(path, Sweep.SETTINGS, "sweep"))

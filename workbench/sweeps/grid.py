@@ -19,13 +19,13 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
-from workbench.grids.measuring import WARM_STEPS, MeasuredGrid, start_measuring
 from workbench.planning.from_experiment import checked_choices, profile_and_cluster
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request, check_choices, memory_limit_bytes
 from workbench.planning.search import checked_search, uncollected
 from workbench.runs.launching.launcher import check_launch
 from workbench.strategy import Choices, Fixed
+from workbench.sweeps.measured import WARM_STEPS, MeasuredGrid, start_measuring
 from workbench.units import duration, gib, plain
 
 MOST_CELLS = 5_000

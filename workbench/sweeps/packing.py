@@ -17,7 +17,7 @@ from workbench.units import duration
 
 
 @dataclass(frozen=True)
-class Placement:
+class Packing:
     """The number of runs side by side, their plans, and the predicted training time of the whole sweep."""
 
     side_by_side: int
@@ -39,8 +39,8 @@ def choose(
     runs: Sequence[tuple[str, int]],
     cluster: Cluster,
     profiled_as: Mapping[str, str],
-) -> tuple[Placement, str]:
-    """Return the placement with the shortest predicted time, and the sentence that says why.
+) -> tuple[Packing, str]:
+    """Return the packing with the shortest predicted time, and the sentence that says why.
 
     Args:
         experiments: one experiment for each plan that is needed, by its key.
@@ -58,7 +58,7 @@ def choose(
     options, refusal = [], None
     for each in (count for count in range(cluster.gpus, 0, -1) if cluster.gpus % count == 0):
         try:
-            options.append(_placement(asked, runs, cluster, each))
+            options.append(_packing(asked, runs, cluster, each))
         except PlanInfeasible as error:
             refusal = refusal or error
     if not options:
@@ -76,9 +76,9 @@ def _divisors(count: int) -> list[int]:
     return [one for one in range(1, count + 1) if count % one == 0]
 
 
-def _placement(
+def _packing(
     asked: Mapping[str, tuple[Experiment, Profile]], runs: Sequence[tuple[str, int]], cluster: Cluster, each: int
-) -> Placement:
+) -> Packing:
     # `Cluster.resized` would give a CPU process the cores of the others, which run beside it here.
     part = replace(cluster, gpus=each, gpus_per_node=min(each, cluster.gpus_per_node))
     plans = {
@@ -88,7 +88,7 @@ def _placement(
     slots = [0.0] * (cluster.gpus // each)
     for key, steps in runs:
         heapq.heapreplace(slots, slots[0] + _run_seconds(asked[key][0], plans[key], steps))
-    return Placement(len(slots), each, plans, max(slots))
+    return Packing(len(slots), each, plans, max(slots))
 
 
 def _run_seconds(experiment: Experiment, plan: Plan, steps: int) -> float:

@@ -1,53 +1,29 @@
-"""The measurement of a grid's cells: a queue of short trainings that outlives the kernel.
+"""The measurement of a grid's cells: a queue of short trainings of one experiment, one plan after the other.
 
-The queue, its supervisor and its recovery are those of a sweep whose one axis is the cell; every cell has a plan of its
-own. A cell that fails is a marked cell with its sentence, and the others go on.
+A cell that fails is a marked cell with its sentence, and the others go on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import html
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from workbench.arguments import checked_arguments
-from workbench.errors import RunExists, RunNotFound
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.rundir import runs_root, write_json
-from workbench.runs.launching import processes
-from workbench.runs.launching.run_directory import new_directory, user_code
 from workbench.runs.run import Run
-from workbench.sweeps.directory import Entry, SweepDir
-from workbench.sweeps.sweep import Sweep, start_supervisor
+from workbench.sweeps.directory import GRID, Entry
+from workbench.sweeps.queue import Queue, find_queue, new_queue, start_queue
 from workbench.units import duration
 
 WARM_STEPS = 3
 """First steps of a cell that are not timed: they compile, allocate and fill caches."""
-CELL = "cell"
-"""Name of the only axis of the queue."""
-
-
-class GridDir(SweepDir):
-    """The directory of a measurement: that of a sweep whose entries are cells, with `grid.json` for `sweep.json`."""
-
-    SUPERVISOR = "workbench.grids.supervisor"
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.settings_file = path / "grid.json"
-
-    def experiment(self, entry: Entry) -> Experiment:
-        """Return the experiment, which is the same for every cell."""
-        named = {"name": self.path.name, "seed": entry.seed}
-        return Experiment.from_json({**self.settings["experiment"], **named})
 
 
 @dataclass(frozen=True)
@@ -76,66 +52,26 @@ class MeasuredCell:
         return ", ".join(f"{name}={value!r}" for name, value in self.choices.items())
 
 
-class MeasuredGrid:
+class MeasuredGrid(Queue):
     """The measurement of some cells of a grid, read from its directory; it works from any kernel."""
 
-    @checked_arguments
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
-        self._queue = Sweep(path)
-        self._queue.directory = GridDir(self.path)
+    SETTINGS = GRID
 
     @cached_property
     def _plans(self) -> list[Plan]:
-        return [self._queue.directory.plan(entry) for entry in self._queue.directory.queue()]
-
-    @property
-    def alive(self) -> bool:
-        """Return True while the supervisor of the queue is at work."""
-        return self._queue.alive
-
-    @property
-    def complete(self) -> bool:
-        """Return True if every cell has been measured or has failed."""
-        return self._queue.complete
-
-    @checked_arguments
-    def wait(self, timeout: float | None = None) -> MeasuredGrid:
-        """Block until every cell has ended, or until `timeout` seconds have passed.
-
-        Raises `WorkbenchError` if the supervisor vanished before; `resume` goes on.
-        """
-        self._queue.wait(timeout)
-        return self
-
-    @checked_arguments
-    def stop(self, wait: bool = False) -> MeasuredGrid:
-        """Ask the run at work to leave and start no other; `resume` goes on. `wait` returns when it has left."""
-        self._queue.stop(wait)
-        return self
-
-    def resume(self) -> MeasuredGrid:
-        """Go on with the cells that were not measured, and with those that failed."""
-        self._queue.resume()
-        return self
+        return [self.directory.plan(entry) for entry in self.directory.queue()]
 
     def cells(self) -> tuple[MeasuredCell, ...]:
         """Return the cells of the queue in its order, measured or not."""
-        directory, entries = self._queue.directory, self._queue.directory.queue()
-        choices = directory.settings["choices"]
-        return tuple(
-            self._cell(choices[entry.choice[CELL]], plan, entry)
-            for entry, plan in zip(entries, self._plans, strict=True)
-        )
+        return tuple(map(self._cell, self.directory.queue(), self._plans))
 
-    def _cell(self, choices: Mapping[str, Any], plan: Plan, entry: Entry) -> MeasuredCell:
-        directory = self._queue.directory
-        result, path = directory.result(entry), directory.run(entry)
+    def _cell(self, entry: Entry, plan: Plan) -> MeasuredCell:
+        choices, result = self.directory.values(entry), self.directory.result(entry)
+        run = Run(self.directory.run(entry))
         if result is None:
-            return MeasuredCell(choices, plan, Run(path).status.state if path.exists() else "waiting", None)
+            return MeasuredCell(choices, plan, run.status.state if run.path.exists() else "waiting", None)
         if result.state != "finished":
             return MeasuredCell(choices, plan, result.state, None, result.reason)
-        run = Run(path)
         step_ms = float(np.median(run.history().step_ms[WARM_STEPS:]))
         return MeasuredCell(choices, plan, result.state, step_ms, peak_bytes=run.summary()["peak_bytes"])
 
@@ -170,8 +106,7 @@ class MeasuredGrid:
     def sentences(self) -> list[str]:
         """Return how far the measurement has come and what it says."""
         cells, measured = self.cells(), self.measured()
-        state = "at work" if self.alive else "complete" if self.complete else "not at work; resume() goes on"
-        lines = [f"{len(measured)} of {len(cells)} cells measured, {state}. {self._queue.directory.settings['why']}"]
+        lines = [f"{len(measured)} of {len(cells)} cells measured, {self.state}. {self.why}"]
         if len(measured) > 1:
             chosen = min(measured, key=lambda cell: cell.predicted_ms)
             lines.append(f"Rank correlation of predicted and measured steps: {self.rank_correlation:.2f}.")
@@ -207,48 +142,29 @@ def start_measuring(
     why: str,
     directory: str | os.PathLike[str] | None,
 ) -> MeasuredGrid:
-    """Write the queue of these cells, each with its choices and plan, and start its supervisor."""
-    if directory is None:
-        path = new_directory(f"{experiment.name}-grid")
-    else:
-        path = Path(directory).expanduser().absolute()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunExists(f"{path} is not empty. Choose another directory, or go on: wb.load_grid(path).resume().")
-    folder = GridDir(path)
-    entries = [Entry(index, {CELL: index}, experiment.seed) for index in range(len(cells))]
-    for entry, (_, plan) in zip(entries, cells, strict=True):
-        folder.plan_file(entry.choice).parent.mkdir(parents=True, exist_ok=True)
-        plan.save(folder.plan_file(entry.choice))
-    code = folder.code_folder({})
-    code.mkdir(parents=True)
-    for name, content in user_code(experiment).items():
-        (code / name).write_bytes(content)
-    folder.write_queue(entries)
-    names = ["-".join(f"{name}.{value}" for name, value in choices.items()) for choices, _ in cells]
+    """Start the queue of these cells, each with its choices and plan: one run at a time, on all devices of its plan."""
+    axes = {name: list(dict.fromkeys(choices[name] for choices, _ in cells)) for name in cells[0][0]}
+    entries = [
+        Entry(index, {name: axes[name].index(value) for name, value in choices.items()}, experiment.seed)
+        for index, (choices, _) in enumerate(cells)
+    ]
     settings = {
         "experiment": experiment.to_json(),
-        "choices": [dict(choices) for choices, _ in cells],
-        "axes": {CELL: names},
+        "axes": axes,
         "seeds": [experiment.seed],
         "sampler": "grid",
         "trials": None,
         "stop": None,
-        "placement": {"side_by_side": 1, "devices_each": cells[0][1].world, "why": why},
-        "why": why,
-        "worker": processes.WORKER,
+        "packing": {"side_by_side": 1, "devices_each": cells[0][1].world, "why": why},
+        "ahead": 0,  # the start of another run would take time from the steps that are measured
     }
-    write_json(folder.settings_file, settings)
-    start_supervisor(folder)
-    return MeasuredGrid(path)
+    folder = new_queue(directory, f"{experiment.name}-grid", GRID)
+    pairs = [(entry.choice, experiment, plan) for entry, (_, plan) in zip(entries, cells, strict=True)]
+    start_queue(folder, settings, entries, pairs)
+    return MeasuredGrid(folder.path)
 
 
 @checked_arguments
 def load_grid(path: str | os.PathLike[str]) -> MeasuredGrid:
     """Return the measurement in a directory, or of that name under the runs folder; raises `RunNotFound`."""
-    for candidate in (Path(path).expanduser(), runs_root() / path):
-        with contextlib.suppress(OSError):  # a name that is too long
-            if GridDir(candidate).settings_file.is_file():
-                return MeasuredGrid(candidate)
-    names = sorted(file.parent.name for file in runs_root().glob("*/grid.json"))
-    hint = f"There are {', '.join(names[-5:])}." if names else f"There are none in {runs_root()} yet."
-    raise RunNotFound(f"There is no measured grid {str(path)!r}. {hint}", grid=str(path))
+    return MeasuredGrid(find_queue(path, GRID, "measured grid"))
