@@ -31,7 +31,7 @@ from workbench.cost.device import Device
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
-from workbench.figures import save_png, show_plan, theme
+from workbench.figures import contrast, save_png, show_plan, theme
 from workbench.figures.pages import PLOTLY_MIME
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning import search
@@ -334,7 +334,7 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "optimizers": optimizers,
     "sweep-heat-map": lambda: wb.heat_map(recorded_sweep()),
     "sweep-bands": lambda: wb.seed_bands(recorded_sweep()),
-    "sweep-contrast": lambda: wb.contrast(recorded_sweep()).figure(),
+    "sweep-contrast": lambda: contrast(wb.contrast(recorded_sweep())),
     "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.pareto(runs)"),
 }
 

@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _register_displays() -> None:
-    """Let a `Plan` at the end of a notebook cell show its figure, and runs and sweeps a table that updates itself."""
+    """Let plans and contrasts at the end of a notebook cell show figures, and runs and sweeps tables that update."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
         return
@@ -34,6 +34,18 @@ def _register_displays() -> None:
         from workbench.figures import plan_mimebundle
 
         display(plan_mimebundle(plan), raw=True)
+
+    def display_contrast(contrast: Any) -> None:
+        from workbench.figures import show_contrast
+
+        show_contrast(contrast)
+
+    def display_coordinates(check: Any) -> None:
+        from IPython.display import display
+
+        from workbench.figures.coordinate_view import coordinate_check
+
+        display(coordinate_check(check))
 
     def display_runs(table: Any) -> None:
         from workbench.widgets import LiveTable
@@ -47,6 +59,9 @@ def _register_displays() -> None:
 
     displays = shell.display_formatter.ipython_display_formatter
     displays.for_type_by_name("workbench.planning.plan", "Plan", display_plan)
+    displays.for_type_by_name("workbench.analysis.contrast", "Contrast", display_contrast)
+    displays.for_type_by_name("workbench.analysis.seed_contrast", "SeedContrast", display_contrast)
+    displays.for_type_by_name("workbench.analysis.coordinates", "CoordinateCheck", display_coordinates)
     if hasattr(shell, "kernel"):
         displays.for_type_by_name("workbench.runs.registry", "RunTable", display_runs)
         displays.for_type_by_name("workbench.sweeps.sweep", "Sweep", display_sweep)

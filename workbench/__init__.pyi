@@ -1,11 +1,16 @@
 """The public names of Workbench, listed once: `__init__.py` reads them from this file and imports each on first use."""
 
+from . import analysis as analysis
 from . import data as data
 from . import models as models
 from . import sparsity as sparsity
+from .analysis.coordinates import coordinate_check as coordinate_check
+from .analysis.entropy import context_free as context_free
+from .analysis.flops import layer_flops as layer_flops
+from .analysis.plateau import left_plateau as left_plateau
+from .analysis.plateau import stop_on_plateau as stop_on_plateau
 from .api import compare as compare
 from .api import contrast as contrast
-from .api import coordinate_check as coordinate_check
 from .api import data_supply as data_supply
 from .api import exploration as exploration
 from .api import launch as launch
@@ -22,7 +27,6 @@ from .api import timeline as timeline
 from .api import tokenize as tokenize
 from .api import what_if as what_if
 from .cost.cluster import Cluster as Cluster
-from .data._entropy import context_free as context_free
 from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
@@ -42,11 +46,8 @@ from .planning.from_experiment import graph as graph
 from .planning.from_experiment import plan as plan
 from .planning.from_experiment import profile as profile
 from .planning.from_experiment import search as search
-from .planning.layer_flops import layer_flops as layer_flops
 from .planning.plan import Plan as Plan
 from .runs.doctor import doctor as doctor
-from .runs.plateau import left_plateau as left_plateau
-from .runs.plateau import stop_on_plateau as stop_on_plateau
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run

@@ -26,9 +26,10 @@ from workbench.runs.run import Run
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from workbench.analysis.contrast import Contrast
+    from workbench.analysis.curve import Curve
+    from workbench.analysis.seed_contrast import SeedContrast
     from workbench.data import Prepared
-    from workbench.figures import Contrast, Curve
-    from workbench.figures.seed_contrast import SeedContrast
     from workbench.notebooks import Reproduction, Shared
     from workbench.runs.records.summary import Summary
     from workbench.sweeps.sweep import Sweep
@@ -176,8 +177,8 @@ def contrast(runs: Runs | Sweep, x: str = "tokens", *, smoothing: float | None =
     contains zero is called not distinguishable. Of a sweep, the configurations with two finished seeds are compared
     with the best.
     """
-    from workbench.figures import contrast as contrast_curves
-    from workbench.figures.seed_contrast import contrast_seeds, group_names, seed_groups
+    from workbench.analysis.contrast import contrast as contrast_curves
+    from workbench.analysis.seed_contrast import contrast_seeds, group_names, seed_groups
     from workbench.sweeps.sweep import Sweep
 
     handles = _handles(_finished(runs) if isinstance(runs, Sweep) else runs)
@@ -230,40 +231,6 @@ def timeline(run: OneRun | Plan) -> go.Figure:
     handle = load_run(run)
     measured = measured_timeline(handle.events())
     return predicted_timeline(handle.plan) if measured is None else timelines(handle.plan, measured)
-
-
-@checked_arguments
-def coordinate_check(experiment: Experiment, widths: Sequence[int] = (64, 128, 256), steps: int = 4) -> go.Figure:
-    """Draw activation sizes over the first steps against the width, with the rule of `wb.scaling` and without it.
-
-    The experiment's model is the base of the rule. It is trained at each width for some steps in this process, on the
-    CPU, at the full rate. Sizes that grow with the width mean that a rate does not carry over.
-
-    Args:
-        experiment: an experiment with a small `wb.models.…`.
-        widths: hidden sizes, each a multiple of the model's head size.
-        steps: number of steps.
-
-    Raises `InvalidExperiment` for a model whose parameters the rule does not know, or a width of other heads.
-    """
-    from workbench.execution.activation_sizes import activation_sizes
-    from workbench.figures.coordinate_view import coordinate_check as draw
-    from workbench.models import at_width, scaling
-
-    if not widths or not 1 <= steps <= 1000:
-        raise InvalidArgument(
-            f"widths={list(widths)} and steps={steps} draw nothing. Give at least one width and 1 to 1,000 steps."
-        )
-    experiment.data.check(experiment)
-    base: Any = experiment.model
-    with_rule, without = {}, {}
-    for width in sorted(set(widths)):
-        model = at_width(base, width)
-        rule = scaling(base, model)
-        scaled = experiment.replace(model=rule.model, rate_scale=rule.rate_scale)
-        with_rule[width] = activation_sizes(scaled, steps)
-        without[width] = activation_sizes(experiment.replace(model=model), steps)
-    return draw(with_rule, without)
 
 
 @checked_arguments
@@ -349,7 +316,7 @@ def pareto(runs: Runs, published: bool = False) -> go.Figure:
 
     Raises `InvalidExperiment` for runs without held-out losses, and for models and data of one's own.
     """
-    from workbench.figures.pareto_points import pareto_points
+    from workbench.analysis.pareto import pareto_points
     from workbench.figures.pareto_view import pareto as draw
 
     return draw(pareto_points(_handles(runs)), published)
@@ -385,7 +352,7 @@ def _handles(runs: Runs) -> list[Run]:
 
 
 def _curves(runs: Sequence[Run]) -> list[Curve]:
-    from workbench.figures import Curve
+    from workbench.analysis.curve import Curve
 
     return [
         Curve(name, run.history(), evaluations=run.evaluations())

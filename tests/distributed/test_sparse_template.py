@@ -8,9 +8,9 @@ import pytest
 import workbench as wb
 from tests.distributed.test_sweep_template import addresses
 from workbench import notebooks
+from workbench.analysis.seed_contrast import welch_interval
 from workbench.figures.pages import PLOTLY_MIME
 from workbench.figures.pareto_view import PUBLISHED
-from workbench.figures.seed_contrast import welch_interval
 from workbench.sparsity import learning_rate
 
 STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"

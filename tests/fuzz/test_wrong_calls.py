@@ -216,7 +216,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         costs = wb.profile(experiment, cluster)  # captured once, because a second call would take as long again
         patch.setattr(from_experiment, "profile_and_cluster", lambda _, given: (costs, given or cluster))
         captured = wb.graph(experiment)
-        patch.setattr(importlib.import_module("workbench.planning.layer_flops"), "graph", lambda _: captured)
+        patch.setattr(importlib.import_module("workbench.analysis.flops"), "graph", lambda _: captured)
         plan = wb.plan(experiment, cluster)
         yield {"experiment": experiment, "cluster": cluster, "plan": plan, "run": _run(folder, experiment, plan)}
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.analysis.contrast import contrast
 from workbench.data import held_out
 from workbench.errors import DataError, InvalidExperiment
-from workbench.figures import Curve, contrast, loss_curves
+from workbench.figures import Curve, loss_curves
 from workbench.planning.from_experiment import check_between_steps
 from workbench.rundir import append_event
 from workbench.runs import HistoryTail

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from figure_values import curve
 
+from workbench.analysis import difference
+from workbench.analysis.axes import X_AXES
+from workbench.analysis.curve import Mark
+from workbench.analysis.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.errors import UnknownParameter
-from workbench.figures import Curve, difference, differences, loss_curves
-from workbench.figures.axes import X_AXES
+from workbench.figures import Curve, differences, loss_curves
 from workbench.figures.browserless_png import figure_png
-from workbench.figures.curve import Mark
 from workbench.figures.curves_view import _describe_loss
 from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_starts
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import diverged_at
-from workbench.figures.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.runs.records.history import Utilization
 
 

@@ -14,8 +14,8 @@ import pytest
 from figure_values import curve, plan
 from PIL import Image
 
+from workbench.analysis import ParetoPoint, difference
 from workbench.figures import (
-    difference,
     differences,
     loss_curves,
     panels,
@@ -27,7 +27,7 @@ from workbench.figures import (
 )
 from workbench.figures.browserless_png import WIDTH_PX, figure_png
 from workbench.figures.pages import PLOTLY_MIME, add_pictures
-from workbench.figures.pareto_view import ParetoPoint, pareto
+from workbench.figures.pareto_view import pareto
 from workbench.figures.pattern_view import LOOKS, pattern
 from workbench.runs.records.patterns import Patterns
 

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.errors import InvalidExperiment, UnknownParameter
-from workbench.figures import Curve
-from workbench.figures.browserless_png import figure_png
-from workbench.figures.comparison import CONFIDENCE
-from workbench.figures.seed_contrast import (
+from workbench.analysis.comparison import CONFIDENCE
+from workbench.analysis.curve import Curve
+from workbench.analysis.seed_contrast import (
     SeedContrast,
     contrast_seeds,
     group_names,
-    seed_differences,
     seed_groups,
     student_quantile,
     welch_interval,
 )
+from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.figures import contrast
+from workbench.figures.browserless_png import figure_png
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.directory import Entry, QueueDir, Result
@@ -62,7 +62,7 @@ def test_a_difference_larger_than_the_seeds_spread_is_told_from_one_that_is_not(
     assert "a is lower than b" in repr(found)
     assert "c and a are not distinguishable" in repr(found)
     assert found.to_html().count("not distinguishable") == 3
-    points = [trace for trace in found.figure().data if trace.error_x.array is not None]
+    points = [trace for trace in contrast(found).data if trace.error_x.array is not None]
     assert [trace.x[0] for trace in points] == pytest.approx([item.value for item in found.differences])
     assert points[0].error_x.array[0] == pytest.approx(0.1741, abs=1e-3)
     assert points[0].marker.color != points[1].marker.color, "an unclear difference is pale"
@@ -119,7 +119,7 @@ def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_a
     assert isinstance(found, SeedContrast)
     assert {item.names for item in found.differences} == {("learning_rate 0.001", "learning_rate 0.0001")}
     assert found.differences[0].value == pytest.approx(1.0)
-    assert figure_png(seed_differences(found)) is not None
+    assert figure_png(contrast(found)) is not None
     by_hand = wb.contrast(sweep.runs)
     assert isinstance(by_hand, SeedContrast)
     assert by_hand.differences[0].value == pytest.approx(-1.0)

@@ -8,9 +8,9 @@ import pytest
 from plan_values import H200, PROFILE, plan_of
 
 import workbench as wb
+from workbench.analysis import pareto_front
 from workbench.errors import InvalidArgument
 from workbench.figures.browserless_png import figure_png
-from workbench.figures.frontier_view import pareto_front
 from workbench.planning import Plan, Request, weigh
 
 

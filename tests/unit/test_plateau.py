@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.data._entropy import masked_loss
+from workbench.analysis.entropy import masked_loss
+from workbench.analysis.plateau import MARGIN, left_plateau, stop_on_plateau
 from workbench.errors import DataError, InvalidExperiment, WorkbenchError
 from workbench.runs import Run
-from workbench.runs.plateau import MARGIN, left_plateau, stop_on_plateau
 
 LEVEL, STEPS, TOKENS = 3.3, 1000, 64
 NOISE = np.random.default_rng(0).normal(0, 0.15, STEPS)

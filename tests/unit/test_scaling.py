@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 import workbench as wb
 from workbench import models
+from workbench.analysis.coordinates import HIDDEN, READ_OUT, CoordinateCheck, drift
 from workbench.errors import InvalidExperiment
 from workbench.execution.activation_sizes import activation_sizes
-from workbench.figures.coordinate_view import HIDDEN, READ_OUT, coordinate_check, drift
+from workbench.figures.coordinate_view import coordinate_check
 from workbench.models import Model, Scaling, scaling
 from workbench.models._named import initial_factor
 from workbench.optimizers.groups import parameter_groups, rate_scale
@@ -213,7 +214,7 @@ def test_with_the_rule_activations_do_not_drift_with_the_width_and_without_it_th
 
 
 def test_the_coordinate_check_draws_a_line_for_each_step_and_says_the_drift(sizes):
-    figure = coordinate_check(sizes[True], sizes[False])
+    figure = coordinate_check(CoordinateCheck(sizes[True], sizes[False]))
     assert len(figure.data) == 2 * 2 * 5
     assert list(figure.data[0].x) == [64, 128, 256]
     titles = [note.text for note in figure.layout.annotations if "drift" in (note.text or "")]

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench.analysis import ParetoPoint
 from workbench.capture.sparse_matrices import product_flops, sparse_matrices
 from workbench.errors import InvalidExperiment, UnknownParameter
 from workbench.experiment import Experiment
-from workbench.figures.pareto_view import ParetoPoint, pareto
+from workbench.figures.pareto_view import pareto
 from workbench.figures.pattern_view import LOOKS, exploration
 from workbench.figures.pattern_view import pattern as draw_pattern
 from workbench.planning.from_experiment import check_sparsity, graph

@@ -3,9 +3,8 @@
 Importing this package imports plotly; `import workbench` does not.
 """
 
-from workbench.figures.comparison import difference, standings
-from workbench.figures.contrast_view import Contrast, contrast, differences
-from workbench.figures.curve import Curve, Mark
+from workbench.analysis.curve import Curve, Mark
+from workbench.figures.contrast_view import contrast, differences, show_contrast
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.pages import notebook_to_html, save_html, save_png
@@ -17,11 +16,9 @@ from workbench.figures.timeline_view import timeline
 
 __all__ = [
     "BlockView",
-    "Contrast",
     "Curve",
     "Mark",
     "contrast",
-    "difference",
     "differences",
     "loss_curves",
     "measured_timeline",
@@ -33,8 +30,8 @@ __all__ = [
     "prediction",
     "save_html",
     "save_png",
+    "show_contrast",
     "show_plan",
-    "standings",
     "timeline",
     "timelines",
 ]

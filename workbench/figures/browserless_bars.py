@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from workbench.analysis.curve import Array
 from workbench.figures import theme
 from workbench.figures.browserless_canvas import LINE_PX, Canvas, Point, item_of
 from workbench.figures.browserless_scale import Scale
-from workbench.figures.curve import Array
 
 HATCH_PX = 8
 """Distance of the lines of a hatched bar, in pixels."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from workbench.analysis.curve import Array
 from workbench.figures import theme
-from workbench.figures.curve import Array
 
 OVERSAMPLING = 3
 """Factor by which the drawing is finer than the PNG, which averages it: Pillow's lines are jagged."""

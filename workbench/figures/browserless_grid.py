@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from workbench.analysis.curve import Array
 from workbench.figures import theme
 from workbench.figures.browserless_canvas import Canvas
 from workbench.figures.browserless_scale import Scale, written
-from workbench.figures.curve import Array
 
 GAP_PX = 1
 """Half of the gap between two cells of a heat map that does not give its gap, in pixels."""

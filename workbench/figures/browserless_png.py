@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.analysis.curve import Array
 from workbench.figures import theme
 from workbench.figures.browserless_bars import Bars, bars_of
 from workbench.figures.browserless_canvas import LINE_PX, Canvas, item_of
 from workbench.figures.browserless_grid import draw_heat_map, draw_parallel_coordinates
 from workbench.figures.browserless_scale import Scale, category_names
-from workbench.figures.curve import Array
 from workbench.figures.legend_placement import corner_of
 
 WIDTH_PX = 860

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.figures.curve import Array
+from workbench.analysis.curve import Array
 
 TICK_PX = (64, 44)
 """Smallest distance between two ticks of an x axis and of a y axis, in pixels."""

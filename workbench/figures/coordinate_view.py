@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
+from workbench.analysis.coordinates import HIDDEN, READ_OUT, CoordinateCheck, activation_size, drift
 from workbench.figures import theme
 
-Sizes = Mapping[int, Sequence[Mapping[str, float]]]
-"""Sizes of the activations by width and by name, before the first step and after every further one."""
-HIDDEN, READ_OUT = "hidden activations", "logits"
 
-
-def drift(sizes: Sizes, part: str, step: int = -1) -> float:
-    """Return the exponent with which sizes after a step grow with the width: 0 does not drift, 0.5 is its square root.
-
-    `part` is `hidden activations` (the geometric mean of all but the read-out) or `logits`.
-    """
-    widths = sorted(sizes)
-    logs = [np.log(_size(sizes[width][step], part)) for width in widths]
-    return float(np.polyfit(np.log(widths), logs, 1)[0])
-
-
-def coordinate_check(with_rule: Sizes, without: Sizes) -> go.Figure:
+def coordinate_check(check: CoordinateCheck) -> go.Figure:
     """Draw the sizes of hidden activations and logits over the width, a line for each of the first steps.
 
     With a rule under which learning does not depend on the width, the lines of the hidden activations are level.
     """
-    columns = {"With the rule": with_rule, "Without it": without}
+    columns = {"With the rule": check.with_rule, "Without it": check.without}
     titles = [
         f"{title}: {part}, drift {drift(sizes, part):+.2f}"
         for part in (HIDDEN, READ_OUT)
         for title, sizes in columns.items()
     ]
     figure = make_subplots(2, 2, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.12)
-    steps = len(next(iter(with_rule.values())))
+    steps = len(next(iter(check.with_rule.values())))
     colors = sample_colorscale("Viridis", np.linspace(0, 0.9, steps).tolist())
     for row, part in enumerate((HIDDEN, READ_OUT), start=1):
         for column, sizes in enumerate(columns.values(), start=1):
@@ -46,7 +31,7 @@ def coordinate_check(with_rule: Sizes, without: Sizes) -> go.Figure:
             for step in range(steps):
                 trace = go.Scatter(
                     x=widths,
-                    y=[_size(sizes[width][step], part) for width in widths],
+                    y=[activation_size(sizes[width][step], part) for width in widths],
                     mode="lines+markers",
                     line={"color": colors[step], "width": 2},
                     name=f"step {step}",
@@ -63,8 +48,3 @@ def coordinate_check(with_rule: Sizes, without: Sizes) -> go.Figure:
     subtitle = "Drift is the exponent of the width after the last step; 0 is level"
     title = theme.title("Coordinate check: activation sizes over the width", subtitle)
     return figure.update_layout(template=theme.TEMPLATE, height=640, title=title)
-
-
-def _size(sizes: Mapping[str, float], part: str) -> float:
-    *hidden, read_out = sizes.values()
-    return read_out if part == READ_OUT else float(np.exp(np.log(hidden).mean()))

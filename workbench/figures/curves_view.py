@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.analysis.axes import X_AXES, AxisUnit, check_axis, shared_axes
+from workbench.analysis.curve import Array, CurveLike, Indices, column, evaluations_of, metrics_of
+from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES, AxisUnit, check_axis, shared_axes
-from workbench.figures.curve import Array, CurveLike, Indices, column, evaluations_of, metrics_of
 from workbench.figures.legend_placement import CORNERS, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
-from workbench.figures.smoothing import SMOOTHING, check_smoothing
 
 Y_LABELS = {
     "loss": "Loss",

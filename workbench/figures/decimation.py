@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.figures.curve import Array, Indices
+from workbench.analysis.curve import Array, Indices
 
 MAX_POINTS = 2000
 """Largest number of points of one trace: a browser redraws and a notebook stores so many without being noticed."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
 
+from workbench.analysis.pareto import pareto_front
 from workbench.arguments import checked_arguments
 from workbench.figures import theme
 from workbench.planning.plan import Plan
@@ -128,12 +129,3 @@ def _explained(name: str, color: str, edge: str, symbol: str) -> go.Scatter:
     """Return a trace that stands in the legend only."""
     marker = {"color": color, "symbol": symbol, "size": 10, "line": {"color": edge, "width": 1.5}}
     return go.Scatter(x=[None], y=[None], mode="markers", name=name, marker=marker, hoverinfo="skip")
-
-
-def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return the points of memory and step that none beats in both, the leanest first."""
-    front: list[tuple[int, float]] = []
-    for peak_bytes, ms in sorted(points):
-        if not front or ms < front[-1][1]:
-            front.append((peak_bytes, ms))
-    return front

@@ -11,11 +11,11 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from workbench.analysis.axes import shared_axes
+from workbench.analysis.curve import Array, Curve, CurveLike, column, evaluations_of, metrics_of
+from workbench.analysis.smoothing import SMOOTHING
 from workbench.figures import theme
-from workbench.figures.axes import shared_axes
-from workbench.figures.curve import Array, Curve, CurveLike, color_of, column, evaluations_of, metrics_of
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
-from workbench.figures.smoothing import SMOOTHING
 from workbench.figures.utilization_view import (
     Usage,
     has_samples,
@@ -206,7 +206,7 @@ def metric_traces(
 def metric_curves(curves: Sequence[CurveLike], name: str, preparation: Preparation) -> list[PreparedCurve]:
     """Return a metric of every run, ready to draw; without points for a run that has not computed it."""
     held_out = [
-        Curve(curve.name, {} if found is None else found.columns, color_of(curve, index))
+        Curve(curve.name, {} if found is None else found.columns, theme.color_of(curve, index))
         for index, curve in enumerate(curves)
         for found in [evaluations_of(curve)]
     ]
@@ -226,7 +226,7 @@ def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go
             go.Bar(
                 x=ranks,
                 y=[float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks],
-                marker={"color": color_of(curve, index)},
+                marker={"color": theme.color_of(curve, index)},
                 customdata=[
                     [_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks
                 ],

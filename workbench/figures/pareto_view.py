@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from workbench.analysis.pareto import ParetoPoint, pareto_front
 from workbench.figures import theme
 
 SYMBOLS = {"dense": "circle", "static": "square", "dynamic": "diamond"}
@@ -26,25 +25,6 @@ PUBLISHED = (
     ("dynamic Base 16×16", 8.33, 2.311),
 )
 """Name, GFLOP of a sequence and masked-word loss of the models in arXiv:2108.06277, at a sparsity of 0.9."""
-
-
-@dataclass(frozen=True)
-class ParetoPoint:
-    """One configuration: its cost, and the held-out losses of its seeds."""
-
-    name: str
-    group: str
-    """`dense`, `static` or `dynamic`."""
-    gflop: float
-    """FLOPs of the layers, forward and backward, of one sequence, in 1e9."""
-    seconds: float
-    """Mean training time."""
-    losses: tuple[float, ...]
-    """Held-out loss at the end of the training, one for each seed."""
-
-    @property
-    def loss(self) -> float:
-        return float(np.mean(self.losses))
 
 
 def pareto(points: Sequence[ParetoPoint], published: bool = False) -> go.Figure:
@@ -92,13 +72,10 @@ def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go
 
 def _front(points: Sequence[ParetoPoint], cost: str, showlegend: bool) -> go.Scatter:
     """Return the line through the points that no other beats in both cost and loss."""
-    front: list[ParetoPoint] = []
-    for point in sorted(points, key=lambda point: (getattr(point, cost), point.loss)):
-        if not front or point.loss < front[-1].loss:
-            front.append(point)
+    front = pareto_front([(getattr(point, cost), point.loss) for point in points])
     return go.Scatter(
-        x=[getattr(point, cost) for point in front],
-        y=[point.loss for point in front],
+        x=[at for at, _ in front],
+        y=[loss for _, loss in front],
         mode="lines",
         line={"color": theme.MUTED, "dash": "dot", "width": 1},
         name="Pareto front",

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from workbench.analysis.axes import X_AXES
+from workbench.analysis.curve import Array, CurveLike, Indices, Mark, column, column_or_nan, evaluations_of
+from workbench.analysis.smoothing import smoothed, smoothing_axis, smoothing_width
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES
-from workbench.figures.curve import Array, CurveLike, Indices, Mark, color_of, column, column_or_nan, evaluations_of
 from workbench.figures.decimation import CONTEXT_POINTS, MAX_GAPS, decimated, focused, gap_starts, points_per_trace
-from workbench.figures.smoothing import smoothed, smoothing_axis, smoothing_width
 from workbench.machine import available_cores
 
 Result = TypeVar("Result")
@@ -129,7 +129,7 @@ class Preparation:
         return PreparedCurve(
             name=curve.name,
             key=str(index),
-            color=color_of(curve, index),
+            color=theme.color_of(curve, index),
             dash=theme.series_dash(index),
             raw_index=decimated(raw, self.max_points),
             line_index=decimated(line, line_points),

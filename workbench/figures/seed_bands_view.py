@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.analysis.axes import X_AXES, check_axis
+from workbench.analysis.curve import Array
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES, check_axis
-from workbench.figures.curve import Array
 from workbench.runs.records.history import Evaluations, History, read_tail
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep

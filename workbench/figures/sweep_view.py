@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.analysis.axes import X_AXES
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES
 from workbench.figures.grid_view import draw_grid
 from workbench.sweeps.grid import Grid
 from workbench.sweeps.sweep import Row, Sweep

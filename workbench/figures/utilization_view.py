@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.analysis.axes import X_AXES
+from workbench.analysis.curve import Array, Curve, CurveLike, column
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES
-from workbench.figures.curve import Array, Curve, CurveLike, color_of, column
 from workbench.figures.decimation import decimated
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
 from workbench.units import gib
@@ -74,7 +74,7 @@ def utilization_traces(
     smooth, max_points = preparation.width > 0, preparation.max_points
     for index, (curve, samples) in enumerate(zip(curves, usage, strict=True)):
         placed = _PlacedSamples(curve, samples, {X_AXES[x].column, preparation.along, "step", "tokens"})
-        busy = Curve(curve.name, placed.columns, color=color_of(curve, index))
+        busy = Curve(curve.name, placed.columns, color=theme.color_of(curve, index))
         mean = preparation.prepare(busy, index, "share").focused(x, window, max_points)
         line = mean.line_index
         each_x, each_y = placed.devices(mean.x[x], window, max_points) if smooth else (np.empty(0), np.empty(0))

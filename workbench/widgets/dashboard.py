@@ -18,13 +18,13 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython.display import display
 
+from workbench.analysis.axes import X_AXES, check_axis
+from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import RunNotFound
 from workbench.figures import theme
-from workbench.figures.axes import X_AXES, check_axis
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import mimebundle, mimebundle_with_picture
 from workbench.figures.prepared_curve import map_in_threads
-from workbench.figures.smoothing import SMOOTHING
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis

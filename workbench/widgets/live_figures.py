@@ -12,8 +12,8 @@ import ipywidgets as widgets
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.figures.axes import AxisUnit, shared_axes
-from workbench.figures.curve import CurveLike, metrics_of
+from workbench.analysis.axes import AxisUnit, shared_axes
+from workbench.analysis.curve import CurveLike, metrics_of
 from workbench.figures.curves_view import MAX_INSIDE, curve_traces, hover_title, loss_layout, mark_key, visible_points
 from workbench.figures.decimation import points_per_trace
 from workbench.figures.legend_placement import corner_of, place_legend
@@ -44,7 +44,7 @@ class CurveSettings(NamedTuple):
     """The user's choice of how a dashboard draws its curves."""
 
     x: str
-    """Name of the x axis, one of `workbench.figures.axes.X_AXES`."""
+    """Name of the x axis, one of `workbench.analysis.axes.X_AXES`."""
     smoothing: float
     """Width of the average as a share of the longest run; 0 shows raw values only."""
     log_x: bool = False

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
-from workbench.figures.curve import Curve, Mark
 from workbench.rundir import RunDir, read_json
 from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, resumed_step
 from workbench.runs.records.text_samples import TextSamples

@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.figures import theme
-
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
@@ -84,8 +82,3 @@ def column_or_nan(curve: CurveLike, name: str, length: int) -> Array:
     """Return one column, or `length` NaNs if the curve has no column of that name and length."""
     values = column(curve, name)
     return values if len(values) == length else np.full(length, np.nan)
-
-
-def color_of(curve: CurveLike, index: int) -> str:
-    """Return the curve's own colour, or else the palette's colour of the curve's index."""
-    return str(getattr(curve, "color", None) or theme.series_color(index))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from workbench.analysis.axes import largest_value
+from workbench.analysis.curve import Array, CurveLike, column
 from workbench.errors import InvalidArgument
-from workbench.figures.axes import largest_value
-from workbench.figures.curve import Array, CurveLike, column
 
 SMOOTHING = 0.01
 """Default width of the average, as a share of the longest curve."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from workbench.analysis.curve import CurveLike, column
 from workbench.errors import UnknownParameter, suggestion
-from workbench.figures.curve import CurveLike, column
 from workbench.units import count, duration
 
 

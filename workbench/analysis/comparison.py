@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.analysis.axes import COST_AXES, X_AXES, check_axis, shared_axes
+from workbench.analysis.curve import Array, Curve, CurveLike, column
+from workbench.analysis.smoothing import SMOOTHING, smoothed
 from workbench.errors import UnknownParameter
-from workbench.figures.axes import COST_AXES, X_AXES, check_axis, shared_axes
-from workbench.figures.curve import Array, Curve, CurveLike, column
-from workbench.figures.smoothing import SMOOTHING, smoothed
 
 RESAMPLES = 400
 MAX_POINTS = 2000

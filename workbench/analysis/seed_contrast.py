@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
+from workbench.analysis.axes import X_AXES
+from workbench.analysis.comparison import CONFIDENCE
+from workbench.analysis.contrast import setting_differences
+from workbench.analysis.curve import Array, CurveLike, column, evaluations_of
+from workbench.analysis.smoothing import SMOOTHING, smoothed
 from workbench.errors import UnknownParameter
-from workbench.figures import theme
-from workbench.figures.axes import X_AXES
-from workbench.figures.comparison import CONFIDENCE
-from workbench.figures.contrast_view import setting_differences
-from workbench.figures.curve import Array, CurveLike, column, evaluations_of
-from workbench.figures.smoothing import SMOOTHING, smoothed
 from workbench.sparsity import from_json
 
 AXES = ("tokens", "flops", "gpu_hours")
@@ -79,16 +77,6 @@ class SeedContrast:
     def __repr__(self) -> str:
         return "\n".join([f"{self.loss}, Welch's t over the seeds:", *(item.describe() for item in self.differences)])
 
-    def figure(self) -> go.Figure:
-        """Draw the differences with their intervals."""
-        return seed_differences(self)
-
-    def _ipython_display_(self) -> None:
-        from IPython.display import HTML, display
-
-        display(self.figure())
-        display(HTML(self.to_html()))
-
     def to_html(self) -> str:
         """Return the differences as an HTML table, every name escaped."""
         head = ("configuration", "compared with", "at equal", "", "losses", "difference")
@@ -132,7 +120,7 @@ def group_names(described: Sequence[Mapping[str, object]]) -> list[str]:
     numbers = ("configuration", tuple(str(at + 1) for at in range(len(described))))
     rows = [row for row in rows if row[0] != "experiment.seed"] or [numbers]
     parts = [[f"{name.rpartition('.')[2]} {values[at]}" for name, values in rows] for at in range(len(described))]
-    return [theme.short(", ".join(words)) for words in parts]
+    return [", ".join(words) for words in parts]
 
 
 def _with_label(experiment: Any) -> dict[str, Any]:
@@ -221,39 +209,3 @@ def student_quantile(freedom: float) -> float:
     density = np.cos(angle) ** (freedom - 1)
     share = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
     return float(math.sqrt(freedom) * np.tan(np.interp(CONFIDENCE, share / share[-1], angle)))
-
-
-def seed_differences(contrast: SeedContrast) -> go.Figure:
-    """Draw each difference as a point with its interval; an interval that crosses the line at zero is pale."""
-    figure = go.Figure()
-    figure.add_vline(x=0, line={"color": theme.AXIS, "width": 1.5})
-    axes = [axis for axis in AXES if any(item.axis == axis for item in contrast.differences)]
-    for index, axis in enumerate(axes):
-        items = [item for item in contrast.differences if item.axis == axis]
-        color = theme.series_color(index)
-        colors = [color if item.distinguishable else theme.pale(color) for item in items]
-        name = f"equal {X_AXES[axis].label}"
-        names = [theme.text(theme.short(item.names[0])) for item in items]
-        for item, label, shade in zip(items, names, colors, strict=True):
-            bar = {"type": "data", "array": [item.high - item.value], "color": shade, "thickness": 2, "width": 6}
-            figure.add_scatter(
-                x=[item.value],
-                y=[[label], [name]],
-                error_x=bar,
-                mode="markers",
-                marker={"color": shade, "size": 9},
-                hovertemplate=f"{theme.text(item.describe())}<extra></extra>",
-                showlegend=False,
-            )
-    first = theme.text(theme.short(contrast.differences[0].names[1]))
-    figure.update_xaxes(title_text=f"{contrast.loss} minus that of {first}")
-    figure.update_yaxes(type="multicategory", autorange="reversed")
-    words = f"{CONFIDENCE:.0%} intervals of Welch's t over the seeds; pale: not distinguishable"
-    rows = len(contrast.differences)
-    figure.update_layout(
-        template=theme.TEMPLATE,
-        height=160 + 34 * rows,
-        title=theme.title("Difference in loss", words),
-        margin={"t": 72},
-    )
-    return figure

@@ -1,22 +1,41 @@
-"""The marks of the Pareto figure, from finished runs."""
+"""Pareto fronts: of finished runs in loss and cost, and of plans in memory and time."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from workbench.analysis.flops import layer_flops
 from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment
-from workbench.figures.pareto_view import ParetoPoint
 from workbench.models import CustomModel
-from workbench.planning.layer_flops import layer_flops
 from workbench.runs.run import Run
 
 NOT_COMPARED = ("seed", "name", "tags", "project")
 """Fields of an experiment in which the seeds of one mark may differ."""
+
+
+@dataclass(frozen=True)
+class ParetoPoint:
+    """One configuration: its cost, and the held-out losses of its seeds."""
+
+    name: str
+    group: str
+    """`dense`, `static` or `dynamic`."""
+    gflop: float
+    """FLOPs of the layers, forward and backward, of one sequence, in 1e9."""
+    seconds: float
+    """Mean training time."""
+    losses: tuple[float, ...]
+    """Held-out loss at the end of the training, one for each seed."""
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(self.losses))
 
 
 def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
@@ -54,3 +73,12 @@ def _rebuilt(described: Mapping[str, Any], run: str) -> Experiment:
             "FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."
         )
     return experiment
+
+
+def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the points of memory and step that none beats in both, the leanest first."""
+    front: list[tuple[int, float]] = []
+    for peak_bytes, ms in sorted(points):
+        if not front or ms < front[-1][1]:
+            front.append((peak_bytes, ms))
+    return front

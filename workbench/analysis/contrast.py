@@ -1,0 +1,122 @@
+"""Comparison of runs at equal cost, and of their settings."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.analysis.axes import X_AXES, check_axis
+from workbench.analysis.comparison import Difference, Standing, difference, standings, with_unique_names
+from workbench.analysis.curve import CurveLike, column, evaluations_of
+from workbench.analysis.smoothing import SMOOTHING, check_smoothing
+
+LEAST_EVALUATIONS = 5
+"""Smallest number of held-out losses of each run from which they are compared in place of training losses."""
+IGNORED_SETTINGS = (
+    *("candidates", "prediction", "stages", "block_names", "signature", "flops_per_step"),
+    *("time", "started", "command", "directory", "executable", "name", "run"),
+)
+"""Keys that are no settings: results of a search, facts that follow from the model, when and where a run started."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Comparison of runs and of their settings; a notebook shows it as a figure and tables."""
+
+    names: tuple[str, ...]
+    standings: tuple[Standing, ...]
+    differences: tuple[Difference, ...]
+    """Difference of each other run to the first."""
+    settings: tuple[tuple[str, tuple[str, ...]], ...]
+    """Settings that differ, as (dotted name, one value per run), from experiments, plans and environments."""
+
+    def __repr__(self) -> str:
+        lines = [str(standing) for standing in self.standings]
+        lines += [item.describe() for item in self.differences]
+        lines += [f"{name}: {' | '.join(values)}" for name, values in self.settings]
+        return "\n".join(lines)
+
+    def to_html(self) -> str:
+        """Return standings and settings as HTML tables, every name escaped."""
+        rows = [_table_row(("at equal", "", *self.names, "lowest"), "th")]
+        for item in self.standings:
+            verdict = item.best if item.sure else f"too close to call ({item.best} in {item.share:.0%})"
+            intervals = (item.losses[name] for name in self.names)
+            losses = (f"{loss.value:.4g} ± {(loss.high - loss.low) / 2:.2g}" for loss in intervals)
+            axis = X_AXES[item.axis]
+            rows.append(_table_row((axis.label, axis.describe(item.at), *losses, verdict), "td"))
+        page = f"<table>{''.join(rows)}</table>"
+        if not self.settings:
+            return f"{page}<p>Their experiments, plans and environments agree.</p>"
+        rows = [_table_row(("what differs", *self.names), "th")]
+        rows += [_table_row((name, *values), "td") for name, values in self.settings]
+        return f"{page}<table>{''.join(rows)}</table>"
+
+
+def _table_row(cells: Sequence[str], tag: str) -> str:
+    style = "text-align:left;vertical-align:top;padding:2px 10px"
+    return f"<tr>{''.join(f'<{tag} style={style!r}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def contrast(
+    curves: Sequence[CurveLike],
+    described: Sequence[Mapping[str, Any]] = (),
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+) -> Contrast:
+    """Compare runs at equal cost, each run with the first over `x`, and list the settings that differ.
+
+    The held-out losses are compared if every run has at least `LEAST_EVALUATIONS` of them, else the training losses.
+
+    `described` holds nested JSON for every run: its experiment, plan and environment.
+    """
+    check_axis(x)
+    check_smoothing(smoothing)
+    curves = with_unique_names(_comparable(curves))
+    first, *others = curves
+    return Contrast(
+        tuple(curve.name for curve in curves),
+        standings(curves, smoothing=smoothing),
+        tuple(difference(other, first, x, smoothing) for other in others),
+        setting_differences(described),
+    )
+
+
+def _comparable(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
+    held_out = [evaluations_of(curve) for curve in curves]
+    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= LEAST_EVALUATIONS]
+    return enough if len(enough) == len(curves) else curves
+
+
+def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return every leaf of nested descriptions that is not equal in all of them, as (dotted name, values)."""
+    flat = [_flattened(item) for item in described]
+    rows = []
+    for name in dict.fromkeys(name for item in flat for name in item):
+        values = tuple(_describe_setting(item.get(name)) for item in flat)
+        if len(set(values)) > 1:
+            rows.append((name, values))
+    return tuple(rows)
+
+
+def _flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        if key in IGNORED_SETTINGS:
+            continue
+        if isinstance(item, Mapping) and item:
+            leaves |= _flattened(item, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = item
+    return leaves
+
+
+def _describe_setting(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 4:
+        return f"{len(value)} items"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
