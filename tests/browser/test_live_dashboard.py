@@ -82,9 +82,8 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     page.wait_for_timeout(1000)
     picture(page, "live-ended")
     lab.save(page)
-    widget, states, curves, panels, resume_offer = outputs(server.root / "live.ipynb", 0)
+    widget, states, curves, panels = outputs(server.root / "live.ipynb", 0)
     assert not any(widget.values())
-    assert not any(resume_offer.values())
     assert "shapes &lt;b&gt;4&lt;/b&gt; and 5 differ" in "".join(states["text/html"])
     assert "application/vnd.plotly.v1+json" in curves
     assert "application/vnd.plotly.v1+json" in panels
@@ -96,7 +95,7 @@ def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel
 ) -> None:
     page, name = lab_page, "saved.ipynb"
     page.set_default_timeout(lab.PATIENCE_MS)
-    cells = [f"from workbench.widgets import dashboard\ndashboard.STATIC_COPY_S = 0.5\n{LIVE_CELL}", "6 * 7"]
+    cells = [f"from workbench.widgets import static_twin\nstatic_twin.TWIN_S = 0.5\n{LIVE_CELL}", "6 * 7"]
     lab.write_notebook(server.root / name, [cells[0].format(paths=[start("training", 5000)]), cells[1]])
     lab.open_notebook(page, server, name)
     lab.run_all(page)

@@ -14,8 +14,8 @@ from tests.distributed.test_sweeps import HERE, QUICK_LAUNCHER, experiment, prep
 from workbench.sweeps.sweep import Sweep
 
 CELL = """
-from workbench.widgets import static_copy
-static_copy.STATIC_COPY_S = 1
+from workbench.widgets import static_twin
+static_twin.TWIN_S = 1
 import workbench as wb
 wb.load_sweep({path!r})
 """
@@ -78,7 +78,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     wait_for(page, f"{CELLS_FILLED} >= 2")
     picture(page, "sweep-dark")
-    page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static copy
+    page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static twin
     picture(page, "sweep-dark-curves")
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
     sweep.stop()

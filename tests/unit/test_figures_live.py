@@ -1,4 +1,4 @@
-"""The live dashboard without a browser: its readings, the end of its thread, and its static copy in a notebook."""
+"""The live dashboard without a browser: its readings, the end of its thread, and its static twin in a notebook."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
 def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
     train(directory, 1, 30)
     dashboard = live(Run(directory.path), refresh_s=0.05)
-    x, smoothing, _, log, _ = dashboard.children[1].children
+    x, smoothing, _, log = dashboard.children[1].children
     x.value, smoothing.value, log.value = "step", 0.0, True
     eventually(lambda: dashboard.figure.layout.yaxis.type == "log" and points(dashboard, "raw") == [0])
     assert dashboard.figure.layout.xaxis.title.text == "Step"
@@ -271,9 +271,9 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     for cell, state in zip(notebook.cells[1:3], ("running", "stopped"), strict=True):
-        widget, states, curves, panels, resume_offer = (output.data for output in cell.outputs)
+        widget, states, curves, panels = (output.data for output in cell.outputs)
         assert ("application/vnd.jupyter.widget-view+json" in widget) == (state == "running")
-        assert widget["text/html"] == widget["text/plain"] == resume_offer["text/html"] == ""
+        assert widget["text/html"] == widget["text/plain"] == ""
         assert state in states["text/html"]
         assert "step 10 of 100" in states["text/html"]
         assert base64.b64decode(curves["image/png"]).startswith(b"\x89PNG")

@@ -26,7 +26,7 @@ from workbench.widgets.run_row import STATE_COLORS
 
 def cells(table: LiveTable) -> list[str]:
     """Return the HTML of each run's row."""
-    rows = table.children[1:-2]
+    rows = table.children[1:-3]
     return ["".join(str(cell.value) for cell in row.children[:-2]) for row in rows]
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_trained_on_after_its_loss_was_lost_is_no_green_finished_run(
     assert "finished, not finite" in repr(table)
     assert "finished, not finite" in progress_line(table[0].summary())
     live_table, dashboard = LiveTable(table), live(table[0])
-    for shown in (cells(live_table)[0], dashboard._rows_html()):
+    for shown in (cells(live_table)[0], dashboard.twin()[0]):
         assert "not finite" in shown
         assert STATE_COLORS["failed"] in shown
         assert STATE_COLORS["finished"] not in shown

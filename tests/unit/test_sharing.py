@@ -24,7 +24,7 @@ from workbench.notebooks.record import Record, read_record
 from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.runs import Run
-from workbench.widgets.static_copy import EMPTY, HIDE_DEAD_WIDGET
+from workbench.widgets.static_twin import EMPTY, HIDE_DEAD_WIDGET
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 400

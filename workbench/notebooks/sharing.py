@@ -91,7 +91,7 @@ def _add_missing_record(notebook: Any, runs: Sequence[Run] | None) -> list[str]:
 
 
 def _remove_widgets(notebook: Any) -> None:
-    from workbench.widgets.static_copy import HIDE_DEAD_WIDGET
+    from workbench.widgets.static_twin import HIDE_DEAD_WIDGET
 
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:

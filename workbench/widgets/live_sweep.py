@@ -1,14 +1,8 @@
-"""A sweep while it runs: a button for each run at work, a table, a heat map, and curves with bands over the seeds.
-
-One daemon thread reads the sweep's directory and is the only writer of the widget. It ends when the sweep has ended or
-the widget is closed.
-"""
+"""A sweep while it runs: a button for each run at work, a table, a heat map, and curves with bands over the seeds."""
 
 from __future__ import annotations
 
 import html
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,67 +18,38 @@ from workbench.figures.seed_bands_view import Record, draw_seed_bands, read_reco
 from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
+from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_reader import RunReader, Snapshot
-from workbench.widgets.run_row import RunRow, first_line, name_width, swatch
-from workbench.widgets.static_copy import StaticCopies, copy_hider
+from workbench.widgets.run_row import RunRow, name_width, swatch
 
 REFRESH_S = 0.5
 """Seconds between two looks at the sweep's directory."""
-REST_FACTOR = 3.0
-"""Smallest ratio of the thread's rest to the drawing before it: the kernel has other work."""
 MAX_ROWS = 50
 """Largest number of configurations in the table; the best come first."""
 
 
-class LiveSweep(widgets.VBox):
-    """A sweep that updates itself. `close()` removes it from the page; the sweep goes on."""
+class LiveSweep(LiveWidget):
+    """A sweep that updates itself until it has ended. `close()` removes it from the page; the sweep goes on."""
 
     def __init__(self, sweep: Sweep, refresh_s: float = REFRESH_S) -> None:
-        self._sweep, self._refresh_s = sweep, refresh_s
-        self._closed = threading.Event()
+        super().__init__(refresh_s)
+        self._sweep = sweep
         self._readers: dict[Path, _Reader] = {}
         self._records: dict[Path, Record] = {}
         self._rows: Sequence[Row] = ()
-        self._copies = StaticCopies(self, self._static_copy)
-        self._head, self._note, self._foot = widgets.HTML(), widgets.HTML(), widgets.HTML()
+        self._head, self._foot = widgets.HTML(), widgets.HTML()
         self._at_work = widgets.VBox()
         self._table = widgets.HTML(layout={"flex": "1 1 360px", "margin": "0 16px 0 0"})
         self._heat_map, self._curves = Plot(layout={"flex": "1 1 460px", "min_width": "0"}), Plot()
         results = widgets.HBox((self._table, self._heat_map), layout={"flex_flow": "row wrap"})
-        super().__init__((self._head, self._at_work, self._foot, results, self._curves, self._note, copy_hider()))
-        self._refresh()
-        self._thread = threading.Thread(target=self._follow, name="workbench-sweep", daemon=True)
-        self._thread.start()
+        self.children = (self._head, self._at_work, self._foot, results, self._curves, self.note, self.hider)
+        self.update()
+        self.follow()
 
-    @property
-    def following(self) -> bool:
-        """True while the widget updates itself."""
-        return self._thread.is_alive()
-
-    def close(self) -> None:
-        """Stop updating and remove the widget from the page; the sweep goes on."""
-        self._closed.set()
-        super().close()
-
-    def _follow(self) -> None:
-        """Update until the sweep has ended. A thread must not print: its output lands in whichever cell runs."""
-        rest_s = self._refresh_s
-        try:
-            while not self._closed.wait(rest_s):
-                started = time.monotonic()
-                ended = not self._sweep.alive  # asked before the last look at the results
-                self._refresh()
-                if ended:
-                    self._copies.leave()
-                    return
-                self._copies.update()
-                rest_s = max(self._refresh_s, REST_FACTOR * (time.monotonic() - started))
-        except Exception as error:  # a widget that no longer updates must say so
-            message = html.escape(first_line(error))
-            self._note.value = f"<b>The table stopped updating</b> ({message}). The sweep goes on; show it again."
-
-    def _refresh(self) -> None:
+    def update(self) -> bool:
+        """Read the sweep's directory and draw what it holds; return True if the sweep has ended."""
+        ended = not self._sweep.alive  # asked before the last look at the results
         self._rows = self._sweep.rows()
         for row in self._rows:
             for run in row.runs:
@@ -101,6 +66,7 @@ class LiveSweep(widgets.VBox):
         heat_map, curves = self._figures()
         self._heat_map.show(heat_map)
         self._curves.show(curves)
+        return ended
 
     def _read(self, row: Row, run: Run) -> _Reader:
         """Read a run at work; a run that was set aside and begun again gets another reader."""
@@ -120,11 +86,9 @@ class LiveSweep(widgets.VBox):
     def _figures(self) -> tuple[go.Figure, go.Figure]:
         return figures(self._sweep, self._rows, self._record)
 
-    def _static_copy(self) -> tuple[Any, ...]:
+    def twin(self) -> tuple[Any, ...]:
+        """Return the table, the heat map and the curves."""
         return static_html(self._sweep, self._rows), *map(mimebundle, self._figures())
-
-    def _ipython_display_(self) -> None:
-        self._copies.display()
 
 
 class _Reader:

@@ -12,6 +12,7 @@ import ipywidgets as widgets
 from workbench.figures import theme
 from workbench.runs.status import state_in_words
 from workbench.widgets.run_reader import RunReader, Snapshot
+from workbench.widgets.static_twin import ROWS_CLASS
 
 STATE_COLORS = {
     "queued": "#6B7280",
@@ -175,7 +176,8 @@ def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str]) -> str:
         f"<td {cell}>{html.escape(_describe(snapshot))}</td></tr>"
         for index, (snapshot, name) in enumerate(zip(snapshots, full_names, strict=True))
     )
-    return f'<table style="margin:0 0 4px 0;font-size:12px">{rows}</table>{failures_html(snapshots)}'
+    table = f'<table class="{ROWS_CLASS}" style="margin:0 0 4px 0;font-size:12px">{rows}</table>'
+    return table + failures_html(snapshots)
 
 
 def failures_html(snapshots: Sequence[Snapshot]) -> str:

@@ -14,8 +14,8 @@ from workbench.figures import theme
 from workbench.runs.registry import HEADER, RunTable, list_runs
 from workbench.runs.run import Run
 from workbench.widgets.dashboard import live
+from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.run_row import ONE_LINE, badge, first_line, fixed_width, respond_while_busy
-from workbench.widgets.static_copy import StaticCopies, copy_hider
 
 REFRESH_S = 1.0
 """Seconds between two updates of the table."""
@@ -30,33 +30,21 @@ WIDTHS_PX = (230, 84, 120, 70, 80, 70, 100, 90, 110)
 STATE = HEADER.index("state")
 
 
-class LiveTable(widgets.VBox):
+class LiveTable(LiveWidget):
     """The runs of a folder: runs that start appear, and each row has its buttons. `close()` leaves the runs alone."""
 
     def __init__(self, table: RunTable, refresh_s: float = REFRESH_S) -> None:
-        self._table, self._refresh_s = table, refresh_s
-        self._closed = threading.Event()
+        super().__init__(refresh_s, layout={"overflow": "auto"})
+        self._table = table
         self._rows: dict[str, _TableRow] = {}
         titles = [_cell(f"<b>{name}</b>", width) for name, width in zip(HEADER, WIDTHS_PX, strict=True)]
-        self._head = widgets.HBox([*titles, copy_hider()])
-        self._note = widgets.HTML()
+        self._head = widgets.HBox([*titles, self.hider])
+        self._older = widgets.HTML()
         self._attached = widgets.VBox()
         self._shown: tuple[widgets.Widget, ...] = ()
-        super().__init__(layout={"overflow": "auto"})
-        self._copies = StaticCopies(self, lambda: (self._table._repr_html_(),))
-        self._refresh()
-        self._thread = threading.Thread(target=self._follow, name="workbench-runs", daemon=True)
-        self._thread.start()
-
-    @property
-    def following(self) -> bool:
-        """True while the table updates itself."""
-        return self._thread.is_alive()
-
-    def close(self) -> None:
-        """Stop updating and remove the table from the page; the runs go on."""
-        self._closed.set()
-        super().close()
+        self._ended_at: float | None = None
+        self.update()
+        self.follow()
 
     def attach(self, run: Run) -> None:
         """Show the run's dashboard below the table, in place of another run's."""
@@ -64,25 +52,8 @@ class LiveTable(widgets.VBox):
             child.close()
         self._attached.children = (live(run),)
 
-    def _follow(self) -> None:
-        """Update the table until it is closed. A thread must not print: its output lands in whichever cell runs."""
-        ended_at: float | None = None
-        while not self._closed.wait(self._refresh_s):
-            try:
-                self._refresh()
-                if not all(run.status.final for run in self._table.runs[:MAX_ROWS]):
-                    ended_at = None
-                elif ended_at is None:
-                    ended_at = time.monotonic()
-                elif time.monotonic() - ended_at > FOLLOW_S:
-                    self._closed.set()
-                    self._copies.leave()
-            except Exception as error:  # a table that no longer updates must say so
-                message = html.escape(first_line(error))
-                self._note.value = f"The table stopped updating ({message}). Call wb.list_runs() again."
-                return
-
-    def _refresh(self) -> None:
+    def update(self) -> bool:
+        """Read the folder; return True `FOLLOW_S` seconds after the end of the last run."""
         self._table = list_runs(self._table.root)
         newest = self._table.runs[:MAX_ROWS]
         for run in newest:
@@ -90,15 +61,20 @@ class LiveTable(widgets.VBox):
                 self._rows[run.name] = _TableRow(run, self.attach)
             self._rows[run.name].refresh()
         older = len(self._table) - len(newest)
-        self._note.value = f"<small>and {older} older in {html.escape(str(self._table.root))}</small>" if older else ""
+        self._older.value = f"<small>and {older} older in {html.escape(str(self._table.root))}</small>" if older else ""
         boxes = [self._rows[run.name].box for run in newest]
-        children = (self._head, *boxes, self._note, self._attached)
+        children = (self._head, *boxes, self.note, self._older, self._attached)
         if self._shown != children:
             self.children = self._shown = children
-        self._copies.update()
+        if not all(run.status.final for run in newest):
+            self._ended_at = None
+            return False
+        self._ended_at = self._ended_at or time.monotonic()
+        return time.monotonic() - self._ended_at > FOLLOW_S
 
-    def _ipython_display_(self) -> None:
-        self._copies.display()
+    def twin(self) -> tuple[Any, ...]:
+        """Return the table as plain HTML."""
+        return (self._table._repr_html_(),)
 
 
 class _TableRow:

@@ -1,13 +1,12 @@
 """Sliders for GPUs, memory, global batch and micro-batch, and a picture of the plan that follows them.
 
-One daemon thread plans and draws; a slider only wakes it. The thread reads the sliders when it starts to plan, so it
-skips the positions in between of a slider that moves on.
+A slider only wakes the widget's thread, which reads the sliders when it starts to plan: it skips the positions in
+between of a slider that moves on.
 """
 
 from __future__ import annotations
 
 import html
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -23,19 +22,17 @@ from workbench.figures import plan_mimebundle, show_plan, theme
 from workbench.planning import Plan, what_if
 from workbench.planning.search import uncollected
 from workbench.units import GIB
+from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_row import fixed_width, respond_while_busy
-from workbench.widgets.static_copy import DisplayedWidget, copy_hider
 
 AUTO = "auto"
 """Position of the micro-batch slider that leaves the micro-batch to the planner."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_GPUS = 1024
 """Largest number of GPUs that the slider offers."""
-IDLE_S = 3600.0
-"""Seconds without a move of a slider after which the thread ends; the next move starts another."""
-STATIC_COPY_AFTER_S = 2.0
-"""Seconds after the last move of a slider at which the static copy is updated."""
+AT_REST_S = 2.0
+"""Seconds after the last move of a slider at which garbage is collected and the static twin drawn again."""
 TWO_COLUMNS = {"flex_flow": "row wrap", "max_width": "720px"}
 NO_PICTURE = go.Figure(
     layout={"height": 60, "plot_bgcolor": "white", "xaxis": {"visible": False}, "yaxis": {"visible": False}}
@@ -44,13 +41,15 @@ NO_PICTURE = go.Figure(
 SLIDER_STYLE: dict[str, Any] = {"layout": fixed_width(340), "style": {"description_width": "90px"}}
 
 
-class WhatIf(widgets.VBox):
+class WhatIf(LiveWidget):
     """Sliders over the profile of one model; `plan` is the plan that the picture shows, None where nothing fits."""
 
     def __init__(self, profile: Profile, cluster: Cluster, global_batch: int, seq_len: int) -> None:
+        super().__init__(AT_REST_S)
+        self.twins.every_s = AT_REST_S
         self._profile, self._cluster, self._seq_len = profile, cluster, seq_len
-        self._wake, self._lock = threading.Event(), threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._moving, self._is_moving = ExitStack(), False
+        self._twin: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         self.plan: Plan | None = None
         self.answered_s = 0.0
         """Seconds that the last answer took, from reading the sliders to having sent its picture."""
@@ -71,65 +70,56 @@ class WhatIf(widgets.VBox):
         self.micro_batch = _slider("micro-batch", (AUTO, *MICRO_BATCHES), AUTO)
         self._controls = (self.gpus, self.memory_gib, self.global_batch, self.micro_batch)
         for control in self._controls:
-            control.observe(self._on_move, names="value")
+            control.observe(lambda _: self.wake(), names="value")
         respond_while_busy(*self._controls)
-        self._note, self._plot = widgets.HTML(), Plot()
-        self._displays: list[DisplayedWidget] = []
-        sliders = widgets.HBox((*self._controls, copy_hider()), layout=TWO_COLUMNS)
-        super().__init__(children=(sliders, self._note, self._plot))
+        self._plot = Plot()
+        self.children = (widgets.HBox((*self._controls, self.hider), layout=TWO_COLUMNS), self.note, self._plot)
         self._answer()
         with suppress(WorkbenchError):  # the smallest micro-batch gives the picture with the most parts
             self._plot.rehearse(_without_title(show_plan(self._make_plan(MICRO_BATCHES[0]))))
+        self.follow()
 
-    def _ipython_display_(self) -> None:
-        self._displays.append(DisplayedWidget(self, *self._static_copy()))
+    def update(self) -> bool:
+        """Answer a move. No garbage is collected until the sliders rest: other threads send what is drawn."""
+        if self._positions != self._answered:
+            if not self._is_moving:
+                self._moving.enter_context(uncollected())
+            self._is_moving = True
+            self._answer()
+        else:
+            self._moving.close()
+            self._is_moving = False
+        return False
 
-    def _static_copy(self) -> tuple[str, dict[str, Any] | None]:
-        """Return what a saved notebook shows: the reason why there is no plan, or the plan's figure."""
-        return (self._note.value, None) if self.plan is None else ("", plan_mimebundle(self.plan))
-
-    def _on_move(self, _: Any) -> None:
-        with self._lock:
-            self._wake.set()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._follow, name="workbench-what-if", daemon=True)
-                self._thread.start()
+    def twin(self) -> tuple[Any, ...]:
+        """Return the reason why there is no plan, or the plan's figure, of the sliders' last rest."""
+        if self._twin is None or not (self._is_moving or self._twin[0] == self._answered):
+            shown = (self.note.value, None) if self.plan is None else ("", plan_mimebundle(self.plan))
+            self._twin = (self._answered, shown)
+        return self._twin[1]
 
     def _follow(self) -> None:
-        """Answer every move. No garbage is collected until the sliders rest: other threads send what is drawn."""
-        saved = True
-        with ExitStack() as moving:
-            while True:
-                moved = self._wake.wait(IDLE_S if saved else STATIC_COPY_AFTER_S)
-                with self._lock:
-                    if not moved and saved:
-                        self._thread = None
-                        return
-                    self._wake.clear()
-                if moved:
-                    if saved:
-                        moving.enter_context(uncollected())
-                    self._answer()
-                else:
-                    moving.close()
-                    for shown in self._displays:
-                        shown.update(*self._static_copy())
-                saved = not moved
+        with self._moving:
+            super()._follow()
+
+    @property
+    def _positions(self) -> tuple[Any, ...]:
+        return tuple(control.value for control in self._controls)
 
     def _answer(self) -> None:
         """Plan for the positions of the sliders, and show the plan."""
-        started = time.perf_counter()
+        started, self._answered = time.perf_counter(), self._positions
         try:
             self.plan = self._make_plan(None if self.micro_batch.value == AUTO else self.micro_batch.value)
         except WorkbenchError as error:
             self.plan = None
             self._plot.show(NO_PICTURE)
-            self._note.value = f'<div style="color:{theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
+            self.note.value = f'<div style="color:{theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
         else:
             figure = show_plan(self.plan)
             title = figure.layout.title
             facts = f'<span style="color:{theme.MUTED};font-size:12px">{title.subtitle.text}</span>'
-            self._note.value = f'<div style="padding:4px 16px;line-height:1.5">{title.text}<br>{facts}</div>'
+            self.note.value = f'<div style="padding:4px 16px;line-height:1.5">{title.text}<br>{facts}</div>'
             self._plot.show(_without_title(figure))
         self.answered_s = time.perf_counter() - started
 

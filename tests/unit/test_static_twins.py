@@ -1,0 +1,129 @@
+"""Static twins: what a saved notebook holds, whichever thread wrote last; and the thread that updates a widget."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ipywidgets as widgets
+import pytest
+
+from workbench.widgets import live_widget, static_twin
+from workbench.widgets.live_widget import LiveWidget
+from workbench.widgets.static_twin import StaticTwins
+
+
+class Output:
+    """One output of a cell, as `IPython.display.display` returns it, with all that it has shown."""
+
+    def __init__(self, bundle: Any) -> None:
+        self.shown = [bundle["text/html"]]
+
+    def update(self, bundle: Any, **_: Any) -> None:
+        self.shown.append(bundle["text/html"])
+
+
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
+    """Return the outputs that are displayed, four for each widget: the widget, its HTML, and two figures."""
+    made: list[Output] = []
+
+    def display(bundle: Any, **_: Any) -> Output:
+        made.append(Output(bundle))
+        return made[-1]
+
+    monkeypatch.setattr(static_twin, "display", display)
+    return made
+
+
+def test_a_widget_that_is_displayed_after_its_end_shows_its_last_twin(outputs: list[Output]) -> None:
+    twins = StaticTwins(widgets.VBox(), lambda: (f"state {len(outputs)}",))
+    twins.leave()
+    twins.display()
+    assert "state 0" in outputs[1].shown[-1]
+    assert outputs[0].shown == [""], "no widget, but an empty output"
+
+
+def test_twins_are_updated_at_most_every_half_minute_and_always_at_the_end(
+    outputs: list[Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, state = [100.0], ["begun"]
+    monkeypatch.setattr(static_twin.time, "monotonic", lambda: now[0])
+    twins = StaticTwins(widgets.VBox(), lambda: (state[0],))
+    twins.display()
+    twins.update()
+    state[0], now[0] = "later", 129.0
+    twins.update()
+    assert all("begun" in text for text in outputs[1].shown)
+    now[0] = 130.0
+    twins.update()
+    assert "later" in outputs[1].shown[-1]
+    state[0] = "ended"
+    twins.leave()
+    assert "ended" in outputs[1].shown[-1]
+    shown = len(outputs[1].shown)
+    twins.leave()
+    assert len(outputs[1].shown) == shown, "what has not changed is not sent again"
+
+
+class Counting(LiveWidget):
+    """A widget that counts its updates, and ends or fails at one of them."""
+
+    def __init__(self, last: int = 10**9, broken: int = 10**9) -> None:
+        super().__init__(0.01)
+        self.count, self.last, self.broken = 0, last, broken
+        self.follow()
+
+    def update(self) -> bool:
+        self.count += 1
+        if self.count == self.broken:
+            raise OSError("no <such> file")
+        return self.count == self.last
+
+    def twin(self) -> tuple[Any, ...]:
+        return (f"count {self.count}",)
+
+
+def eventually(truth: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not truth():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_live_widget_ends_with_what_it_follows_and_can_follow_again(outputs: list[Output]) -> None:
+    widget = Counting(last=3)
+    widget.twins.display()
+    eventually(lambda: not widget.following)
+    assert widget.count == 3
+    assert "count 3" in outputs[1].shown[-1]
+    widget.last = 6
+    widget.twins.restore()
+    widget.follow()
+    eventually(lambda: not widget.following)
+    assert "count 6" in outputs[1].shown[-1]
+
+
+def test_a_live_widget_ends_when_it_is_closed_or_the_page_has_closed_its_comm() -> None:
+    for end in (LiveWidget.close, widgets.VBox.close):
+        widget = Counting()
+        eventually(lambda widget=widget: widget.count > 1)
+        end(widget)
+        eventually(lambda widget=widget: not widget.following)
+
+
+def test_a_live_widget_that_cannot_update_says_why() -> None:
+    widget = Counting(broken=2)
+    eventually(lambda: not widget.following)
+    assert "(OSError: no &lt;such&gt; file). The runs go on" in widget.note.value
+
+
+def test_a_live_widget_that_no_page_shows_is_updated_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_widget, "UNSEEN_FACTOR", 1e6)
+    widget = Counting()
+    eventually(lambda: widget.count == 1)
+    time.sleep(0.3)
+    assert widget.count == 1
+    widget._view_count = 1  # as the page sets it
+    eventually(lambda: widget.count > 3)
+    widget.close()

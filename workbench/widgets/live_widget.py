@@ -1,0 +1,100 @@
+"""A widget that follows something: one daemon thread updates it, and a static twin stands below each of its displays.
+
+The thread is the only writer of the widget. It ends with what it follows, when the widget is closed, and when the page
+has closed the widget's comm. It must not print: its output would land in whichever cell runs.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+from typing import Any
+
+import ipywidgets as widgets
+
+from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
+
+REST_FACTOR = 3.0
+"""Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
+UNSEEN_FACTOR = 10.0
+"""Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
+
+
+class LiveWidget(widgets.VBox):
+    """A column of widgets that updates itself. `close()` ends it; the runs go on.
+
+    A subclass draws in `update`, says in `twin` what stands in a saved notebook, and calls `follow` when it is made.
+    """
+
+    def __init__(self, every_s: float, **options: Any) -> None:
+        super().__init__(_view_count=0, **options)  # with a number instead of None the page counts the widget's views
+        self.observe(lambda _: self.wake(), names="_view_count")
+        self.note, self.hider = widgets.HTML(), twin_hider()
+        self.twins = StaticTwins(self, self.twin, self.remains)
+        self._every_s = every_s
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def update(self) -> bool:
+        """Draw what is new; return True if nothing more will come."""
+        raise NotImplementedError
+
+    def twin(self) -> tuple[Any, ...]:
+        """Return what a saved notebook shows: HTML, and up to two MIME bundles of figures."""
+        raise NotImplementedError
+
+    def remains(self) -> dict[str, Any]:
+        """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
+        return dict(EMPTY)
+
+    @property
+    def following(self) -> bool:
+        """True while the widget updates itself."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_seen(self) -> bool:
+        """True while a page shows the widget."""
+        return bool(self._view_count)
+
+    def follow(self) -> None:
+        """Update the widget from now on; at once if it is updated already."""
+        if self.following:
+            self.wake()
+            return
+        self._thread = threading.Thread(target=self._follow, name=f"workbench-{type(self).__name__}", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Update the widget at once."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop updating and remove the widget from the page; the runs go on."""
+        self._closed.set()
+        self.wake()
+        super().close()
+
+    def _follow(self) -> None:
+        rest_s = self._every_s
+        try:
+            while True:
+                self._wake.wait(rest_s)
+                self._wake.clear()
+                if self._closed.is_set() or self.comm is None:
+                    return
+                started, computed = time.monotonic(), time.process_time()
+                if self.update():
+                    self.twins.leave()
+                    return
+                self.twins.update()
+                # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
+                work_s = min(time.monotonic() - started, time.process_time() - computed)
+                rest_s = max(self._every_s * (1 if self.is_seen else UNSEEN_FACTOR), REST_FACTOR * work_s)
+        except Exception as error:  # a widget that no longer updates must say so
+            reason = html.escape(f"{type(error).__name__}: {error}")
+            self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
+
+    def _ipython_display_(self) -> None:
+        self.twins.display()
