@@ -127,3 +127,13 @@ def test_a_live_widget_that_no_page_shows_is_updated_less_often(monkeypatch: pyt
     widget._view_count = 1  # as the page sets it
     eventually(lambda: widget.count > 3)
     widget.close()
+
+
+def test_an_output_is_emptied_before_it_gets_another_figure(outputs: list[Output]) -> None:
+    """Plotly's renderer in JupyterLab draws the first figure of an output, and ignores the next ones."""
+    figures = [{static_twin.PLOTLY: {"data": number}, "text/html": f"figure {number}"} for number in (1, 2)]
+    twins = StaticTwins(widgets.VBox(), lambda: ("", figures[0]))
+    twins.display()
+    figures.pop(0)
+    twins.leave()
+    assert outputs[2].shown == ["figure 1", "", "figure 2"]

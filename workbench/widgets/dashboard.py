@@ -115,8 +115,7 @@ class Live(LiveWidget):
         curves = [snapshot.curve for snapshot in self._snapshots]
         x, _ = shared_axis(curves, settings.x)
         loss = loss_curves(curves, x=x, smoothing=settings.smoothing, log_y=settings.log_y)
-        curve = mimebundle(loss) if self.is_seen else mimebundle_with_picture(loss)  # JupyterLab adds a picture itself
-        return rows, curve, None if self._panels.figure is None else mimebundle(self._panels.figure)
+        return rows, self.bundle(loss), None if self._panels.figure is None else mimebundle(self._panels.figure)
 
     def remains(self) -> dict[str, Any]:
         """Return the rows with their buttons where a run can be resumed, and for a page without a kernel its call."""

@@ -88,7 +88,7 @@ class LiveSweep(LiveWidget):
 
     def twin(self) -> tuple[Any, ...]:
         """Return the table, the heat map and the curves."""
-        return static_html(self._sweep, self._rows), *map(mimebundle, self._figures())
+        return static_html(self._sweep, self._rows), *map(self.bundle, self._figures())
 
 
 class _Reader:

@@ -12,7 +12,9 @@ import time
 from typing import Any
 
 import ipywidgets as widgets
+import plotly.graph_objects as go
 
+from workbench.figures.pages import mimebundle, mimebundle_with_picture
 from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
 
 REST_FACTOR = 3.0
@@ -48,15 +50,14 @@ class LiveWidget(widgets.VBox):
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
         return dict(EMPTY)
 
+    def bundle(self, figure: go.Figure) -> dict[str, Any]:
+        """Return a figure for the twin; a page that shows the widget adds a picture to the notebook by itself."""
+        return mimebundle(figure) if self._view_count else mimebundle_with_picture(figure)
+
     @property
     def following(self) -> bool:
         """True while the widget updates itself."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def is_seen(self) -> bool:
-        """True while a page shows the widget."""
-        return bool(self._view_count)
 
     def follow(self) -> None:
         """Update the widget from now on; at once if it is updated already."""
@@ -91,7 +92,7 @@ class LiveWidget(widgets.VBox):
                 self.twins.update()
                 # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
                 work_s = min(time.monotonic() - started, time.process_time() - computed)
-                rest_s = max(self._every_s * (1 if self.is_seen else UNSEEN_FACTOR), REST_FACTOR * work_s)
+                rest_s = max(self._every_s * (1 if self._view_count else UNSEEN_FACTOR), REST_FACTOR * work_s)
         except Exception as error:  # a widget that no longer updates must say so
             reason = html.escape(f"{type(error).__name__}: {error}")
             self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."

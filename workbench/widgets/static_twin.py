@@ -5,8 +5,9 @@ shows as an error when no kernel knows it, and GitHub not at all. Therefore ordi
 piece of HTML and up to two figures with a PNG beside them, updated while the widget changes. As long as the widget
 lives, a style that it contains hides them; where it does not, a style in the twin hides the widget's error.
 
-Hidden outputs keep their width and are laid out: plotly.js draws a figure when it arrives and does not learn that it
-is shown later. Without a width (`display: none`) it would draw no cells and labels on top of each other.
+Two things of Plotly's renderer for JupyterLab matter here. It draws a figure when it arrives and does not learn that
+it is shown later: hidden outputs therefore keep their width, without which (`display: none`) no cells and overlapping
+labels are drawn. And it ignores every figure after its first: an output is emptied before it gets another one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ WIDGET_CLASS, TWIN_CLASS, ROWS_CLASS = "workbench-live", "workbench-saved", "wor
 """CSS classes of a widget with a static twin, of the twin's HTML, and of what a widget in its place shows already."""
 EMPTY: Mapping[str, str] = {"text/html": "", "text/plain": ""}
 """MIME bundle of an output that shows nothing."""
+PLOTLY = "application/vnd.plotly.v1+json"
 TWIN_S = 30.0
 """Seconds between two updates of a static twin, for a notebook that is saved while its widget changes."""
 
@@ -104,6 +106,8 @@ class StaticTwins:
         before, self._bundles = self._bundles, _twin_bundles(*self._contents())
         for _, *outputs in self._displays if self._bundles != before else ():
             for output, bundle in zip(outputs, self._bundles, strict=True):
+                if PLOTLY in bundle:
+                    output.update(dict(EMPTY), raw=True)
                 output.update(bundle, raw=True)
 
 
