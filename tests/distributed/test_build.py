@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.harness import launch
 from workbench.execution import build
-from workbench.execution.build import FREE_SHARE, turn_to_build
+from workbench.execution.build import FREE_SHARE, build_lock
 
 MODEL_BYTES = 10 << 30
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def _seen(rank: int, fitting: float, on_host: bool) -> tuple[int, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_is_built_on_host", lambda *_: on_host)
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
-        with turn_to_build(MODEL_BYTES, CPU, rank):
+        with build_lock(MODEL_BYTES, CPU, rank):
             begun = time.monotonic()
             time.sleep(TURN_S)
             ended = time.monotonic()

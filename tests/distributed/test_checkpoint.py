@@ -28,7 +28,7 @@ from workbench.execution.checkpoint.files import (
     digest_of,
     find_damage,
     prune,
-    read_facts,
+    read_manifest,
 )
 from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.experiment import Experiment
@@ -100,7 +100,7 @@ def test_the_last_checkpoints_stay_and_each_knows_its_files(unbroken: RunDir) ->
     kept = complete_checkpoints(unbroken.checkpoints)
     assert [path.name for path in kept] == ["step-00000006", "step-00000009", "step-00000012"]
     for path in kept:
-        files = read_facts(path)["files"]
+        files = read_manifest(path)["files"]
         assert files.keys() == {file.name for file in path.iterdir()} - {COMPLETE}
         assert find_damage(path, files) is None
     written = [event for event in read_events(unbroken.events) if event["type"] == "checkpoint"]
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Run
     assert "Training goes on from step-00000006" in shown
     assert curve(run) == {step: row for step, row in curve(unbroken).items() if step > 6}
     assert [path.name for path in complete_checkpoints(run.checkpoints)][-1] == "step-00000012"
-    assert find_damage(run.checkpoint(12), read_facts(run.checkpoint(12))["files"]) is None
+    assert find_damage(run.checkpoint(12), read_manifest(run.checkpoint(12))["files"]) is None
 
 
 def test_a_run_of_ones_own_dataset_resumes_from_the_code_that_it_kept(
@@ -310,8 +310,8 @@ def test_an_index_that_names_code_is_not_executed(unbroken: RunDir, tmp_path: Pa
     run = copied(unbroken, tmp_path)
     path = run.checkpoint(12)
     (path / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "executed"))))
-    facts = read_facts(path)
-    edited = {**facts, "files": {}}
+    manifest = read_manifest(path)
+    edited = {**manifest, "files": {}}
     write_json(path / COMPLETE, {**edited, "digest": digest_of(edited)})
     with pytest.raises(CheckpointError, match="does not belong there"):
         export_checkpoint(path, tmp_path / "model")

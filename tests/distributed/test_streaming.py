@@ -20,8 +20,8 @@ import workbench as wb
 from tests.distributed import real_worker
 from tests.distributed.harness import launch
 from tests.distributed.real_worker import Ranks, Words, curve, directory, plan, trained
-from workbench.execution.checkpoint.files import complete_checkpoints, read_facts
-from workbench.execution.worker import Worker
+from workbench.execution.checkpoint.files import complete_checkpoints, read_manifest
+from workbench.execution.worker import TrainingWorker
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_events
 
@@ -89,8 +89,8 @@ def continued(killed: Path, path: Path, experiment: Experiment, degrees: dict[st
 def test_a_streamed_run_killed_with_9_has_the_curve_of_the_stored_text_to_the_last_bit(
     text: Path, stored: RunDir, killed: Path, tmp_path: Path
 ) -> None:
-    facts = read_facts(killed)
-    assert facts["place"]["first"] <= BATCH * facts["step"] < facts["place"]["first"] + BUFFER
+    facts = read_manifest(killed)
+    assert facts["stream_state"]["first"] <= BATCH * facts["step"] < facts["stream_state"]["first"] + BUFFER
     run = continued(killed, tmp_path / "run", asked(text, streaming=True, checkpoint_every=5), {})
     assert curve(run) == curve(stored)
     evaluations = [
@@ -114,8 +114,8 @@ def test_a_streamed_run_goes_on_under_every_plan_as_that_of_the_stored_text(
 def read_by(rank: int, experiment: Experiment, place: Any, first: int, end: int) -> Any:
     """Return what every rank reads of some steps as the worker does it, and the place of the stream after them."""
     world = torch.distributed.get_world_size()
-    worker: Any = Worker.__new__(Worker)
-    worker.experiment, worker._feed, worker._place = experiment, None, place
+    worker: Any = TrainingWorker.__new__(TrainingWorker)
+    worker.experiment, worker._feed, worker._stream_state = experiment, None, place
     worker.coordinate, worker.device = SimpleNamespace(data=world, data_rank=rank), torch.device("cpu")
     trainer: Any = SimpleNamespace(samples=BATCH // world, count_labels_on_host=lambda _: None)
     windows = []
@@ -126,7 +126,7 @@ def read_by(rank: int, experiment: Experiment, place: Any, first: int, end: int)
     everyone: list[Any] = [None] * world
     torch.distributed.all_gather_object(everyone, windows)
     by_step = zip(*everyone, strict=True)
-    return [window for shares in by_step for share in shares for window in share], worker._place_of(end)
+    return [window for shares in by_step for share in shares for window in share], worker._stream_state_at(end)
 
 
 def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text: Path) -> None:
@@ -174,8 +174,8 @@ def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Pat
     real_worker.eventually(lambda: len(complete_checkpoints(run.checkpoints)) > 0)
     ranks.kill(first=0)
     newest = complete_checkpoints(run.checkpoints)[-1]
-    facts = read_facts(newest)
-    place = facts["place"]
+    facts = read_manifest(newest)
+    place = facts["stream_state"]
     assert 0 < place["first"] <= BATCH * facts["step"] < place["first"] + 32
     assert place["state"] == ({"read": place["item"]} if place["item"] else None)
     Ranks(directory(run.path, experiment, chosen, newest), 1).wait()

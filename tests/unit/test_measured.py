@@ -344,7 +344,7 @@ def test_a_probe_is_a_process_and_its_measurements_are_cached() -> None:
         "other gradients"
     )
     [seconds] = probes.seconds
-    assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "told", "measured"]
+    assert list(seconds) == ["imported", "asked", "built", "captured", "compiled", "assigned", "measured"]
     assert list(seconds.values()) == sorted(seconds.values())
     assert {one.clock_mhz for one in found} == {None}, "a CPU's clock is not asked for"
     assert has_cached_measurements(counted.model)

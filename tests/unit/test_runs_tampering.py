@@ -11,7 +11,7 @@ import pytest
 import workbench as wb
 from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, PlanMismatch
-from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, read_facts
+from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, read_manifest
 from workbench.experiment import Experiment
 from workbench.planning import Plan
 from workbench.planning.from_experiment import plan as make_plan
@@ -103,11 +103,11 @@ def test_an_edited_experiment_or_plan_is_refused_with_what_changed(text: Path, p
 
 def test_a_checkpoint_of_another_step_than_its_name_says_is_damaged(text: Path, plan: Plan) -> None:
     path = started(text, plan).checkpoint(2)
-    facts = read_facts(path)
+    facts = read_manifest(path)
     for edited in ({**facts, "step": 4}, {**facts, "seconds": 9.0}, [], 5):
         write_json(path / "complete.json", edited)
         with pytest.raises(DamagedCheckpoint, match="does not hold what was written"):
-            read_facts(path)
+            read_manifest(path)
     write_json(path / "complete.json", facts)
     with pytest.raises(CheckpointError, match="of step 2, and its name says 3"):
-        read_facts(path.rename(path.with_name("step-00000003")))
+        read_manifest(path.rename(path.with_name("step-00000003")))

@@ -161,11 +161,11 @@ class UpdateTable:
         self.flops = total({name: update.whole_flops for name, update in updates.items()})
         """FLOPs of products over whole tensors."""
         self.products = total({name: float(update.products) for name, update in updates.items()})
-        whole = {name: update.gathered_bytes for name, update in updates.items() if update.gathered_bytes}
+        whole = {name: update.all_gather_bytes for name, update in updates.items() if update.all_gather_bytes}
         divided = {name: size for name, size in whole.items() if BF16 * trained[name] < size}
-        self.gathered = total(whole), total(dict.fromkeys(whole, 1.0))
+        self.all_gathers = total(whole), total(dict.fromkeys(whole, 1.0))
         """Bytes, and number, of the tensors that must be whole."""
-        self.gathered_on_tensor_axis = total(divided), total(dict.fromkeys(divided, 1.0))
+        self.tensor_axis_all_gathers = total(divided), total(dict.fromkeys(divided, 1.0))
         """Bytes, and number, of those that tensor parallelism divides."""
 
 

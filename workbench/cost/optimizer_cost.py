@@ -52,7 +52,7 @@ def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, Paramete
         spec = captured.parameters[name]
         flops, products = orthogonalisation_flops(*spec.shape)
         updates[name] = ParameterUpdate(
-            cost.state_bytes, cost.update_bytes, whole_flops=flops, products=products, gathered_bytes=2.0 * spec.numel
+            cost.state_bytes, cost.update_bytes, whole_flops=flops, products=products, all_gather_bytes=2.0 * spec.numel
         )
     return updates
 

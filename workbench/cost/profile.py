@@ -47,7 +47,7 @@ class ParameterUpdate:
     """FLOPs of matrix products over the whole tensor, which each device that holds a shard of it computes."""
     products: int = 0
     """Number of these products."""
-    gathered_bytes: float = 0.0
+    all_gather_bytes: float = 0.0
     """Bytes of the whole tensor as it is all-gathered for these products, in bf16."""
 
 

@@ -487,7 +487,7 @@ def main() -> None:
         return
     probe = _compiled_probe(request, request.micro_batches[number], device, clock.note)
     micro_batch = int(read_json(_wait_for_file(folder / f"{number}{MICRO_BATCH}")))
-    clock.note("told")
+    clock.note("assigned")
     if probe is None or probe.micro_batch != micro_batch:
         del probe
         _free_memory(device)

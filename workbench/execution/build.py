@@ -61,7 +61,7 @@ def _is_built_on_host(model_bytes: int, device: torch.device) -> bool:
 
 
 @contextmanager
-def turn_to_build(model_bytes: int, device: torch.device, local_rank: int) -> Iterator[None]:
+def build_lock(model_bytes: int, device: torch.device, local_rank: int) -> Iterator[None]:
     """Return a context in which a rank builds the model and takes its stages; a collective.
 
     If models are too large for their GPUs, only as many ranks of a host build at once as its free memory allows.

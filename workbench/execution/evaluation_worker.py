@@ -9,10 +9,10 @@ from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgre
 from workbench.execution.evaluate import EvaluationLog
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
-from workbench.execution.worker import BetweenSteps, Worker, main
+from workbench.execution.worker import BetweenSteps, TrainingWorker, main
 
 
-class EvaluationWorker(Worker):
+class EvaluationWorker(TrainingWorker):
     """Evaluates the checkpoint that `resume.json` names, and writes no checkpoint."""
 
     def _train(

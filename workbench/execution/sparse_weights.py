@@ -140,7 +140,7 @@ class SparseWeights(ABC):
         """
         if tensor is None:
             return torch.zeros(self.patterns[name].shape, device=self.patterns[name].device)
-        sizes = block_sums(self._whole.gathered(name, tensor.detach()), self.sparsity.block)
+        sizes = block_sums(self._whole.all_gathered(name, tensor.detach()), self.sparsity.block)
         if self._coordinate.tensor > 1:
             dist.broadcast(sizes, group=self._coordinate.tensor_group, group_src=0)
         return sizes

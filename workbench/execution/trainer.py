@@ -234,7 +234,7 @@ class Trainer:
 
     def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
-        return self._whole.gathered(name, tensor.detach())
+        return self._whole.all_gathered(name, tensor.detach())
 
     def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a parameter, or of a tensor sharded like it, as a plain tensor."""

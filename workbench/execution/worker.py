@@ -36,13 +36,13 @@ from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import (
     block_sparse_parameters,
+    build_lock,
     build_model,
     build_stage,
     capture_for,
     check_coupling,
     evaluation_programs,
     prepare_compiler,
-    turn_to_build,
 )
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model
@@ -75,7 +75,7 @@ WARM_STEPS = 3
 """Steps after which the peak memory is reported for the first time."""
 
 
-def main(directory: str, worker_type: type[Worker] | None = None) -> int:
+def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int:
     """Run one rank from start to end, by default of a training; return the exit code of its process."""
     run = RunDir(Path(directory))
     _complete_environment()
@@ -99,7 +99,7 @@ def main(directory: str, worker_type: type[Worker] | None = None) -> int:
     if rank == 0:
         enter("starting")
     try:
-        worker = (worker_type or Worker)(run, plan)
+        worker = (worker_type or TrainingWorker)(run, plan)
         steps, target = worker.run(), worker.experiment.steps
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
@@ -119,7 +119,7 @@ def main(directory: str, worker_type: type[Worker] | None = None) -> int:
     return 0
 
 
-class Worker:
+class TrainingWorker:
     """One rank: `__init__` joins the process groups, and `run` builds, resumes, trains and leaves."""
 
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
@@ -146,7 +146,7 @@ class Worker:
         self.heartbeat = Heartbeat(run_dir, dist.get_rank())
         self._stop_requested = False
         self._feed: Feed | None = None
-        self._place: Mapping[str, Any] | None = None
+        self._stream_state: Mapping[str, Any] | None = None
         self._initial_rss = psutil.Process().memory_info().rss
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop_signal)
@@ -186,7 +186,7 @@ class Worker:
         compile = self.experiment.compile if self.experiment.compile is not None else _on_gpu()
         if compile:
             prepare_compiler()
-        with turn_to_build(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
+        with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
             graph, evaluated, sampled, stages, extras = self._build_stages(context, compile)
         absent = round(absent_flops(graph, self.experiment.sparsity) * self.experiment.global_batch)
         self.plan = replace(self.plan, flops_per_step=self.plan.flops_per_step - absent)
@@ -261,7 +261,7 @@ class Worker:
         between: Sequence[BetweenSteps],
     ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
-        self._place = progress.place
+        self._stream_state = progress.stream_state
         steps, every = self.experiment.steps, self.experiment.checkpoint_every
         events = self.run_dir.events if self.is_main else None
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
@@ -289,7 +289,7 @@ class Worker:
                     log.flush()
                     if self.experiment.keep_checkpoints:
                         begin("checkpoint")
-                        checkpoints.save(TrainingProgress(step, log.seconds, self._place_of(step)))
+                        checkpoints.save(TrainingProgress(step, log.seconds, self._stream_state_at(step)))
                     log.restart_clock()
                 if is_last:
                     break
@@ -311,16 +311,16 @@ class Worker:
         Labels are counted while the batch is still in the host's memory, where counting does not wait for the device.
         """
         dataset, batch = self.experiment.data.dataset(self.experiment), self.experiment.global_batch
-        with feed(dataset, first_step * batch, batch, self._place_of(first_step)) as self._feed:
+        with feed(dataset, first_step * batch, batch, self._stream_state_at(first_step)) as self._feed:
             sharded = own_batches(self._feed.dataset, trainer.samples, self.coordinate, self.device)
             for step, own in enumerate(skip_first_batches(sharded, first_step), first_step):
                 self._feed.release((step + 1) * batch)
                 yield send_to_device(own, self.device, non_blocking=True), trainer.count_labels_on_host(own)
 
-    def _place_of(self, step: int) -> Mapping[str, Any] | None:
+    def _stream_state_at(self, step: int) -> Mapping[str, Any] | None:
         """Return where a stream goes on with the first sample of a step, or None if nothing is known of it."""
         found = None if self._feed is None else self._feed.place(step * self.experiment.global_batch)
-        return found or self._place
+        return found or self._stream_state
 
     def _on_stop_signal(self, *_: Any) -> None:
         self._stop_requested = True
@@ -380,9 +380,9 @@ def _read_experiment(run_dir: RunDir) -> Experiment:
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
     """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
     used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
-    facts = describe_model(model)
-    unused = {name: facts.tensors[name].detach().cpu() for name in facts.persistent if name not in used}
-    return CheckpointExtras(facts.to_json(), unused)
+    description = describe_model(model)
+    unused = {name: description.tensors[name].detach().cpu() for name in description.persistent if name not in used}
+    return CheckpointExtras(description.to_json(), unused)
 
 
 def error_message(cause: BaseException, plan: Plan) -> str:

@@ -59,7 +59,7 @@ class MuonAndAdamW(PartwiseAdamW):
             mesh, placements = parameter.device_mesh, parameter.placements
             shape, stride = parameter.shape, parameter.stride()
             shard = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
-        return shard if self._whole is None else self._whole.gathered(name, shard)
+        return shard if self._whole is None else self._whole.all_gathered(name, shard)
 
     def _momentum(self, parameter: nn.Parameter) -> torch.Tensor:
         state: dict[str, torch.Tensor] = self.state[parameter]

@@ -21,7 +21,7 @@ class WholeTensors(Protocol):
     def summed(self, names: Sequence[str], parameters: Sequence[nn.Parameter], shares: torch.Tensor) -> torch.Tensor:
         """Return `shares` (…, one column for each parameter), each summed over the shards of its parameter."""
 
-    def gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor that is sharded like the parameter `name` (a collective)."""
 
     def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -260,13 +260,13 @@ class StrategyCosts:
     def _compute(self) -> Compute:
         strategy = self.strategy
         hooks = self.cluster.device.efficiency.sharded_block_s if strategy.shards else 0.0
-        gathered_again = hooks / 2 if strategy.shards_parameters else 0.0
+        all_gathered_again = hooks / 2 if strategy.shards_parameters else 0.0
         is_bf16 = self.profile.precision == "bf16"
         return self.model.device.compute(
             strategy.micro_batch,
             strategy.tensor,
             self.model.modes,
-            (1e3 * hooks, 1e3 * (hooks + gathered_again)),
+            (1e3 * hooks, 1e3 * (hooks + all_gathered_again)),
             self.cluster.group_link(strategy.tensor),
             low_precision=is_bf16 and (strategy.shards or strategy.keeps_weight_copies(self.profile.precision)),
             sharded=strategy.shards,
@@ -310,12 +310,12 @@ class StrategyCosts:
         flops = stages.whole(update.flops) + stages.whole(update.products) * tuned.gemm_half_flops
         seconds = flops / (self.cluster.device.peak("bf16") * tuned.gemm)
         axes = (
-            (update.gathered, strategy.data if strategy.shards else 1, strategy.tensor),
-            (update.gathered_on_tensor_axis, strategy.tensor, 1),
+            (update.all_gathers, strategy.data if strategy.shards else 1, strategy.tensor),
+            (update.tensor_axis_all_gathers, strategy.tensor, 1),
         )
-        for (gathered, number), degree, stride in axes:
+        for (all_gathered, number), degree, stride in axes:
             if degree > 1:
-                each = stages.whole(gathered) / np.maximum(stages.whole(number), 1)
+                each = stages.whole(all_gathered) / np.maximum(stages.whole(number), 1)
                 link = self.cluster.group_link(degree, stride)
                 seconds = seconds + stages.whole(number) * all_gather_s(each, degree, link)
         return np.asarray(seconds)

@@ -19,7 +19,7 @@ LONGEST_ROW = 2048
 rows twice and computes everything fused into them twice."""
 
 
-class Choices(InductorChoices):
+class LongRowChoices(InductorChoices):
     """Inductor's choices, except that reductions (LayerNorm) keep rows of up to `LONGEST_ROW` elements in registers."""
 
     @staticmethod
@@ -53,7 +53,7 @@ def prepare() -> None:
     An early call starts the compiler's helper processes, which import torch themselves, before a compilation waits for
     them.
     """
-    config.inductor_choices_class = Choices
+    config.inductor_choices_class = LongRowChoices
     # With this setting a recomputation draws from the generator state that its forward found, which `StepContext`
     # seeds. By default, on GPUs, the compiler uses generators of its own that are seeded once for all steps: masks
     # would depend on the number of steps this process has trained.

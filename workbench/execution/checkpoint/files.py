@@ -58,10 +58,10 @@ def requested_checkpoint(run: RunDir) -> Path | None:
     )
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of `complete.json`; raise `DamagedCheckpoint` if it is missing or unreadable."""
     try:
-        facts: dict[str, Any] = read_json(path / COMPLETE)
+        manifest: dict[str, Any] = read_json(path / COMPLETE)
     except FileNotFoundError:
         raise DamagedCheckpoint(
             f"{path} is not a complete checkpoint: {COMPLETE} is missing, so its writing was interrupted. "
@@ -72,23 +72,23 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{path / COMPLETE} is not JSON. Resume from an earlier checkpoint.", path=str(path)
         ) from None
-    if not isinstance(facts, dict) or facts.get("digest", digest_of(facts)) != digest_of(facts):
+    if not isinstance(manifest, dict) or manifest.get("digest", digest_of(manifest)) != digest_of(manifest):
         raise DamagedCheckpoint(
             f"{path / COMPLETE} does not hold what was written to it. Resume from an earlier checkpoint.",
             path=str(path),
         )
-    if "step" in facts and facts["step"] != step_of(path):
+    if "step" in manifest and manifest["step"] != step_of(path):
         raise DamagedCheckpoint(
-            f"{path} holds the checkpoint of step {facts['step']}, and its name says {step_of(path)}. Give the folder "
-            "its own name, or resume from an earlier checkpoint.",
+            f"{path} holds the checkpoint of step {manifest['step']}, and its name says {step_of(path)}. Give the "
+            "folder its own name, or resume from an earlier checkpoint.",
             path=str(path),
         )
-    return facts
+    return manifest
 
 
-def digest_of(facts: Mapping[str, Any]) -> str:
+def digest_of(manifest: Mapping[str, Any]) -> str:
     """Return the digest of what `complete.json` says beside its own digest."""
-    text = json.dumps({name: value for name, value in facts.items() if name != "digest"}, sort_keys=True)
+    text = json.dumps({name: value for name, value in manifest.items() if name != "digest"}, sort_keys=True)
     return hashlib.blake2b(text.encode()).hexdigest()[:32]
 
 

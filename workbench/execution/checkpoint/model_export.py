@@ -25,7 +25,7 @@ from workbench.execution.checkpoint.files import (
     DamagedCheckpoint,
     complete_checkpoints,
     find_damage,
-    read_facts,
+    read_manifest,
     step_of,
 )
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
@@ -36,8 +36,8 @@ FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """The facts about a model that an export needs."""
+class ModelDescription:
+    """The description of a model that an export needs."""
 
     class_name: str
     persistent: tuple[str, ...]
@@ -53,8 +53,8 @@ class ModelFacts:
         return {"class": self.class_name, "persistent": list(self.persistent), "ties": ties, "config": self.config}
 
 
-def describe_model(model: nn.Module) -> ModelFacts:
-    """Return the facts of a built model."""
+def describe_model(model: nn.Module) -> ModelDescription:
+    """Return the description of a built model."""
     tensors: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
     ties: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def describe_model(model: nn.Module) -> ModelFacts:
             tensors[name] = tensor
         else:
             ties.setdefault(canonical, []).append(name)
-    return ModelFacts(
+    return ModelDescription(
         class_name=type(model).__name__,
         persistent=tuple(tensors),
         ties={name: tuple(others) for name, others in ties.items()},
@@ -100,8 +100,7 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     Tied weights are written once. Returns the files. Raises `CheckpointError` if the checkpoint is damaged or does not
     describe its model, and if the folder holds a model already.
     """
-    facts = read_facts(checkpoint)
-    problem = find_damage(checkpoint, facts.get("files", {}))
+    problem = find_damage(checkpoint, read_manifest(checkpoint).get("files", {}))
     if problem is not None:
         raise DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
     if not (checkpoint / MODEL).exists():

@@ -34,7 +34,7 @@ from workbench.execution.checkpoint.files import (
     digests,
     find_damage,
     prune,
-    read_facts,
+    read_manifest,
     remove,
     step_of,
 )
@@ -51,11 +51,11 @@ KEEP = 3
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Completed steps, the training time in seconds, and the place of a stream of data."""
+    """Completed steps, the training time in seconds, and the state of a stream of data."""
 
     step: int
     seconds: float
-    place: Mapping[str, Any] | None = None
+    stream_state: Mapping[str, Any] | None = None
     """Value from which streamed data go on with the next step; None for data that are read by their index."""
 
 
@@ -145,7 +145,7 @@ class Checkpoints:
         try:
             self._together(lambda: _empty_folder(path) if self._is_main else None)
             dcp_save(dict(staged), checkpoint_id=path, process_group=self._group)
-            files = {name: facts for each in self._together(lambda: self._digests(path)) for name, facts in each}
+            files = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
             self._together(lambda: self._mark_complete(path, progress, files) if self._is_main else None)
         except Exception as failure:
             error = _sentence(failure)
@@ -167,10 +167,10 @@ class Checkpoints:
 
     def _mark_complete(self, path: Path, progress: TrainingProgress, files: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
-        facts = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
-        if progress.place is not None:
-            facts["place"] = dict(progress.place)
-        write_json(path / COMPLETE, {**facts, "digest": digest_of(facts)})
+        manifest = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
+        if progress.stream_state is not None:
+            manifest["stream_state"] = dict(progress.stream_state)
+        write_json(path / COMPLETE, {**manifest, "digest": digest_of(manifest)})
         prune(self._run.checkpoints, self._keep, progress.step)
 
     @property
@@ -217,14 +217,14 @@ class Checkpoints:
         Raises `CheckpointError`, before anything is changed, if the checkpoint is incomplete, damaged or of another
         model.
         """
-        facts = read_facts(path)
-        if facts["signature"] != self._trainer.plan.signature:
+        manifest = read_manifest(path)
+        if manifest["signature"] != self._trainer.plan.signature:
             raise CheckpointError(
-                f"{path} was saved from a model of other parameters (signature {facts['signature']}, this model has "
+                f"{path} was saved from a model of other parameters (signature {manifest['signature']}, this model has "
                 f"{self._trainer.plan.signature}). Resume with the experiment that wrote it.",
                 path=str(path),
             )
-        self._verify(path, facts["files"])
+        self._verify(path, manifest["files"])
         stored = GuardedReader(path).read_metadata().state_dict_metadata  # raises before anything is changed
         self._check_patterns(path, stored)
         create_state(self._trainer.optimizer)
@@ -244,7 +244,7 @@ class Checkpoints:
                 self._copy_shard(name, targets[key], value)
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.mask_weights()
-        return TrainingProgress(int(facts["step"]), float(facts["seconds"]), facts.get("place"))
+        return TrainingProgress(int(manifest["step"]), float(manifest["seconds"]), manifest.get("stream_state"))
 
     def load_newest(self, path: Path, rejected: Callable[[Path, str], None]) -> tuple[TrainingProgress, Path]:
         """Restore from `path` or, if that is damaged, from the newest undamaged checkpoint before it.

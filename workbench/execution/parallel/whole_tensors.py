@@ -45,7 +45,7 @@ class ShardedTensors:
                 dist.all_reduce(shares, group=mesh.get_group())
         return shares
 
-    def gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gathered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of a tensor that is stored like the parameter `name`."""
         if name in self.indices and tensor.ndim > 0:
             return to_dense(tensor, self.indices[name])
