@@ -112,7 +112,7 @@ class Experiment:
 
     `model` is one of `wb.models.…`, or any callable that returns an `nn.Module`; `data` is one of `wb.data.…`, a
     dataset whose items are dicts of tensors, map-style or iterable, or a callable that returns one. Callables and
-    datasets become a `CustomModel` and a `CustomData`. The model must return its loss: as `.loss`, `["loss"]`, the
+    datasets become a `CustomModel` and a `UserData`. The model must return its loss: as `.loss`, `["loss"]`, the
     first item of a tuple, or the only scalar of what it returns; `loss` chooses among several.
 
     One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all devices, however a
@@ -135,7 +135,7 @@ class Experiment:
     """Tokens to train on instead of `steps`, counted as `seq_len` for each sample."""
     global_batch: int = 64
     seq_len: int = 128
-    """Tokens per sample. A custom dataset decides the length itself: give its length here, since it counts tokens."""
+    """Tokens per sample. A user-defined dataset decides the length itself: give it here, since it counts tokens."""
     learning_rate: float = 1e-4
     warmup_steps: int | None = None
     """Steps of linear warm-up from 0; `None` takes a tenth of `steps`."""
@@ -371,16 +371,16 @@ def _check_evaluation(experiment: Experiment) -> None:
             "Add evaluate=wb.Evaluate(every=100), or remove eval_data.",
             parameter="eval_data",
         )
-    if evaluate is not None and held_out is None and experiment.data.is_custom:
+    if evaluate is not None and held_out is None and experiment.data.is_user_defined:
         raise InvalidExperiment(
-            f"evaluate is given, but a dataset of your own ({experiment.data.name}) is not split. "
+            f"evaluate is given, but a user-defined dataset ({experiment.data.name}) is not split. "
             "Give held-out samples: eval_data=my_validation_dataset.",
             parameter="eval_data",
         )
-    if held_out is not None and experiment.data.is_custom and not held_out.is_custom:
+    if held_out is not None and experiment.data.is_user_defined and not held_out.is_user_defined:
         raise InvalidExperiment(
-            f"eval_data is the text {held_out.name}, but data is a dataset of your own ({experiment.data.name}), which "
-            "has another tokeniser or none. Give a dataset with the same fields as eval_data.",
+            f"eval_data is the text {held_out.name}, but data is a user-defined dataset ({experiment.data.name}), "
+            "which has another tokeniser or none. Give a dataset with the same fields as eval_data.",
             parameter="eval_data",
         )
 
@@ -424,9 +424,9 @@ def _check_samples(experiment: Experiment) -> None:
             f'samples={samples!r} is no Samples. Write samples=wb.Samples(prompts=["Hello! I am"]).',
             parameter="samples",
         )
-    if experiment.data.is_custom:
+    if experiment.data.is_user_defined:
         raise InvalidExperiment(
-            f"samples need a tokeniser, and data is a dataset of your own ({experiment.data.name}), which has none. "
+            f"samples need a tokeniser, and data is a user-defined dataset ({experiment.data.name}), which has none. "
             "Train on text (wb.data.corpus or wb.data.hub), or remove samples.",
             parameter="samples",
         )

@@ -6,7 +6,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     plan.json            how it was divided, with the prediction
     started.json         copy of what determines the training in the two files above, as the run was started
     environment.json     machine, versions, git state
-    own_data.json        fingerprint of a dataset of the user's own, computed by the ranks
+    user_data.json       fingerprint of a user-defined dataset, computed by the ranks
     code/                the user's own model or dataset: model.pkl, data.pkl for the workers, their source beside
                          them, and path.json, which lists the folders of their modules
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
@@ -90,7 +90,7 @@ class RunDir:
     plan = _Entry("plan.json")
     started = _Entry("started.json")
     environment = _Entry("environment.json")
-    own_data = _Entry("own_data.json")
+    user_data = _Entry("user_data.json")
     code = _Entry("code")
     events = _Entry("events.jsonl")
     model_code = _Entry("code/model.pkl")

@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Run
     assert find_damage(run.checkpoint(12), read_manifest(run.checkpoint(12))["files"]) is None
 
 
-def test_a_run_of_ones_own_dataset_resumes_from_the_code_that_it_kept(
+def test_a_run_of_user_defined_dataset_resumes_from_the_code_that_it_kept(
     unbroken: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # of the dataset's class

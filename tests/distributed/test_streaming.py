@@ -89,8 +89,8 @@ def continued(killed: Path, path: Path, experiment: Experiment, degrees: dict[st
 def test_a_streamed_run_killed_with_9_has_the_curve_of_the_stored_text_to_the_last_bit(
     text: Path, stored: RunDir, killed: Path, tmp_path: Path
 ) -> None:
-    facts = read_manifest(killed)
-    assert facts["stream_state"]["first"] <= BATCH * facts["step"] < facts["stream_state"]["first"] + BUFFER
+    manifest = read_manifest(killed)
+    assert manifest["stream_state"]["first"] <= BATCH * manifest["step"] < manifest["stream_state"]["first"] + BUFFER
     run = continued(killed, tmp_path / "run", asked(text, streaming=True, checkpoint_every=5), {})
     assert curve(run) == curve(stored)
     evaluations = [
@@ -111,11 +111,11 @@ def test_a_streamed_run_goes_on_under_every_plan_as_that_of_the_stored_text(
         assert found[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4), rate), step
 
 
-def read_by(rank: int, experiment: Experiment, place: Any, first: int, end: int) -> Any:
-    """Return what every rank reads of some steps as the worker does it, and the place of the stream after them."""
+def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int) -> Any:
+    """Return what every rank reads of some steps as the worker does it, and the state of the stream after them."""
     world = torch.distributed.get_world_size()
     worker: Any = TrainingWorker.__new__(TrainingWorker)
-    worker.experiment, worker._feed, worker._stream_state = experiment, None, place
+    worker.experiment, worker._feed, worker._stream_state = experiment, None, state
     worker.coordinate, worker.device = SimpleNamespace(data=world, data_rank=rank), torch.device("cpu")
     trainer: Any = SimpleNamespace(samples=BATCH // world, count_labels_on_host=lambda _: None)
     windows = []
@@ -134,9 +134,9 @@ def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text:
     stored = asked(text, streaming=False, steps=10**6, evaluate=None)
     windows = stored.data.samples_per_epoch(stored)
     middle, end = windows // 2 // BATCH, windows // BATCH
-    one, place = launch(read_by, 1, experiment, None, 0, middle)
-    assert place["first"] > 0, "the checkpoint is after the first chunk"
-    two, _ = launch(read_by, 2, experiment, place, middle, end + 1)
+    one, state = launch(read_by, 1, experiment, None, 0, middle)
+    assert state["first"] > 0, "the checkpoint is after the first chunk"
+    two, _ = launch(read_by, 2, experiment, state, middle, end + 1)
     dataset = stored.data.dataset(stored)
     expected = [row.tolist() for row in dataset.__getitems__(range(windows))["input_ids"]]
     seen = one + two
@@ -174,10 +174,10 @@ def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Pat
     real_worker.eventually(lambda: len(complete_checkpoints(run.checkpoints)) > 0)
     ranks.kill(first=0)
     newest = complete_checkpoints(run.checkpoints)[-1]
-    facts = read_manifest(newest)
-    place = facts["stream_state"]
-    assert 0 < place["first"] <= BATCH * facts["step"] < place["first"] + 32
-    assert place["state"] == ({"read": place["item"]} if place["item"] else None)
+    manifest = read_manifest(newest)
+    state = manifest["stream_state"]
+    assert 0 < state["first"] <= BATCH * manifest["step"] < state["first"] + 32
+    assert state["dataset_state"] == ({"read": state["item"]} if state["item"] else None)
     Ranks(directory(run.path, experiment, chosen, newest), 1).wait()
     assert curve(run) == curve(whole)
     assert len(curve(run)) == 16
@@ -185,10 +185,10 @@ def test_an_iterable_dataset_killed_with_9_goes_on_to_the_last_bit(tmp_path: Pat
 
 def test_no_item_is_lost_or_seen_twice_when_two_replicas_go_on_after_one() -> None:
     experiment = real_worker.experiment(data=WordStream(), steps=10**6)
-    one, place = launch(read_by, 1, experiment, None, 0, 5)
-    two, _ = launch(read_by, 2, experiment, place, 5, 25)
+    one, state = launch(read_by, 1, experiment, None, 0, 5)
+    two, _ = launch(read_by, 2, experiment, state, 5, 25)
     seen = [window[0] for window in one + two]
-    assert place["item"] == 32
+    assert state["item"] == 32
     for step in range(25):
         numbers = range(step * BATCH, (step + 1) * BATCH)
         assert sorted(seen[step * BATCH : (step + 1) * BATCH]) == sorted(1 + number % 50 for number in numbers)

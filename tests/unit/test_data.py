@@ -497,7 +497,7 @@ def test_a_sequence_too_short_for_text_is_refused(text):
         text.check(Training(seq_len=4))
 
 
-# The user's own datasets
+# User-defined datasets
 
 
 class Pictures(Dataset):
@@ -512,7 +512,7 @@ class Pictures(Dataset):
 
 
 @pytest.mark.parametrize("value", [Pictures(), Pictures, lambda: Pictures()], ids=["dataset", "class", "lambda"])
-def test_items_of_a_custom_dataset_come_once_per_epoch(value):
+def test_items_of_a_user_defined_dataset_come_once_per_epoch(value):
     custom, training = data.as_data(value), Training(steps=5, global_batch=4)
     specs = custom.batch_specs(training)
     assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
@@ -533,16 +533,16 @@ def test_items_of_a_custom_dataset_come_once_per_epoch(value):
 def test_a_few_items_stand_for_the_rest_where_values_matter(monkeypatch):
     training = Training()
     assert data.as_data(Pictures()).examples(training)["label"].tolist() == list(range(10))
-    monkeypatch.setattr("workbench.data._custom.EXAMPLES", 4)
+    monkeypatch.setattr("workbench.data._user_data.EXAMPLES", 4)
     assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 2, 5, 7]
-    monkeypatch.setattr("workbench.data._custom.EXAMPLES_BYTES", 2 * (24 + 8))
+    monkeypatch.setattr("workbench.data._user_data.EXAMPLES_BYTES", 2 * (24 + 8))
     assert data.as_data(Pictures()).examples(training)["label"].tolist() == [0, 5]
     assert data.corpus("demo").examples(training) is None
 
 
 def test_a_described_dataset_shows_its_name_and_refuses_to_be_read():
     described = data.from_json(json.loads(json.dumps(data.as_data(Pictures()).to_json())))
-    assert (described.name, described.is_custom) == ("Pictures", True)
+    assert (described.name, described.is_user_defined) == ("Pictures", True)
     with pytest.raises(DataError, match="Only the description of Pictures"):
         described.check(Training())
     data.from_json(described.to_json(), dataset=Pictures()).check(Training())

@@ -20,7 +20,7 @@ from workbench.data import as_data, data_fingerprint, held_out
 from workbench.data._feeder import fed_alone
 from workbench.data._iterable import RecordLayout
 from workbench.errors import DataError
-from workbench.execution.own_data import check_own_data
+from workbench.execution.user_data import check_user_data
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, write_json
 from workbench.tensors import TensorSpec
@@ -143,7 +143,7 @@ def test_every_pass_has_every_item_once_and_goes_on_from_any_place(kind: str) ->
     assert sorted(passes[0]) == sorted(passes[1]) == list(range(ITEMS))
     assert (passes[0] == passes[1]) == (kind in SAME_EACH_EPOCH)
     for chunk in found:
-        again = stream_of(data).chunks(json.loads(json.dumps(chunk.place)))
+        again = stream_of(data).chunks(json.loads(json.dumps(chunk.state)))
         for before, after in zip(found[found.index(chunk) :], itertools.islice(again, 3), strict=False):
             assert (after.first, after.records.tolist()) == (before.first, before.records.tolist())
 
@@ -153,7 +153,7 @@ def test_every_pass_has_every_item_once_and_goes_on_from_any_place(kind: str) ->
 )
 def test_a_state_saves_reading_items_again_if_it_is_right(kind: str, reads_again: bool) -> None:
     last = chunks(KINDS[kind]())[-1]
-    assert (last.place["state"] is None) == (kind == "torch")
+    assert (last.state["dataset_state"] is None) == (kind == "torch")
     stream, begun = stream_of(KINDS[kind]()), []
     begin = stream.items.begun
 
@@ -162,7 +162,7 @@ def test_a_state_saves_reading_items_again_if_it_is_right(kind: str, reads_again
         return begun[-1]
 
     object.__setattr__(stream.items, "begun", noted)
-    next(stream.chunks(last.place))
+    next(stream.chunks(last.state))
     read = begun[-1][0].read
     assert (read[0] == 0) == reads_again
     assert len(begun) == (2 if kind == "with a wrong state" else 1)
@@ -172,8 +172,8 @@ def test_state_of_a_shuffled_dataset_of_hugging_face_is_found_to_be_incomplete(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     last = chunks(streaming(40), epochs=1)[-1]
-    assert last.place["state"] is not None
-    next(stream_of(streaming(40)).chunks(last.place))
+    assert last.state["dataset_state"] is not None
+    next(stream_of(streaming(40)).chunks(last.state))
     assert "is not all of its state: 96 items are read again" in capsys.readouterr().out
 
 
@@ -262,11 +262,11 @@ def test_a_changed_dataset_is_noticed(tmp_path: Any) -> None:
             return map(item, range(1, ITEMS))
 
     run = RunDir(tmp_path / "run")
-    check_own_data(run, asked(as_data(Numbers())))
+    check_user_data(run, asked(as_data(Numbers())))
     write_json(run.resume, {"checkpoint": str(run.checkpoint(5)), "step": 5})
-    check_own_data(run, asked(Numbers(), steps=70))
+    check_user_data(run, asked(Numbers(), steps=70))
     with pytest.raises(DataError, match="gives other samples"):
-        check_own_data(run, asked(wb.data.CustomData(Others(), name="Numbers")))
+        check_user_data(run, asked(wb.data.UserData(Others(), name="Numbers")))
     assert data_fingerprint(asked(Numbers())) != data_fingerprint(asked(Numbers(), seed=1))
 
 

@@ -273,7 +273,7 @@ class Answers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(16) < 15 - index, IGNORED)}
 
 
-def test_custom_data_is_measured_with_its_samples_and_priced_for_its_labels() -> None:
+def test_user_defined_data_are_measured_with_its_samples_and_priced_for_its_labels() -> None:
     """The micro-batch has one sample more than the data, so the first is repeated."""
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)

@@ -167,7 +167,7 @@ def build_net() -> nn.Module:
 def test_any_callable_that_returns_a_module_is_a_model(factory, name):
     model = models.as_model(factory)
     assert model.name == name
-    assert model.is_custom
+    assert model.is_user_defined
     assert model.objective is None
     assert isinstance(model.build(), Net)
     assert model.build().training

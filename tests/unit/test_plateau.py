@@ -158,5 +158,5 @@ def test_the_level_comes_from_the_text_of_the_experiment(tmp_path, monkeypatch):
     assert 0 < found.loss < found.unigram_entropy
     assert wb.context_free(causal).loss == wb.context_free(causal).unigram_entropy
     own = causal.replace(data=lambda: [{"input_ids": 0}])
-    with pytest.raises(DataError, match="a dataset of your own, in which nothing says what the tokens are"):
+    with pytest.raises(DataError, match="a user-defined dataset, in which nothing says what the tokens are"):
         wb.context_free(own)

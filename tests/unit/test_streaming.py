@@ -1,4 +1,4 @@
-"""A streamed text gives the samples of the stored text in the same order, from any place, in bounded memory."""
+"""A streamed text gives the samples of the stored text in the same order, from any state, in bounded memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dataset(experiment: Experiment) -> Any:
 
 @pytest.mark.parametrize("evaluate", [None, wb.Evaluate(samples=40)], ids=["everything", "held out"])
 @pytest.mark.parametrize("buffer", [5, 10**6])
-def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_place(
+def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_state(
     text: Path, buffer: int, evaluate: Any
 ) -> None:
     streamed, stored = (asked(text, streaming, buffer, evaluate=evaluate) for streaming in (True, False))
@@ -69,7 +69,7 @@ def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_place(
     order = dataset(stored).samples.starts(np.arange(windows)) // SEQ
     assert sorted(order.tolist()) == list(range(windows))
     for chunk in chunks[:: max(1, len(chunks) // 6)]:
-        again = next(dataset(streamed).stream.chunks(json.loads(json.dumps(chunk.place))))
+        again = next(dataset(streamed).stream.chunks(json.loads(json.dumps(chunk.state))))
         assert again.first == chunk.first
         assert (again.records == chunk.records).all()
     if evaluate:
@@ -110,16 +110,16 @@ def test_a_process_hands_the_samples_on_through_a_file(text: Path, model: str) -
     assert all((batch[name] == expected[name]).all() for name in batch)
 
 
-def test_the_writer_waits_for_the_slowest_reader_and_goes_on_from_a_place(text: Path) -> None:
+def test_the_writer_waits_for_the_slowest_reader_and_goes_on_from_a_state(text: Path) -> None:
     streamed, stored = asked(text, True, 10), asked(text, False, 10)
     found, first = dataset(streamed), 35
-    place = next(chunk.place for chunk in found.stream.chunks(None) if chunk.first == 30)
+    state = next(chunk.state for chunk in found.stream.chunks(None) if chunk.first == 30)
     descriptor, path = new_ring_file()
     path.unlink()
     ring = ring_for(found.stream, descriptor, 1, readers=2, vocabulary=found.vocabulary)
     assert ring.capacity == 20
     ring.clear(first)
-    feeder = Feeder(found.stream, ring, first, place)
+    feeder = Feeder(found.stream, ring, first, state)
     expected = dataset(stored)
     try:
         for index in range(first, 150):
@@ -127,10 +127,10 @@ def test_the_writer_waits_for_the_slowest_reader_and_goes_on_from_a_place(text: 
             ring.release(0, index + 1)
             if index > first + 5:
                 ring.release(1, index - 4)
-        reached = feeder.place(150)
+        reached = feeder.state(150)
         assert reached is not None
         assert reached["first"] == 150
-        assert feeder.place(149) is None, "places before the last that was asked for are forgotten"
+        assert feeder.state(149) is None, "states before the last that was asked for are forgotten"
     finally:
         feeder.close()
         os.close(descriptor)

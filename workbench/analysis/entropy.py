@@ -40,7 +40,7 @@ def context_free(experiment: SampleRequest) -> ContextFree:
         raise InvalidArgument(
             f"context_free cannot use experiment={experiment!r:.80}. Give an Experiment.", parameter="experiment"
         )
-    dataset = None if experiment.data.is_custom else experiment.data.dataset(experiment)
+    dataset = None if experiment.data.is_user_defined else experiment.data.dataset(experiment)
     if isinstance(dataset, StreamedDataset):
         raise DataError(
             f"{experiment.data.name} is streamed, and its tokens are counted over all of it. Describe "
@@ -49,7 +49,7 @@ def context_free(experiment: SampleRequest) -> ContextFree:
         )
     if not isinstance(dataset, TextDataset):
         raise DataError(
-            f"{experiment.data.name} is a dataset of your own, in which nothing says what the tokens are. Count them, "
+            f"{experiment.data.name} is a user-defined dataset, in which nothing says what the tokens are. Count them, "
             "and give the entropy of their frequencies as a number.",
             data=experiment.data.name,
         )

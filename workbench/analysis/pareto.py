@@ -67,7 +67,7 @@ def _point(runs: Sequence[Run]) -> ParetoPoint:
 
 def _rebuilt(described: Mapping[str, Any], run: str) -> Experiment:
     experiment = Experiment.from_json(described)
-    if isinstance(experiment.model, CustomModel) or experiment.data.is_custom:
+    if isinstance(experiment.model, CustomModel) or experiment.data.is_user_defined:
         raise InvalidExperiment(
             f"{run} trains a model or data of your own, which the run's description does not contain, so that the "
             "FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."

@@ -1,4 +1,4 @@
-"""Data that feeds an experiment: packaged, local or hub text, and the user's own datasets.
+"""Data that feeds an experiment: packaged, local or hub text, and user-defined datasets.
 
 Every kind of data is a `DataSource`. Samples are pure functions of the seed and of their index in the training, so
 that every plan trains on the same samples.
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO, Corpus
-from workbench.data._custom import CustomData, as_data
 from workbench.data._fingerprint import data_fingerprint
 from workbench.data._hub import HubText
 from workbench.data._source import DataSource, Prepared, SampleRequest
+from workbench.data._user_data import UserData, as_data
 from workbench.data._vocabulary_file import vocabulary_size
 from workbench.errors import DataError
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Corpus",
-    "CustomData",
     "DataSource",
     "HubText",
     "Prepared",
+    "UserData",
     "as_data",
     "corpus",
     "data_fingerprint",
@@ -175,13 +175,13 @@ def documents(
     return replace(described, path=str(write_documents(texts, name, progress).absolute()))
 
 
-def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText | CustomData:
-    """Rebuild the data that `to_json` described; `dataset` supplies the user's own, which JSON only names.
+def from_json(value: Mapping[str, Any], dataset: Any = None) -> Corpus | HubText | UserData:
+    """Rebuild the data that `to_json` described; `dataset` supplies a user-defined one, which JSON only names.
 
-    A custom dataset that is rebuilt without it shows its name and raises `DataError` when it is read.
+    User-defined data that are rebuilt without it show their name and raise `DataError` when they are read.
     """
     fields = dict(value)
     data_type = fields.pop("type")
-    if data_type == "custom":
-        return CustomData(dataset, **fields)
+    if data_type == "user_defined":
+        return UserData(dataset, **fields)
     return Corpus(**fields) if data_type == "corpus" else HubText(**fields)

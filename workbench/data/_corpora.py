@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from workbench.data._datasets import StreamedDataset, TextDataset
     from workbench.data._prompts import EncodedPrompts
-    from workbench.data._sampling import Samples
+    from workbench.data._sampling import TextSamples
     from workbench.data._split import SplicedTokens
     from workbench.data._streamed_text import StreamedText
     from workbench.data._tokens import TokensKey, TokenStore
@@ -32,7 +32,7 @@ SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300}
 SHORTEST_SEQUENCE = 8
 LARGEST_MASKED_SHARE = 0.8
 DEFAULT_BUFFER = 4096
-"""Samples among which a streamed text is shuffled."""
+"""TextSamples among which a streamed text is shuffled."""
 LARGEST_BUFFER = 2**24
 CHECKED_WHOLE_BYTES = 1 << 20
 """Size up to which a text is tokenised when an experiment is checked, so that the check sees exact numbers."""
@@ -47,7 +47,7 @@ class TextData(ABC):
     tokenizer_file: str | None = None
     streaming: bool = False
     shuffle_buffer: int | None = None
-    is_custom: ClassVar[bool] = False
+    is_user_defined: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         least = SMALLEST_VOCABULARY["wordpiece"]
@@ -211,7 +211,7 @@ class TextData(ABC):
         if objective is None:
             raise DataError(
                 f"{self.name} is text, and nothing says what {model.name} learns from it. "
-                'Give the corpus an objective ("mlm", "mlm_nsp" or "clm"), or pass your own dataset.',
+                'Give the corpus an objective ("mlm", "mlm_nsp" or "clm"), or pass a dataset of tensors.',
                 model=model.name,
             )
         return objective
@@ -279,7 +279,7 @@ class TextData(ABC):
                 seq_len=request.seq_len,
             )
 
-    def _samples(self, store: TokenStore | SplicedTokens, request: SampleRequest) -> Samples:
+    def _samples(self, store: TokenStore | SplicedTokens, request: SampleRequest) -> TextSamples:
         from workbench.data._sampling import SAMPLES
 
         sampled = SAMPLES[self._objective(request)]

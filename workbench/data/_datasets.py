@@ -1,4 +1,4 @@
-"""Map-style torch datasets over a token store or the user's own items; imports torch, as `_iterable.py` does."""
+"""Map-style torch datasets over a token store or user-defined items; imports torch, as `_iterable.py` does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from workbench.data._ring import Ring
-from workbench.data._sampling import Samples, shuffled
+from workbench.data._sampling import TextSamples, shuffled
 from workbench.data._stream import SampleStream
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
@@ -51,7 +51,7 @@ class TrainingDataset(Dataset[Batch], ABC):
 class TextDataset(TrainingDataset):
     """Samples of a tokenised corpus; fields are int64 tensors."""
 
-    def __init__(self, samples: Samples, length: int) -> None:
+    def __init__(self, samples: TextSamples, length: int) -> None:
         super().__init__(length)
         self.samples = samples
 
@@ -77,11 +77,11 @@ class StreamedDataset(TrainingDataset):
     def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
         raise DataError(
             f"Sample {index_B[0]} of streamed data is made while training reads it, and nothing trains. To look at "
-            "samples, describe text with streaming=False, or iterate over your own dataset.",
+            "samples, describe text with streaming=False, or iterate over the dataset itself.",
         )
 
 
-class CustomDataset(TrainingDataset):
+class UserDataset(TrainingDataset):
     """The user's items, in a new order each epoch."""
 
     def __init__(self, items: Any, length: int, seed: int) -> None:
@@ -94,7 +94,7 @@ class CustomDataset(TrainingDataset):
 
 
 class HeldOutDataset(TrainingDataset):
-    """Items of the user's own held-out dataset in their order, spread evenly if it has more than are asked for."""
+    """Items of a user-defined held-out dataset in their order, spread evenly if it has more than are asked for."""
 
     def __init__(self, items: Any, length: int) -> None:
         super().__init__(min(length, len(items)))

@@ -25,7 +25,7 @@ import psutil
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from workbench.data._text import Block, Paragraph
+from workbench.data._text import Paragraph, TextBlock
 from workbench.errors import DataError
 
 I64 = NDArray[np.int64]
@@ -68,7 +68,7 @@ class Encoded:
         return Encoded(self.ids[1:], self.starts - 1)
 
 
-def encode(block: Block, tokenizer: Tokenizer, encoder: Encoder) -> Encoded:
+def encode(block: TextBlock, tokenizer: Tokenizer, encoder: Encoder) -> Encoded:
     """Return the ids of a block; raise `DataError` for bytes that are no text.
 
     BPE streams carry a line break after each paragraph and the end-of-text token after each document, which stands here
@@ -107,7 +107,7 @@ def _chunks(paragraphs: Iterable[Paragraph]) -> Iterator[list[Paragraph]]:
         yield chunk
 
 
-def encode_all(blocks: Iterable[Block], encoder: Encoder, workers: int) -> Iterator[tuple[Block, Encoded]]:
+def encode_all(blocks: Iterable[TextBlock], encoder: Encoder, workers: int) -> Iterator[tuple[TextBlock, Encoded]]:
     """Yield the blocks with their ids, in order.
 
     Zero workers mean this process, with the library's own threads. Raises `DataError` for text that cannot be read, and
@@ -118,13 +118,13 @@ def encode_all(blocks: Iterable[Block], encoder: Encoder, workers: int) -> Itera
         yield from ((block, encode(block, tokenizer, encoder)) for block in blocks)
         return
     with contextlib.ExitStack() as stack:
-        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        idle: queue.SimpleQueue[EncodingProcess] = queue.SimpleQueue()
         for _ in range(workers):
-            idle.put(stack.enter_context(Worker(encoder)))
+            idle.put(stack.enter_context(EncodingProcess(encoder)))
         # The pool is left before the workers end, and so waits for the blocks that they have.
         pool = stack.enter_context(ThreadPoolExecutor(workers))
         stack.callback(pool.shutdown, cancel_futures=True)
-        waiting: deque[tuple[Block, Future[Encoded]]] = deque()
+        waiting: deque[tuple[TextBlock, Future[Encoded]]] = deque()
         for block in blocks:
             waiting.append((block, pool.submit(_encode_by_any, idle, block)))
             while len(waiting) > workers * AHEAD or (waiting and waiting[0][1].done()):
@@ -135,7 +135,7 @@ def encode_all(blocks: Iterable[Block], encoder: Encoder, workers: int) -> Itera
             yield done, future.result()
 
 
-def _encode_by_any(idle: queue.SimpleQueue[Worker], block: Block) -> Encoded:
+def _encode_by_any(idle: queue.SimpleQueue[EncodingProcess], block: TextBlock) -> Encoded:
     worker = idle.get()
     try:
         return worker.encode(block)
@@ -143,7 +143,7 @@ def _encode_by_any(idle: queue.SimpleQueue[Worker], block: Block) -> Encoded:
         idle.put(worker)
 
 
-class Worker:
+class EncodingProcess:
     """A process that encodes one block after the other; it ends when the `with` block is left."""
 
     def __init__(self, encoder: Encoder) -> None:
@@ -158,7 +158,7 @@ class Worker:
         self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         self._send(encoder)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> EncodingProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -168,7 +168,7 @@ class Worker:
         self._process.wait()
         self._output.close()
 
-    def encode(self, block: Block) -> Encoded:
+    def encode(self, block: TextBlock) -> Encoded:
         """Return the ids of a block; raise `DataError` for bytes that are no text, or if the process was killed."""
         try:
             self._send(block)

@@ -30,16 +30,16 @@ BATCHES_AHEAD = 8
 """Global batches that a ring holds at least: the loaders of a rank read up to six of them ahead."""
 
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables by which a dataset of the user's own may give each rank a share; here one process reads for all of them."""
+"""Variables by which a user-defined dataset may give each rank a share; here one process reads for all of them."""
 
 
 class Feeder:
     """The process that writes a ring, seen from the rank that started it."""
 
-    def __init__(self, stream: SampleStream, ring: Ring, first: int, place: Mapping[str, Any] | None) -> None:
-        """Begin with sample `first`, from a place at or before it; None is the beginning of the stream."""
+    def __init__(self, stream: SampleStream, ring: Ring, first: int, state: Mapping[str, Any] | None) -> None:
+        """Begin with sample `first`, from a state at or before it; None is the beginning of the stream."""
         self._ring, self._first = ring, first
-        self._places: deque[Mapping[str, Any]] = deque([place] if place else ())
+        self._states: deque[Mapping[str, Any]] = deque([state] if state else ())
         others = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -49,17 +49,17 @@ class Feeder:
             env={**others, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
         )
         self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
-        self._reader = threading.Thread(target=self._read_places, name="places of the stream", daemon=True)
+        self._reader = threading.Thread(target=self._read_states, name="states of the stream", daemon=True)
         self._reader.start()
         with contextlib.suppress(BrokenPipeError):  # the readers report a process that ended
-            self._input.write(pickled("data", (stream, ring, first, place)))
+            self._input.write(pickled("data", (stream, ring, first, state)))
             self._input.flush()
 
-    def place(self, sample: int) -> Mapping[str, Any] | None:
-        """Return the place of the stream from which that sample, or a later one, can be made again."""
-        while len(self._places) > 1 and self._places[1]["first"] <= sample:
-            self._places.popleft()
-        return self._places[0] if self._places and self._places[0]["first"] <= sample else None
+    def state(self, sample: int) -> Mapping[str, Any] | None:
+        """Return the state of the stream from which that sample, or a later one, can be made again."""
+        while len(self._states) > 1 and self._states[1]["first"] <= sample:
+            self._states.popleft()
+        return self._states[0] if self._states and self._states[0]["first"] <= sample else None
 
     def close(self) -> None:
         """End the process, and wait for its end."""
@@ -70,9 +70,9 @@ class Feeder:
         self._reader.join()
         self._output.close()
 
-    def _read_places(self) -> None:
+    def _read_states(self) -> None:
         for line in self._output:
-            self._places.append(json.loads(line))
+            self._states.append(json.loads(line))
         self._process.wait()
         with contextlib.suppress(OSError):  # the ring may be closed by now
             self._ring.abandon(self._first)
@@ -114,13 +114,13 @@ def fed_alone(stream: SampleStream, samples: int, vocabulary: int) -> Iterator[R
 def main() -> None:
     """Write the samples of a stream to a ring until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process.
-    places = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # What a library prints must not stand between the places.
-    stream, ring, first, place = pickle.load(sys.stdin.buffer)
+    states = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # What a library prints must not stand between the states.
+    stream, ring, first, state = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ring.begin(first)
     try:
-        _feed(stream, ring, first, place, places)
+        _feed(stream, ring, first, state, states)
     except BaseException as error:
         traceback.print_exc()
         said = f"Reading the data raised {type(error).__name__}: {error}. The log of rank 0 has the traceback."
@@ -128,14 +128,14 @@ def main() -> None:
         sys.exit(1)
 
 
-def _feed(stream: SampleStream, ring: Ring, first: int, place: Mapping[str, Any] | None, places: IO[bytes]) -> None:
-    for chunk in stream.chunks(place):
+def _feed(stream: SampleStream, ring: Ring, first: int, state: Mapping[str, Any] | None, states: IO[bytes]) -> None:
+    for chunk in stream.chunks(state):
         skipped = max(0, first - chunk.first)
         if skipped >= len(chunk.records):
             continue
-        if chunk.place is not None:
-            places.write(json.dumps(chunk.place).encode() + b"\n")
-            places.flush()
+        if chunk.state is not None:
+            states.write(json.dumps(chunk.state).encode() + b"\n")
+            states.flush()
         ring.write(chunk.first + skipped, chunk.records[skipped:])
 
 

@@ -21,7 +21,7 @@ def data_fingerprint(experiment: Any) -> str | None:
             own = experiment.eval_data
             held = experiment.data.held_out(experiment) if own is None else own.held_out(experiment, experiment.data)
             digest = _digest_of_ends(held, digest)
-    except Exception:  # the user's own data may raise anything; training will report it
+    except Exception:  # user-defined data may raise anything; training will report it
         return None
     return str(digest.hexdigest())
 

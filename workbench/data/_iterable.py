@@ -1,10 +1,10 @@
-"""`ItemStream`: a dataset of the user's own that can only be iterated, as a stream of samples in its own order.
+"""`ItemStream`: a user-defined dataset that can only be iterated, as a stream of samples in its own order.
 
 A pass over the dataset is a function of the dataset, the seed and the epoch: it begins with a copy of the dataset, or
 with another call of the user's function, with `set_epoch(epoch)` where that is offered, and with Python's, NumPy's and
-PyTorch's own random generators seeded. The place of a chunk is therefore the number of items before it. The dataset's
-`state_dict` is stored beside it where there is one, and saves reading them again. A digest of the chunk shows whether
-the state is complete; if not, the items are read again.
+PyTorch's own random generators seeded. The state of the stream before a chunk is therefore the number of items before
+it. The dataset's `state_dict` is stored beside it where there is one, and saves reading them again. A digest of the
+chunk shows whether the dataset's state is complete; if not, the items are read again.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RecordLayout:
 
 
 class _RingItems(TrainingDataset):
-    """Samples of the user's own that arrive in a ring."""
+    """User-defined samples that arrive in a ring."""
 
     def __init__(self, ring: Ring, layout: RecordLayout, length: int) -> None:
         super().__init__(length)
@@ -166,13 +166,13 @@ class ItemStream:
         """Largest number of items in a chunk."""
         return max(1, min(CHUNK_ITEMS, CHUNK_BYTES // max(1, self.record_bytes)))
 
-    def chunks(self, place: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
+    def chunks(self, state: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
         """Yield chunks of items without end; raise `DataError` if a pass gives none."""
-        first, epoch, done = (place["first"], place["epoch"], place["item"]) if place else (0, 0, 0)
-        records = self._rest(place) if place else self._pass(epoch)
+        first, epoch, done = (state["first"], state["epoch"], state["item"]) if state else (0, 0, 0)
+        records = self._rest(state) if state else self._pass(epoch)
         while True:
             for rows, state in records:
-                facts = {"first": first, "epoch": epoch, "item": done, "state": state, "digest": _digest(rows)}
+                facts = {"first": first, "epoch": epoch, "item": done, "dataset_state": state, "digest": _digest(rows)}
                 yield Chunk(first, rows, facts)
                 first, done = first + len(rows), done + len(rows)
             if done == 0:
@@ -183,14 +183,14 @@ class ItemStream:
             epoch, done = epoch + 1, 0
             records = self._pass(epoch)
 
-    def _rest(self, place: Mapping[str, Any]) -> Iterator[tuple[NDArray[np.uint8], Any]]:
+    def _rest(self, state: Mapping[str, Any]) -> Iterator[tuple[NDArray[np.uint8], Any]]:
         """Return the rest of a pass: from the dataset's state if that gives the same items, else by reading again."""
-        epoch, done = place["epoch"], place["item"]
-        if place["state"] is not None:
-            records = self._pass(epoch, done, place["state"])
-            with contextlib.suppress(Exception):  # of the user's own code, which is asked again without the state
+        epoch, done = state["epoch"], state["item"]
+        if state["dataset_state"] is not None:
+            records = self._pass(epoch, done, state["dataset_state"])
+            with contextlib.suppress(Exception):  # of user-defined code, which is asked again without the state
                 head = next(records)
-                if _digest(head[0]) == place["digest"]:
+                if _digest(head[0]) == state["digest"]:
                     return itertools.chain([head], records)
             print(f"The state_dict of {self.items.name} is not all of its state: {done} items are read again.")
         return self._pass(epoch, done)

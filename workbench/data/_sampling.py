@@ -114,7 +114,7 @@ def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
 
 
 @dataclass(frozen=True)
-class Samples(ABC):
+class TextSamples(ABC):
     """Samples of a token stream that is cut into windows of `width`, which are read in a new order each epoch."""
 
     store: TokenStore | SplicedTokens | Ring
@@ -158,7 +158,7 @@ class Samples(ABC):
         """Return the fields of the samples with those indices, each with a leading batch dim."""
 
 
-class CausalSamples(Samples):
+class CausalSamples(TextSamples):
     """Samples whose `input_ids` and `labels` are one window of the stream; the model shifts them."""
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
@@ -167,7 +167,7 @@ class CausalSamples(Samples):
         return {"input_ids": ids_BS, "labels": ids_BS.copy()}
 
 
-class MaskedSamples(Samples):
+class MaskedSamples(TextSamples):
     """Samples `[CLS] window [SEP]` with BERT's masking. A window may run on from one document into the next."""
 
     SPECIAL_POSITIONS = 2
@@ -181,7 +181,7 @@ class MaskedSamples(Samples):
         return {"input_ids": input_ids, "labels": labels}
 
 
-class PairedSamples(Samples):
+class PairedSamples(TextSamples):
     """Samples `[CLS] A [SEP] B [SEP]` without padding: B continues A or, half the time, is from another document.
 
     A window of the stream is split at a random position in its middle half. `next_sentence_label` is 0 for a
@@ -276,7 +276,7 @@ def special_id(token: str) -> int:
     return SPECIAL_TOKENS["wordpiece"].index(token)
 
 
-SAMPLES: dict[str, type[Samples]] = {
+SAMPLES: dict[str, type[TextSamples]] = {
     "clm": CausalSamples,
     "mlm": MaskedSamples,
     "mlm_nsp": PairedSamples,

@@ -67,8 +67,8 @@ class DataSource(Protocol):
         """Short name for tables and messages."""
 
     @property
-    def is_custom(self) -> bool:
-        """Return True if the data is the user's own object, which JSON can only name."""
+    def is_user_defined(self) -> bool:
+        """Return True if the data is user-defined: an object that JSON can only name."""
 
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the data cannot feed the experiment."""

@@ -1,8 +1,8 @@
 """Text as a stream of windows in the order of training, cut and shuffled while it is tokenised.
 
 A stream is a sequence of *chunks*: `buffer` consecutive windows, in an order that is a function of the seed, the epoch
-and the chunk. The place of a chunk is a small value from which the stream goes on exactly: a position in the text
-before the chunk's first token, and how many tokens to drop from there.
+and the chunk. The state of a stream before a chunk is a small value from which the stream goes on exactly: a position
+in the text before the chunk's first token, and how many tokens to drop from there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from workbench.data._encoding import Encoded, Encoder, encode_all
 from workbench.data._sampling import shuffled_within
 from workbench.data._split import HASHED_TOKENS, is_held_out
-from workbench.data._text import Block, LineBlock, Position, TextSource
+from workbench.data._text import LineBlock, Position, TextBlock, TextSource
 from workbench.errors import DataError
 
 Ids = NDArray[Any]
@@ -35,7 +35,7 @@ class Chunk:
     """Number of its first sample."""
     records: NDArray[Any]
     """One sample a row, in the order of training."""
-    place: Mapping[str, Any] | None
+    state: Mapping[str, Any] | None
     """Value from which the stream goes on with this chunk, as JSON; None if it goes on with an earlier one."""
 
 
@@ -54,8 +54,8 @@ class SampleStream(Protocol):
     def buffer(self) -> int:
         """Largest number of samples in a chunk."""
 
-    def chunks(self, place: Mapping[str, Any] | None) -> Iterator[Chunk]:
-        """Yield chunks without end, from a place on; None is the beginning."""
+    def chunks(self, state: Mapping[str, Any] | None) -> Iterator[Chunk]:
+        """Yield chunks without end, from a state on; None is the beginning."""
 
 
 @dataclass
@@ -133,14 +133,14 @@ class TextStream:
     def record_bytes(self) -> int:
         return self.width * np.dtype(self.dtype).itemsize
 
-    def chunks(self, place: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
+    def chunks(self, state: Mapping[str, Any] | None = None) -> Iterator[Chunk]:
         """Yield chunks of windows, epoch after epoch.
 
         Raises `DataError` for text that cannot be read, or that gives no window.
         """
-        place = place or {"first": 0, "epoch": 0, "chunk": 0, "mark": asdict(_Mark((), 0, False))}
-        first, epoch, number = place["first"], place["epoch"], place["chunk"]
-        cutter = _Cutter(self, _Mark(**{**place["mark"], "position": tuple(place["mark"]["position"])}), number)
+        state = state or {"first": 0, "epoch": 0, "chunk": 0, "mark": asdict(_Mark((), 0, False))}
+        first, epoch, number = state["first"], state["epoch"], state["chunk"]
+        cutter = _Cutter(self, _Mark(**{**state["mark"], "position": tuple(state["mark"]["position"])}), number)
         for block, encoded in encode_all(self._blocks(cutter.marks[0].position), self.encoder, self.workers):
             is_last = not block.end
             for windows, mark in cutter.feed(block, encoded, is_last):
@@ -164,7 +164,7 @@ class TextStream:
             yield from documents.feed(own)
         yield from documents.end()
 
-    def _blocks(self, after: Position) -> Iterator[Block]:
+    def _blocks(self, after: Position) -> Iterator[TextBlock]:
         """Yield the blocks of every epoch, each epoch followed by an empty block whose end is the beginning."""
         while True:
             yield from self.source.blocks(after)
@@ -185,7 +185,7 @@ class _Cutter:
         self.marks = deque([mark])
         """States after blocks; the first is not after the beginning of the next chunk."""
 
-    def feed(self, block: Block, encoded: Encoded, is_last: bool) -> Iterator[tuple[NDArray[Any], dict[str, Any]]]:
+    def feed(self, block: TextBlock, encoded: Encoded, is_last: bool) -> Iterator[tuple[NDArray[Any], dict[str, Any]]]:
         """Yield the chunks that a block completes, each with the mark from which it can be cut again."""
         if not self._has_begun and self._stream.encoder.end is not None and len(encoded.ids):
             encoded = encoded.without_first_end()

@@ -117,7 +117,7 @@ class RowBlock:
                     starts = False
 
 
-Block = LineBlock | RowBlock
+TextBlock = LineBlock | RowBlock
 
 
 class TextSource(Protocol):
@@ -138,10 +138,10 @@ class TextSource(Protocol):
     def fingerprint(self) -> str:
         """Return a key that changes when the text changes."""
 
-    def blocks(self, after: Position = ()) -> Iterator[Block]:
+    def blocks(self, after: Position = ()) -> Iterator[TextBlock]:
         """Yield the blocks of the text after a position."""
 
-    def excerpts(self) -> tuple[Block, float]:
+    def excerpts(self) -> tuple[TextBlock, float]:
         """Return about a megabyte of text, taken evenly from all of it, and its share of the whole."""
 
 

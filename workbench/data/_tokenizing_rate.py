@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workbench.data._encoding import Encoder, Worker
+from workbench.data._encoding import Encoder, EncodingProcess
 from workbench.data._text import TextSource
 
 PASSES = 3
@@ -34,7 +34,7 @@ class TokenizingRate:
 def tokenizing_rate(folder: Path, open: Callable[[], TextSource], encoder: Encoder) -> TokenizingRate:  # noqa: ARG001
     """Measure the text of a folder of the cache, once in each process."""
     excerpts, share = open().excerpts()
-    with Worker(encoder) as worker:
+    with EncodingProcess(encoder) as worker:
         ids = worker.encode(excerpts).ids  # the first time loads the library
         seconds = []
         for _ in range(PASSES):

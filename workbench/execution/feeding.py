@@ -65,25 +65,25 @@ class Feed:
         if self.ring is not None:
             self.ring.release(self.reader, below)
 
-    def place(self, sample: int) -> Mapping[str, Any] | None:
+    def stream_state(self, sample: int) -> Mapping[str, Any] | None:
         """Return the value for a checkpoint from which a stream goes on with that sample; None if nothing is known."""
-        found = None if self.feeder is None else self.feeder.place(sample)
+        found = None if self.feeder is None else self.feeder.state(sample)
         return None if found is None else {"of": self.identity, **found}
 
 
 @contextlib.contextmanager
-def feed(dataset: TrainingDataset, first: int, global_batch: int, place: Mapping[str, Any] | None) -> Iterator[Feed]:
+def feed(dataset: TrainingDataset, first: int, global_batch: int, state: Mapping[str, Any] | None) -> Iterator[Feed]:
     """Give this rank the samples of a training from `first` on; every rank must call it at the same time.
 
-    `place` is what `Feed.place` returned before, or None to find the sample from the beginning of the stream.
+    `state` is what `Feed.stream_state` returned before, or None to find the sample from the beginning of the stream.
     """
     if not isinstance(dataset, StreamedDataset):
         yield Feed(dataset)
         return
-    if place is not None and (place["of"] != dataset.identity or place["first"] > first):
-        place = None
+    if state is not None and (state["of"] != dataset.identity or state["first"] > first):
+        state = None
     with _shared_ring(dataset, first, global_batch) as (ring, reader):
-        feeder = Feeder(dataset.stream, ring, first, place) if reader == 0 else None
+        feeder = Feeder(dataset.stream, ring, first, state) if reader == 0 else None
         try:
             yield Feed(dataset.reading(ring), dataset.identity, ring, reader, feeder)
         finally:

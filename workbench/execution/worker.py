@@ -53,7 +53,6 @@ from workbench.execution.feeding import Feed, feed, own_batches
 from workbench.execution.heartbeat import Heartbeat
 from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
-from workbench.execution.own_data import check_own_data
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
 from workbench.execution.samples import SampleLog, Sampler, capture_samples
@@ -61,6 +60,7 @@ from workbench.execution.sparsity_log import SparsityLog
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
+from workbench.execution.user_data import check_user_data
 from workbench.experiment import METRICS, USER_FUNCTIONS, Experiment
 from workbench.planning.from_experiment import check_optimizer, check_sparsity
 from workbench.planning.plan import Plan
@@ -156,7 +156,7 @@ class TrainingWorker:
     def run(self) -> int:
         """Train, and return the number of completed steps."""
         if self.is_main:
-            check_own_data(self.run_dir, self.experiment)
+            check_user_data(self.run_dir, self.experiment)
         trainer, extras, between = self._build()
         checkpoints = Checkpoints(
             trainer, self.run_dir, self.experiment.keep_checkpoints, extras, self._report_checkpoint
@@ -318,8 +318,8 @@ class TrainingWorker:
                 yield send_to_device(own, self.device, non_blocking=True), trainer.count_labels_on_host(own)
 
     def _stream_state_at(self, step: int) -> Mapping[str, Any] | None:
-        """Return where a stream goes on with the first sample of a step, or None if nothing is known of it."""
-        found = None if self._feed is None else self._feed.place(step * self.experiment.global_batch)
+        """Return the state from which a stream goes on with the first sample of a step, or None if none is known."""
+        found = None if self._feed is None else self._feed.stream_state(step * self.experiment.global_batch)
         return found or self._stream_state
 
     def _on_stop_signal(self, *_: Any) -> None:
@@ -367,12 +367,12 @@ class TrainingWorker:
 def _read_experiment(run_dir: RunDir) -> Experiment:
     """Return the experiment of a run, with the user's own code."""
     code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
-    own_model, own_data, own_eval_data = map(_unpickled, code)
+    user_model, user_data, user_eval_data = map(_unpickled, code)
     return Experiment.from_json(
         read_json(run_dir.experiment),
-        model=own_model,
-        data=own_data,
-        eval_data=own_eval_data,
+        model=user_model,
+        data=user_data,
+        eval_data=user_eval_data,
         functions={name: _unpickled(run_dir.code / f"{name}.pkl") for name in (*USER_FUNCTIONS, METRICS)},
     )
 

@@ -30,7 +30,7 @@ class CustomModel:
     """Training objective, unknown here: give the corpus an `objective`, or bring your own dataset."""
     vocab_size: ClassVar[None] = None
     max_positions: ClassVar[None] = None
-    is_custom: ClassVar[bool] = True
+    is_user_defined: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.factory is None:

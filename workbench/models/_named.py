@@ -49,7 +49,7 @@ class Model:
     initial_scale: Mapping[str, float] | None = None
     """Multiple of the initial values by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1. `wb.scaling` computes it."""
-    is_custom: ClassVar[bool] = False
+    is_user_defined: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in SIZES:

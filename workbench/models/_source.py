@@ -28,7 +28,7 @@ class ModelSource(Protocol):
         """Longest sequence that the model accepts, in tokens; None if unknown."""
 
     @property
-    def is_custom(self) -> bool:
+    def is_user_defined(self) -> bool:
         """Return True if the user's own callable builds the model, which JSON can only name."""
 
     def build(self) -> nn.Module:

@@ -72,7 +72,7 @@ def evaluation_seconds(experiment: Experiment, plan: Plan) -> float:
     from workbench.data import held_out
 
     assert experiment.evaluate is not None
-    own = experiment.eval_data is not None and experiment.eval_data.is_custom
+    own = experiment.eval_data is not None and experiment.eval_data.is_user_defined
     samples = len(held_out(experiment)) if own else experiment.evaluate.samples
     ticks = math.ceil(samples / plan.micro_batch / plan.data) + len(plan.stages) - 1
     ranks = range(plan.pipeline)

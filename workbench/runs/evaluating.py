@@ -107,7 +107,7 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
     experiment = Experiment.from_json(read_experiment(run)).replace(samples=None)
     if data is not None:
         given = experiment.replace(eval_data=data, evaluate=experiment.evaluate or Evaluate())
-        if given.eval_data is None or not given.eval_data.is_custom:
+        if given.eval_data is None or not given.eval_data.is_user_defined:
             return given
         samples = given.eval_data.prepare(given).samples
         return given if samples is None else given.replace(evaluate=Evaluate(samples=samples))
@@ -126,8 +126,8 @@ def _check(experiment: Experiment, plan: Plan, *, is_given: bool) -> None:
     """
     from workbench.data import held_out
 
-    own = experiment.eval_data is not None and experiment.eval_data.is_custom
-    if not experiment.data.is_custom and (is_given or not own):
+    own = experiment.eval_data is not None and experiment.eval_data.is_user_defined
+    if not experiment.data.is_user_defined and (is_given or not own):
         experiment.data.prepare(experiment, progress=False)
         samples = len(held_out(experiment))
     elif is_given and experiment.evaluate is not None:

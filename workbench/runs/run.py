@@ -147,7 +147,7 @@ class Run:
         """Continue a stopped or failed run from its last checkpoint, in the same directory.
 
         `plan` may differ from the run's own, because checkpoints do not depend on the plan. `steps` extends the
-        training. A model or dataset of the user's own is the code that the run stored, which is not loaded here.
+        training. A model or user-defined dataset is the code that the run stored, which is not loaded here.
         `accept_changed_data` goes on although the text has changed since. Raises `PlanMismatch` for a plan of another
         model or files edited since the start, `CheckpointError` without a checkpoint, `DataError` for a changed text.
         """
@@ -301,9 +301,9 @@ def _load_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 
     experiment = Experiment.from_json(run.experiment).replace(**changes)
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
-    if any(part is not None and part.is_custom and name not in changes for name, part in parts.items()):
+    if any(part is not None and part.is_user_defined and name not in changes for name, part in parts.items()):
         raise WorkbenchError(
-            f"{run.name} trains a model or dataset of your own, which is stored as code in {run._dir.code} and "
+            f"{run.name} trains a model or user-defined dataset, which is stored as code in {run._dir.code} and "
             "is not loaded from there. Build the Experiment again and launch it."
         )
     return experiment
@@ -328,7 +328,7 @@ def _check_model(run: Run, experiment: Experiment, plan: Plan) -> None:
     """Raise `PlanMismatch` unless the plan was made for the model that the run trains."""
     from workbench.planning.from_experiment import check_signature
 
-    if not (experiment.model.is_custom or experiment.data.is_custom):
+    if not (experiment.model.is_user_defined or experiment.data.is_user_defined):
         check_signature(experiment, plan)
     elif plan.signature != run.plan.signature:
         raise PlanMismatch(

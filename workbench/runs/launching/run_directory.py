@@ -256,19 +256,19 @@ def _set_aside_later(run: RunDir, aside: Path, step: int) -> None:
 def _check_data(run: RunDir, experiment: Experiment, facts: Mapping[str, Any]) -> None:
     """Raise `DataError` if the files that the run was trained on hold another text now.
 
-    An experiment that names other data asks for the change. Data of the user's own is not executed here.
+    An experiment that names other data asks for the change. User-defined data are not executed here.
     """
     from workbench.experiment import Experiment as Read
 
     recorded = None
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a run that does not say what it was trained on
         recorded, then = read_json(run.environment).get("data_fingerprint"), read_json(run.experiment)
-    if not recorded or facts.get("accepted_changed_data") or experiment.data.is_custom:
+    if not recorded or facts.get("accepted_changed_data") or experiment.data.is_user_defined:
         return
     if then.get("data") != json.loads(json.dumps(experiment.data.to_json())):
         return
     before = Read.from_json(then)
-    found = None if _has_own_data(before) else data_fingerprint(before)
+    found = None if _has_user_data(before) else data_fingerprint(before)
     if found is not None and found != recorded:
         raise DataError(
             f"{experiment.data.name} has changed since {run.path.name} was trained on it: its first and last samples "
@@ -279,19 +279,19 @@ def _check_data(run: RunDir, experiment: Experiment, facts: Mapping[str, Any]) -
         )
 
 
-def _has_own_data(experiment: Experiment) -> bool:
-    return experiment.data.is_custom or (experiment.eval_data is not None and experiment.eval_data.is_custom)
+def _has_user_data(experiment: Experiment) -> bool:
+    return any(data is not None and data.is_user_defined for data in (experiment.data, experiment.eval_data))
 
 
 def user_code(experiment: Experiment, only: Sequence[str] = OWN_CODE) -> dict[str, bytes]:
     """Return the files of `code/`: the user's own model factory, datasets and functions, pickled, and their source."""
-    from workbench.data import CustomData
+    from workbench.data import UserData
     from workbench.models import CustomModel
 
     model = experiment.model
     own: dict[str, Any] = {"model": model.factory} if isinstance(model, CustomModel) and "model" in only else {}
     for name, data in (("data", experiment.data), ("eval_data", experiment.eval_data)):
-        if isinstance(data, CustomData) and name in only:
+        if isinstance(data, UserData) and name in only:
             own[name] = data.dataset_or_factory
     for name in USER_FUNCTIONS:
         if isinstance(function := getattr(experiment, name), UserFunction) and name in only:
@@ -321,13 +321,13 @@ def code_of_clone(run: RunDir, experiment: Experiment, changed: Iterable[str]) -
 def continued_facts(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:
     """Return what `environment.json` says beside the machine, for a continuation of the run as `experiment`.
 
-    A dataset of the user's own is not read here, so its fingerprint is dropped when the last samples change.
+    A user-defined dataset is not read here, so its fingerprint is dropped when the last samples change.
     """
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # a continuation needs none of these facts
         before = read_json(run.environment)
     known: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
-    if not experiment.data.is_custom:
+    if not experiment.data.is_user_defined:
         known["data_fingerprint"] = data_fingerprint(experiment)
     elif experiment.steps != read_json(run.experiment)["steps"]:
         known["data_fingerprint"] = None

@@ -1,4 +1,4 @@
-"""`CustomData`: the user's own dataset, read by index or in its own order, or a callable that returns one."""
+"""`UserData`: a user-defined dataset, read by index or in its own order, or a callable that returns one."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from workbench.tensors import TensorSpec
 from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
-    from workbench.data._datasets import Batch, CustomDataset, HeldOutDataset, StreamedDataset
+    from workbench.data._datasets import Batch, HeldOutDataset, StreamedDataset, UserDataset
     from workbench.data._iterable import IterableItems
     from workbench.data._prompts import EncodedPrompts
 
 EXAMPLES = 16
-"""Upper limit of the items in `CustomData.examples`."""
+"""Upper limit of the items in `UserData.examples`."""
 EXAMPLES_BYTES = 64 << 20
 """Upper limit of their size in bytes."""
 
 
 @dataclass(frozen=True)
-class CustomData:
+class UserData:
     """A dataset whose items are dicts of tensors, keyed by the model's arguments; or a callable returning one.
 
     A map-style dataset (`__len__` and `__getitem__`) is read by index, in a new seeded order each epoch. Any other that
@@ -39,7 +39,7 @@ class CustomData:
     """The dataset or callable; `None` if the data was only read from the description of a run."""
     name: str = ""
     """Name for tables and messages; defaults to that of the callable or of the dataset's class."""
-    is_custom: ClassVar[bool] = True
+    is_user_defined: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.name and self.dataset_or_factory is not None:
@@ -92,14 +92,14 @@ class CustomData:
             )
         return len(self._items)
 
-    def dataset(self, request: SampleRequest) -> CustomDataset | StreamedDataset:
+    def dataset(self, request: SampleRequest) -> UserDataset | StreamedDataset:
         """Return `steps * global_batch` samples: the items in a new seeded order each epoch, or in their own."""
-        from workbench.data._datasets import CustomDataset
+        from workbench.data._datasets import UserDataset
 
         length = request.steps * request.global_batch
         if self._iterable is not None:
             return self._iterable.dataset(length, request.seed)
-        return CustomDataset(self._items, length, request.seed)
+        return UserDataset(self._items, length, request.seed)
 
     def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> HeldOutDataset:
         """Return items in their own order; raise `DataError` unless their fields are those of the training data.
@@ -124,13 +124,13 @@ class CustomData:
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
         """Raise `DataError`: a dataset of tensors has no tokeniser."""
         raise DataError(
-            f"Samples of text need a tokeniser, and {self.name} is a dataset of your own, which has none. Train on "
+            f"Samples of text need a tokeniser, and {self.name} is a user-defined dataset, which has none. Train on "
             "text (wb.data.corpus or wb.data.hub), or remove samples.",
             data=self.name,
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "custom", "name": self.name}
+        return {"type": "user_defined", "name": self.name}
 
     @cached_property
     def _examples(self) -> Batch:
@@ -182,9 +182,9 @@ class CustomData:
         return self._iterable.first(EXAMPLES, seed=0, room=EXAMPLES_BYTES)
 
 
-def as_data(value: Any) -> Corpus | HubText | CustomData:
-    """Return `value` if it is one of `wb.data.…`, else wrap the user's dataset in a `CustomData`."""
-    if isinstance(value, Corpus | HubText | CustomData):
+def as_data(value: Any) -> Corpus | HubText | UserData:
+    """Return `value` if it is one of `wb.data.…`, else wrap the user's dataset in a `UserData`."""
+    if isinstance(value, Corpus | HubText | UserData):
         return value
     if isinstance(value, str):
         raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.", data=value)
@@ -199,7 +199,7 @@ def as_data(value: Any) -> Corpus | HubText | CustomData:
                 "Bind them with functools.partial or a lambda.",
                 required=required,
             )
-    return CustomData(value)
+    return UserData(value)
 
 
 def _is_map_style(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A dataset of the user's own that gives other samples at a continuation is refused until the change is accepted."""
+"""A user-defined dataset that gives other samples at a continuation is refused until the change is accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from workbench import models
 from workbench.errors import DataError
-from workbench.execution.own_data import check_own_data
+from workbench.execution.user_data import check_user_data
 from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_json, write_json
 
@@ -45,31 +45,31 @@ def continued(run: RunDir) -> RunDir:
 def run(tmp_path: Path) -> RunDir:
     """Return a run that trained on weights that equal their index."""
     run = RunDir(tmp_path / "run")
-    check_own_data(run, asked(float))
+    check_user_data(run, asked(float))
     return continued(run)
 
 
 def test_the_same_samples_go_on_and_others_are_refused_until_they_are_accepted(run: RunDir) -> None:
-    check_own_data(run, asked(float))
-    check_own_data(run, asked(float, steps=20))  # the number of steps does not hide a change, nor is it one
+    check_user_data(run, asked(float))
+    check_user_data(run, asked(float, steps=20))  # the number of steps does not hide a change, nor is it one
     for steps in (10, 20):
         with pytest.raises(DataError, match=r"Rows gives other samples .*accept_changed_data=True"):
-            check_own_data(run, asked(lambda index: index + 1.0, steps=steps))
+            check_user_data(run, asked(lambda index: index + 1.0, steps=steps))
     write_json(run.environment, {"accepted_changed_data": True})
-    check_own_data(run, asked(lambda index: index + 1.0))
+    check_user_data(run, asked(lambda index: index + 1.0))
     write_json(run.environment, {})
-    check_own_data(run, asked(lambda index: index + 1.0))  # the new samples are those of the run from now on
+    check_user_data(run, asked(lambda index: index + 1.0))  # the new samples are those of the run from now on
     with pytest.raises(DataError, match="gives other samples"):
-        check_own_data(run, asked(float))
+        check_user_data(run, asked(float))
 
 
 def test_a_run_that_continues_anothers_checkpoint_is_compared_with_that_run(run: RunDir, tmp_path: Path) -> None:
     other = RunDir(tmp_path / "other")
     write_json(other.resume, {"checkpoint": str(run.checkpoint(5)), "step": 5})
     with pytest.raises(DataError, match="when run was started"):
-        check_own_data(other, asked(lambda index: -float(index)))
-    check_own_data(other, asked(float))
-    assert read_json(other.own_data) == read_json(run.own_data)
+        check_user_data(other, asked(lambda index: -float(index)))
+    check_user_data(other, asked(float))
+    assert read_json(other.user_data) == read_json(run.user_data)
 
 
 def test_data_that_cannot_be_compared_goes_on(tmp_path: Path) -> None:
@@ -78,15 +78,15 @@ def test_data_that_cannot_be_compared_goes_on(tmp_path: Path) -> None:
 
     for name, value in (("random", lambda _: random.random()), ("raises", fails)):
         run = RunDir(tmp_path / name)
-        check_own_data(run, asked(value))
-        assert read_json(run.own_data)["fingerprint"] is None
-        check_own_data(continued(run), asked(value))
+        check_user_data(run, asked(value))
+        assert read_json(run.user_data)["fingerprint"] is None
+        check_user_data(continued(run), asked(value))
 
 
 def test_other_data_is_what_an_experiment_that_names_it_asks_for(run: RunDir) -> None:
     class Others(Rows):
         pass
 
-    check_own_data(run, asked(float).replace(data=Others(lambda index: -float(index))))
+    check_user_data(run, asked(float).replace(data=Others(lambda index: -float(index))))
     with pytest.raises(DataError, match="Others gives other samples"):
-        check_own_data(run, asked(float).replace(data=Others(float)))
+        check_user_data(run, asked(float).replace(data=Others(float)))

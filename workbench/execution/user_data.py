@@ -1,4 +1,4 @@
-"""Comparison of a user's own dataset with what the run was started on, made by a rank: only ranks execute its code."""
+"""Comparison of a user-defined dataset with that of the start of the run, by a rank: only ranks execute its code."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from workbench.experiment import Experiment
 from workbench.rundir import RunDir, read_json, write_json
 
 
-def check_own_data(run: RunDir, experiment: Experiment) -> None:
-    """Raise `DataError` if a dataset of the user's own gives other samples than when the run was started.
+def check_user_data(run: RunDir, experiment: Experiment) -> None:
+    """Raise `DataError` if a user-defined dataset gives other samples than when the run was started.
 
     The first and last samples of the training are compared. A dataset whose samples differ from one reading to the next
     cannot be compared, and neither can one that raises. An experiment that names other data asks for the change. Does
-    nothing if no dataset is the user's own.
+    nothing if no dataset is user-defined.
     """
     names = {name: data.to_json() for name in ("data", "eval_data") if (data := getattr(experiment, name)) is not None}
-    if not any(value["type"] == "custom" for value in names.values()):
+    if not any(value["type"] == "user_defined" for value in names.values()):
         return
     source = run
     if run.resume.exists():
         source = RunDir(Path(read_json(run.resume)["checkpoint"]).parent.parent)
-        recorded = _read(source.own_data)
+        recorded = _read(source.user_data)
         accepted = _read(run.environment).get("accepted_changed_data")
         if recorded.get("names") == json.loads(json.dumps(names)) and not accepted:
             _compare(source, experiment, recorded)
             if source.path.resolve() == run.path.resolve():
                 return
-    write_json(run.own_data, {"names": names, "steps": experiment.steps, "fingerprint": _fingerprint(experiment)})
+    write_json(run.user_data, {"names": names, "steps": experiment.steps, "fingerprint": _fingerprint(experiment)})
 
 
 def _compare(source: RunDir, experiment: Experiment, recorded: dict[str, Any]) -> None:
