@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, cast, get_args, get_type_hints
 
 from workbench.errors import PlanInfeasible, UnknownParameter, checked_keywords, suggestion
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.units import plain
 
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"}
-"""Pipeline schedules and how a sentence calls them."""
 RECOMPUTE = {
     "none": "no activation checkpointing",
     "selective": "selective activation checkpointing",
@@ -43,9 +42,9 @@ class Choices(TypedDict, total=False):
     zero: int | None
     """ZeRO stage, 0 to 3."""
     schedule: str | None
-    """One of `SCHEDULES`."""
+    """One of `workbench.pipeline_schedules.SCHEDULES`."""
     chunks: int | None
-    """Number of stages that each pipeline rank holds; more than one needs the interleaved schedule."""
+    """Number of stages that each pipeline rank holds; more than one needs an interleaved schedule."""
     micro_batch: int | None
     """Samples of one forward on one replica."""
     recompute: str | None
@@ -109,7 +108,7 @@ class Strategy:
     @property
     def interleaves(self) -> bool:
         """Return True if pipeline ranks may hold several stages each."""
-        return self.schedule == "interleaved"
+        return SCHEDULES[self.schedule].interleaves
 
     @property
     def shards(self) -> bool:
@@ -156,50 +155,6 @@ class Strategy:
         They do where neither FSDP2 nor DistributedDataParallel manages the weights.
         """
         return precision == "bf16" and (self.data == 1 or self.cuda_graphs)
-
-
-def rounds(pipeline: int, num_microbatches: int) -> int:
-    """Return the number of rounds of an interleaved schedule.
-
-    Micro-batches pass a rank's stages in groups of `num_microbatches / rounds`, which must be whole.
-    """
-    return max(1, num_microbatches // pipeline)
-
-
-def can_schedule(name: str, pipeline: int, num_microbatches: int) -> bool:
-    """Return True if torch runs the schedule on so many ranks with so many micro-batches."""
-    if name == "1f1b":
-        return num_microbatches >= pipeline
-    return name != "interleaved" or num_microbatches % rounds(pipeline, num_microbatches) == 0
-
-
-def check_schedule(name: str, pipeline: int, num_microbatches: int, chunks: int = 1) -> None:
-    """Raise `PlanInfeasible` for a schedule that torch refuses, with the way out."""
-    if name not in SCHEDULES:
-        raise PlanInfeasible(f"There is no schedule {name!r}. {suggestion(name, SCHEDULES)}", schedule=name)
-    if chunks > 1 and name != "interleaved":
-        raise PlanInfeasible(
-            f"The schedule {name} has one stage on each pipeline rank, and chunks={chunks} asks for {chunks}. Choose "
-            f"schedule='interleaved', or leave chunks out.",
-            schedule=name,
-            chunks=chunks,
-        )
-    if can_schedule(name, pipeline, num_microbatches):
-        return
-    if name == "1f1b":
-        raise PlanInfeasible(
-            f"1F1B needs at least as many micro-batches as pipeline ranks, and {num_microbatches} are fewer than "
-            f"{pipeline}. Choose smaller micro-batches, or schedule='gpipe'.",
-            num_microbatches=num_microbatches,
-            pipeline=pipeline,
-        )
-    raise PlanInfeasible(
-        f"The {name} schedule passes micro-batches in {rounds(pipeline, num_microbatches)} equal rounds, and "
-        f"{num_microbatches} cannot be divided so. Choose a micro-batch size that gives a multiple of {pipeline} "
-        f"micro-batches.",
-        num_microbatches=num_microbatches,
-        pipeline=pipeline,
-    )
 
 
 def choices_from(pairs: Sequence[str]) -> Choices:

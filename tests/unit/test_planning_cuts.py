@@ -19,6 +19,7 @@ from plan_values import H200, PROFILE, costs_of, divided_profile, plan_of, strat
 from workbench.cost import Cluster
 from workbench.cost.device import FRAGMENTATION
 from workbench.cost.memory import activations
+from workbench.pipeline_schedules import build_schedule
 from workbench.planning import (
     Plan,
     stage_costs,
@@ -26,9 +27,6 @@ from workbench.planning import (
 from workbench.planning.balanced_partition import partition
 from workbench.planning.checkpointing import MixedStages
 from workbench.planning.device_costs import RELAUNCHED
-from workbench.planning.schedules import (
-    build_schedule,
-)
 from workbench.planning.stage_costs import StrategyCosts
 from workbench.planning.stage_cuts import Cutter
 from workbench.strategy import RECOMPUTE, Strategy

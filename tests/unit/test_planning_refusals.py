@@ -25,7 +25,7 @@ from workbench.units import GIB
         ({"micro_batch": 5}, "cannot be divided into micro-batches of 5.*Choose one of 1, 2, 4, 8, 16, 32, 64"),
         (
             {"global_batch": 3, "schedule": "1f1b"},
-            "needs at least as many micro-batches.*batch of 3 gives fewer than 4",
+            "needs at least as many micro-batches.*batch of 3 gives no such number on 4",
         ),
         (
             {"global_batch": 3, "schedule": "1f1b"},
@@ -63,7 +63,7 @@ from workbench.units import GIB
             {"schedule": "interleaved", "pipeline": 4, "micro_batch": 1, "global_batch": 9},
             "in equal rounds of as many",
         ),
-        ({"schedule": "1f1b", "chunks": 2}, "chunks=2 needs the interleaved schedule, and 1f1b has one stage"),
+        ({"schedule": "1f1b", "chunks": 2}, "chunks=2 needs an interleaved schedule, and 1f1b has one stage"),
         ({"recompute": True}, "recompute=True is not a kind of activation checkpointing.*Choose one of 'none'"),
         ({"schedule": "1fib"}, "There is no schedule '1fib'. Did you mean '1f1b'"),
         ({"schedule": "1F1B"}, "There is no schedule '1F1B'. Did you mean '1f1b'"),

@@ -23,7 +23,7 @@ from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.gradient_norm import clip, squared_norm
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.parallel.pipeline import PipeStage, as_fields, build_schedule
+from workbench.execution.parallel.pipeline import PipeStage, as_fields, schedule_runtime
 from workbench.execution.parallel.sharding import distribute, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
@@ -59,7 +59,7 @@ class Trainer:
         self.experiment, self.plan, self.graph = experiment, plan, graph
         self.stages, self.context, self.coordinate = stages, context, coordinate
         pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
-        self._schedule = build_schedule(plan.schedule, pipe_stages, plan.num_microbatches)
+        self._schedule = schedule_runtime(plan.schedule, pipe_stages, plan.num_microbatches)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
         self._whole = ShardedTensors(stages, coordinate)
         self.optimizer = build_optimizer(

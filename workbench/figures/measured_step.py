@@ -21,9 +21,9 @@ from workbench.figures.timeline_view import (
     planned_lanes,
     timeline_height,
 )
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
 from workbench.planning.schedules import TimedAction, Timeline, most_in_flight
-from workbench.strategy import SCHEDULES
 
 GAP_PX = 56
 """Height between the two timelines."""
@@ -95,7 +95,7 @@ def timelines(plan: Plan, measured: Timeline) -> go.Figure:
     add_stacked_timelines(figure, [lanes for _, lanes in rows], first_row=1)
     figure.update_xaxes(title_text=None, row=1, col=1)
     figure.update_annotations(x=0, xanchor="left", font={"size": theme.FONT_PX, "color": theme.MUTED})
-    facts = f"{SCHEDULES[plan.schedule]}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
+    facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
     bubbles = f"bubble {bubble_fraction(predicted):.1%} predicted, {bubble_fraction(measured.lanes):.1%} measured"
     figure.update_layout(
         template=theme.TEMPLATE,

@@ -23,8 +23,8 @@ from workbench.figures.partition_view import (
     partition_height,
 )
 from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, planned_lanes, timeline_height
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
-from workbench.strategy import SCHEDULES
 from workbench.units import count, duration, gib
 
 GAP_PX = 118
@@ -69,7 +69,7 @@ def _heading(plan: Plan) -> str:
     parts = []
     if plan.pipeline > 1:
         ranks = "" if plan.chunks == 1 else f" on {plan.pipeline} ranks"
-        parts.append(f"{len(plan.stages)}-stage pipeline{ranks} ({SCHEDULES[plan.schedule]})")
+        parts.append(f"{len(plan.stages)}-stage pipeline{ranks} ({SCHEDULES[plan.schedule].words})")
     if plan.tensor > 1:
         parts.append(f"tensor parallel {plan.tensor}")
     if plan.data > 1:

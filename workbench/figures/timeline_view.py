@@ -10,10 +10,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline as simulated
 from workbench.planning.schedules import TimedAction, Timeline
-from workbench.strategy import SCHEDULES
 from workbench.units import duration
 
 ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}
@@ -85,7 +85,7 @@ def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
     """
     if isinstance(schedule, Plan):
         lanes = planned_lanes(schedule)
-        name = SCHEDULES[schedule.schedule]
+        name = SCHEDULES[schedule.schedule].words
         facts = f"{name}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {describe(lanes)}"
         title = title or f"Schedule of {schedule.model}"
     else:

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from workbench.cost.profile import Profile
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.device_costs import device_costs
 from workbench.planning.request import Request, divisors, no_kernels, unknown_rates
 from workbench.planning.stage_costs import ClusterCosts, StrategyCosts
 from workbench.planning.stage_cuts import Cut
-from workbench.strategy import RECOMPUTE, ZERO, Strategy, can_schedule
-
-CHUNKS = (2, 3, 4)
-"""Numbers of stages per pipeline rank that are tried under the interleaved schedule. Unless the user asked for that
-schedule, stages have two blocks or more on average."""
+from workbench.strategy import RECOMPUTE, ZERO, Strategy
 
 
 @dataclass
@@ -139,20 +136,21 @@ def _meshes(profile: Profile, request: Request) -> Iterator[tuple[int, int, int]
 def _schedules(profile: Profile, request: Request, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
     """Yield the schedules that torch runs with so many micro-batches, and the stages per pipeline rank.
 
-    GPipe is tried only where the user asks for it, or where 1F1B cannot run.
+    Unless the user asked for several stages on a rank, these have two blocks or more on average.
     """
     fixed = request.fixed
-    plain = "1f1b" if can_schedule("1f1b", pipeline, num_microbatches) else "gpipe"
-    for name in (plain, "interleaved") if fixed.schedule is None else (fixed.schedule,):
-        if not can_schedule(name, pipeline, num_microbatches):
+    for name in SCHEDULES if fixed.schedule is None else (fixed.schedule,):
+        schedule = SCHEDULES[name]
+        preferred = SCHEDULES.get(schedule.stands_in_for or "") if fixed.schedule is None else None
+        if not schedule.runs(pipeline, num_microbatches) or (preferred and preferred.runs(pipeline, num_microbatches)):
             continue
-        if name != "interleaved":
+        if not schedule.interleaves:
             if fixed.chunks in (None, 1):
                 yield name, 1
             continue
         asked = fixed.chunks or fixed.schedule
         most = len(profile.blocks) // (1 if asked else 2)
-        for chunks in CHUNKS if fixed.chunks is None else (fixed.chunks,):
+        for chunks in schedule.chunks if fixed.chunks is None else (fixed.chunks,):
             if pipeline > 1 and chunks * pipeline <= most:
                 yield name, chunks
 

@@ -16,9 +16,10 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.memory import FP32
 from workbench.cost.profile import Profile
 from workbench.errors import PlanMismatch, WorkbenchError
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.request import Request
 from workbench.rundir import read_json, write_json
-from workbench.strategy import RECOMPUTE, SCHEDULES, Strategy
+from workbench.strategy import RECOMPUTE, Strategy
 from workbench.units import duration, gib
 
 FORMAT = 4
@@ -274,7 +275,7 @@ class Plan(Strategy):
         return ", ".join(
             (
                 f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",
-                f"{SCHEDULES[self.schedule]}{chunks}",
+                f"{SCHEDULES[self.schedule].words}{chunks}",
                 f"{self.num_microbatches} × {self.micro_batch} samples",
                 *extras,
             )

@@ -10,9 +10,10 @@ from typing import Any
 from workbench.cost.device import FRAGMENTATION
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
+from workbench.pipeline_schedules import SCHEDULES, interleaving
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request, divisors, listed
-from workbench.strategy import SCHEDULES, ZERO, Strategy
+from workbench.strategy import ZERO, Strategy
 from workbench.units import GIB, gib
 
 Works = Callable[[Request], bool]
@@ -62,29 +63,19 @@ def _schedule(profile: Profile, request: Request, works: Works) -> str:
     fixed, free = request.fixed, request.fixing(schedule=None, chunks=None)
     wanted = divisors(request.cluster.gpus) if fixed.pipeline is None else [fixed.pipeline]
     ranks = [degree for degree in wanted if works(free.fixing(pipeline=degree))]
-    blocks, name = len(profile.blocks), fixed.schedule or "interleaved"
+    blocks, schedule = len(profile.blocks), SCHEDULES[fixed.schedule or interleaving()[0]]
     micro = "" if fixed.micro_batch is None else f" in micro-batches of {fixed.micro_batch}"
     batch = f"a global batch of {request.global_batch}{micro}"
-    if name != "interleaved":
-        return (
-            f"1F1B needs at least as many micro-batches as pipeline ranks, and {batch} gives fewer than {min(ranks)}."
-        )
-    chunks, pipelines = fixed.chunks or 2, [degree for degree in ranks if degree > 1]
-    if not pipelines:
-        return (
-            f"An {SCHEDULES[name]} schedule needs a pipeline of at least 2 ranks, which these degrees leave no room "
-            f"for."
-        )
-    if min(pipelines) * chunks > blocks:
-        least = min(pipelines)
-        return (
-            f"An {SCHEDULES[name]} schedule with {chunks} stages on each pipeline rank cuts a pipeline of {least} into "
-            f"{least * chunks} stages, and {profile.model} has {blocks} blocks."
-        )
-    return (
-        f"An {SCHEDULES[name]} schedule passes micro-batches in equal rounds of as many as there are pipeline ranks, "
-        f"and {batch} gives no such number."
-    )
+    if schedule.interleaves:
+        chunks, ranks = fixed.chunks or schedule.chunks[0], [degree for degree in ranks if degree > 1]
+        if not ranks:
+            return f"{schedule.words} needs a pipeline of at least 2 ranks, which these degrees leave no room for."
+        if min(ranks) * chunks > blocks:
+            return (
+                f"{schedule.words} with {chunks} stages on each pipeline rank cuts a pipeline of {min(ranks)} into "
+                f"{min(ranks) * chunks} stages, and {profile.model} has {blocks} blocks."
+            )
+    return f"{schedule.needs_in_words()}, and {batch} gives no such number on {min(ranks)} ranks."
 
 
 def _ways(profile: Profile, request: Request, works: Works) -> Iterator[str]:

@@ -10,8 +10,9 @@ from typing import Any, Unpack
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import FRAGMENTATION, Device
 from workbench.cost.profile import Profile
-from workbench.errors import PlanInfeasible, suggestion
-from workbench.strategy import RECOMPUTE, SCHEDULES, ZERO, Choices, Fixed, Strategy
+from workbench.errors import PlanInfeasible
+from workbench.pipeline_schedules import SCHEDULES, find_schedule, interleaving
+from workbench.strategy import RECOMPUTE, ZERO, Choices, Fixed, Strategy
 from workbench.units import GIB, gib, is_count, plain
 
 DEGREES = ("pipeline", "data", "tensor")
@@ -145,10 +146,8 @@ def check_choices(fixed: Fixed) -> None:
         raise PlanInfeasible(
             f"zero={fixed.zero!r} is not a ZeRO stage. Choose one of {', '.join(ZERO.values())}.", zero=fixed.zero
         )
-    schedule = fixed.schedule
-    if schedule is not None and (not isinstance(schedule, str) or schedule not in SCHEDULES):
-        near = suggestion(str(schedule).lower(), SCHEDULES)
-        raise PlanInfeasible(f"There is no schedule {schedule!r}. {near}", schedule=schedule)
+    if fixed.schedule is not None:
+        find_schedule(fixed.schedule)
 
 
 def _check_words(request: Request, profile: Profile) -> None:
@@ -182,15 +181,16 @@ def _check_words(request: Request, profile: Profile) -> None:
 
 def _check_schedule(request: Request) -> None:
     schedule, chunks, gpus = request.fixed.schedule, request.fixed.chunks or 1, request.cluster.gpus
-    if chunks > 1 and schedule not in (None, "interleaved"):
+    interleaves = chunks > 1 if schedule is None else SCHEDULES[schedule].interleaves
+    if chunks > 1 and not interleaves:
         raise PlanInfeasible(
-            f"chunks={chunks} needs the interleaved schedule, and {schedule} has one stage on each pipeline rank. "
-            f"Leave chunks out, or choose schedule='interleaved'.",
+            f"chunks={chunks} needs an interleaved schedule, and {schedule} has one stage on each pipeline rank. "
+            f"Leave chunks out, or choose schedule={' or '.join(map(repr, interleaving()))}.",
             chunks=chunks,
         )
     fixed = request.fixed
     all_data = fixed.data is not None and fixed.pipeline is None and fixed.data * (fixed.tensor or 1) == gpus
-    if (schedule == "interleaved" or chunks > 1) and (gpus == 1 or fixed.pipeline == 1 or all_data):
+    if interleaves and (gpus == 1 or fixed.pipeline == 1 or all_data):
         what = f"schedule={schedule!r}" if schedule else f"chunks={chunks}"
         why = "this cluster has one device" if gpus == 1 else "these degrees make one"
         raise PlanInfeasible(

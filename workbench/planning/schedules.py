@@ -1,8 +1,6 @@
-"""Pipeline schedules as data, and the time that they take, by simulation.
+"""The time that pipeline schedules take, and the micro-batches that they hold, by simulation.
 
-A schedule is one list of `Action`s for each pipeline rank: what that rank runs, in order. The runtime executes the same
-order, the planner simulates it, and the timeline draws it. A rank holds one stage, or under an interleaved schedule
-several: those with `stage % ranks == rank`.
+A rank holds one stage, or under an interleaved schedule several: those with `stage % ranks == rank`.
 """
 
 from __future__ import annotations
@@ -11,24 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workbench.strategy import check_schedule, rounds
+from workbench.pipeline_schedules import SCHEDULES, Action, Schedule, build_schedule, rounds
 
 EXACT_ACTIONS = 12_000
 """Number of actions up to which a whole step is simulated. Of a longer step as many are simulated, and the rest is
 extrapolated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One micro-batch through one stage: its forward (`F`) or its backward (`B`)."""
-
-    type: str
-    stage: int
-    micro_batch: int
-
-
-Schedule = tuple[tuple[Action, ...], ...]
-"""Actions of each pipeline rank, in the order in which it runs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,61 +55,6 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return all forwards, then all backwards in the same order (GPipe, arXiv:1811.06965; as torch runs it)."""
-    return tuple(
-        tuple(Action(name, stage, i) for name in "FB" for i in range(num_microbatches)) for stage in range(num_stages)
-    )
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return, for each rank, warm-up forwards, then alternating forwards and backwards, then the remaining backwards.
-
-    The schedule is PipeDream-Flush (arXiv:1806.03377).
-    """
-    lanes = []
-    for stage in range(num_stages):
-        warmup = min(num_microbatches, num_stages - stage)
-        lane = [Action("F", stage, i) for i in range(warmup)]
-        for i in range(num_microbatches - warmup):
-            lane += [Action("B", stage, i), Action("F", stage, warmup + i)]
-        lane += [Action("B", stage, i) for i in range(num_microbatches - warmup, num_microbatches)]
-        lanes.append(tuple(lane))
-    return tuple(lanes)
-
-
-def interleaved(ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Return interleaved 1F1B (arXiv:2104.04473) in the order of torch's `ScheduleInterleaved1F1B`."""
-    group = num_microbatches // rounds(ranks, num_microbatches)
-    passes = num_microbatches * chunks
-
-    def numbered(name: str, rank: int, number: int) -> Action:
-        """Return the `number`-th forward, or the `number`-th backward, of a rank."""
-        chunk = (number // group) % chunks
-        stage = (chunk if name == "F" else chunks - 1 - chunk) * ranks + rank
-        return Action(name, stage, number // (group * chunks) * group + number % group)
-
-    lanes = []
-    for rank in range(ranks):
-        warmup = min((chunks - 1) * group + 2 * (ranks - 1 - rank), passes)
-        lane = [numbered("F", rank, number) for number in range(warmup)]
-        for number in range(passes):
-            if warmup + number < passes:
-                lane.append(numbered("F", rank, warmup + number))
-            lane.append(numbered("B", rank, number))
-        lanes.append(tuple(lane))
-    return tuple(lanes)
-
-
-@lru_cache(maxsize=64)
-def build_schedule(name: str, ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
-    """Return a schedule by its name; raises `PlanInfeasible` for one that torch refuses."""
-    check_schedule(name, ranks, num_microbatches, chunks)
-    if name == "interleaved":
-        return interleaved(ranks, num_microbatches, chunks)
-    return (gpipe if name == "gpipe" else one_f_one_b)(ranks, num_microbatches)
-
-
 @dataclass(frozen=True)
 class MicroBatchTimes:
     """Milliseconds of one micro-batch in every stage, as a simulation needs them."""
@@ -144,7 +74,7 @@ def simulate(schedule: Schedule, times: MicroBatchTimes, *, queued: bool = False
     """Run a schedule: a rank does its actions in order, each as soon as what it needs has arrived.
 
     `queued` sends everything that a rank sends and receives through one queue, in the order in which torch's runtime
-    for several stages per rank (the interleaved schedule) posts it.
+    for several stages per rank (interleaved schedules) posts it.
     """
     order = _in_order(schedule, len(times.forward_ms), queued)
     ends, lengths = (_queued_ends if queued else _ends)(order, times), times.lengths
@@ -268,7 +198,7 @@ def peak_holdings(name: str, ranks: int, num_microbatches: int, chunks: int) -> 
     entries that no other exceeds in every number are listed. A schedule repeats itself, so that few micro-batches
     show what many do.
     """
-    if name == "gpipe":
+    if SCHEDULES[name].holds_every_microbatch:
         return (((num_microbatches, 0),),) * ranks
     group = num_microbatches // rounds(ranks, num_microbatches)
     until_steady = max(1, -(-4 * ranks * chunks // group)) * group
@@ -304,7 +234,7 @@ def step_ms(
     stages = len(times.forward_ms)
     chunks = stages // ranks
     group = num_microbatches // rounds(ranks, num_microbatches)
-    queued = name == "interleaved"
+    queued = SCHEDULES[name].interleaves
 
     def simulated_ms(count: int) -> float:
         order = _in_order(build_schedule(name, ranks, count, chunks), stages, queued)

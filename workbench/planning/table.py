@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from workbench.cost.device import FRAGMENTATION
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, checked_search, uncollected
-from workbench.strategy import RECOMPUTE, SCHEDULES
+from workbench.strategy import RECOMPUTE
 from workbench.units import MIB, gib, is_count
 
 FASTEST_SHOWN = 14
@@ -169,7 +170,7 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         str(row.tensor),
         str(row.zero) + (", optimiser on host" if row.offload_optimizer else ""),
         _recompute(row, len(best.block_names)),
-        SCHEDULES[row.schedule] + chunks if row.pipeline > 1 else "–",
+        SCHEDULES[row.schedule].words + chunks if row.pipeline > 1 else "–",
         f"{row.num_microbatches} × {row.micro_batch}"
         + (", CUDA graphs" if row.cuda_graphs else "")
         + (", block-sparse" if row.block_sparse else ""),

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.parallel.stage import StageModule
+from workbench.pipeline_schedules import SCHEDULES
 from workbench.tensors import TensorSpec
 
 FIELD = "field "
@@ -122,16 +124,18 @@ def _meta(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta", requires_grad=spec.is_floating)
 
 
-def build_schedule(
+def schedule_runtime(
     name: str, stages: Sequence[PipeStage], num_microbatches: int
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Return the schedule over this rank's stages, several if interleaved; the last stage's output is the loss."""
+    """Return torch's schedule over this rank's stages, several if interleaved; the last stage's output is the loss."""
 
     def output_is_the_loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
         return output
 
-    if name == "interleaved":
-        return ScheduleInterleaved1F1B(list(stages), num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
-    [stage] = stages
-    schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
-    return schedule(stage, num_microbatches, loss_fn=output_is_the_loss, scale_grads=False)
+    schedule = SCHEDULES[name]
+    runtime: Any = pkgutil.resolve_name(schedule.runtime)
+    held = list(stages) if schedule.interleaves else stages[0]
+    built: PipelineScheduleSingle | PipelineScheduleMulti = runtime(
+        held, num_microbatches, loss_fn=output_is_the_loss, scale_grads=False
+    )
+    return built
