@@ -29,7 +29,7 @@ from workbench.figures.timeline_view import NUMBERED_LANE
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning import timeline as simulated
 from workbench.planning.plan import Memory
-from workbench.planning.schedules import MicroBatchTimes, simulate
+from workbench.planning.simulation import MicroBatchTimes, simulate
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 

@@ -25,7 +25,7 @@ from workbench.measure.detection import with_memory
 from workbench.planning import Plan, Request, explain, weigh, what_if
 from workbench.planning.device_costs import DeviceCosts
 from workbench.planning.request import memory_limit_bytes
-from workbench.planning.schedules import peak_holdings
+from workbench.planning.simulation import peak_holdings
 from workbench.units import GIB, count, duration, flops_per_s
 
 # Clusters

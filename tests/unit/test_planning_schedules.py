@@ -16,7 +16,7 @@ from workbench.planning import (
     bubble_fraction,
     simulate,
 )
-from workbench.planning.schedules import (
+from workbench.planning.simulation import (
     MicroBatchTimes,
     most_in_flight,
     peak_holdings,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from workbench.pipeline_schedules import Schedule, build_schedule
-from workbench.planning.schedules import MicroBatchTimes, _in_order, simulate
+from workbench.planning.simulation import MicroBatchTimes, _in_order, simulate
 
 Transfer = tuple[str, int, int]
 """SEND or RECV of F or B, at a stage, of a micro-batch."""

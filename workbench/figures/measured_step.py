@@ -23,7 +23,7 @@ from workbench.figures.timeline_view import (
 )
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
-from workbench.planning.schedules import TimedAction, Timeline, most_in_flight
+from workbench.planning.simulation import TimedAction, Timeline, most_in_flight
 
 GAP_PX = 56
 """Height between the two timelines."""

@@ -15,7 +15,7 @@ from workbench.figures import theme
 from workbench.figures.partition_view import rank_name, stages_held
 from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, planned_lanes, timeline_height
 from workbench.planning.plan import Plan
-from workbench.planning.schedules import Timeline
+from workbench.planning.simulation import Timeline
 from workbench.units import GIB, count
 
 PANELS_PX = 190

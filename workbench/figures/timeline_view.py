@@ -13,7 +13,7 @@ from workbench.figures import theme
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline as simulated
-from workbench.planning.schedules import TimedAction, Timeline
+from workbench.planning.simulation import TimedAction, Timeline
 from workbench.units import duration
 
 ACTION_LOOKS = {"F": ("forward", theme.FORWARD), "B": ("backward", theme.BACKWARD)}

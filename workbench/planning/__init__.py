@@ -9,8 +9,8 @@ from workbench.planning.explanation import explain
 from workbench.planning.plan import Candidate, Memory, Plan, Prediction, Stage
 from workbench.planning.predicted_timeline import timeline
 from workbench.planning.request import Request
-from workbench.planning.schedules import TimedAction, Timeline, bubble_fraction, simulate
 from workbench.planning.search import search, what_if
+from workbench.planning.simulation import TimedAction, Timeline, bubble_fraction, simulate
 from workbench.planning.table import Plans, weigh
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from workbench.cost.communication import point_to_point_s
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.plan import Plan
-from workbench.planning.schedules import MicroBatchTimes, Timeline, simulate
+from workbench.planning.simulation import MicroBatchTimes, Timeline, simulate
 from workbench.planning.stage_costs import boundary_link
 
 

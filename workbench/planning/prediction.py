@@ -7,7 +7,7 @@ import numpy as np
 from workbench.planning.device_costs import Array
 from workbench.planning.plan import Prediction
 from workbench.planning.request import Request
-from workbench.planning.schedules import MicroBatchTimes, step_ms
+from workbench.planning.simulation import MicroBatchTimes, step_ms
 from workbench.planning.stage_costs import StageTimes, StrategyCosts
 from workbench.planning.stage_cuts import Cut
 from workbench.planning.times_basis import basis_of_times

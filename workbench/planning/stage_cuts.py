@@ -15,7 +15,7 @@ from workbench.planning.balanced_partition import SLACK, least_sum, partition, s
 from workbench.planning.checkpointing import Indices, MixedStages, StageRange, levelled_activations, levelled_stages
 from workbench.planning.device_costs import Array
 from workbench.planning.memo import memoised
-from workbench.planning.schedules import peak_holdings
+from workbench.planning.simulation import peak_holdings
 from workbench.planning.stage_costs import StrategyCosts
 
 CAP_STEPS = 3
