@@ -31,7 +31,7 @@ class PipelineSchedule:
     """A pipeline schedule, for any number of ranks and micro-batches."""
 
     words: str
-    """Its name in a sentence."""
+    """Name in a sentence."""
     order: Callable[..., Schedule]
     """Function that returns its actions, of the numbers of ranks, of micro-batches and, if several stages may lie on a
     rank, of these."""
@@ -42,9 +42,9 @@ class PipelineSchedule:
     runs: Callable[[int, int], bool] = lambda _ranks, _num_microbatches: True
     """Function that returns True if torch runs it on so many ranks with so many micro-batches."""
     needs: str = ""
-    """What `runs` asks for, as the object of "needs"."""
+    """Condition of `runs` in words, as the object of "needs"."""
     remedy: str = ""
-    """What to choose where it does not run, as the object of "Choose"."""
+    """Way out where it does not run, as the object of "Choose"."""
     holds_every_microbatch: bool = False
     """True if a rank holds the activations of all micro-batches of a step at once, however many they are."""
     stands_in_for: str | None = None
