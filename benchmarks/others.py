@@ -61,6 +61,63 @@ def llama_1b() -> nn.Module:
     )
 
 
+def qwen3_600m() -> nn.Module:
+    """Qwen3 0.6B: queries and keys are normalised per head, heads are wider than the hidden size divides."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=151936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+    )
+
+
+def gemma2_600m() -> nn.Module:
+    """Gemma 2, half as deep as 2B and two thirds as wide: windows in every other layer, capped logits."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=64000,
+            hidden_size=1536,
+            intermediate_size=6144,
+            num_hidden_layers=14,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=192,
+            sliding_window=512,
+            max_position_embeddings=2048,
+            use_cache=False,
+        )
+    )
+
+
+def pythia_410m() -> nn.Module:
+    """Pythia 410M: attention and feed-forward layer side by side, rotary positions in a quarter of each head."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=50304,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            max_position_embeddings=2048,
+            use_cache=False,
+        )
+    )
+
+
 def mixture() -> nn.Module:
     """Two of eight experts for each token, 1.2 B parameters."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -118,6 +175,43 @@ def t5_large() -> nn.Module:
             decoder_start_token_id=0,
             use_cache=False,
         )
+    )
+
+
+def bart_large() -> nn.Module:
+    """An encoder and a decoder of 12 layers; every decoder layer reads the encoder's last states."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    return BartForConditionalGeneration(BartConfig(use_cache=False))
+
+
+def deberta_v3_base() -> nn.Module:
+    """DeBERTa-v3: scores add content to position and position to content, and no kernel fuses them."""
+    from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
+    return DebertaV2ForMaskedLM(
+        DebertaV2Config(
+            vocab_size=128100,
+            hidden_size=768,
+            intermediate_size=3072,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_buckets=256,
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+            type_vocab_size=0,
+        )
+    )
+
+
+def swin_large() -> nn.Module:
+    """Swin-L: attention in shifted windows, four resolutions."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    return SwinForImageClassification(
+        SwinConfig(embed_dim=192, depths=[2, 2, 18, 2], num_heads=[6, 12, 24, 48], num_labels=1000)
     )
 
 

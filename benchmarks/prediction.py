@@ -3,20 +3,22 @@
     python benchmarks/prediction.py predict plans.json                 # on the GPU machine, or --device h200 --gpus 4
     python benchmarks/prediction.py measure plans.json                 # one after the other; goes on where it stopped
     python benchmarks/prediction.py report plans.json                  # the table, and how far predictions lie
+    python benchmarks/prediction.py predict plans.json --gpus 1 --set unknown     # a plan each of models nothing knows
 
 Which plans: every case (a model, a batch, a memory limit) contributes the planner's choice and, in turn, the best
 plans with one thing changed (`VARIATIONS`; each case goes on in the list where the one before stopped, so that all
 cases together go through it), as many as `--per-case` says. A variation that does not fit, or is the choice itself,
 is passed over. `--plan scaled:2,1,0,8,none,tensor=2` adds one by hand: pipeline, data, ZeRO, micro-batch,
 checkpointing, then by name whatever else `wb.plan` takes. `--cases` also takes `OTHERS`, models that nothing was fitted
-on; predicted one by one, each begins elsewhere in the list with `--turn`.
+on; predicted one by one, each begins elsewhere in the list with `--turn`. `--set` plans what `SETS` lists instead, all
+of it or some `--cases`. Cases that a file lacks are added to it, and what it has stays as it is.
 
 Batches are for 4 GPUs; for another number they are larger or smaller with it, so that a GPU has as much to do.
 
 A measured step is the median of `--steps` after warm-up: random tokens, dropout 0.1, AdamW and clipping included. Where
 those differ by more than `SPREAD`, as many again are taken, up to `MOST_TURNS` times, and the median is that of all.
 Peak memory is the allocator's, of the fullest device; a memory limit is enforced. A plan that fails is a row that says
-so.
+so. A plan that is said not to fit is run all the same, under the limit that it is said to exceed.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,9 @@ class Case:
     memory_limit_gib: float | None = None
     data: Any = None
     """Of a model that somebody hands over; ours train on text."""
+    sparsity: wb.sparsity.Static | None = None
+    steps: int = 1000
+    """Length of the training that the learning rate warms up for."""
 
     def global_batch(self, gpus: int) -> int:
         return self.batch_of_4 * gpus // 4
@@ -71,6 +77,10 @@ def _scaled() -> Any:
 
 def _bert_4_8b() -> Any:
     return wb.models.bert(hidden_size=2560, num_layers=60, num_heads=40)
+
+
+def _bert_medium() -> Any:
+    return wb.models.bert(hidden_size=512, num_layers=8, num_heads=8, dropout=0.0)
 
 
 def _tiny() -> Any:
@@ -96,10 +106,61 @@ OTHERS = {
         lambda: others.modernbert_large, 1024, 256, data=others.Tokens(50368, 1024, 0.3, scattered=True)
     ),
     "by-hand": Case(lambda: others.ByHand, 1024, 128, data=others.Tokens(50304, 1024, 0.33)),
+    "qwen3-600m": Case(lambda: others.qwen3_600m, 1024, 64, data=others.Tokens(151936, 1024)),
+    "gemma2-600m": Case(lambda: others.gemma2_600m, 1024, 32, data=others.Tokens(64000, 1024)),
+    "pythia-410m": Case(lambda: others.pythia_410m, 1024, 64, data=others.Tokens(50304, 1024)),
+    "bart-large": Case(lambda: others.bart_large, 512, 128, data=others.Tokens(50265, 512)),
+    "deberta-v3-base": Case(
+        lambda: others.deberta_v3_base, 512, 128, data=others.Tokens(128100, 512, 0.15, scattered=True)
+    ),
+    "swin-large": Case(lambda: others.swin_large, 1, 512, data=others.Images()),
 }
 """Models that nothing was fitted on, handed over as a user would."""
-TRIAL = {"tiny": Case(_tiny, 64, 16)}
+SPARSE = {
+    "medium": Case(_bert_medium, 128, 4096, steps=100),
+    **{
+        f"medium-sparse-{block}": Case(
+            _bert_medium, 128, 4096, sparsity=wb.sparsity.Static(sparsity=0.9, block=block), steps=100
+        )
+        for block in (16, 32)
+    },
+}
+"""BERT-Medium with dense weights, and with nine tenths of its encoder's blocks absent; without dropout, so that losses
+can be compared."""
+TRIAL = {
+    "tiny": Case(_tiny, 64, 16),
+    "tiny-sparse": Case(_tiny, 64, 16, sparsity=wb.sparsity.Static(sparsity=0.5, block=16), steps=100),
+}
 """Of no interest but to see on any machine that this runs."""
+KNOWN = CASES | OTHERS | SPARSE | TRIAL
+
+EXCEEDS = "exceeds"
+"""Beside the choices of a plan: the share by which it is to need more memory than its limit offers."""
+_PLAIN = {"recompute": "none", "offload_optimizer": False, "cuda_graphs": False}
+_BOTH_FORMS = ({"block_sparse": False}, {"block_sparse": True})
+SETS: dict[str, dict[str, tuple[Mapping[str, Any], ...]]] = {
+    "unknown": {
+        "llama-1b": ({}, {**_PLAIN, "micro_batch": 4, EXCEEDS: 0.05}),
+        "vit-huge": ({"recompute": "full"},),
+        "by-hand": ({"offload_optimizer": True},),
+        "pythia-410m": ({"cuda_graphs": True, "micro_batch": 2},),
+        "modernbert-large": ({"recompute": "selective"},),
+        "resnet-152": ({"cuda_graphs": True},),
+        "t5-large": ({},),
+        "qwen3-600m": ({"recompute": "selective"},),
+        "gemma2-600m": ({"offload_optimizer": True},),
+        "mixture": ({},),
+        "bart-large": ({},),
+        "deberta-v3-base": ({},),
+        "swin-large": ({},),
+    },
+    "sparse": {"medium": ({},), "medium-sparse-16": _BOTH_FORMS, "medium-sparse-32": _BOTH_FORMS},
+    "trial": {
+        "tiny": ({}, {**_PLAIN, "data": 2, "zero": 0, "micro_batch": 4, EXCEEDS: 0.05}),
+        "tiny-sparse": ({"block_sparse": False},),
+    },
+}
+"""Cases, the most telling first, and what each of their plans is told; the planner chooses the rest."""
 
 SPREAD = 0.05
 """Between the slowest and the fastest step, over the median."""
@@ -143,7 +204,8 @@ def _arguments() -> argparse.Namespace:
     for verb in ("predict", "measure", "report", "worker"):
         verbs.add_parser(verb).add_argument("file", type=Path)
     predict, measure, _, worker = verbs.choices.values()
-    predict.add_argument("--cases", nargs="+", choices=[*CASES, *OTHERS, *TRIAL], default=list(CASES))
+    predict.add_argument("--cases", nargs="+", choices=KNOWN, help="default: those of --set, or the first seven")
+    predict.add_argument("--set", choices=SETS, help="the plans of this set, and none by VARIATIONS")
     predict.add_argument("--per-case", type=int, default=4)
     predict.add_argument("--turn", type=int, default=0, help="where in VARIATIONS the first case begins")
     predict.add_argument("--device", help="plan for a device of the hardware table, not for this machine")
@@ -162,29 +224,38 @@ def _arguments() -> argparse.Namespace:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    content: Row = {"predicted": _now(), "rule": __doc__, "rows": []}
     if arguments.file.exists():
-        raise SystemExit(f"{arguments.file} exists: predictions are written once. Choose another name.")
-    known = CASES | OTHERS | TRIAL
-    rows: list[Row] = []
+        content = _read(arguments.file)
+    rows = content["rows"]
     turn = arguments.turn
-    for name in arguments.cases:
+    for name in arguments.cases or SETS.get(arguments.set, CASES):
+        if any(row["case"] == name for row in rows):
+            raise SystemExit(f"{arguments.file} has {name}: predictions are written once. Choose another name.")
         made = time.perf_counter()
-        chosen, turn = _chosen(name, known[name], arguments, turn)
-        rows += [_row(name, known[name], why, plan) for why, plan in chosen]
+        try:
+            chosen, turn = _chosen(name, KNOWN[name], arguments, turn)
+        except Exception as error:
+            if not arguments.set:
+                raise
+            traceback.print_exc()
+            chosen = []
+            rows.append({"case": name, "why": "", "error": f"not planned: {type(error).__name__}: {error}"})
+        rows += [_row(name, why, plan) for why, plan in chosen]
         print(f"{name}: {len(chosen)} plans in {time.perf_counter() - made:.1f} s", flush=True)
         for why, plan in chosen:
             print(f"  {why}: {plan.describe()}", flush=True)
-    _write(arguments.file, {"predicted": _now(), "rule": __doc__, "rows": rows})
+        _write(arguments.file, content)
     print(f"{len(rows)} predictions in {arguments.file}")
 
 
 def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> tuple[list[tuple[str, Plan]], int]:
     cluster = _cluster(arguments)
     experiment = _experiment(case, cluster.gpus)
-    costs = wb.profile(experiment, cluster)
+    costs = wb.profile(experiment, None if cluster == wb.local_cluster() else cluster)
 
-    def planned(**fixed: Any) -> Plan:
-        limit = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
+    def planned(limit_gib: float | None = case.memory_limit_gib, **fixed: Any) -> Plan:
+        limit = None if limit_gib is None else int(limit_gib * GIB)
         return search(
             costs,
             global_batch=experiment.global_batch,
@@ -195,6 +266,8 @@ def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> 
             **fixed,
         )
 
+    if arguments.set:
+        return [_asked(dict(choices), planned) for choices in SETS[arguments.set][name]], turn
     found = [("the planner's choice", planned())]
     tried = 0
     for why, fixed in itertools.islice(itertools.cycle(VARIATIONS), turn, turn + len(VARIATIONS)):
@@ -216,6 +289,21 @@ def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> 
     return found, (turn + tried) % len(VARIATIONS)
 
 
+def _asked(choices: dict[str, Any], planned: Callable[..., Plan]) -> tuple[str, Plan]:
+    """What was asked of a plan, and the plan; one that is to exceed its limit is refused by the planner first."""
+    share = choices.pop(EXCEEDS, 0.0)
+    plan = planned(**choices)
+    why = ", ".join(f"{name}={value}" for name, value in choices.items()) or "the planner's choice"
+    if not share:
+        return why, plan
+    limit_gib = plan.peak_bytes / (1 + share) / GIB
+    try:
+        fitting = planned(limit_gib, **choices)
+    except PlanInfeasible:
+        return f"{why}; {EXCEEDS} its limit by {share:.0%}", replace(plan, memory_limit_bytes=int(limit_gib * GIB))
+    raise RuntimeError(f"Under a limit of {limit_gib:.2f} GiB the planner found a plan that fits: {fitting.describe()}")
+
+
 def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
     if arguments.device is not None:
         return wb.Cluster.of(arguments.device, gpus=arguments.gpus)
@@ -227,14 +315,17 @@ def _experiment(case: Case, gpus: int) -> wb.Experiment:
     model = case.model()
     data = wb.data.corpus("demo", vocab_size=model.vocab_size) if case.data is None else case.data
     batch = case.global_batch(gpus)
-    return wb.Experiment(model=model, data=data, steps=1000, global_batch=batch, seq_len=case.seq_len)
+    return wb.Experiment(
+        model=model, data=data, steps=case.steps, global_batch=batch, seq_len=case.seq_len, sparsity=case.sparsity
+    )
 
 
-def _row(name: str, case: Case, why: str, plan: Plan) -> Row:
+def _row(name: str, why: str, plan: Plan) -> Row:
     return {
         "case": name,
         "why": why,
-        "memory_limit_gib": case.memory_limit_gib,
+        "predicted": _now(),
+        "memory_limit_gib": plan.memory_limit_bytes and plan.memory_limit_bytes / GIB,
         "division": plan.division(),
         "predicted_ms": plan.prediction.step_ms,
         "predicted_gib": plan.peak_bytes / GIB,
@@ -253,7 +344,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     """
     begun = time.monotonic()
     rows = _read(arguments.file)["rows"]
-    left = [i for i, row in enumerate(rows) if "measured_ms" not in row and ("error" not in row or arguments.again)]
+    planned = [index for index, row in enumerate(rows) if "plan" in row and "measured_ms" not in row]
+    left = [index for index in planned if "error" not in rows[index] or arguments.again]
     while left and time.monotonic() - begun <= arguments.budget_s:
         workers = _Workers(arguments, left, Plan.from_json(rows[left[0]]["plan"]).world)
         try:
@@ -427,7 +519,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
 
     started = time.perf_counter()
     plan = Plan.from_json(row["plan"])
-    experiment = _experiment((CASES | OTHERS | TRIAL)[row["case"]], plan.world)
+    experiment = _experiment(KNOWN[row["case"]], plan.world)
     if device.type == "cuda":
         whole = torch.cuda.get_device_properties(device).total_memory
         limit = whole if row["memory_limit_gib"] is None else row["memory_limit_gib"] * GIB
@@ -435,13 +527,16 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     trainer = trainer_for(experiment, plan, device)
     batch = random_batch(experiment, trainer.samples, trainer.coordinate.data_rank, device)
     gc.collect()
+    losses: list[float] = []
 
     def timed(step: int) -> float:
         _wait(device)
         begun = time.perf_counter()
-        trainer.step(step, batch)
+        scalars = trainer.step(step, batch).scalars
         _wait(device)
-        return time.perf_counter() - begun
+        elapsed = time.perf_counter() - begun
+        losses.append(float(scalars[0]))
+        return elapsed
 
     timed(0)
     first_s = time.perf_counter() - started
@@ -456,6 +551,7 @@ def _timed(row: Row, steps: int, device: Any) -> Row:
     found: Row = {
         "measured_ms": 1e3 * statistics.median(times),
         "measured_ms_all": [1e3 * seconds for seconds in times],
+        "losses": losses,
         "start_to_first_step_s": first_s,
     }
     if device.type == "cuda":
@@ -528,6 +624,7 @@ def report(content: Row) -> str:
         *_errors(rows),
         *_choices(rows),
         *_pipelines(rows),
+        *_sparse_losses(rows),
     ]
     return "\n".join(lines)
 
@@ -535,12 +632,12 @@ def report(content: Row) -> str:
 def _pipelines(rows: list[Row]) -> Iterator[str]:
     """How near pipelines of all devices come to the best replicas' rate less the bubble, (p - 1) / (m + p - 1)."""
     for row in rows:
-        plan = row["plan"]
+        plan = row.get("plan", {"pipeline": 1})
         alone = plan["pipeline"] > 1 and plan["data"] == plan["tensor"] == 1 and plan["schedule"] == "1f1b"
         replicas = [
             other["measured_ms"]
             for other in rows
-            if other["case"] == row["case"] and other["plan"]["pipeline"] == 1 and "measured_ms" in other
+            if other["case"] == row["case"] and "measured_ms" in other and other["plan"]["pipeline"] == 1
         ]
         if alone and replicas and "measured_ms" in row:
             bubble = (plan["pipeline"] - 1) / (plan["num_microbatches"] + plan["pipeline"] - 1)
@@ -548,7 +645,23 @@ def _pipelines(rows: list[Row]) -> Iterator[str]:
             yield f"{row['case']}: {row['division']}: {share:.3f} of (the fastest without stages × {1 - bubble:.3f})"
 
 
+def _sparse_losses(rows: list[Row]) -> Iterator[str]:
+    """How far the losses of block-sparse weights are from those of masked ones, over the steps that both took."""
+    trained = [row for row in rows if "losses" in row]
+    for row, other in itertools.permutations(trained, 2):
+        if row["case"] == other["case"] and row["plan"]["block_sparse"] > other["plan"]["block_sparse"]:
+            pairs = list(zip(row["losses"], other["losses"], strict=False))
+            largest = max(abs(sparse / masked - 1) for sparse, masked in pairs)
+            first, last = pairs[0][1], pairs[-1][1]
+            yield (
+                f"{row['case']}: block-sparse losses differ from masked ones by at most {largest:.2%} in {len(pairs)} "
+                f"steps, which took the masked loss from {first:.3f} to {last:.3f}"
+            )
+
+
 def _line(row: Row) -> str:
+    if "plan" not in row:
+        return f"| {row['case']} | | | {row['error']} | | | | | |"
     cells = [row["case"], row["division"], row["why"], f"{row['predicted_ms']:.1f}"]
     if "measured_ms" in row:
         cells += [f"{row['measured_ms']:.1f}", f"{_error(row, 'ms'):+.1%}", f"{row['predicted_gib']:.1f}"]
@@ -560,15 +673,20 @@ def _line(row: Row) -> str:
 
 
 def _errors(rows: list[Row]) -> Iterator[str]:
+    exceeding = [row for row in rows if EXCEEDS in row["why"]]
+    fitting = [row for row in rows if row not in exceeding]
     for unit, what in (("ms", "step time"), ("gib", "peak memory")):
-        errors = [abs(_error(row, unit)) for row in rows if f"measured_{unit}" in row]
+        errors = [abs(_error(row, unit)) for row in fitting if f"measured_{unit}" in row]
         if errors:
             median, largest = statistics.median(errors), max(errors)
-            yield f"{what}: {len(errors)} plans, median error {median:.1%}, largest {largest:.1%}"
-    failed = [row for row in rows if "error" in row]
-    yield f"failed: {len(failed)} of {len(rows)}"
+            yield f"{what}: {len(errors)} of {len(fitting)} plans, median error {median:.1%}, largest {largest:.1%}"
+    failed = [row for row in fitting if "error" in row]
+    yield f"failed: {len(failed)} of {len(fitting)}"
     memory = sum("out of memory" in row["error"] for row in failed)
     yield f"out of memory in a plan said to fit: {memory}"
+    for row in exceeding:
+        did = "it ran" if "measured_ms" in row else row.get("error", "not measured")
+        yield f"{row['case']}: said not to fit into {row['memory_limit_gib']:.1f} GiB ({row['division']}): {did}"
 
 
 def _choices(rows: list[Row]) -> Iterator[str]:

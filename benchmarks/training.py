@@ -9,7 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.build import build_model, build_stage, capture_for, prepare_compiler
+from workbench.execution.build import (
+    block_sparse_parameters,
+    build_model,
+    build_stage,
+    capture_for,
+    prepare_compiler,
+)
 from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.random_batch import random_batch as random_tokens
@@ -39,6 +45,7 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
         context,
         compile=device.type == "cuda" and experiment.compile is not False,
         autocast=lambda: torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext(),
+        compact=block_sparse_parameters(experiment, plan, coordinate, graph, device),
     )
     del model
     trainer = Trainer(experiment, plan, graph, stages, context, coordinate)
