@@ -50,24 +50,12 @@ class PhaseEvent(_Timed):
 
 
 class StepEvent(_Timed):
-    """The figures of one logged step. Counts and `seconds` are cumulative over the whole training."""
+    """The figures of one logged step; `workbench.columns.COLUMNS` describes these and all others it may have."""
 
     type: Literal["step"]
     step: int
-    """Number of the step, from 1."""
     loss: float | None
-    learning_rate: NotRequired[float | None]
-    grad_norm: NotRequired[float | None]
     step_ms: NotRequired[float | None]
-    tokens: NotRequired[float | None]
-    samples: NotRequired[float | None]
-    flops: NotRequired[float | None]
-    seconds: NotRequired[float | None]
-    """Training time so far, without start-up and without the pause before a resumption."""
-    tokens_per_s: NotRequired[float | None]
-    mfu: NotRequired[float | None]
-    data_wait: NotRequired[float | None]
-    """Share of the step's time, from 0 to 1, in which the device of rank 0 had nothing to do until its batch came."""
 
 
 class _EvaluationFields(_Timed):

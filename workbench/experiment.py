@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from workbench import data as _data
 from workbench import models as _models
+from workbench.columns import COLUMNS, EVALUATION_LABELS
 from workbench.data import DataSource
 from workbench.errors import InvalidExperiment, UnknownParameter, checked_keywords, suggestion
 from workbench.models import ModelSource
@@ -34,14 +35,8 @@ METRICS = "metrics"
 UNWRITTEN = ("epochs", "tokens", "sparsity")
 """Fields that a description of an experiment leaves out where they are None."""
 METRIC_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_TAKEN_NAMES = frozenset(
-    {
-        *("step", "loss", "eval_loss", "perplexity", "tokens", "samples", "flops", "seconds", "eval_seconds"),
-        *("gpu_hours", "learning_rate", "grad_norm", "step_ms", "tokens_per_s", "mfu", "data_wait", "time", "memory"),
-        "utilization",
-    }
-)
-"""Names of recorded columns and panels, which a metric cannot have."""
+RESERVED_NAMES = frozenset({*COLUMNS, *EVALUATION_LABELS, "eval_seconds", "utilization", "memory"})
+"""Names of columns and panels, which a metric cannot have."""
 _MINIMA: Mapping[str, int | None] = {
     **dict.fromkeys(("steps", "global_batch", "seq_len", "log_every", "checkpoint_every"), 1),
     **dict.fromkeys(("keep_checkpoints", "warmup_steps", "seed", "weight_decay"), 0),
@@ -397,10 +392,10 @@ def _check_metrics(experiment: Experiment) -> None:
             parameter=METRICS,
         )
     for name in metrics:
-        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name) or name in _TAKEN_NAMES:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name) or name in RESERVED_NAMES:
             raise InvalidExperiment(
                 f"{name!r} is no name for a metric. Choose a word of letters, digits, '-' and '_' that no recorded "
-                f"column has ({', '.join(sorted(_TAKEN_NAMES))}).",
+                f"column has ({', '.join(sorted(RESERVED_NAMES))}).",
                 parameter=METRICS,
             )
     if metrics and experiment.evaluate is None:

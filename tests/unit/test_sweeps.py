@@ -14,6 +14,7 @@ from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
+from workbench.columns import COLUMNS
 from workbench.cost.cluster import Cluster
 from workbench.errors import DataError, InvalidExperiment, UnknownParameter
 from workbench.planning import from_experiment
@@ -50,8 +51,8 @@ def trials(path) -> list[tuple[str, int, dict[str, Any]]]:
 
 def history(losses) -> History:
     steps = np.arange(1.0, len(losses) + 1)
-    columns = {field.name: np.zeros(len(steps)) for field in dataclasses.fields(History)}
-    return History(**{**columns, "step": steps, "loss": np.asarray(losses, dtype=float)})
+    columns = {name: np.zeros(len(steps)) for name in COLUMNS}
+    return History({**columns, "step": steps, "loss": np.asarray(losses, dtype=float)})
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])

@@ -42,9 +42,8 @@ class Mark:
 class Curve:
     """The record of one run: columns of equal length with one value per logged step.
 
-    Columns are named as in a run's events: step, loss, learning_rate, grad_norm, step_ms, tokens, samples, flops,
-    seconds, gpu_hours, tokens_per_s, mfu, data_wait. Tokens, samples, flops, seconds and gpu_hours are cumulative. Only
-    the columns that a figure draws are needed. `color` (`#rrggbb`) overrides the palette's colour.
+    Columns are named and counted as in `workbench.columns.COLUMNS`. Only those that a figure draws are needed. `color`
+    (`#rrggbb`) overrides the palette's colour.
     """
 
     name: str

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from workbench.columns import FinishedStep, logged_columns, shared_columns
 from workbench.errors import NonFiniteLoss
 from workbench.execution.step_timeline import Timestamp
 from workbench.execution.trainer import StepResult
@@ -72,7 +73,7 @@ class StepLog:
         if pending is None:
             return False
         pending.ended.wait()
-        loss, squared_norm, stops = pending.scalars.tolist()
+        loss, squared_norm, stops, *shares = pending.scalars.tolist()
         step_s = pending.ended.seconds_since(self._previous_end)
         waited_s = None if pending.arrived is None else pending.arrived.seconds_since(self._previous_end)
         self._previous_end = pending.ended
@@ -81,23 +82,22 @@ class StepLog:
         is_finite = math.isfinite(loss) and math.isfinite(squared_norm)
         is_logged = done % experiment.log_every == 0 or done == experiment.steps or stops > 0 or not is_finite
         if self._events is not None and is_logged:
-            peak = peak_flops(plan)
-            log_event(
-                self._events,
-                "step",
+            finished = FinishedStep(
                 step=done,
                 loss=loss,
-                learning_rate=pending.learning_rate,
                 grad_norm=squared_norm**0.5,
-                step_ms=step_s * 1e3,
-                tokens=done * experiment.tokens_per_step,
-                samples=done * experiment.global_batch,
-                flops=done * plan.flops_per_step,
+                learning_rate=pending.learning_rate,
+                step_s=step_s,
+                waited_s=waited_s,
                 seconds=self.seconds,
-                tokens_per_s=experiment.tokens_per_step / step_s,
-                mfu=plan.flops_per_step / step_s / peak if peak else None,
-                data_wait=None if waited_s is None else max(0.0, waited_s) / step_s,
+                tokens_per_step=experiment.tokens_per_step,
+                samples_per_step=experiment.global_batch,
+                flops_per_step=plan.flops_per_step,
+                peak_flops=peak_flops(plan),
+                shares=dict(zip(shared_columns(), shares, strict=True)),
+                world=plan.world,
             )
+            log_event(self._events, "step", **logged_columns(finished))
         if experiment.stop_on_non_finite and not is_finite:
             raise _non_finite(done, loss, squared_norm**0.5)
         return bool(stops > 0)

@@ -18,6 +18,7 @@ from workbench.capture import Graph
 from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.label_counting import count_labels
 from workbench.capture.operations import retarget
+from workbench.columns import shared_columns
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.gradient_norm import clip, squared_norm
@@ -40,7 +41,8 @@ class StepResult:
     """The scalars of one step, equal on all ranks and still on the device: reading them waits for the step."""
 
     scalars: torch.Tensor
-    """Loss over the global batch, squared norm of its gradient, and the number of ranks that want to stop."""
+    """Loss over the global batch, squared norm of its gradient, the number of ranks that want to stop, and the sums of
+    `workbench.columns.shared_columns`."""
     learning_rate: float
 
 
@@ -174,7 +176,8 @@ class Trainer:
         loss = self.gradients(step, batch, label_counts)
         gradients = ((p.grad, holders) for p, holders in self._in_norm if p.grad is not None)
         norm = squared_norm(gradients, self.context.device)
-        scalars = torch.stack([loss.float(), norm, torch.full_like(norm, float(stop))])
+        shares = [float(stop), *(share() for share in shared_columns().values())]
+        scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares)])
         dist.all_reduce(scalars)
         return scalars
 

@@ -8,25 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import X_AXES, AxisUnit, check_axis, shared_axes
+from workbench.analysis.axes import X_AXES, check_axis, shared_axes
 from workbench.analysis.curve import Array, CurveLike, Indices, column, evaluations_of, metrics_of
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
+from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.legend_placement import CORNERS, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
 
-Y_LABELS = {
-    "loss": "Loss",
-    "eval_loss": "Held-out loss",
-    "perplexity": "Held-out perplexity",
-    "learning_rate": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "step_ms": "Step time (ms)",
-    "tokens_per_s": "Tokens/s",
-    "mfu": "MFU",
-    "data_wait": "Share of the time waiting for data",
-}
+Y_LABELS = {**{name: column.label for name, column in COLUMNS.items() if column.label}, **EVALUATION_LABELS}
 
 
 class MarkLook(NamedTuple):
@@ -79,7 +70,7 @@ def loss_curves(
         UnknownParameter: the x axis does not exist, a run did not record it, or no run recorded `y`.
     """
     metrics = metrics_of(curves)
-    if y in OF_EVALUATIONS or y in metrics:
+    if y in EVALUATION_LABELS or y in metrics:
         curves, smoothing = _held_out(curves, y), 0.0
     axes = shared_axes(curves)
     check_axis(x)
@@ -107,12 +98,6 @@ def loss_curves(
         middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
         figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)
     return figure
-
-
-OF_EVALUATIONS = ("eval_loss", "perplexity")
-"""Columns with one value per evaluation instead of one per step; the metrics of experiments are such too."""
-AXIS_COLUMNS = frozenset(axis.column for axis in X_AXES.values()) | {"time"}
-"""Columns of steps that are no curve by themselves."""
 
 
 def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
@@ -244,8 +229,7 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
     visible = visible_points(curve, x, smooth)
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
     line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
-    of_evaluations = y in OF_EVALUATIONS or (y not in Y_LABELS and y not in AXIS_COLUMNS)
-    few = of_evaluations or np.isfinite(curve.raw).sum() == 1
+    few = y not in COLUMNS or np.isfinite(curve.raw).sum() == 1
     traces = {
         "raw": go.Scatter(
             **visible["raw"], mode="lines", line={"color": theme.pale(curve.color, 0.62), "width": 1}, hoverinfo="skip"

@@ -14,6 +14,7 @@ from plotly.subplots import make_subplots
 from workbench.analysis.axes import shared_axes
 from workbench.analysis.curve import Array, Curve, CurveLike, column, evaluations_of, metrics_of
 from workbench.analysis.smoothing import SMOOTHING
+from workbench.columns import COLUMNS
 from workbench.figures import theme
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
 from workbench.figures.utilization_view import (
@@ -25,20 +26,8 @@ from workbench.figures.utilization_view import (
 )
 from workbench.units import GIB, gib
 
-PANELS = {
-    "tokens_per_s": "Tokens/s",
-    "mfu": "MFU (%)",
-    "data_wait": "Waiting for data (%)",
-    "grad_norm": "Gradient norm",
-    "learning_rate": "Learning rate",
-}
-"""Titles of the panels that show one column each; the experiments' metrics, utilisation and memory come after them."""
-LOGARITHMIC = ("grad_norm",)
-LEAST = {"data_wait": 0.02}
-"""Smallest mean, over the steps after the first, for which a column has a panel."""
-SCALES = {"mfu": 100.0, "data_wait": 100.0}
-"""Factors by which columns are multiplied before they are drawn."""
-TICK_FORMATS = {"tokens_per_s": "~s", "grad_norm": ".2~g"}
+PANELS = {name: column.panel for name, column in COLUMNS.items() if column.panel is not None}
+"""Panels of one column each; the experiments' metrics, utilisation and memory come after them."""
 MAX_COLUMNS = 3
 ROW_PX = 150
 GAP_PX = 52
@@ -54,7 +43,9 @@ Window = tuple[float, float] | None
 
 def panel_names(curves: Sequence[CurveLike], peaks: Peaks = (), usage: Usage = ()) -> list[str]:
     """Return the panels that have something to show: a column that no run recorded, or a small wait, has no panel."""
-    names = [name for name in PANELS if any(_shows(column(curve, name), LEAST.get(name)) for curve in curves)]
+    names = [
+        name for name, panel in PANELS.items() if any(_shows(column(curve, name), panel.least) for curve in curves)
+    ]
     names += metrics_of(curves)
     names += ["utilization"] if has_samples(usage) else []
     return [*names, "memory"] if any(peaks) else names
@@ -99,7 +90,7 @@ def panels(
     rows = max(1, math.ceil(len(names) / columns))
     metrics = metrics_of(curves)
     titles = {
-        **PANELS,
+        **{name: panel.title or COLUMNS[name].label for name, panel in PANELS.items()},
         **{name: theme.text(name) for name in metrics},
         "utilization": utilization_title(usage),
         "memory": "Peak memory of each rank (GiB)",
@@ -156,8 +147,8 @@ def _laid_out(figure: go.Figure, rows: int) -> go.Figure:
 
 def _rate_axis(curves: Sequence[CurveLike], name: str) -> dict[str, Any]:
     """Return the y axis of a rate; ticks on a logarithmic axis depend on how many decades it spans."""
-    options: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": TICK_FORMATS.get(name)}
-    if name not in LOGARITHMIC:
+    options: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": PANELS[name].tick_format}
+    if not PANELS[name].logarithmic:
         return {"type": "linear", **options}
     values = np.concatenate([np.empty(0), *(column(curve, name) for curve in curves)])
     known = values[np.isfinite(values) & (values > 0)]
@@ -178,7 +169,7 @@ def rate_points(
     curves: Sequence[PreparedCurve], name: str, x: str, smooth: bool, window: Window = None
 ) -> list[dict[str, Array]]:
     """Return `x` and `y` of each of `rate_traces`: the only fields of them that change as a run goes on."""
-    factor = SCALES.get(name, 1.0)
+    factor = PANELS[name].scale if name in PANELS else 1.0
     points = []
     for whole in curves:
         curve = whole.focused(x, window, PANEL_POINTS)

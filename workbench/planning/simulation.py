@@ -5,7 +5,7 @@ A rank holds one stage, or under an interleaved schedule several: those with `st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -198,30 +198,27 @@ def peak_holdings(name: str, ranks: int, num_microbatches: int, chunks: int) -> 
     entries that no other exceeds in every number are listed. A schedule repeats itself, so that few micro-batches
     show what many do.
     """
-    if SCHEDULES[name].holds_every_microbatch:
-        return (((num_microbatches, 0),),) * ranks
     group = num_microbatches // rounds(ranks, num_microbatches)
     until_steady = max(1, -(-4 * ranks * chunks // group)) * group
-    lanes = build_schedule(name, ranks, min(num_microbatches, until_steady), chunks)
-    return tuple(_peak_holdings(lane, ranks, chunks) for lane in lanes)
+    shown = min(num_microbatches, until_steady)
+    every = num_microbatches if SCHEDULES[name].holds_every_microbatch else shown
+    holdings = []
+    for lane in build_schedule(name, ranks, shown, chunks):
+        held = [0] * chunks
+        entries: set[tuple[int, ...]] = set()
+        for action in lane:
+            chunk = action.stage // ranks
+            held[chunk] += action.type == "F"
+            entries.add((*(every if count == shown else count for count in held), chunk))
+            held[chunk] -= action.type == "B"
+        holdings.append(tuple(sorted(entry for entry in entries if not _is_exceeded(entry, entries))))
+    return tuple(holdings)
 
 
-def _peak_holdings(lane: Sequence[Action], ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    held = [0] * chunks
-    entries: set[tuple[int, ...]] = set()
-    for action in lane:
-        chunk = action.stage // ranks
-        held[chunk] += action.type == "F"
-        entries.add((*held, chunk))
-        held[chunk] -= action.type == "B"
-
-    def exceeded(entry: tuple[int, ...]) -> bool:
-        return any(
-            other != entry and other[-1] == entry[-1] and all(b >= a for a, b in zip(entry, other, strict=True))
-            for other in entries
-        )
-
-    return tuple(sorted(entry for entry in entries if not exceeded(entry)))
+def _is_exceeded(entry: tuple[int, ...], entries: Iterable[tuple[int, ...]]) -> bool:
+    """Return True if another entry with the same chunk running holds as many micro-batches of every chunk."""
+    alike = (other for other in entries if other[-1] == entry[-1] and other != entry)
+    return any(all(b >= a for a, b in zip(entry, other, strict=True)) for other in alike)
 
 
 def step_ms(

@@ -12,8 +12,9 @@ import ipywidgets as widgets
 import numpy as np
 import plotly.graph_objects as go
 
-from workbench.analysis.axes import AxisUnit, shared_axes
+from workbench.analysis.axes import shared_axes
 from workbench.analysis.curve import CurveLike, metrics_of
+from workbench.columns import AxisUnit
 from workbench.figures.curves_view import MAX_INSIDE, curve_traces, hover_title, loss_layout, mark_key, visible_points
 from workbench.figures.decimation import points_per_trace
 from workbench.figures.legend_placement import corner_of, place_legend

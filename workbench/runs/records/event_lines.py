@@ -15,24 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.columns import COLUMNS
 from workbench.events import Event
 from workbench.rundir import is_intact, parse_event
 
-MEASURED = (
-    "step",
-    "loss",
-    "learning_rate",
-    "grad_norm",
-    "step_ms",
-    "tokens",
-    "samples",
-    "flops",
-    "seconds",
-    "tokens_per_s",
-    "mfu",
-    "data_wait",
-    "time",
-)
+LOGGED = tuple(name for name, column in COLUMNS.items() if not column.is_derived)
 """The figures of a `step` event that become columns, in this order."""
 BLOCK_BYTES = 8 * 2**20
 BULK_BYTES = 2**18
@@ -51,7 +38,7 @@ class Block:
     """The events of some whole lines."""
 
     steps: NDArray[np.float64]
-    """One column a logged step and one row for each of `MEASURED`."""
+    """One column a logged step and one row for each of `LOGGED`."""
     others: tuple[tuple[int, Event], ...]
     """Every other event but `actions`, each with the number of steps of this block that came before it."""
 
@@ -144,10 +131,10 @@ def _columns(lines: bytes, count: int) -> NDArray[np.float64]:
     from pyarrow import json as arrow_json
 
     if not count:
-        return np.empty((len(MEASURED), 0))
+        return np.empty((len(LOGGED), 0))
     if b": NaN" in lines:  # JSON does not know NaN; a missing value becomes NaN as well
         lines = lines.replace(b": NaN", b": null")
-    schema = arrow.schema([(name, arrow.float64()) for name in MEASURED])
+    schema = arrow.schema([(name, arrow.float64()) for name in LOGGED])
     try:
         table = arrow_json.read_json(
             arrow.BufferReader(arrow.py_buffer(lines)),
@@ -157,8 +144,8 @@ def _columns(lines: bytes, count: int) -> NDArray[np.float64]:
         raise _Unusual from error
     if table.num_rows != count or table["step"].null_count:
         raise _Unusual
-    columns = np.empty((len(MEASURED), count))
-    for row, name in enumerate(MEASURED):
+    columns = np.empty((len(LOGGED), count))
+    for row, name in enumerate(LOGGED):
         columns[row] = table[name].to_numpy()
     return columns
 
@@ -174,8 +161,8 @@ def _line_by_line(block: bytes) -> Block:
             others.append((len(rows), event))
         elif event.get("step") is not None:
             with contextlib.suppress(TypeError, ValueError):  # a word where a number belongs
-                rows.append([number(event.get(name)) for name in MEASURED])
-    return Block(np.array(rows, dtype=np.float64).reshape(-1, len(MEASURED)).T, tuple(others))
+                rows.append([number(event.get(name)) for name in LOGGED])
+    return Block(np.array(rows, dtype=np.float64).reshape(-1, len(LOGGED)).T, tuple(others))
 
 
 def number(value: Any) -> float:

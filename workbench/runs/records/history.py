@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.columns import COLUMNS
+from workbench.errors import suggestion
 from workbench.events import (
     DataEvaluationEvent,
     DeviceEvent,
@@ -18,44 +20,42 @@ from workbench.events import (
     SparsityEvent,
     StartEvent,
 )
-from workbench.runs.records.event_lines import MEASURED, blocks, damaged_lines, milestones, number, parsed, recent_steps
+from workbench.runs.records.event_lines import LOGGED, blocks, damaged_lines, milestones, number, parsed, recent_steps
 from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
 
 Column = NDArray[np.float64]
-_TIME, _SECONDS = MEASURED.index("time"), MEASURED.index("seconds")
+_TIME, _SECONDS = LOGGED.index("time"), LOGGED.index("seconds")
 _SAMPLE_ROWS = 4  # time, device, share, used_bytes
 _FIRST_ROOM = 1024  # columns
 GOING_ON = ("running", "stalled")
 """States of a run whose devices are sampled for it."""
 
 
-@dataclass(frozen=True, eq=False)
 class History:
     """The logged steps of a run: read-only float64 columns of equal length, in order of `step`, NaN where unknown.
 
-    `tokens`, `samples`, `flops`, `seconds` and `gpu_hours` count from the start of training, over all devices and over
-    every resumption.
+    `history.loss` and `history["loss"]` are the same column; `workbench.columns.COLUMNS` describes each. `tokens`,
+    `samples`, `flops`, `seconds` and `gpu_hours` count from the start of training, over all devices and over every
+    resumption.
     """
 
-    step: Column
-    loss: Column
-    learning_rate: Column
-    grad_norm: Column
-    step_ms: Column
-    tokens: Column
-    samples: Column
-    flops: Column
-    seconds: Column
-    """Training time, without start-up and without the pause before a resumption."""
-    gpu_hours: Column
-    """Training time multiplied by the number of devices, in hours."""
-    tokens_per_s: Column
-    mfu: Column
-    data_wait: Column
-    """Share of the step's time in which the device of rank 0 waited for its batch."""
-    time: Column
-    """Unix seconds."""
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        self._columns = dict(columns)
+
+    def __getattr__(self, name: str) -> Column:
+        if name.startswith("_") or name not in self._columns:
+            raise AttributeError(f"A history has no column {name!r}. {suggestion(name, COLUMNS)}")
+        return self._columns[name]
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
 
     def __len__(self) -> int:
         return len(self.step)
@@ -77,12 +77,6 @@ class History:
             return 0
         usual = float(np.median(distances))
         return int(sum(distance // usual - 1 for distance in distances if distance > usual))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(column.name for column in fields(self))
-
-    def __getitem__(self, name: str) -> Column:
-        return np.asarray(getattr(self, name))
 
 
 EVALUATED = ("step", "loss", "tokens", "samples", "flops", "seconds", "eval_seconds")
@@ -190,7 +184,7 @@ class HistoryTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._steps, self._samples = _Table(len(MEASURED) + 1), _Table(_SAMPLE_ROWS)
+        self._steps, self._samples = _Table(len(LOGGED) + 1), _Table(_SAMPLE_ROWS)
         self._devices, self._training = 1, False
         self._started_at = set[float]()
         self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
@@ -208,7 +202,8 @@ class HistoryTail:
         for block in blocks(self._path, self._offset):
             self._offset += len(block)
             self._take(block)
-        return History(**dict(zip((*MEASURED, "gpu_hours"), self._steps.view(), strict=True)))
+        columns = dict(zip((*LOGGED, "gpu_hours"), self._steps.view(), strict=True))
+        return History({name: columns[name] for name in COLUMNS})
 
     @property
     def utilization(self) -> Utilization:

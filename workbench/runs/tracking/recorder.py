@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.columns import wandb_name
 from workbench.events import EvaluationEvent, SamplesEvent, StepEvent
 from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json
 from workbench.runs.launching.processes import run_alive
@@ -189,7 +190,8 @@ def _log_steps(run: RunDir, session: Any, follow: bool) -> int:
         for row in steps.read():
             held_out, written = steps.evaluations_before(row["step"]), steps.samples_before(row["step"])
             if row["step"] >= first:
-                metrics = {key: value for key, value in row.items() if key not in _NOT_METRICS and value is not None}
+                figures = {key: value for key, value in row.items() if key not in _NOT_METRICS and value is not None}
+                metrics = {wandb_name(key): value for key, value in figures.items()}
                 metrics |= _evaluation_metrics(held_out, session) | samples_table(written)
                 session.log({**metrics, "_timestamp": row["time"]}, step=row["step"], commit=True)
         if over or steps.ended:

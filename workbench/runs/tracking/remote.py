@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.columns import COLUMNS
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.home import cache_home
 from workbench.rundir import RunDir, append_event, write_json
 
-LOSSES = ("loss", "train/loss", "train_loss", "training_loss")
 ANSWER_LIMIT_S = 60
 _STATES = {"finished": "finished", "running": "running", "pending": "queued", "killed": "stopped"}
 _ADDRESS = re.compile(r"wandb:/*(?:([\w.-]+)/)?([\w.-]+)/(?:runs/)?([\w.-]+)")
@@ -90,9 +90,12 @@ def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices
 def _step(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of W&B as a step event, with the nearest names of W&B where Workbench did not write the row."""
     metrics = {key: _number(value) for key, value in row.items() if not key.startswith("_")}
-    loss = next((metrics[name] for name in LOSSES if name in metrics), None)
-    seconds = metrics.get("seconds", _number(row.get("_runtime")))
-    return {**metrics, "step": int(row["_step"]), "time": row.get("_timestamp"), "loss": loss, "seconds": seconds}
+    known = {
+        name: next((_number(row[key]) for key in column.wandb if key in row), None)
+        for name, column in COLUMNS.items()
+        if column.wandb
+    }
+    return {**metrics, **known, "step": int(row["_step"]), "time": row.get("_timestamp")}
 
 
 def _number(value: Any) -> float | None:

@@ -1,0 +1,66 @@
+"""The check of `test_one_place.py`, where `additions` holds one schedule and one column; ranks import it as well."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import additions  # noqa: F401 - before anything derives a table from the two
+import pytest
+from wandb_log import offline_history
+
+from tests.distributed.real_worker import experiment, plan, trained
+from workbench.analysis.axes import X_AXES
+from workbench.analysis.curve import Curve
+from workbench.errors import PlanInfeasible
+from workbench.execution.step_timeline import FIRST_RECORDED
+from workbench.experiment import RESERVED_NAMES
+from workbench.figures import loss_curves, measured_timeline, panels, timeline
+from workbench.pipeline_schedules import build_schedule
+from workbench.planning.predicted_timeline import timeline as predicted
+from workbench.planning.simulation import peak_holdings
+from workbench.rundir import RunDir, read_events, write_json
+from workbench.runs.records.history import read_history
+from workbench.runs.tracking.recorder import write_offline
+
+
+def check_schedule(run: RunDir, chosen: object) -> None:
+    """The schedule was planned, run in the order of its record, and is drawn under its name."""
+    assert (chosen.schedule, chosen.pipeline, chosen.chunks) == ("breadth_first", 2, 2)
+    assert "breadth-first pipelining × 2" in chosen.describe()
+    assert peak_holdings("breadth_first", 2, 50, 2)[0] == ((50, 0, 0), (50, 50, 1))
+    with pytest.raises(PlanInfeasible, match="Breadth-first pipelining needs two micro-batches or more"):
+        build_schedule("breadth_first", 2, 1, 2)
+    measured = measured_timeline(read_events(run.events))
+    assert measured is not None
+    for planned_lane, measured_lane in zip(predicted(chosen).lanes, measured.lanes, strict=True):
+        order = [(a.type, a.stage, a.micro_batch) for a in planned_lane]
+        assert [(a.type, a.stage, a.micro_batch) for a in measured_lane] == order
+    assert "breadth-first pipelining, 4 micro-batches of 2" in timeline(chosen).layout.title.subtitle.text
+
+
+def check_column(run: RunDir, project: str) -> None:
+    """The column was logged, is read, drawn and named on W&B, and no metric may have its name."""
+    history = read_history(run.events)
+    assert history.ranks_seen.tolist() == [6.0] * (FIRST_RECORDED + 2)
+    assert "ranks_seen" in RESERVED_NAMES
+    assert X_AXES["ranks_seen"].label == "threes"
+    curve = Curve("run", history)
+    figure = panels([curve], x="step", smoothing=0.0)
+    assert "Six of two" in [note.text for note in figure.layout.annotations]
+    assert any(trace.y is not None and set(trace.y) == {60.0} for trace in figure.data)
+    drawn = loss_curves([curve], x="ranks_seen", y="ranks_seen")
+    assert (drawn.layout.yaxis.title.text, drawn.layout.xaxis.title.text) == ("Three per rank", "Threes")
+    write_json(run.environment, {})
+    write_json(run.tracker, {"project": project, "id": "abc", "name": "run", "group": "g", "tags": []})
+    write_offline(run, "")
+    (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")
+    assert [row["system/threes"] for row in offline_history(file)] == history.ranks_seen.tolist()
+
+
+if __name__ == "__main__":
+    asked = experiment(steps=FIRST_RECORDED + 2)
+    plans = plan(asked, pipeline=2, schedule="breadth_first", chunks=2)
+    run = trained(Path(sys.argv[1]) / "run", asked, plans)
+    check_schedule(run, plans)
+    check_column(run, "one-place")

@@ -1,0 +1,63 @@
+"""A schedule and a column are each added in one place: a module with one record and one row, and nothing else.
+
+The test runs `one_place.py` in a process of its own, in which that module is imported first, as if its two statements
+stood in `workbench/pipeline_schedules.py` and `workbench/columns.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ADDITIONS = '''
+import os
+
+from workbench.columns import COLUMNS, Axis, Column, Panel
+from workbench.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
+
+
+def breadth_first(ranks, num_microbatches, chunks):
+    """Return the forwards of all micro-batches, stage by stage, then their backwards (arXiv:2211.05953)."""
+    def lane(rank):
+        stages, batches = [rank + ranks * chunk for chunk in range(chunks)], range(num_microbatches)
+        yield from (Action("F", stage, i) for stage in stages for i in batches)
+        yield from (Action("B", stage, i) for stage in reversed(stages) for i in reversed(batches))
+    return tuple(tuple(lane(rank)) for rank in range(ranks))
+
+
+SCHEDULES["breadth_first"] = PipelineSchedule(
+    words="breadth-first pipelining",
+    order=breadth_first,
+    runtime="torch.distributed.pipelining:ScheduleLoopedBFS",
+    chunks=(2, 3),
+    runs=lambda ranks, num_microbatches: num_microbatches > 1,
+    needs="two micro-batches or more",
+    remedy="smaller micro-batches",
+    holds_every_microbatch=True,
+)
+COLUMNS["ranks_seen"] = Column(
+    words="number of ranks times three",
+    label="Three per rank",
+    share=lambda: 3.0,
+    panel=Panel(title="Six of two", scale=10.0),
+    axis=Axis("ranks_seen", "threes", ((1.0, "Threes"),), lambda value: f"{value} threes"),
+    wandb=("system/threes",),
+)
+'''
+
+
+def test_a_schedule_and_a_column_are_added_in_one_place(tmp_path: Path) -> None:
+    (tmp_path / "additions.py").write_text(ADDITIONS)
+    here = Path(__file__)
+    paths = (str(tmp_path), str(here.parents[2]), str(here.parents[1] / "unit"), os.environ.get("PYTHONPATH", ""))
+    done = subprocess.run(
+        [sys.executable, str(here.with_name("one_place.py")), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WANDB_MODE": "offline"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
