@@ -158,6 +158,7 @@ class UpdateTable:
 
         self.state_bytes = with_own(profile.optimizer_state_bytes, lambda update: update.state_bytes)
         self.traffic_bytes = with_own(profile.optimizer_update_bytes, lambda update: update.update_bytes)
+        self.needs_whole_tensors = any(u.whole_flops or u.products or u.all_gather_bytes for u in updates.values())
         self.flops = total({name: update.whole_flops for name, update in updates.items()})
         """FLOPs of products over whole tensors."""
         self.products = total({name: float(update.products) for name, update in updates.items()})

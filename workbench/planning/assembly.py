@@ -108,13 +108,10 @@ def _memory(state: StageState, span: tuple[int, int], total: float, gradients_to
 
 
 def _rows(best: Option, options: Sequence[Option], request: Request) -> tuple[Candidate, ...]:
-    rows = [_row(option, best, request) for option in options]
-    fitting = [row for row in rows if row.step_ms is not None]
-    rejected = [row for row in rows if row.step_ms is None]
-    fitting.sort(key=lambda row: (row.verdict != "chosen", row.step_ms))
-    rejected.sort(key=lambda row: (row.peak_bytes is None, row.peak_bytes))
+    fitting = sorted((o for o in options if o.may_fit), key=lambda option: (option is not best, option.least_ms))
+    rejected = sorted((o for o in options if not o.may_fit), key=lambda option: option.least_bytes)
     rejected = rejected[:MAX_REJECTED]
-    return (*fitting[: MAX_ROWS - len(rejected)], *rejected)
+    return tuple(_row(option, best, request) for option in (*fitting[: MAX_ROWS - len(rejected)], *rejected))
 
 
 def _row(option: Option, best: Option, request: Request) -> Candidate:

@@ -20,12 +20,16 @@ def memoised(
     freed as soon as it has weighed them.
     """
 
+    name = f"_results_of_{method.__name__}"
+
     @functools.wraps(method)
     def cached(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        results: dict[Any, Result] = vars(self).setdefault(f"_results_of_{method.__name__}", {})
-        key = (args, tuple(kwargs.items()))
-        if key not in results:
-            results[key] = method(self, *args, **kwargs)
-        return results[key]
+        results: dict[Any, Result] = vars(self).setdefault(name, {})
+        key = (args, tuple(kwargs.items())) if kwargs else args
+        try:
+            return results[key]
+        except KeyError:
+            results[key] = result = method(self, *args, **kwargs)
+            return result
 
     return cached

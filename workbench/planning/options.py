@@ -75,7 +75,7 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
         for is_block_sparse, costs in forms:
             if is_block_sparse and not strategy.can_be_block_sparse:
                 continue
-            without = costs.of(replace(strategy, block_sparse=is_block_sparse))
+            without = costs.of(replace(strategy, block_sparse=True) if is_block_sparse else strategy)
             if asked is not False and without.can_capture and (asked or without.is_host_bound):
                 yield costs.of(replace(without.strategy, cuda_graphs=True))
             if not asked:

@@ -117,6 +117,24 @@ class ClusterCosts:
         return self.of(strategy).times(MixedStages.whole_model(len(self.profile.blocks)))
 
     @memoised
+    def whole_update_on_host(self, pipeline: int, data: int, tensor: int, zero: int, *, cuda_graphs: bool) -> Array:
+        """Return the milliseconds, a scalar, of the update of all blocks as one stage with its state on the host."""
+        strategy = Strategy(
+            pipeline=pipeline,
+            data=data,
+            tensor=tensor,
+            zero=zero,
+            schedule="gpipe",
+            chunks=1,
+            micro_batch=1,
+            num_microbatches=1,
+            recompute="any",
+            offload_optimizer=True,
+            cuda_graphs=cuda_graphs,
+        )
+        return self.of(strategy)._optimizer(MixedStages.whole_model(len(self.profile.blocks)))
+
+    @memoised
     def busy(self, strategy: Strategy) -> Array:
         """Return `[i, j]`: the total time of one micro-batch, with every block in the first mode."""
         return self.of(strategy).times(UniformStages()).busy
@@ -162,7 +180,8 @@ class StrategyCosts:
     def _alike(self) -> Strategy:
         """Strategy that stands for all whose micro-batches take the same time: the number of stages per rank and the
         place of the optimiser's state make no difference to a micro-batch."""
-        return replace(self.strategy, chunks=1, offload_optimizer=False)
+        stands_for_itself = self.strategy.chunks == 1 and not self.strategy.offload_optimizer
+        return self.strategy if stands_for_itself else replace(self.strategy, chunks=1, offload_optimizer=False)
 
     @cached_property
     def whole(self) -> StageTimes:
@@ -170,7 +189,9 @@ class StrategyCosts:
         whole = self.model.whole(self._alike)
         if not self.strategy.offload_optimizer:
             return whole
-        return replace(whole, optimizer=self._optimizer(MixedStages.whole_model(len(self.profile.blocks))))
+        s = self.strategy
+        update = self.model.whole_update_on_host(s.pipeline, s.data, s.tensor, s.zero, cuda_graphs=s.cuda_graphs)
+        return replace(whole, optimizer=update)
 
     @property
     def busy(self) -> Array:
@@ -307,6 +328,8 @@ class StrategyCosts:
     def _whole_tensors_s(self, stages: Stages) -> Array:
         """Return the seconds in which an optimiser that needs whole tensors all-gathers them and multiplies them."""
         update, tuned, strategy = self.table.update, self.cluster.device.efficiency, self.strategy
+        if not update.needs_whole_tensors:
+            return np.zeros(())
         flops = stages.whole(update.flops) + stages.whole(update.products) * tuned.gemm_half_flops
         seconds = flops / (self.cluster.device.peak("bf16") * tuned.gemm)
         axes = (
