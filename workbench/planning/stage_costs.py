@@ -251,7 +251,9 @@ class StrategyCosts:
 
     def times(self, stages: Stages) -> StageTimes:
         """Return the times of each of `stages`."""
-        compute, slowdown = self._compute, self._slowdown
+        compute = self._compute
+        slows = self.strategy.interleaves and self.strategy.pipeline > 1 and self.cluster.device.type == "cuda"
+        slowdown = 1 + INTERLEAVED_SLOWDOWN if slows else 1.0  # by sends and receives beside compute
         forward, backward = slowdown * stages.whole(compute.forward), slowdown * stages.sum(compute.backward)
         in_forward, in_backward, at_end = self._collectives(stages)
         copies = self._copies(stages)
@@ -293,12 +295,6 @@ class StrategyCosts:
             sharded=strategy.shards,
             cuda_graphs=strategy.cuda_graphs,
         )
-
-    @property
-    def _slowdown(self) -> float:
-        """Factor by which sends and receives of the schedule slow compute beside them."""
-        slows = self.strategy.interleaves and self.strategy.pipeline > 1 and self.cluster.device.type == "cuda"
-        return 1 + INTERLEAVED_SLOWDOWN if slows else 1.0
 
     @property
     def _actions_ms(self) -> float:
