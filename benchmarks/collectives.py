@@ -46,7 +46,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
-    link = (wb.local_cluster() if device.type == "cuda" else wb.Cluster.of("h200")).intra
+    link = (wb.measure.local_cluster() if device.type == "cuda" else wb.Cluster.of("h200")).intra
     rows: list[dict[str, Any]] = []
     for size in dict.fromkeys((2, world)):
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world - size + 1, size)]

@@ -2,10 +2,11 @@
 
     python benchmarks/data_supply.py --rounds 5 --out FILE
 
-Each round restricts a process to some cores, predicts their tokens per second as `wb.data_supply` does, from excerpts,
-and then measures them while the whole text passes through the processes and the file that training reads, from the end
-of the first chunk on. `measured_by_clock` holds on a quiet machine. `measured_by_cpu` is the number of tokens over the
-processor time of the feeding processes, times the cores, which is the same on a quiet machine and holds on a busy one.
+Each round restricts a process to some cores, predicts their tokens per second as `wb.planning.data_supply` does, from
+excerpts, and then measures them while the whole text passes through the processes and the file that training reads,
+from the end of the first chunk on. `measured_by_clock` holds on a quiet machine. `measured_by_cpu` is the number of
+tokens over the processor time of the feeding processes, times the cores, which is the same on a quiet machine and holds
+on a busy one.
 The text is the packaged speeches, or that of `--text`, repeated with a running number in each paragraph.
 """
 
@@ -33,7 +34,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 data = wb.data.corpus(sys.argv[1], tokenizer_file=sys.argv[2], streaming=True, shuffle_buffer=1024)
 model = wb.models.opt(vocab_size=data.vocab_size)
 experiment = wb.Experiment(model=model, data=data, steps=1, global_batch=8, seq_len=128)
-prepared = wb.tokenize(experiment, progress=False)
+prepared = wb.runs.tokenize(experiment, progress=False)
 dataset = data.dataset(experiment.replace(steps=prepared.tokens // 128 // 8))
 descriptor, path = new_ring_file()
 path.unlink()

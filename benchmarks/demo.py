@@ -21,8 +21,9 @@ import plotly.graph_objects as go
 
 import workbench as wb
 from workbench import notebooks
-from workbench.figures import save_png, theme
-from workbench.runs import Run
+from workbench.figures import theme
+from workbench.figures.pages import save_png
+from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "demo_2cores.json"

@@ -37,7 +37,7 @@ def main() -> None:
         for p in fastest
     ]
     out.write_text(json.dumps({"grid": grid.rows(), "fastest_for_each_limit": rows}, indent=1))
-    picture = figure_png(wb.frontier(grid))
+    picture = figure_png(wb.figures.frontier(grid))
     assert picture is not None
     (ROOT / "docs" / "pictures" / "frontier.png").write_bytes(picture)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import workbench as wb
 from workbench.cost.hardware import V100_16
-from workbench.figures import save_png
+from workbench.figures.pages import save_png
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = wb.models.gpt2(2048, 24, 16, vocab_size=50304, max_positions=2048, name="gpt3-1.3b")
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "grids_predicted.json")
     out = parser.parse_args().out
     results, drawn = {}, {}
-    wb.profile(EXPERIMENT, H200)  # the first capture of a process also imports torch and transformers
+    wb.planning.profile(EXPERIMENT, H200)  # the first capture of a process also imports torch and transformers
     for name, (cluster, axes) in GRIDS.items():
         started = time.process_time()
         grid = wb.grid(EXPERIMENT, cluster, **axes)
@@ -72,7 +72,7 @@ def main() -> None:
             "cells": grid.rows(),
         }
         if "cells" not in name:
-            drawn[name] = wb.heat_map(grid)
+            drawn[name] = wb.figures.heat_map(grid)
     out.write_text(json.dumps(results, indent=1))
     for name, figure in drawn.items():
         save_png(figure, ROOT / "docs" / "pictures" / f"{name}.png", width=1000, scale=1.5)

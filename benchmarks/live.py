@@ -38,7 +38,7 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "browser"))
 EIGHT_HOURS = 8 * 3600
 CELL = """
 import os, psutil, time
-from workbench.runs import load_run
+from workbench.runs.registry import load_run
 from workbench.widgets import live
 started = time.perf_counter()
 dashboard = live([load_run(path) for path in {paths!r}], x="step")

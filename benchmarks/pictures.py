@@ -31,13 +31,15 @@ from workbench.cost.device import Device
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
-from workbench.figures import contrast, save_png, show_plan, theme
-from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures import theme
+from workbench.figures.contrast_view import contrast
+from workbench.figures.pages import PLOTLY_MIME, save_png
+from workbench.figures.plan_view import show_plan
 from workbench.optimizers.schedules import learning_rate_factor
-from workbench.planning import search
 from workbench.planning.from_experiment import CAPTURE_BATCH
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline
+from workbench.planning.search import search
 from workbench.runs.records.text_samples import answer
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
@@ -293,7 +295,7 @@ def optimizers() -> go.Figure:
 def base_bert() -> tuple[wb.Experiment, Graph, Profile]:
     """Return BERT-Base, its graph and its costs under AdamW."""
     experiment = wb.Experiment(models.bert(), wb.data.corpus("demo"))
-    captured = wb.graph(experiment)
+    captured = wb.planning.graph(experiment)
     return experiment, captured, profile_graph(captured, h200(1).device, "bf16", compiled=True)
 
 
@@ -311,9 +313,9 @@ def optimizer_plan(name: str) -> Plan:
     )
 
 
-def recorded_sweep() -> wb.Sweep:
+def recorded_sweep() -> wb.sweeps.Sweep:
     """Return the sweep of templates/sweep.ipynb that was recorded on two CPU processes."""
-    return wb.load_sweep(ROOT / "benchmarks" / "results" / "gpt-sweep")
+    return wb.sweeps.load_sweep(ROOT / "benchmarks" / "results" / "gpt-sweep")
 
 
 def kept_figure(notebook: str, call: str) -> go.Figure:
@@ -332,10 +334,10 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "evaluation": evaluation,
     "samples": samples,
     "optimizers": optimizers,
-    "sweep-heat-map": lambda: wb.heat_map(recorded_sweep()),
-    "sweep-bands": lambda: wb.seed_bands(recorded_sweep()),
+    "sweep-heat-map": lambda: wb.figures.heat_map(recorded_sweep()),
+    "sweep-bands": lambda: wb.figures.seed_bands(recorded_sweep()),
     "sweep-contrast": lambda: contrast(wb.contrast(recorded_sweep())),
-    "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.pareto(runs)"),
+    "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.figures.pareto(runs)"),
 }
 
 

@@ -27,8 +27,9 @@ from workbench.cost import Cluster, Profile
 from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import PlanInfeasible
 from workbench.models import Model
-from workbench.planning import Request, weigh, what_if
-from workbench.planning.search import uncollected
+from workbench.planning.request import Request
+from workbench.planning.search import uncollected, what_if
+from workbench.planning.table import weigh
 from workbench.tensors import TensorSpec
 
 Result = TypeVar("Result")
@@ -83,7 +84,7 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
 
 def sliders(costs: Profile) -> list[str]:
     """Every position of each slider, moved alone: to the plan, and to its picture; as `wb.what_if` answers a move."""
-    from workbench.figures import show_plan  # plotly, which a node without a browser may lack
+    from workbench.figures.plan_view import show_plan  # plotly, which a node without a browser may lack
 
     cluster = Cluster.of("h200", gpus=4)
     settings: dict[str, Any] = {"global_batch": 256, "seq_len": 512}
@@ -123,7 +124,7 @@ def cold(model: Model) -> None:
         for file in Path(home, "blocks").glob("*.json"):
             for seconds in json.loads(file.read_text())["seconds"]:
                 print("  a probe, s after its start: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()))
-        calibration, measured_s = timed(wb.calibrate)
+        calibration, measured_s = timed(wb.measure.calibrate)
         print(f"calibration: {measured_s:.1f} s: {calibration}")
 
 

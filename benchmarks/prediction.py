@@ -45,7 +45,8 @@ import others
 
 import workbench as wb
 from workbench.errors import PlanInfeasible, WorkbenchError
-from workbench.planning import Plan, search
+from workbench.planning.plan import Plan
+from workbench.planning.search import search
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 
@@ -252,7 +253,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 def _chosen(name: str, case: Case, arguments: argparse.Namespace, turn: int) -> tuple[list[tuple[str, Plan]], int]:
     cluster = _cluster(arguments)
     experiment = _experiment(case, cluster.gpus)
-    costs = wb.profile(experiment, None if cluster == wb.local_cluster() else cluster)
+    costs = wb.planning.profile(experiment, None if cluster == wb.measure.local_cluster() else cluster)
 
     def planned(limit_gib: float | None = case.memory_limit_gib, **fixed: Any) -> Plan:
         limit = None if limit_gib is None else int(limit_gib * GIB)
@@ -307,7 +308,7 @@ def _asked(choices: dict[str, Any], planned: Callable[..., Plan]) -> tuple[str, 
 def _cluster(arguments: argparse.Namespace) -> wb.Cluster:
     if arguments.device is not None:
         return wb.Cluster.of(arguments.device, gpus=arguments.gpus)
-    here = wb.local_cluster()
+    here = wb.measure.local_cluster()
     return here if here.device.type == "cpu" else here.resized(arguments.gpus)
 
 

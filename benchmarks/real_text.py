@@ -69,7 +69,7 @@ def trained(case: Case, arguments: argparse.Namespace) -> str:
         warmup_steps=WARM_UP,
     )
     experiment.data.prepare(experiment)
-    here = wb.local_cluster()
+    here = wb.measure.local_cluster()
     plan = wb.plan(experiment, here if arguments.gpus is None else here.resized(arguments.gpus))
     print(plan.describe(), flush=True)
     began = time.monotonic()

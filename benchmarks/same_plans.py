@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -116,15 +116,17 @@ def main() -> int:
 
 def outcome(case: Case) -> dict[str, Any]:
     """Return the plan, the table's rows and the explanation of one search, or the facts of its refusal."""
-    from workbench import planning
     from workbench.errors import WorkbenchError
+    from workbench.planning.predicted_timeline import timeline
+    from workbench.planning.request import Request
+    from workbench.planning.table import weigh
 
     costs, cluster = profile_of(case.model, case.seq_len, case.cluster, case.compiled), cluster_of(case)
     limit = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
     try:
         batch = {"global_batch": case.global_batch, "seq_len": case.seq_len}
-        request = planning.Request(**batch, cluster=cluster, memory_limit_bytes=limit, **fixed_of(planning, case.fixed))
-        plans = planning.weigh(costs, costs.precision, request)
+        request = Request(**batch, cluster=cluster, memory_limit_bytes=limit, **fixed_of(Request, case.fixed))
+        plans = weigh(costs, costs.precision, request)
     except WorkbenchError as error:
         return {"error": type(error).__name__, "facts": {k: v for k, v in error.facts.items() if is_plain(v)}}
     rows = [line for line in repr(plans).splitlines() if line[:1].isdigit()]
@@ -132,9 +134,10 @@ def outcome(case: Case) -> dict[str, Any]:
     found["described"] = plans.best.describe()
     others = [plans[number] for number in (1, len(plans) // 8) if number < len(plans) and fits(plans.rows[number])]
     found["others"] = [{**plan.to_json(), "candidates": len(plan.candidates)} for plan in others]
-    found["simulated_ms"] = planning.timeline(plans.best).step_ms
+    found["simulated_ms"] = timeline(plans.best).step_ms
     if case.explained:
-        explain: Callable[[Any], Any] = getattr(planning, "explain", None) or type(plans.best).explain
+        from workbench.planning.explanation import explain
+
         told = explain(plans.best)
         found["changes"] = {c.constraint: [c.gain, c.plan.prediction.step_ms, c.set_by_user] for c in told.changes}
         found["binding"] = told.binding
@@ -149,9 +152,9 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, bool))
 
 
-def fixed_of(planning: Any, fixed: dict[str, Any]) -> dict[str, Any]:
+def fixed_of(request: Any, fixed: dict[str, Any]) -> dict[str, Any]:
     """Return the fixed choices as the keywords of either checkout's `Request`."""
-    if "fixed" not in planning.Request.__dataclass_fields__:
+    if "fixed" not in request.__dataclass_fields__:
         return fixed
     from workbench.strategy import Fixed
 

@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     pattern = wb.sparsity.Dynamic(sparsity=0.9, block=16, updates=4)
     experiments = {"dense": experiment(None), "masked": experiment(pattern)}
-    cluster = wb.local_cluster().resized(1)
+    cluster = wb.measure.local_cluster().resized(1)
     plans = {name: wb.plan(each, cluster, micro_batch=4) for name, each in experiments.items()}
     measured: dict[str, list[float]] = {name: [] for name in plans}
     with tempfile.TemporaryDirectory() as folder:

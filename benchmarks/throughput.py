@@ -143,7 +143,7 @@ class Bench:
 
     def predict(self, name: str) -> None:
         """Plan ours for a row and write the predictions."""
-        cluster = replace(wb.local_cluster(), gpus=self.arguments.gpus, gpus_per_node=self.arguments.gpus)
+        cluster = replace(wb.measure.local_cluster(), gpus=self.arguments.gpus, gpus_per_node=self.arguments.gpus)
         wanted = {"ours": ROWS[name].ours} | {f"ours {text}": by_hand.degrees(text) for text in self.arguments.plan}
         written = self.raw["predictions"].setdefault(name, {})
         for label, fixed in wanted.items():

@@ -48,7 +48,7 @@ experiment = wb.Experiment(model=model, data=data, steps=steps, global_batch=8, 
 called, used = time.perf_counter(), cpu()
 """
 STORED = f"""{PREPARED}
-prepared = wb.tokenize(experiment, workers=workers, progress=False)
+prepared = wb.runs.tokenize(experiment, workers=workers, progress=False)
 used = cpu() - used
 batch = data.dataset(experiment).__getitems__(range(8))
 first_batch_s = time.perf_counter() - called

@@ -1,4 +1,4 @@
-"""Measure whether `wb.scaling` carries the best learning rate of a small model to wider and deeper ones.
+"""Measure whether `wb.models.scaling` carries the best learning rate of a small model to wider and deeper ones.
 
     python benchmarks/width_rule.py          train what the raw file lacks, then draw docs/pictures/width-rule.png
     python benchmarks/width_rule.py --draw   draw only
@@ -8,8 +8,8 @@ fp32. GPT-2 predicts every token and BERT one in seven, so that a few seconds of
 proxy is the smallest model. Each model is trained at the proxy's best rate and at its neighbours, in steps of sqrt(2);
 then the search walks on towards lower loss until the best rate has a worse one on either side. The loss is held out.
 
-With the rule, initial weights and rates are those of `wb.scaling(proxy, model)`. Without it only the sizes change: each
-model has the proxy's `initializer_range` and one rate for all parameters.
+With the rule, initial weights and rates are those of `wb.models.scaling(proxy, model)`. Without it only the sizes
+change: each model has the proxy's `initializer_range` and one rate for all parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from plotly.subplots import make_subplots
 
 import workbench as wb
 from workbench import data
-from workbench.figures import save_png, theme
+from workbench.figures import theme
+from workbench.figures.pages import save_png
 from workbench.models import scaling
 from workbench.optimizers.building import parameter_groups
 from workbench.optimizers.schedules import learning_rate_factor

@@ -31,12 +31,12 @@ def _register_displays() -> None:
     def display_plan(plan: Any) -> None:
         from IPython.display import display
 
-        from workbench.figures import plan_mimebundle
+        from workbench.figures.plan_view import plan_mimebundle
 
         display(plan_mimebundle(plan), raw=True)
 
     def display_contrast(contrast: Any) -> None:
-        from workbench.figures import show_contrast
+        from workbench.figures.contrast_view import show_contrast
 
         show_contrast(contrast)
 

@@ -1,64 +1,37 @@
-"""The public names of Workbench, listed once: `__init__.py` reads them from this file and imports each on first use."""
+"""The public names of everyday, listed once: `__init__.py` reads them from this file and imports each on first use.
+
+All others are in the modules that stand here, by purpose; each has a list of its own.
+"""
 
 from . import analysis as analysis
 from . import data as data
+from . import figures as figures
+from . import measure as measure
 from . import models as models
+from . import planning as planning
+from . import runs as runs
 from . import sparsity as sparsity
-from .analysis.coordinates import coordinate_check as coordinate_check
-from .analysis.entropy import context_free as context_free
-from .analysis.flops import layer_flops as layer_flops
-from .analysis.plateau import left_plateau as left_plateau
-from .analysis.plateau import stop_on_plateau as stop_on_plateau
-from .api import compare as compare
-from .api import contrast as contrast
-from .api import data_supply as data_supply
-from .api import exploration as exploration
-from .api import launch as launch
-from .api import live as live
-from .api import pareto as pareto
-from .api import partition as partition
-from .api import pattern as pattern
-from .api import prepare as prepare
-from .api import reproduce as reproduce
-from .api import share as share
-from .api import show as show
-from .api import summary as summary
-from .api import timeline as timeline
-from .api import tokenize as tokenize
-from .api import what_if as what_if
+from . import sweeps as sweeps
+from .analysis.run_contrast import contrast as contrast
 from .cost.cluster import Cluster as Cluster
-from .errors import WorkbenchError as WorkbenchError
 from .experiment import Evaluate as Evaluate
 from .experiment import Experiment as Experiment
 from .experiment import Samples as Samples
-from .figures.efficiency_view import scaling_efficiency as scaling_efficiency
-from .figures.frontier_view import frontier as frontier
-from .figures.measured_grid_view import predictions as predictions
-from .figures.seed_bands_view import seed_bands as seed_bands
-from .figures.sweep_view import best_so_far as best_so_far
-from .figures.sweep_view import heat_map as heat_map
-from .figures.sweep_view import parallel_coordinates as parallel_coordinates
-from .measure.calibration import calibrate as calibrate
-from .measure.local_cluster import local_cluster as local_cluster
-from .models._scaling import scaling as scaling
-from .planning.explanation import explain as explain
-from .planning.from_experiment import graph as graph
+from .figures.run_views import compare as compare
+from .figures.run_views import show as show
+from .notebooks.reproducing import reproduce as reproduce
+from .notebooks.sharing import share as share
 from .planning.from_experiment import plan as plan
-from .planning.from_experiment import profile as profile
 from .planning.from_experiment import search as search
 from .planning.plan import Plan as Plan
-from .runs.doctor import doctor as doctor
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run
-from .sweeps.grid import Grid as Grid
+from .runs.start import launch as launch
 from .sweeps.grid import grid as grid
-from .sweeps.measured import MeasuredGrid as MeasuredGrid
-from .sweeps.measured import load_grid as load_grid
-from .sweeps.rules import diverged as diverged
 from .sweeps.start import sweep as sweep
-from .sweeps.sweep import Sweep as Sweep
-from .sweeps.sweep import load_sweep as load_sweep
+from .widgets.dashboard import live as live
+from .widgets.what_if import what_if as what_if
 
 __all__: list[str]
 __version__: str

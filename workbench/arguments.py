@@ -23,10 +23,10 @@ WORDS = {
     "Experiment": "an Experiment, such as wb.Experiment(model=…, data=…)",
     "Plan": "a Plan, such as wb.plan(experiment)",
     "Run": "a Run, such as wb.load_run(name)",
-    "Sweep": "a Sweep, such as wb.load_sweep(name)",
+    "Sweep": "a Sweep, such as wb.sweeps.load_sweep(name)",
     "Cluster": 'a Cluster, such as wb.Cluster.of("h200", gpus=4)',
-    "Profile": "a Profile, such as wb.profile(experiment)",
-    "Diverged": "a rule, such as wb.diverged(above=6.5, after=500)",
+    "Profile": "a Profile, such as wb.planning.profile(experiment)",
+    "Diverged": "a rule, such as wb.sweeps.diverged(above=6.5, after=500)",
     "str": "text",
     "Path": "a path",
     "PathLike": "a path",
@@ -45,7 +45,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function answer an argument of a wrong type, or an unknown keyword, with a `WorkbenchError`.
 
     The annotations of the parameters say which types are right. Where the name of a type is imported for type checkers
-    only, the public class of that name is taken. NaN, and whole numbers beyond 64 bits, are refused as well.
+    only, the class of that name in `workbench` is taken. NaN, and whole numbers beyond 64 bits, are refused as well.
     """
     signature = inspect.signature(function)
     free = any(p.kind is p.VAR_KEYWORD and "Unpack" not in str(p.annotation) for p in signature.parameters.values())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from workbench.cost.cluster import Cluster
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
-    from workbench.runs import Run
+    from workbench.runs.run import Run
 
 app = typer.Typer(
     name="workbench",
@@ -137,7 +137,7 @@ def plan(
         if view == PlanView.TABLE:
             typer.echo(repr(plans))
         else:
-            typer.echo(describe_plan(best) if view == PlanView.PLAN else str(wb.explain(best)))
+            typer.echo(describe_plan(best) if view == PlanView.PLAN else str(wb.planning.explain(best)))
 
 
 @app.command()
@@ -170,7 +170,7 @@ def prepare(
     """Write a run directory and start nothing; `workbench slurm` makes a job file for it."""
     experiment = experiment_from(source, settings or ())
     chosen = _choose_plan(experiment, plan_file, memory_limit_gib, fix or ())
-    _print_started(wb.prepare(experiment, chosen, directory=directory), False, as_json)
+    _print_started(wb.runs.prepare(experiment, chosen, directory=directory), False, as_json)
 
 
 def _choose_plan(
@@ -201,7 +201,7 @@ def tokenize(
     """Tokenise the text of an experiment before it is run; an attempt that was killed goes on where it stopped."""
     from dataclasses import asdict
 
-    prepared = wb.tokenize(experiment_from(source, settings or ()), workers=workers)
+    prepared = wb.runs.tokenize(experiment_from(source, settings or ()), workers=workers)
     typer.echo(json.dumps(asdict(prepared), indent=2, default=str) if as_json else repr(prepared))
 
 
@@ -220,7 +220,7 @@ def resume(
 ) -> None:
     """Continue a run from its last checkpoint, in its own directory."""
     from workbench.planning.plan import Plan
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     chosen = None if plan_file is None else Plan.load(plan_file)
     _print_started(load_run(run).resume(chosen, steps=steps, accept_changed_data=accept_changed_data), wait, as_json)
@@ -229,7 +229,7 @@ def resume(
 @app.command()
 def clone(run: OneRun, settings: Settings = None, wait: Wait = False, as_json: AsJson = False) -> None:
     """Start a run's experiment again, with changes: `workbench clone bert-1 --set learning_rate=1e-4`."""
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     _print_started(load_run(run).clone(**fields_from(settings or ())), wait, as_json)
 
@@ -246,7 +246,7 @@ def evaluate(
     """Print the held-out loss of a checkpoint of a run that has ended."""
     from dataclasses import asdict
 
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     found = load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
     if as_json:
@@ -280,7 +280,7 @@ def slurm(
     to: Annotated[Path | None, typer.Option("--to", help="File to write; printed by default.")] = None,
 ) -> None:
     """Write a job file for `sbatch` that trains a run on the nodes of its plan."""
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     text = load_run(run).slurm(
         time=time, partition=partition, account=account, cpus_per_node=cpus_per_node, options=option or ()
@@ -313,7 +313,7 @@ def sweep(
 
     if (file is None) == (resume is None):
         raise WorkbenchError("Give either a YAML file, which starts a sweep, or --resume DIR, which goes on with one.")
-    started = _start_sweep(file) if file is not None else wb.load_sweep(resume or "").resume()
+    started = _start_sweep(file) if file is not None else wb.sweeps.load_sweep(resume or "").resume()
     typer.echo(f"{started.path}\n{started.why}")
     if not follow:
         return
@@ -321,14 +321,14 @@ def sweep(
         for line in progress(started, every):
             print(line, flush=True)
     except KeyboardInterrupt:
-        typer.echo(f"The sweep goes on; wb.load_sweep({str(started.path)!r}).stop() ends it.")
+        typer.echo(f"The sweep goes on; wb.sweeps.load_sweep({str(started.path)!r}).stop() ends it.")
         return
     typer.echo(repr(started))
     if any(result.state == "failed" for _, result in started.results()) or not started.complete:
         raise typer.Exit(1)
 
 
-def _start_sweep(file: Path) -> wb.Sweep:
+def _start_sweep(file: Path) -> wb.sweeps.Sweep:
     """Start the sweep that a YAML file describes; raises what `wb.sweep` raises."""
     from workbench.sweeps.axes import Axes
     from workbench.sweeps.file import read_sweep_file
@@ -351,7 +351,7 @@ def export(
     step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint; the last by default.")] = None,
 ) -> None:
     """Write a run's model as safetensors that `from_pretrained` loads, and print the files."""
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     for file in load_run(run).export(to, step=step):
         typer.echo(file)
@@ -365,7 +365,7 @@ def runs(
     every: Every = 5.0,
 ) -> None:
     """List the runs in a folder, newest first."""
-    from workbench.runs import list_runs
+    from workbench.runs.registry import list_runs
 
     table = list_runs(root)
     if follow:
@@ -383,7 +383,7 @@ def show(
     to: Annotated[Path | None, typer.Option("--to", help="Write figures of the run's plan to this HTML file.")] = None,
 ) -> None:
     """Print the state and the plan of a run, and the error of a failed one."""
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     shown = load_run(run)
     if to is not None:
@@ -421,7 +421,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="End the runs at once, without a checkpoint.")] = False,
 ) -> None:
     """Ask runs to write a checkpoint and end."""
-    from workbench.runs import load_run
+    from workbench.runs.registry import load_run
 
     handles = [load_run(run) for run in runs]
     ending = [run for run in handles if not run.status.final]
@@ -441,7 +441,7 @@ def sync(
     ] = None,
 ) -> None:
     """Upload to Weights & Biases what it lacks of runs; exit code 1 if an upload fails."""
-    from workbench.runs import list_runs, load_run
+    from workbench.runs.registry import list_runs, load_run
 
     deliveries = [load_run(run).sync() for run in runs] if runs else list_runs().sync()
     for delivery in deliveries:
@@ -470,7 +470,7 @@ def calibrate(
     save: Annotated[Path | None, typer.Option("--save", help="Write the result as JSON for another machine.")] = None,
 ) -> None:
     """Measure the speed of this machine once (matrix products, attention, memory, links); plans then use it."""
-    measured = wb.calibrate(again=again)
+    measured = wb.measure.calibrate(again=again)
     if save is not None:
         measured.save(save)
     typer.echo(repr(measured))
@@ -484,7 +484,7 @@ def doctor(
     """Check what this machine has for training and what is missing; exit code 1 if something is missing."""
     from workbench.runs.doctor import as_json as report_json
 
-    report = wb.doctor(data=data)
+    report = wb.runs.doctor(data=data)
     typer.echo(json.dumps(report_json(report), indent=2) if as_json else repr(report))
     if not report.ok:
         raise typer.Exit(1)
@@ -689,7 +689,8 @@ def describe_plan(plan: Plan) -> str:
 
 def plan_page(run: Run, to: Path) -> Path:
     """Write the figures of a run's plan as one HTML page, and return its path."""
-    from workbench.figures import save_html, show_plan
+    from workbench.figures.pages import save_html
+    from workbench.figures.plan_view import show_plan
 
     return save_html(show_plan(run.plan), to, title=f"{run.name}: its plan", text=describe_plan(run.plan)).absolute()
 

@@ -23,7 +23,7 @@ LARGEST_DELAY_S = 2.0
 FIRST = 3
 """Index of the drawing from which on steps are timed: the first ones compile plotly.js."""
 LIVE_CELL = """
-from workbench.runs import load_run
+from workbench.runs.registry import load_run
 from workbench.widgets import live
 live(load_run({path!r}), x="step")
 """

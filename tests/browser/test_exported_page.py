@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from workbench.figures import Curve, loss_curves, save_html
+from workbench.analysis.curve import Curve
+from workbench.figures.curves_view import loss_curves
+from workbench.figures.pages import save_html
 
 LAST_X = """() => {
     const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');

@@ -14,10 +14,10 @@ from typing import Any
 import lab
 import pytest
 
-from workbench.figures import notebook_to_html
+from workbench.figures.pages import notebook_to_html
 from workbench.rundir import FINAL_STATES, read_events
-from workbench.runs import list_runs
 from workbench.runs.launching.processes import rank_records
+from workbench.runs.registry import list_runs
 
 STEPS = 100_000
 """Number of steps that no machine finishes before the test presses Stop."""

@@ -16,7 +16,7 @@ from nbconvert import HTMLExporter
 
 SMALL_RUN = Path(__file__).with_name("small_run.py")
 LIVE_CELL = """
-from workbench.runs import load_run
+from workbench.runs.registry import load_run
 from workbench.widgets import live
 live([load_run(path) for path in {paths!r}])
 """

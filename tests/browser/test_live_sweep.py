@@ -17,7 +17,7 @@ CELL = """
 from workbench.widgets import static_twin
 static_twin.TWIN_S = 1
 import workbench as wb
-wb.load_sweep({path!r})
+wb.sweeps.load_sweep({path!r})
 """
 GRAPHS = "[...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')].filter(graph => graph.data)"
 CELLS_FILLED = f"{GRAPHS}.find(g => g.data[0]?.type === 'heatmap')?.data[0].text.flat().filter(text => text).length"

@@ -15,7 +15,10 @@ from workbench.analysis.curve import Curve
 from workbench.errors import PlanInfeasible
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.experiment import RESERVED_NAMES
-from workbench.figures import loss_curves, measured_timeline, panels, timeline
+from workbench.figures.curves_view import loss_curves
+from workbench.figures.measured_step import measured_timeline
+from workbench.figures.panels_view import panels
+from workbench.figures.timeline_view import timeline
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.predicted_timeline import timeline as predicted
 from workbench.planning.simulation import peak_holdings

@@ -31,7 +31,7 @@ def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
     first = notebooks.execute(template, tmp_path / "first", parameters)
     watcher.join()
     assert "The best rate of the pilots is" in str(outputs(first.notebook))
-    pilots = [wb.load_sweep(file.parent) for file in (tmp_path / "runs").glob("pilot-*/sweep.json")]
+    pilots = [wb.sweeps.load_sweep(file.parent) for file in (tmp_path / "runs").glob("pilot-*/sweep.json")]
     assert sorted(len(pilot.rows()) for pilot in pilots if pilot.complete) == [3, 3]
     names = sorted(path.name for path in (tmp_path / "runs").glob("bert-*"))
     states = {name: wb.load_run(name).status.state for name in names}

@@ -157,7 +157,7 @@ def test_a_block_sparse_run_evaluates_samples_and_exports_as_a_masked_one(tmp_pa
         samples=wb.Samples(("The",), every=3, tokens=4),
         sparsity=Dynamic(sparsity=0.5, block=16, updates=1, scope="h"),
     )
-    masked = wb.plan(experiment, wb.local_cluster().resized(1), micro_batch=2)
+    masked = wb.plan(experiment, wb.measure.local_cluster().resized(1), micro_batch=2)
     found = []
     for plan in (masked, dataclasses.replace(masked, block_sparse=True)):
         run = wb.launch(experiment, plan, directory=tmp_path / str(plan.block_sparse), progress=False).wait()

@@ -34,7 +34,7 @@ from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events, read_json, write_json
-from workbench.runs import Run
+from workbench.runs.run import Run
 
 STEPS, EVERY = 40, 6
 KILLS = 12 if os.environ.get("WORKBENCH_TEST_ALL") else 2

@@ -283,11 +283,11 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     assert "◆ held-out loss" in figure.layout.title.subtitle.text
     perplexities = [trace for trace in wb.compare(run, y="perplexity").data if trace.meta == "line"]
     assert perplexities[0].y == pytest.approx(run.evaluations().perplexity)
-    assert "held-out loss" in repr(wb.summary(run))
+    assert "held-out loss" in repr(wb.runs.summary(run))
     assert run.evaluations()["known"].tolist() == [5.0, 5.0, 5.0]  # round(0.15 * 32) labels in each sample
     [points] = [trace for trace in wb.compare(run, y="known").data if trace.meta == "line"]
     assert points.y.tolist() == [5.0, 5.0, 5.0]
-    assert "known" in wb.summary(run).columns
+    assert "known" in wb.runs.summary(run).columns
     run.resume(steps=6)
     run.wait(timeout=120)
     assert run.evaluations().step.tolist() == [0, 2, 4, 6]

@@ -37,8 +37,8 @@ from workbench.execution.build import build_stage
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
-from workbench.planning import search
 from workbench.planning.plan import Plan
+from workbench.planning.search import search
 
 TOLERANCE = 1e-5
 BACKEND = "aot_eager_decomp_partition"

@@ -20,14 +20,14 @@ def test_the_template_measures_cells_and_prints_rank_correlation_and_regret(tmp_
     small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("gpt_sweep"), tmp_path, small)
     [folder] = [file.parent for file in (tmp_path / "runs").glob("*/grid.json")]
-    measured = wb.load_grid(folder)
+    measured = wb.sweeps.load_grid(folder)
     assert measured.complete
     assert len(measured.measured()) == 12
     assert not list(folder.glob("runs/*/checkpoints/*")), "a measured cell writes none"
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
     shown = {cell.source.splitlines()[-1]: [output.get("data", {}) for output in cell.outputs] for cell in cells}
     assert "small-gpt on 2 × CPU process, batch 16" in str([cell.outputs for cell in cells])
-    for name in ("wb.heat_map(grid)", "wb.predictions(measured)"):
+    for name in ("wb.figures.heat_map(grid)", "wb.figures.predictions(measured)"):
         assert any(PLOTLY_MIME in data for data in shown[name]), name
     printed = str(next(cell for cell in cells if "regret of the planner" in cell.source).outputs)
     assert re.search(r"rank correlation of predicted and measured steps: -?[01]\.\d\d", printed)

@@ -20,7 +20,7 @@ from workbench.rundir import read_json
 MACHINE = Cluster(DEVICE, 2, 2, LINK, LINK)
 
 
-def grid() -> wb.Grid:
+def grid() -> wb.sweeps.Grid:
     return wb.grid(experiment(), MACHINE, pipeline=1, tensor=[1, 2], micro_batch=[1, 2, 4], recompute="none", zero=0)
 
 
@@ -45,7 +45,7 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
     assert kernel.stdout.readline() == "started\n"
     kernel.kill()
     kernel.wait()
-    measured = wb.load_grid(path)
+    measured = wb.sweeps.load_grid(path)
     asked = read_json(path / "grid.json")["experiment"]
     assert (asked["keep_checkpoints"], asked["project"]) == (0, ""), "a cell writes no checkpoint and is not tracked"
     eventually(lambda: measured.measured())
@@ -54,7 +54,7 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
     assert not measured.complete
     assert "not at work; resume() goes on" in repr(measured)
 
-    again = wb.load_grid("grid").resume().wait(timeout=200)
+    again = wb.sweeps.load_grid("grid").resume().wait(timeout=200)
     assert again.complete
     cells = {(cell.choices["tensor"], cell.choices["micro_batch"]): cell for cell in again.cells()}
     seen = {key: cell.step_ms for key, cell in cells.items()}
@@ -71,7 +71,7 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
     orders = [sorted(predicted, key=values.__getitem__) for values in (predicted, seen)]
     squares = sum((orders[0].index(key) - orders[1].index(key)) ** 2 for key in predicted)
     assert again.rank_correlation == pytest.approx(1 - 6 * squares / (4 * (16 - 1)))
-    figure = wb.predictions(again)
+    figure = wb.figures.predictions(again)
     marks = {trace.name: trace for trace in figure.data}
     assert sorted(marks["measured"].y) == [32.0, 36.0, 82.0, 86.0]
     assert (list(marks["failed"].x), list(marks["fastest measured"].y)) == ([failed.predicted_ms], [32.0])
@@ -105,5 +105,5 @@ def test_cells_that_cannot_be_measured_are_refused_before_anything_is_written(no
     with pytest.raises(RunExists, match=r"is not empty\. Choose another directory, or go on: wb\.load_grid"):
         here.measure("all", directory=node / "full")
     with pytest.raises(RunNotFound, match=r"There is no measured grid 'none'\. There are none in"):
-        wb.load_grid("none")
+        wb.sweeps.load_grid("none")
     assert not (node / "runs").exists()

@@ -17,8 +17,9 @@ import pytest
 
 from tests.distributed.test_launch import HERE, ROOT, eventually, start
 from workbench.rundir import process_alive, process_record, read_events
-from workbench.runs import Run, load_run
 from workbench.runs.launching import device_queue, processes
+from workbench.runs.registry import load_run
+from workbench.runs.run import Run
 
 EVERYTHING = os.environ.get("WORKBENCH_TEST_ALL") == "1"
 KILLS = 50 if EVERYTHING else 3

@@ -27,8 +27,9 @@ from workbench.errors import (
 from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.rundir import RunDir, process_alive, read_events, read_json, write_json
-from workbench.runs import Run, load_run
 from workbench.runs.launching import launcher, processes
+from workbench.runs.registry import load_run
+from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

@@ -21,8 +21,9 @@ from tests.distributed.test_launch import (
     start,
 )
 from workbench.errors import CheckpointError, RunExists, WorkbenchError
-from workbench.runs import Run, list_runs, load_run
 from workbench.runs.launching import launcher, processes, run_directory
+from workbench.runs.registry import list_runs, load_run
+from workbench.runs.run import Run
 
 __all__ = ["node"]  # a fixture of every test here, too
 

@@ -24,8 +24,8 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
-from workbench.planning import search
 from workbench.planning.plan import Plan
+from workbench.planning.search import search
 
 TOLERANCE = 1e-5
 MICRO_BATCH, MICRO_BATCHES = 2, 4

@@ -23,8 +23,8 @@ from workbench.errors import PlanInfeasible
 from workbench.planning.from_experiment import plan as make_plan
 from workbench.planning.plan import Plan
 from workbench.rundir import append_event, read_events, read_json, this_process, what_was_started, write_json
-from workbench.runs import Run
 from workbench.runs.launching import launcher
+from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.31.1", "10.77.31.2")

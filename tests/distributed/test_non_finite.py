@@ -21,7 +21,7 @@ from workbench.execution.checkpoint.model_export import export_checkpoint
 from workbench.execution.non_finite import BACKWARD, BATCH, FORWARD, WEIGHT, Origin, locate
 from workbench.experiment import Experiment
 from workbench.rundir import read_json
-from workbench.runs import Run
+from workbench.runs.run import Run
 
 WIDTH, BROKEN = 16, 2
 PAIRS = (

@@ -59,17 +59,17 @@ def check_streaming(runs: dict[str, wb.Run], cells: list[Any]) -> None:
 def check_scaling(folder: Path, cells: list[Any]) -> float:
     """Check the section on ZeRO, and return how many times as fast two devices were as one."""
     grids = sorted(
-        (wb.load_grid(file.parent).cells() for file in folder.glob("*/grid.json")), key=lambda c: c[0].plan.world
+        (wb.sweeps.load_grid(file.parent).cells() for file in folder.glob("*/grid.json")), key=lambda c: c[0].plan.world
     )
     [one], [two] = grids
     table = rows(printed(cells, "def device_ms"))
     assert [(row["devices"], row["ZeRO"]) for row in table] == [("1", "0"), ("2", "3")]
     assert table[1]["efficiency, measured"] == f"{one.step_ms / two.step_ms / 2:.0%}"
     assert table[1]["efficiency, predicted"] == f"{one.predicted_ms / two.predicted_ms / 2:.0%}"
-    [measured] = figures(cells, "wb.scaling_efficiency(cells)")
+    [measured] = figures(cells, "wb.figures.scaling_efficiency(cells)")
     diamonds = next(trace for trace in measured if trace["name"] == "measured")
     assert diamonds["y"] == pytest.approx([1.0, 2 * two.step_ms / one.step_ms])
-    predicted = figures(cells, "wb.scaling_efficiency(plans)")
+    predicted = figures(cells, "wb.figures.scaling_efficiency(plans)")
     assert len(predicted) == 2
     assert all("measured" not in {trace["name"] for trace in figure} for figure in predicted)
     words = printed(cells, "def additions")
@@ -79,7 +79,7 @@ def check_scaling(folder: Path, cells: list[Any]) -> float:
 
 
 def check_what_does_not_fit(cells: list[Any]) -> None:
-    heat_maps = figures(cells, "wb.heat_map(limits")
+    heat_maps = figures(cells, "wb.figures.heat_map(limits")
     assert any("GiB" in word for line in heat_maps[1][0]["text"] for word in line if word.startswith("+"))
     words = printed(cells, "def fits")
     plain, zero3 = map(
@@ -89,7 +89,7 @@ def check_what_does_not_fit(cells: list[Any]) -> None:
 
 
 def check_rescue(folder: Path, cells: list[Any]) -> None:
-    [sweep] = [wb.load_sweep(file.parent) for file in folder.glob("*/sweep.json")]
+    [sweep] = [wb.sweeps.load_sweep(file.parent) for file in folder.glob("*/sweep.json")]
     states = {row.values["learning_rate"]: row.states for row in sweep.rows()}
     assert states == {RATES[0]: ("stopped early",), RATES[1]: ("finished",)}
     [rescued] = sweep.best()

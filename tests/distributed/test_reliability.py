@@ -13,9 +13,9 @@ from tests.distributed.real_worker import Ranks, curve, directory, eventually, e
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events
-from workbench.runs import Run
 from workbench.runs.launching import run_directory
 from workbench.runs.launching.launcher import prepare
+from workbench.runs.run import Run
 
 DIVERGING = {"learning_rate": 1e30, "warmup_steps": 2, "steps": 100_000}
 """The first step of the warm-up changes nothing, and the second one destroys the weights."""

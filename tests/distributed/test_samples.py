@@ -166,7 +166,7 @@ def test_a_run_records_the_text_that_its_model_writes(
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     asked = experiment("causal", folder, 0, steps=3, samples=wb.Samples(["Birds", "Document"], every=2, tokens=4))
-    run = wb.launch(asked, wb.plan(asked, wb.local_cluster(1), micro_batch=4))
+    run = wb.launch(asked, wb.plan(asked, wb.measure.local_cluster(1), micro_batch=4))
     run.wait(timeout=120)
     written = run.samples()
     assert written.steps == [0, 2, 3], run.logs()

@@ -10,7 +10,6 @@ from tests.distributed.test_sweep_template import addresses
 from workbench import notebooks
 from workbench.analysis.seed_contrast import welch_interval
 from workbench.figures.pages import PLOTLY_MIME
-from workbench.figures.pareto_view import PUBLISHED
 from workbench.sparsity import learning_rate
 
 STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"
@@ -27,7 +26,7 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
         experiment = run.load_experiment()
         name = run.experiment["model"]["name"], experiment.sparsity.label if experiment.sparsity else "dense"
         losses.setdefault(name, []).append(float(run.evaluations().eval_loss[-1]))
-        flops[name] = wb.layer_flops(experiment) / 1e9
+        flops[name] = wb.analysis.layer_flops(experiment) / 1e9
         assert run.experiment["learning_rate"] == (
             learning_rate(2.5e-3, 0.9) if experiment.sparsity else {"Narrow": 5e-3, "Wide": 2.5e-3}[name[0]]
         )
@@ -37,12 +36,12 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
     shown = {cell.source.splitlines()[-1].strip(): [out.get("data", {}) for out in cell.outputs] for cell in cells}
 
-    [pareto] = [data[PLOTLY_MIME] for data in shown["wb.pareto(runs, published=True)"]]
+    [pareto] = [data[PLOTLY_MIME] for data in shown["wb.figures.pareto(runs, published=PUBLISHED)"]]
     marks = {trace["name"]: trace for trace in pareto["data"] if trace["mode"] == "markers" and trace["xaxis"] == "x"}
-    assert len(marks.pop("arXiv:2108.06277")["text"]) == len(PUBLISHED)
+    assert len(marks.pop("published")["text"]) == 11
     expected = {f"{model}, {pattern}": flops[model, pattern] for model, pattern in flops}
     assert {name: mark["x"][0] for name, mark in marks.items()} == pytest.approx(expected)
-    [pattern] = [data[PLOTLY_MIME] for data in shown["wb.pattern(moving[-1])"]]
+    [pattern] = [data[PLOTLY_MIME] for data in shown["wb.figures.pattern(moving[-1])"]]
     assert len(pattern["layout"]["sliders"][0]["steps"]) == 2, "before the first step, and after the only update"
     pictures = [data["image/png"] for outputs in shown.values() for data in outputs if PLOTLY_MIME in data]
     assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)

@@ -13,9 +13,10 @@ import pytest
 
 from tests.distributed.real_worker import eventually, experiment, plan
 from workbench.rundir import read_json
-from workbench.runs import Run, list_runs
 from workbench.runs.launching import processes
 from workbench.runs.launching.launcher import launch
+from workbench.runs.registry import list_runs
+from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 from workbench.widgets.run_row import rows_html
 

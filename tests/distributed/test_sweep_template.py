@@ -28,7 +28,7 @@ def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monk
     small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("sweep"), tmp_path, small)
     [folder] = [file.parent for file in (tmp_path / "runs").glob("*/sweep.json")]
-    sweep = wb.load_sweep(folder)
+    sweep = wb.sweeps.load_sweep(folder)
     assert sweep.complete
     assert sweep.objective == "held-out loss"
     for row in sweep.rows():
@@ -37,9 +37,12 @@ def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monk
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
     shown = {cell.source.splitlines()[-1]: [output.get("data", {}) for output in cell.outputs] for cell in cells}
     assert "4 of 4 runs have ended, complete" in str(shown["sweep"])
-    [heat_map] = [data[PLOTLY_MIME] for data in shown["wb.heat_map(sweep)"]]
+    [heat_map] = [data[PLOTLY_MIME] for data in shown["wb.figures.heat_map(sweep)"]]
     assert all(text for row in heat_map["data"][0]["text"] for text in row)
-    assert {trace["meta"] for trace in shown["wb.seed_bands(sweep)"][0][PLOTLY_MIME]["data"]} == {"band", "mean"}
+    assert {trace["meta"] for trace in shown["wb.figures.seed_bands(sweep)"][0][PLOTLY_MIME]["data"]} == {
+        "band",
+        "mean",
+    }
     written = shown["wb.live(sweep.best()[0])"]
     assert any("My fellow" in data.get("text/html", "") for data in written)
     assert any("image/png" in data for data in written)

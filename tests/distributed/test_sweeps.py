@@ -19,8 +19,8 @@ from tests.distributed.real_worker import DEVICE, LINK, SEQ, VOCAB, Words
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter
 from workbench.rundir import read_json
-from workbench.runs import Run
 from workbench.runs.launching import processes
+from workbench.runs.run import Run
 from workbench.sweeps import start
 from workbench.sweeps.rules import diverged
 from workbench.sweeps.sweep import Sweep
@@ -93,7 +93,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     kernel.wait()
 
     began = time.time()
-    sweep = wb.load_sweep(path)
+    sweep = wb.sweeps.load_sweep(path)
     assert sweep.alive
     assert "2 runs side by side on 1 device each" in sweep.why
     eventually(lambda: sweep.results())
@@ -105,7 +105,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     interrupted = next(run for run in sweep.runs if not run.status.final)
     interrupted.kill()
 
-    again = wb.load_sweep(path).resume().wait(timeout=200)
+    again = wb.sweeps.load_sweep(path).resume().wait(timeout=200)
     took = time.time() - began
     assert again.complete
     assert {result.state for _, result in again.results()} == {"finished"}, again.results()
@@ -196,4 +196,4 @@ def test_bad_axes_are_refused_before_anything_is_written(node, axes, error, word
 
 def test_a_sweep_that_does_not_exist_is_not_found():
     with pytest.raises(RunNotFound, match="no sweep 'none'"):
-        wb.load_sweep("none")
+        wb.sweeps.load_sweep("none")

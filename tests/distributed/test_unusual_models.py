@@ -18,7 +18,7 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, loss_of, part_o
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
-from workbench.planning import search
+from workbench.planning.search import search
 
 TOLERANCE = 1e-5
 WIDTH = 16

@@ -34,7 +34,8 @@ from workbench.errors import WorkbenchError
 from workbench.execution.checkpoint import files, save_load
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, TrainingProgress
-from workbench.planning import Plan, from_experiment
+from workbench.planning import from_experiment
+from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, read_json, write_json
 from workbench.runs.launching import launcher, processes, run_directory
 from workbench.runs.records.environment import environment
@@ -236,7 +237,7 @@ class World:
             run.samples,
             run.utilization,
             lambda: run.environment,
-            lambda: repr(wb.summary([run])),
+            lambda: repr(wb.runs.summary([run])),
         ):
             answered(show)
 

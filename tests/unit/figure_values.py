@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
+from workbench.analysis.curve import Curve
 from workbench.cost.cluster import Cluster
-from workbench.figures import Curve
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.units import GIB
 

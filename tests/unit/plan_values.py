@@ -13,8 +13,9 @@ from hypothesis import settings
 from workbench.cost import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import Profile
-from workbench.planning import Plan, search
 from workbench.planning.device_costs import DeviceCosts
+from workbench.planning.plan import Plan
+from workbench.planning.search import search
 from workbench.planning.stage_costs import ClusterCosts
 from workbench.strategy import RECOMPUTE, Strategy
 

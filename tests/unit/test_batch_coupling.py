@@ -21,8 +21,9 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
 from workbench.execution.build import check_coupling
 from workbench.experiment import Experiment
-from workbench.planning import from_experiment, search
+from workbench.planning import from_experiment
 from workbench.planning.plan import Plan
+from workbench.planning.search import search
 from workbench.runs.records.summary import Summary, notes_of_plans
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

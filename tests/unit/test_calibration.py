@@ -72,7 +72,7 @@ def test_a_file_that_is_not_a_calibration_is_refused(tmp_path: Path) -> None:
     for content in ("{}", "not json", json.dumps({"rates": 3})):
         file = tmp_path / "file.json"
         file.write_text(content)
-        with pytest.raises(PlanMismatch, match=r"file.json is not a calibration.*Run wb.calibrate"):
+        with pytest.raises(PlanMismatch, match=r"file.json is not a calibration.*Run wb.measure.calibrate"):
             Calibration.load(file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -12,8 +13,9 @@ import pytest
 
 from workbench.data._text import Files
 from workbench.data._tokens import TokensKey, TokenStore, tokenised
-from workbench.runs import doctor as doctor_module
 from workbench.runs.doctor import Finding, doctor
+
+doctor_module = importlib.import_module("workbench.runs.doctor")
 
 MUTATIONS = 40
 FILES = ("tokens.bin", "documents.npy", "tokenizer.json", "facts.json")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import workbench as wb
-from workbench.api import _check_and_prepare
 from workbench.cost.cluster import Cluster
 from workbench.data import Prepared
 from workbench.errors import DataError
-from workbench.planning import data_supply
-from workbench.planning.data_supply import DataSupply
+from workbench.planning.data_supply import DataSupply, supply_of
 from workbench.planning.plan import Plan
+from workbench.runs.start import _check_and_prepare
 
 SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 64}
 
@@ -47,13 +47,13 @@ def test_a_supply_says_in_words_whether_it_keeps_up() -> None:
 
 
 def test_ranks_of_one_node_leave_the_other_cores(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
-    monkeypatch.setattr(data_supply, "available_cores", lambda: 64)
+    monkeypatch.setattr(sys.modules[supply_of.__module__], "available_cores", lambda: 64)
     plan = wb.plan(asked(text).replace(global_batch=64), Cluster.of("h200", gpus=16), data=16, zero=0, pipeline=1)
     prepared = Prepared("text", 10, tokens_per_core_s=1e5)
-    supply = data_supply.data_supply(prepared, plan)
+    supply = supply_of(prepared, plan)
     assert supply is not None
     assert supply.cores == 56
-    assert data_supply.data_supply(Prepared("text", 10), plan) is None
+    assert supply_of(Prepared("text", 10), plan) is None
 
 
 def test_a_launch_that_would_wait_warns_before_it_starts(text: Path) -> None:
@@ -61,6 +61,6 @@ def test_a_launch_that_would_wait_warns_before_it_starts(text: Path) -> None:
     plan = wb.plan(streamed, Cluster.of("h200", gpus=1))
     with pytest.warns(UserWarning, match="cores would keep up; or tokenise the text beforehand"):
         _check_and_prepare(streamed, faster(plan, 1e12), progress=False)
-    assert wb.data_supply(streamed, faster(plan, 1.0)).keeps_up
+    assert wb.planning.data_supply(streamed, faster(plan, 1.0)).keeps_up
     with pytest.raises(DataError, match="streaming=True"):
-        wb.data_supply(asked(text), plan)
+        wb.planning.data_supply(asked(text), plan)

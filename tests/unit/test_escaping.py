@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.capture import capture, spec_of
-from workbench.figures import partition, plan_html, show_plan
+from workbench.figures.partition_view import partition
+from workbench.figures.plan_view import plan_html, show_plan
 from workbench.rundir import append_event, write_json
-from workbench.runs import Run, list_runs
+from workbench.runs.registry import list_runs
+from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
 from workbench.widgets.run_row import RunRow, rows_html
 

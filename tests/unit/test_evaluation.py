@@ -8,12 +8,13 @@ import torch
 
 import workbench as wb
 from workbench.analysis.contrast import contrast
+from workbench.analysis.curve import Curve
 from workbench.data import held_out
 from workbench.errors import DataError, InvalidExperiment
-from workbench.figures import Curve, loss_curves
+from workbench.figures.curves_view import loss_curves
 from workbench.planning.from_experiment import check_between_steps
 from workbench.rundir import append_event
-from workbench.runs import HistoryTail
+from workbench.runs.records.history import HistoryTail
 
 BERT = wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=64)
 

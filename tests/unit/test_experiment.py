@@ -118,7 +118,7 @@ def refused(kind: type[WorkbenchError], request: Callable[[], Any], *words: str)
         (lambda: wb.data.corpus("demo", vocab=100), "vocab_size"),
         (lambda: wb.plan(own(), memory_limit=8), "memory_limit_gib"),
         (lambda: wb.launch(own(), dir="here"), "directory"),
-        (lambda: wb.graph(own(), microbatch=2), "micro_batch"),
+        (lambda: wb.planning.graph(own(), microbatch=2), "micro_batch"),
         (lambda: wb.compare([], smothing=0.5), "smoothing"),
         (lambda: Run("no-run").resume(step=5), "steps"),
     ],
@@ -180,7 +180,7 @@ def test_an_empty_dataset_is_refused_by_plan_and_by_launch() -> None:
 
 
 def test_a_model_that_cannot_be_captured_is_refused_with_its_line() -> None:
-    for request in (lambda e: wb.plan(e, CPU), wb.graph):
+    for request in (lambda e: wb.plan(e, CPU), wb.planning.graph):
         error = refused(CaptureError, lambda r=request: r(own(model=Branching)), "if labels.max() > 1", "torch.where")
         assert error.facts["file"] == __file__
 

@@ -10,8 +10,9 @@ import pytest
 from figure_values import curve, plan
 
 from workbench.errors import DataError
-from workbench.figures import loss_curves, notebook_to_html, plan_html, save_html, save_png, show_plan
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
+from workbench.figures.curves_view import loss_curves
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, notebook_to_html, save_html, save_png
+from workbench.figures.plan_view import plan_html, show_plan
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
 PLOTLY_BANNER = re.compile(r"\* plotly\.js v\d")

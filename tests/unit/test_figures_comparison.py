@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from figure_values import curve
 
-from workbench.analysis import comparison, difference, standings
+from workbench.analysis import comparison
+from workbench.analysis.comparison import difference, standings
 from workbench.analysis.contrast import contrast, setting_differences
+from workbench.analysis.curve import Curve
 from workbench.errors import UnknownParameter
-from workbench.figures import Curve, differences
+from workbench.figures.contrast_view import differences
 
 
 def line(name: str, slope: float, offset: float, noise: float = 0.02, steps: int = 1500, seed: int = 0) -> Curve:

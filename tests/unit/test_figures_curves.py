@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from figure_values import curve
 
-from workbench.analysis import difference
 from workbench.analysis.axes import X_AXES
-from workbench.analysis.curve import Mark
+from workbench.analysis.comparison import difference
+from workbench.analysis.curve import Curve, Mark
 from workbench.analysis.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.errors import UnknownParameter
-from workbench.figures import Curve, differences, loss_curves
 from workbench.figures.browserless_png import figure_png
-from workbench.figures.curves_view import _describe_loss
+from workbench.figures.contrast_view import differences
+from workbench.figures.curves_view import _describe_loss, loss_curves
 from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_starts
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import diverged_at

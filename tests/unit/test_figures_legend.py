@@ -4,7 +4,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from workbench.figures import Curve, loss_curves
+from workbench.analysis.curve import Curve
+from workbench.figures.curves_view import loss_curves
 from workbench.figures.legend_placement import CORNERS, corner_of, place_legend
 
 STEPS = np.arange(1, 401, dtype=float)

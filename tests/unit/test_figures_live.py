@@ -16,12 +16,17 @@ from nbclient import NotebookClient
 from workbench.errors import UnknownParameter
 from workbench.figures.decimation import MAX_POINTS
 from workbench.rundir import RunDir, append_event, this_process, write_json
-from workbench.runs import Run
 from workbench.runs.records.summary import data_wait
-from workbench.widgets import live
+from workbench.runs.run import Run
+from workbench.widgets import dashboard, live
 from workbench.widgets.run_reader import RunReader
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _frequent_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "REFRESH_S", 0.05)
 
 
 @pytest.fixture
@@ -96,7 +101,7 @@ def test_before_the_first_step_the_last_phase_is_named(directory: RunDir) -> Non
 def test_curves_grow_and_the_thread_ends_with_the_last_run(tmp_path: Path) -> None:
     first, second = start_run(tmp_path / "a"), start_run(tmp_path / "b")
     train(first, 1, 10)
-    dashboard = live([Run(first.path), Run(second.path)], refresh_s=0.05)
+    dashboard = live([Run(first.path), Run(second.path)])
     assert points(dashboard, "line") == [10, 0]
     train(second, 1, 5)
     end(first, "finished")
@@ -110,13 +115,13 @@ def test_curves_grow_and_the_thread_ends_with_the_last_run(tmp_path: Path) -> No
 
 def test_a_long_run_sends_no_more_points_than_a_browser_redraws(directory: RunDir) -> None:
     train(directory, 1, 3000)
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     assert max(points(dashboard, "raw") + points(dashboard, "line")) <= MAX_POINTS
     dashboard.close()
 
 
 def test_closing_ends_the_thread_and_leaves_the_run_alone(directory: RunDir) -> None:
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     dashboard.close()
     eventually(lambda: not dashboard.following)
     assert not directory.stop_file.exists()
@@ -126,7 +131,7 @@ def test_a_failed_run_shows_its_ranks_error_as_text(directory: RunDir) -> None:
     error = {"rank": 3, "stage": 1, "type": "ValueError", "message": "<i>bad</i>", "traceback": "File <x>", "time": 1.0}
     write_json(directory.error(3), error)
     end(directory, "failed", "rank 3")
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     eventually(lambda: not dashboard.following)
     note = dashboard.children[-1].value
     assert "rank 3 (stage 1)" in note
@@ -135,7 +140,7 @@ def test_a_failed_run_shows_its_ranks_error_as_text(directory: RunDir) -> None:
 
 
 def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     [button] = [child for child in dashboard.children[0].children if type(child).__name__ == "Button"]
     button.click()
     assert directory.stop_file.exists()
@@ -145,7 +150,7 @@ def test_the_stop_button_asks_the_run_to_stop(directory: RunDir) -> None:
 
 def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
     train(directory, 1, 30)
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     x, smoothing, _, log = dashboard.children[1].children
     x.value, smoothing.value, log.value = "step", 0.0, True
     eventually(lambda: dashboard.figure.layout.yaxis.type == "log" and points(dashboard, "raw") == [0])
@@ -155,7 +160,7 @@ def test_controls_redraw_without_new_steps(directory: RunDir) -> None:
 
 
 def test_every_update_reaches_the_figure(directory: RunDir) -> None:
-    dashboard = live(Run(directory.path), refresh_s=0.01)
+    dashboard = live(Run(directory.path))
     for last in range(5, 200, 5):
         train(directory, last - 4, last)
         eventually(lambda last=last: points(dashboard, "line") == [last])
@@ -187,7 +192,7 @@ def test_a_stopped_run_with_a_checkpoint_is_resumed_by_its_button_and_followed_a
         return run
 
     monkeypatch.setattr(Run, "resume", resume)
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     eventually(lambda: not dashboard.following)
     assert button_of(dashboard).description == "Resume"
     button_of(dashboard).click()
@@ -210,7 +215,7 @@ def test_a_refused_resumption_shows_the_reason_in_the_row(directory: RunDir, mon
         raise ValueError("it <trains> elsewhere")
 
     monkeypatch.setattr(Run, "resume", refuse)
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     eventually(lambda: not dashboard.following)
     button_of(dashboard).click()
     eventually(lambda: button_of(dashboard).description == "Not resumed")
@@ -224,7 +229,7 @@ def test_a_refused_resumption_shows_the_reason_in_the_row(directory: RunDir, mon
 def test_a_run_without_a_checkpoint_offers_no_resumption(directory: RunDir) -> None:
     train(directory, 1, 10)
     end(directory, "failed", "rank 0")
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     eventually(lambda: not dashboard.following)
     assert button_of(dashboard).description == "Failed"
 
@@ -234,7 +239,7 @@ def test_memory_of_every_rank_stands_in_its_panel_against_the_limit(directory: R
     for rank in range(2):
         event = {"peak_bytes": (rank + 1) * 2**30, "limit_bytes": 2**33, "stage": rank, "device": f"cuda:{rank}"}
         append_event(directory.events, "memory", rank=rank, **event)
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     *_, panels_box, _ = dashboard.children
     [panels] = panels_box.children
     traces = [json.loads(getattr(panels, name)) for name in panels.keys if name.startswith("trace_")]
@@ -244,7 +249,7 @@ def test_memory_of_every_rank_stands_in_its_panel_against_the_limit(directory: R
 
 
 def test_a_run_name_is_never_markup(directory: RunDir) -> None:
-    dashboard = live(Run(directory.path), refresh_s=0.05)
+    dashboard = live(Run(directory.path))
     shown = "".join(child.value for child in dashboard.children[0].children if type(child).__name__ == "HTML")
     assert "run &lt;1&gt;" in shown
     assert "<1>" not in shown
@@ -263,9 +268,9 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
     end(ended, "stopped", "Stopped at step 10.")
     cells = [
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from workbench.runs import Run\nfrom workbench.widgets import live",
+        "from workbench.runs.run import Run\nfrom workbench.widgets import live",
         f"live(Run({str(running.path)!r}))",
-        f"over = live(Run({str(ended.path)!r}), refresh_s=0.05)\nover",
+        f"over = live(Run({str(ended.path)!r}))\nover",
         "import time\nwhile over.following:\n    time.sleep(0.05)\ntime.sleep(0.5)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])

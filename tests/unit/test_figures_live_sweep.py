@@ -28,7 +28,7 @@ def sweep(tmp_path: Path) -> Sweep:
     directory.write_queue([Entry(0, {"learning_rate": at}, seed) for seed in range(2) for at in range(2)])
     for entry in directory.queue()[:2]:
         train(begin(directory, entry), 1, 10)
-    return wb.load_sweep(directory.path)
+    return wb.sweeps.load_sweep(directory.path)
 
 
 def begin(directory: QueueDir, entry: Entry) -> RunDir:

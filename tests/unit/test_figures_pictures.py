@@ -14,21 +14,20 @@ import pytest
 from figure_values import curve, plan
 from PIL import Image
 
-from workbench.analysis import ParetoPoint, difference
-from workbench.figures import (
-    differences,
-    loss_curves,
-    panels,
-    partition,
-    prediction,
-    show_plan,
-    theme,
-    timeline,
-)
+from workbench.analysis.comparison import difference
+from workbench.analysis.pareto import ParetoPoint
+from workbench.figures import theme
 from workbench.figures.browserless_png import WIDTH_PX, figure_png
+from workbench.figures.contrast_view import differences
+from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import PLOTLY_MIME, add_pictures
+from workbench.figures.panels_view import panels
 from workbench.figures.pareto_view import pareto
+from workbench.figures.partition_view import partition
 from workbench.figures.pattern_view import LOOKS, pattern
+from workbench.figures.plan_view import show_plan
+from workbench.figures.prediction_view import prediction
+from workbench.figures.timeline_view import timeline
 from workbench.runs.records.patterns import Patterns
 
 CELLS = go.Heatmap(
@@ -141,7 +140,7 @@ POINTS = [
 
 
 def test_both_panels_of_the_pareto_figure_have_one_loss_axis_and_bars_over_the_seeds() -> None:
-    image = pixels(pareto(POINTS, published=True))[:380]  # without the legend
+    image = pixels(pareto(POINTS, published={"elsewhere": (10.0, 2.3)}))[:380]  # without the legend
     found = where(image, theme.series_color(0))
     for panel in (found[found[:, 1] < WIDTH_PX // 2], found[found[:, 1] >= WIDTH_PX // 2]):
         assert np.ptp(panel[:, 0]) > np.ptp(panel[:, 1]), "the bar is taller than the mark is wide"

@@ -13,22 +13,14 @@ import pytest
 from figure_values import plan
 
 from workbench.errors import UnknownParameter
-from workbench.figures import (
-    BlockView,
-    measured_timeline,
-    partition,
-    plan_html,
-    plan_mimebundle,
-    prediction,
-    show_plan,
-    timeline,
-    timelines,
-)
-from workbench.figures.partition_view import CHARACTER_SHARE
-from workbench.figures.timeline_view import NUMBERED_LANE
+from workbench.figures.measured_step import measured_timeline, timelines
+from workbench.figures.partition_view import CHARACTER_SHARE, BlockView, partition
+from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
+from workbench.figures.prediction_view import prediction
+from workbench.figures.timeline_view import NUMBERED_LANE, timeline
 from workbench.pipeline_schedules import build_schedule
-from workbench.planning import timeline as simulated
 from workbench.planning.plan import Memory
+from workbench.planning.predicted_timeline import timeline as simulated
 from workbench.planning.simulation import MicroBatchTimes, simulate
 from workbench.tensors import TensorSpec
 from workbench.units import GIB

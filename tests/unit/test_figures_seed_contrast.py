@@ -17,8 +17,8 @@ from workbench.analysis.seed_contrast import (
     welch_interval,
 )
 from workbench.errors import InvalidExperiment, UnknownParameter
-from workbench.figures import contrast
 from workbench.figures.browserless_png import figure_png
+from workbench.figures.contrast_view import contrast
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.directory import Entry, QueueDir, Result
@@ -111,7 +111,7 @@ def sweep(tmp_path) -> Sweep:
             loss = 5 - entry.choice["learning_rate"] + 0.01 * entry.seed
             append_event(path.events, "step", step=step, loss=loss, tokens=100 * step, flops=1e9 * step, seconds=step)
         directory.write_result(entry, Result("finished", 5.0 - entry.choice["learning_rate"], 10, 1.0))
-    return wb.load_sweep(directory.path)
+    return wb.sweeps.load_sweep(directory.path)
 
 
 def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_and_the_first(sweep: Sweep) -> None:

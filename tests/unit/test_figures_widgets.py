@@ -15,10 +15,11 @@ from test_figures_live import checkpoint, end, eventually, start_run, train
 
 from workbench.cost.cluster import Cluster
 from workbench.figures.pages import plotly_js
-from workbench.planning import what_if
+from workbench.planning.search import what_if
 from workbench.rundir import RunDir, append_event
-from workbench.runs import Run, list_runs
 from workbench.runs.records.follow import progress_line
+from workbench.runs.registry import list_runs
+from workbench.runs.run import Run
 from workbench.widgets import LiveTable, WhatIf, live
 from workbench.widgets.plot import Plot, growing_plot
 from workbench.widgets.run_row import STATE_COLORS

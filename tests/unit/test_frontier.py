@@ -8,10 +8,12 @@ import pytest
 from plan_values import H200, PROFILE, plan_of
 
 import workbench as wb
-from workbench.analysis import pareto_front
+from workbench.analysis.pareto import pareto_front
 from workbench.errors import InvalidArgument
 from workbench.figures.browserless_png import figure_png
-from workbench.planning import Plan, Request, weigh
+from workbench.planning.plan import Plan
+from workbench.planning.request import Request
+from workbench.planning.table import weigh
 
 
 def test_the_frontier_is_the_fastest_plan_of_each_limit_and_every_step_down_in_memory_costs_time():
@@ -27,7 +29,7 @@ def test_the_frontier_is_the_fastest_plan_of_each_limit_and_every_step_down_in_m
         again = weigh(PROFILE, "bf16", Request(64, 512, H200, plan.memory_limit_bytes)).best
         assert again.prediction == plan.prediction
     assert plans.frontier(1)[0].peak_bytes == front[0].peak_bytes
-    figure = wb.frontier(plans)
+    figure = wb.figures.frontier(plans)
     *points, line = figure.data
     assert sum(len(trace.x) for trace in points if trace.text) == len(line.x) == len(plans.frontier())
     hovers = [word for trace in points for word in trace.text or ()]
@@ -53,7 +55,7 @@ def test_every_plan_of_a_grid_is_a_point_that_says_what_it_takes_of_the_host_and
     grid = wb.grid(
         experiment, H200, zero=[0, 1, 3], offload_optimizer=[False, True], recompute=["none", "full"], tensor=1
     )
-    figure = wb.frontier(grid)
+    figure = wb.figures.frontier(grid)
     hovers = {word for trace in figure.data for word in trace.text or ()}
     assert len(hovers) == len(grid.feasible) == 12
     for cell in grid.feasible:

@@ -25,7 +25,7 @@ AXES = {"tensor": [1, 2], "pipeline": [1, 2, 4], "micro_batch": [2, 32], **FIXED
 
 
 @pytest.fixture(scope="module")
-def grid() -> wb.Grid:
+def grid() -> wb.sweeps.Grid:
     return wb.grid(EXPERIMENT, SMALL, **AXES)
 
 
@@ -88,7 +88,7 @@ def test_the_sentences_name_the_best_and_the_worst(grid):
 
 
 def test_the_heat_map_frames_the_best_and_the_worst(grid):
-    figure = wb.heat_map(grid)
+    figure = wb.figures.heat_map(grid)
     [cells] = figure.data
     assert list(cells.x) == ["2", "32"]
     assert (cells.y[0], len(cells.y)) == ("TP 1 · PP 1", 6)
@@ -100,14 +100,14 @@ def test_the_heat_map_frames_the_best_and_the_worst(grid):
     best, worst = figure.layout.shapes
     assert cells.z[int(best.y0 + 0.5)][int(best.x0 + 0.5)] == 1.0
     assert cells.z[int(worst.y0 + 0.5)][int(worst.x0 + 0.5)] == pytest.approx(1 / grid.ratio)
-    assert list(wb.heat_map(grid, x="tensor").data[0].x) == ["1", "2"]
+    assert list(wb.figures.heat_map(grid, x="tensor").data[0].x) == ["1", "2"]
     assert figure_png(figure)[:4] == b"\x89PNG"
 
 
 def test_a_grid_without_a_plan_is_drawn_and_has_no_best():
     grid = wb.grid(EXPERIMENT, H200, tensor=[4], pipeline=[4], micro_batch=[1, 2])
     assert not grid.feasible
-    assert not wb.heat_map(grid).layout.shapes
+    assert not wb.figures.heat_map(grid).layout.shapes
     with pytest.raises(PlanInfeasible, match=r"None of the 2 cells has a plan\. The first says: pipeline=4 × tensor=4"):
         _ = grid.best
 
@@ -133,7 +133,7 @@ def test_wrong_values_cells_and_directions_are_refused(grid):
     with pytest.raises(InvalidArgument, match=r"The grid has no cell \{'tensor': 3\}\. Give one value of each axis"):
         grid.cell(tensor=3)
     with pytest.raises(UnknownParameter, match=r"'data' cannot be an axis here\. Give x, one of tensor, pipeline"):
-        wb.heat_map(grid, x="data")
+        wb.figures.heat_map(grid, x="data")
 
 
 def test_the_v100_is_in_the_table_with_both_memories():

@@ -35,10 +35,12 @@ from workbench.measure.block_probes import (
 from workbench.measure.detection import with_measured_rates
 from workbench.measure.local_cluster import local_cluster
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
-from workbench.planning import Request as PlanRequest
-from workbench.planning import from_experiment, search, weigh
+from workbench.planning import from_experiment
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
+from workbench.planning.request import Request as PlanRequest
+from workbench.planning.search import search
+from workbench.planning.table import weigh
 from workbench.planning.times_basis import basis_of_times
 from workbench.tensors import TensorSpec
 

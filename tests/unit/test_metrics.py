@@ -9,14 +9,15 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
+from workbench.analysis.curve import Curve
 from workbench.capture import capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation
 from workbench.capture.outputs import flattened
 from workbench.errors import InvalidExperiment
-from workbench.figures import Curve, loss_curves
+from workbench.figures.curves_view import loss_curves
 from workbench.figures.panels_view import panel_names, panels
 from workbench.rundir import append_event
-from workbench.runs import HistoryTail
+from workbench.runs.records.history import HistoryTail
 
 
 @dataclasses.dataclass

@@ -42,4 +42,4 @@ def test_a_recorded_run_can_be_shown_again(path):
     run = wb.load_run(path)
     assert len(run.history()) == run.summary()["step"] > 0
     assert run.plan.prediction.step_ms > 0
-    assert wb.summary(run).rows[0][0] == path.name
+    assert wb.runs.summary(run).rows[0][0] == path.name

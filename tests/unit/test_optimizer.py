@@ -262,7 +262,7 @@ def test_muon_leaves_tables_and_heads_to_adamw() -> None:
     tokens = TensorSpec("tokens", (2, 4), "int64")
     captured = capture(TinyModel(), {"tokens": tokens, "labels": replace(tokens, name="labels")}, name="tiny")
     assert hidden_matrices(captured) == {"hidden.weight"}
-    tied = wb.graph(tiny())
+    tied = wb.planning.graph(tiny())
     outer = {name for name, spec in tied.parameters.items() if len(spec.shape) == 2} - hidden_matrices(tied)
     assert outer == {f"bert.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")} | {
         "cls.seq_relationship.weight"

@@ -12,12 +12,10 @@ from plan_values import CAPTURABLE, H200, PROFILE, costs_of, divided_profile, pl
 from workbench.cost import Cluster, Link
 from workbench.cost.memory import ParameterTable, activations
 from workbench.errors import PlanInfeasible
-from workbench.planning import (
-    explain,
-    stage_costs,
-    timeline,
-)
+from workbench.planning import stage_costs
 from workbench.planning.device_costs import RELAUNCHED
+from workbench.planning.explanation import explain
+from workbench.planning.predicted_timeline import timeline
 from workbench.strategy import RECOMPUTE
 from workbench.units import GIB
 

@@ -22,10 +22,13 @@ from workbench.cost.memory import ParameterTable
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.measure.detection import with_memory
-from workbench.planning import Plan, Request, explain, weigh, what_if
 from workbench.planning.device_costs import DeviceCosts
-from workbench.planning.request import memory_limit_bytes
+from workbench.planning.explanation import explain
+from workbench.planning.plan import Plan
+from workbench.planning.request import Request, memory_limit_bytes
+from workbench.planning.search import what_if
 from workbench.planning.simulation import peak_holdings
+from workbench.planning.table import weigh
 from workbench.units import GIB, count, duration, flops_per_s
 
 # Clusters

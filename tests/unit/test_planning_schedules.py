@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from workbench.errors import PlanInfeasible
 from workbench.pipeline_schedules import SCHEDULES, Action, Schedule, build_schedule
-from workbench.planning import (
-    bubble_fraction,
-    simulate,
-)
 from workbench.planning.simulation import (
     MicroBatchTimes,
+    bubble_fraction,
     most_in_flight,
     peak_holdings,
+    simulate,
     step_ms,
 )
 

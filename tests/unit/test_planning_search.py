@@ -15,14 +15,12 @@ from plan_values import CAPTURABLE, PROFILE, costs_of, plan_of, with_host
 
 from workbench.cost import Cluster
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning import (
-    Plan,
-    Request,
-    timeline,
-)
 from workbench.planning.checkpointing import MixedStages, UniformStages
 from workbench.planning.options import Option, options
+from workbench.planning.plan import Plan
+from workbench.planning.predicted_timeline import timeline
 from workbench.planning.prediction import bound_ms, predict
+from workbench.planning.request import Request
 from workbench.planning.search import Search
 from workbench.planning.stage_cuts import Cutter
 from workbench.units import GIB

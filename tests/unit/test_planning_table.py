@@ -16,16 +16,12 @@ from plan_values import H200, PROFILE, plan_of, with_host
 from workbench.cost import Cluster
 from workbench.cost.device import FRAGMENTATION
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.planning import (
-    Plan,
-    Request,
-    device_costs,
-    explain,
-    weigh,
-    what_if,
-)
-from workbench.planning.search import uncollected
-from workbench.planning.table import FASTEST_SHOWN
+from workbench.planning import device_costs
+from workbench.planning.explanation import explain
+from workbench.planning.plan import Plan
+from workbench.planning.request import Request
+from workbench.planning.search import uncollected, what_if
+from workbench.planning.table import FASTEST_SHOWN, weigh
 from workbench.units import GIB
 
 
@@ -167,7 +163,7 @@ def test_a_plan_from_a_file_is_explained_with_a_profile() -> None:
     plan = plan_of(memory_limit_bytes=12 * GIB)
     stored = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert explain(stored).changes == ()
-    assert "give the model's profile: wb.explain(plan, profile)" in repr(explain(stored))
+    assert "give the model's profile: wb.planning.explain(plan, profile)" in repr(explain(stored))
     assert explain(stored, PROFILE).changes == explain(plan).changes
     with pytest.raises(PlanMismatch, match="Make the profile of the same model"):
         explain(stored, replace(PROFILE, signature="1" * 16))

@@ -11,7 +11,7 @@ import workbench as wb
 from workbench.analysis.entropy import masked_loss
 from workbench.analysis.plateau import MARGIN, left_plateau, stop_on_plateau
 from workbench.errors import DataError, InvalidExperiment, WorkbenchError
-from workbench.runs import Run
+from workbench.runs.run import Run
 
 LEVEL, STEPS, TOKENS = 3.3, 1000, 64
 NOISE = np.random.default_rng(0).normal(0, 0.15, STEPS)
@@ -151,12 +151,12 @@ def test_the_level_comes_from_the_text_of_the_experiment(tmp_path, monkeypatch):
     options = {"vocab_size": 300, "max_positions": 32}
     masked = wb.Experiment(model=wb.models.bert(32, 1, 4, next_sentence=False, **options), data=corpus, seq_len=16)
     causal = wb.Experiment(model=wb.models.gpt2(32, 1, 4, **options), data=corpus, seq_len=16)
-    found = wb.context_free(masked)
+    found = wb.analysis.context_free(masked)
     words = np.bincount(masked.data.dataset(masked).samples.store.ids)
     p = words[words > 0] / words.sum()
     assert found.unigram_entropy == pytest.approx(float(-(p * np.log(p)).sum()))
     assert 0 < found.loss < found.unigram_entropy
-    assert wb.context_free(causal).loss == wb.context_free(causal).unigram_entropy
+    assert wb.analysis.context_free(causal).loss == wb.analysis.context_free(causal).unigram_entropy
     own = causal.replace(data=lambda: [{"input_ids": 0}])
     with pytest.raises(DataError, match="a user-defined dataset, in which nothing says what the tokens are"):
-        wb.context_free(own)
+        wb.analysis.context_free(own)

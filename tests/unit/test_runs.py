@@ -1,5 +1,6 @@
 """The handle of a run, the registry, the device queue and the failure report, on run directories written here."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -21,11 +22,10 @@ from workbench.execution.checkpoint import files
 from workbench.execution.deterministic import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
-from workbench.planning import Plan, search
+from workbench.planning.plan import Plan
 from workbench.planning.refusals import too_large_to_build
+from workbench.planning.search import search
 from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
-from workbench.runs import Run, list_runs, load_run
-from workbench.runs import doctor as doctor_module
 from workbench.runs.doctor import SHOWN_PACKAGES, doctor
 from workbench.runs.launching import device_queue, run_directory
 from workbench.runs.launching.failure import record_silent_death, root_cause
@@ -33,6 +33,10 @@ from workbench.runs.launching.launcher import prepare
 from workbench.runs.launching.run_directory import continued_facts
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
 from workbench.runs.records.environment import environment, git_state
+from workbench.runs.registry import list_runs, load_run
+from workbench.runs.run import Run
+
+doctor_module = importlib.import_module("workbench.runs.doctor")
 
 DEAD = {"pid": 2**22 + 1, "created": 0.0}
 

@@ -17,10 +17,10 @@ import pytest
 
 from workbench.machine import available_cores
 from workbench.rundir import EventTail, RunDir, append_event, read_events
-from workbench.runs import HistoryTail, Run
 from workbench.runs.launching import device_sampler, supervisor
 from workbench.runs.launching.device_sampler import CpuMeter, GpuMeter, Sample, sampled, write_sample
-from workbench.runs.records.history import read_history
+from workbench.runs.records.history import HistoryTail, read_history
+from workbench.runs.run import Run
 
 BUSY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
 IDLE = "import time; time.sleep(600)"

@@ -16,10 +16,11 @@ from tests.distributed.real_worker import experiment
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.rundir import RunDir, append_event, log_event, read_events
-from workbench.runs import Run, list_runs
 from workbench.runs.launching import run_directory
 from workbench.runs.records import event_lines
 from workbench.runs.records.history import read_history
+from workbench.runs.registry import list_runs
+from workbench.runs.run import Run
 
 STEPS = 60
 MUTATIONS = 42 if os.environ.get("WORKBENCH_TEST_ALL") else 14

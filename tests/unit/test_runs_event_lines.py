@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench.rundir import RunDir, append_event, this_process, write_json
-from workbench.runs import History, HistoryTail, Run
 from workbench.runs.records import event_lines
-from workbench.runs.records.history import latest_events, read_history
+from workbench.runs.records.history import History, HistoryTail, latest_events, read_history
+from workbench.runs.run import Run
 
 STEPS = 6000
 """Number of steps whose lines fill more than `event_lines.BULK_BYTES`."""

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from workbench.rundir import append_event
-from workbench.runs import History, HistoryTail
-from workbench.runs.records.history import read_history
+from workbench.runs.records.history import History, HistoryTail, read_history
 
 
 @pytest.fixture

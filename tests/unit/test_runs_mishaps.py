@@ -27,10 +27,12 @@ from workbench.rundir import (
     this_process,
     write_json,
 )
-from workbench.runs import Run, list_runs, load_run, status
+from workbench.runs import status
 from workbench.runs.launching import device_queue, launcher, processes, run_directory, supervisor
 from workbench.runs.records import environment
 from workbench.runs.records.follow import Follower
+from workbench.runs.registry import list_runs, load_run
+from workbench.runs.run import Run
 
 SLEEP = "import time; time.sleep({})"
 FAR = {"pid": 1, "created": 0.0, "host": "another-host"}

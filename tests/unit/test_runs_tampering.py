@@ -13,8 +13,8 @@ from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, PlanMismatch
 from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, read_manifest
 from workbench.experiment import Experiment
-from workbench.planning import Plan
 from workbench.planning.from_experiment import plan as make_plan
+from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, check_unedited, read_json, write_json
 from workbench.runs.launching.launcher import prepare
 

@@ -14,7 +14,7 @@ from wandb_log import offline_history
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
-from workbench.runs import load_run
+from workbench.runs.registry import load_run
 from workbench.runs.tracking import wandb_run as tracking
 
 ROOT = Path(__file__).resolve().parents[2]

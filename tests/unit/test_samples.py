@@ -13,7 +13,7 @@ from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.samples import drawn
 from workbench.planning.from_experiment import check_between_steps
 from workbench.rundir import append_event
-from workbench.runs import HistoryTail
+from workbench.runs.records.history import HistoryTail
 from workbench.runs.tracking.recorder import samples_table as wandb_table
 from workbench.widgets.samples_view import samples_at, samples_table
 

@@ -229,5 +229,5 @@ def test_a_coordinate_check_leaves_random_numbers_alone_and_names_a_width_that_f
     state = torch.get_rng_state()
     items = items_of([{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4)
     experiment = wb.Experiment(model=models.bert(16, 1, 2, **BERT), data=items, global_batch=2, seq_len=8)
-    wb.coordinate_check(experiment, widths=(16, 32), steps=1)
+    wb.analysis.coordinate_check(experiment, widths=(16, 32), steps=1)
     assert torch.equal(torch.get_rng_state(), state)

@@ -11,7 +11,7 @@ from plan_values import H200, plan_of
 import workbench as wb
 from workbench.errors import InvalidArgument, PlanMismatch
 from workbench.figures.browserless_png import figure_png
-from workbench.planning import Plan
+from workbench.planning.plan import Plan
 from workbench.sweeps.measured import MeasuredCell
 
 ONE = plan_of(cluster=wb.Cluster.of("h200", gpus=1))
@@ -24,7 +24,7 @@ def measured(plan: Plan, step_ms: float | None, state: str = "finished") -> Meas
 
 
 def traces(points: Sequence[Plan | MeasuredCell]) -> dict[str, Any]:
-    return {trace.name: trace for trace in wb.scaling_efficiency(points).data}
+    return {trace.name: trace for trace in wb.figures.scaling_efficiency(points).data}
 
 
 def test_the_bars_are_the_device_time_of_a_token_and_their_parts_sum_to_it():
@@ -36,7 +36,7 @@ def test_the_bars_are_the_device_time_of_a_token_and_their_parts_sum_to_it():
     communication = drawn["exposed communication"].y
     assert communication[0] == 0
     assert communication[3] > communication[2] > 0, "a network between nodes is slower than links within one"
-    figure = wb.scaling_efficiency(plans)
+    figure = wb.figures.scaling_efficiency(plans)
     words = [note.text for note in figure.layout.annotations]
     assert words == [f"{1 / height:.0%}" for height in expected]
     assert list(figure.layout.xaxis.ticktext) == ["1", "4<br>ZeRO 0", "4<br>ZeRO 3", "32<br>ZeRO 3"]
@@ -62,14 +62,14 @@ def test_measured_points_stand_relative_to_the_measured_first_and_failed_ones_ar
 
 def test_a_pipeline_is_named_by_its_degrees():
     pipeline = plan_of(cluster=H200, pipeline=4)
-    assert wb.scaling_efficiency([ONE, pipeline]).layout.xaxis.ticktext[1] == "4<br>PP 4 × DP 1"
+    assert wb.figures.scaling_efficiency([ONE, pipeline]).layout.xaxis.ticktext[1] == "4<br>PP 4 × DP 1"
 
 
 def test_no_plan_and_plans_of_two_models_are_refused():
     with pytest.raises(InvalidArgument, match="the plan on one device first"):
-        wb.scaling_efficiency([])
+        wb.figures.scaling_efficiency([])
     other = Plan.from_json({**REPLICAS[0].to_json(), "model": "other", "signature": "1" * 16})
     with pytest.raises(PlanMismatch, match="layered and other"):
-        wb.scaling_efficiency([ONE, other])
+        wb.figures.scaling_efficiency([ONE, other])
     with pytest.raises(InvalidArgument, match="cannot use points"):
-        wb.scaling_efficiency(ONE)
+        wb.figures.scaling_efficiency(ONE)

@@ -30,7 +30,7 @@ from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.notebooks.record import Record
 from workbench.notebooks.reproducing import recorded_commit
 from workbench.notebooks.verdict import MAX_POINTS, LossCurve
-from workbench.planning import Plan
+from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, this_process, write_json
 from workbench.runs.launching import device_queue
 from workbench.runs.launching.launcher import prepare
@@ -143,7 +143,7 @@ def test_a_shared_notebook_holds_no_secret_by_value_by_name_or_by_form(
         nbformat.v4.new_output("display_data", data={"text/html": f"<pre>{dict(FOREIGN)}</pre>", "text/plain": ""}),
     ]
     cell = nbformat.v4.new_code_cell(f"{source}\n{keep}", outputs=outputs)
-    shared = notebooks.share(notebook([cell], tmp_path / "mine.ipynb"), tmp_path / "to", [])
+    shared = notebooks.share(notebook([cell], tmp_path / "mine.ipynb"), tmp_path / "to")
     written = shared.notebook.read_text() + shared.page.read_text()
     for value in ("a-personal-token", "pa55", "hun7 ", "hun7\\n", "fromtheenvironment", "fromelsewhere", "t0pl3vel"):
         assert value not in written
@@ -162,7 +162,7 @@ def test_a_shared_notebook_runs_nothing_in_a_browser(tmp_path: Path) -> None:
         nbformat.v4.new_markdown_cell(f"# Title\n\n> quoted, where 1 < 2\n\n{attack}"),
         nbformat.v4.new_code_cell("x", outputs=[nbformat.v4.new_output("display_data", data=data)]),
     ]
-    shared = notebooks.share(notebook(cells, tmp_path / "mine.ipynb"), tmp_path / "to", [])
+    shared = notebooks.share(notebook(cells, tmp_path / "mine.ipynb"), tmp_path / "to")
     title, code = nbformat.read(shared.notebook, 4).cells
     assert title.source.startswith("# Title\n\n> quoted")
     assert code.outputs[0]["data"]["text/html"].startswith("<b>bold</b>")

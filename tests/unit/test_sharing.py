@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from workbench import notebooks
+from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound, WorkbenchError
-from workbench.figures import Curve, loss_curves
+from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import reproducing, sharing, templates
 from workbench.notebooks.record import Record, read_record
 from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
 from workbench.rundir import RunDir, append_event, write_json
-from workbench.runs import Run
+from workbench.runs.run import Run
 from workbench.widgets.static_twin import EMPTY, HIDE_DEAD_WIDGET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +145,7 @@ def test_without_a_browser_a_shared_notebook_has_tables_and_says_so(tmp_path):
     drawn = figure()
     drawn["data"].append(only_a_browser_draws)
     nbformat.write(notebook_with({PLOTLY_MIME: drawn}), path)
-    shared = notebooks.share(path, tmp_path / "to", runs=[])
+    shared = notebooks.share(path, tmp_path / "to")
     table = nbformat.read(shared.notebook, as_version=4).cells[0].outputs[0]["data"]["text/html"]
     cells = re.findall(r"<td>(.*?)</td>", table)
     assert list(map(html.unescape, cells)) == ["<b>a</b>", "50", "7", "5", "5", "7"]
@@ -161,7 +162,7 @@ def test_curves_have_a_picture_without_a_browser_and_a_dead_widget_leaves_nothin
     widget = {WIDGET_MIME: {"model_id": "0"}, **EMPTY}
     twin = {"text/html": f"{HIDE_DEAD_WIDGET}<b>a</b>: running", "text/plain": ""}
     nbformat.write(notebook_with(widget, twin, {PLOTLY_MIME: drawn, "text/plain": ""}, dict(EMPTY)), path)
-    shared = notebooks.share(path, tmp_path / "to", runs=[])
+    shared = notebooks.share(path, tmp_path / "to")
     states, figure, _ = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
     assert states["data"]["text/html"] == "<b>a</b>: running"
     assert figure["data"]["image/png"].startswith("iVBOR")
@@ -173,7 +174,7 @@ def test_a_shared_notebook_stays_under_five_megabytes(tmp_path):
     path = tmp_path / "large.ipynb"
     nbformat.write(notebook_with({PLOTLY_MIME: figure(600_000)}, {PLOTLY_MIME: figure(100)}), path)
     assert path.stat().st_size > sharing.MAX_BYTES
-    shared = notebooks.share(path, tmp_path / "to", runs=[])
+    shared = notebooks.share(path, tmp_path / "to")
     assert shared.notebook.stat().st_size < sharing.MAX_BYTES
     first, second, _ = nbformat.read(shared.notebook, as_version=4).cells[0].outputs
     assert PLOTLY_MIME not in first["data"]

@@ -23,8 +23,9 @@ from workbench.cost.graph_profiler import profile_graph
 from workbench.cost.profile import GEMM, Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
-from workbench.planning import Plan, explain
+from workbench.planning.explanation import explain
 from workbench.planning.from_experiment import check_sparsity
+from workbench.planning.plan import Plan
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels import BlockIndex
 from workbench.sparsity.kernels.speed import break_even_sparsity, relative_rates
@@ -217,7 +218,7 @@ def test_a_block_sparse_choice_is_a_bool() -> None:
 )
 def test_the_reason_why_weights_can_only_be_masked_is_a_clause(changes: dict[str, Any], obstacle: str) -> None:
     tried = experiment(**changes)
-    found = block_sparse_obstacle(tried, wb.graph(tried))
+    found = block_sparse_obstacle(tried, wb.planning.graph(tried))
     assert obstacle in found
     assert bool(obstacle) == bool(found)
 

@@ -15,9 +15,9 @@ from test_runs import make_run
 
 from workbench.execution.heartbeat import Heartbeat, read_beat
 from workbench.rundir import RunDir, append_event, process_record, read_json, this_process, write_json
-from workbench.runs import Run
 from workbench.runs.launching import stalls
 from workbench.runs.launching.stalls import StallWatch
+from workbench.runs.run import Run
 
 ROOT = Path(__file__).parents[2]
 RANK = """

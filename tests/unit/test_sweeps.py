@@ -130,9 +130,9 @@ def test_a_run_diverges_above_a_loss_after_a_step_or_where_its_loss_is_not_finit
     assert rule_from_json(rule_to_json(rule)) == rule
     assert rule_from_json(rule_to_json("median")) == "median"
     with pytest.raises(InvalidExperiment, match="is not a number"):
-        wb.diverged(above="high")
+        wb.sweeps.diverged(above="high")
     with pytest.raises(InvalidExperiment, match="is not a step"):
-        wb.diverged(above=6.5, after=-1)
+        wb.sweeps.diverged(above=6.5, after=-1)
 
 
 def test_the_objective_is_the_mean_loss_of_the_last_tenth_of_the_steps():
@@ -240,7 +240,7 @@ def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_h
 
 
 @pytest.fixture
-def sweep(tmp_path) -> wb.Sweep:
+def sweep(tmp_path) -> wb.sweeps.Sweep:
     """A sweep of two rates, two batches and two seeds, of which one configuration was not trained."""
     directory = QueueDir(tmp_path / "sweep")
     settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4], "global_batch": [8, 16]}}
@@ -261,7 +261,7 @@ def sweep(tmp_path) -> wb.Sweep:
             directory.write_result(entry, Result("finished", 4.0 + entry.index % 4 + entry.seed, 3, 1.0, **ended))
     early = Result("stopped early", None, 1, 2.0, 2, 4.0, "The loss was high.", gpu_hours=0.5, ended=4)
     directory.write_result(queue[3], early)
-    return wb.load_sweep(directory.path)
+    return wb.sweeps.load_sweep(directory.path)
 
 
 def test_the_table_ranks_configurations_by_their_mean_and_tells_what_stopping_saved(sweep):
@@ -286,47 +286,47 @@ def test_a_sweep_that_stopped_no_run_says_why(sweep, rule, reason):
     directory = sweep.directory
     directory.result_file(directory.queue()[3]).unlink()  # the only run that was stopped
     write_json(directory.settings_file, {**directory.settings, "stop": rule})
-    assert wb.load_sweep(sweep.path).saved.startswith(f"No run was stopped early: {reason}")
+    assert wb.sweeps.load_sweep(sweep.path).saved.startswith(f"No run was stopped early: {reason}")
     if rule == "median":
         for ended in directory.queue()[2:7]:
             directory.result_file(ended).unlink(missing_ok=True)
         words = (
             f"No run was stopped early: the median rule stops none before {FIRST_RUNS} runs have finished, and 2 have."
         )
-        assert wb.load_sweep(sweep.path).saved == words
+        assert wb.sweeps.load_sweep(sweep.path).saved == words
 
 
 def test_a_heat_map_has_a_cell_for_each_pair_of_values_and_leaves_out_what_was_not_trained(sweep):
-    [cells] = wb.heat_map(sweep).data
+    [cells] = wb.figures.heat_map(sweep).data
     assert (list(cells.x), list(cells.y)) == (["0.0001", "0.001"], ["8", "16"])
     np.testing.assert_array_equal(cells.z, [[6.5, 4.5], [np.nan, 5.5]])
     assert [list(line) for line in cells.text] == [["6.5", "4.5"], ["stopped early", "5.5"]]
-    [cells] = wb.heat_map(sweep, x="global_batch").data
+    [cells] = wb.figures.heat_map(sweep, x="global_batch").data
     np.testing.assert_array_equal(cells.z, [[6.5, np.nan], [4.5, 5.5]])
     with pytest.raises(UnknownParameter, match="learning_rate"):
-        wb.heat_map(sweep, x="learning_rat")
+        wb.figures.heat_map(sweep, x="learning_rat")
 
 
 def test_the_band_of_a_mean_curve_holds_every_finished_seed_and_other_runs_are_thin_lines(sweep):
-    figure = wb.seed_bands(sweep)
+    figure = wb.figures.seed_bands(sweep)
     parts = {part: [trace for trace in figure.data if trace.meta == part] for part in ("band", "mean", "other")}
     assert [len(traces) for traces in parts.values()] == [3, 3, 0]
     assert {trace.mode for trace in parts["band"]} == {"lines"}, "plotly marks the points of short lines without a mode"
     assert (min(parts["band"][0].y), max(parts["band"][0].y)) == (4.0, 5.0)
     assert set(parts["mean"][0].y) == {4.5}
     sweep.directory.result_file(sweep.directory.queue()[4]).unlink()  # the second seed of the best still trains
-    figure = wb.seed_bands(sweep)
+    figure = wb.figures.seed_bands(sweep)
     [thin] = [trace for trace in figure.data if trace.meta == "other"]
     assert set(thin.y) == {5.0}
     [mean] = [trace for trace in figure.data if trace.meta == "mean" and trace.legendgroup == thin.legendgroup]
     assert set(mean.y) == {4.0}
     assert mean.line.color == thin.line.color
     with pytest.raises(UnknownParameter, match="eval_loss"):
-        wb.seed_bands(sweep, y="eval_los")
+        wb.figures.seed_bands(sweep, y="eval_los")
 
 
 def test_each_configuration_with_a_finished_run_is_a_line_of_the_parallel_coordinates(sweep):
-    [lines] = wb.parallel_coordinates(sweep).data
+    [lines] = wb.figures.parallel_coordinates(sweep).data
     rate, batch, mean = lines.dimensions
     assert (rate.label, list(rate.ticktext), list(rate.values)) == ("learning_rate", ["0.0001", "0.001"], [1, 1, 0])
     assert (batch.label, list(batch.ticktext), list(batch.values)) == ("global_batch", ["8", "16"], [0, 1, 0])
@@ -334,13 +334,13 @@ def test_each_configuration_with_a_finished_run_is_a_line_of_the_parallel_coordi
 
 
 def test_the_best_so_far_falls_with_what_every_ended_run_has_spent(sweep):
-    runs, best = wb.best_so_far(sweep).data
+    runs, best = wb.figures.best_so_far(sweep).data
     # The fourth run to end was stopped after one step; the others trained for three.
     np.testing.assert_array_equal(runs.x, [3, 6, 9, 13, 16, 19])
     np.testing.assert_array_equal(runs.y, [6, 5, 4, 5, 6, 7])
     np.testing.assert_array_equal(best.x, [3, 6, 9, 13, 16, 19, 19])
     np.testing.assert_array_equal(best.y, [6, 5, 4, 4, 4, 4, 4])
-    hours, _ = wb.best_so_far(sweep, x="gpu_hours").data
+    hours, _ = wb.figures.best_so_far(sweep, x="gpu_hours").data
     np.testing.assert_allclose(hours.x, 0.5 * np.array([1, 2, 3, 5, 6, 7]))
     with pytest.raises(UnknownParameter, match="gpu_hours"):
-        wb.best_so_far(sweep, x="gpu_hour")
+        wb.figures.best_so_far(sweep, x="gpu_hour")

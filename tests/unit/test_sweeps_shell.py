@@ -41,7 +41,7 @@ def test_a_file_starts_the_sweep_that_it_describes(tmp_path: Path, monkeypatch: 
     assert asked == wb.Experiment(
         model=model, data=wb.data.corpus("demo"), steps=40, evaluate=wb.Evaluate(every=10, samples=64)
     )
-    rule = wb.diverged(above=6.5, after=20)
+    rule = wb.sweeps.diverged(above=6.5, after=20)
     axes = {"learning_rate": [1e-4, 3e-4], "model": [model, wb.models.gpt2()]}
     assert named == {"seeds": 2, "stop": rule, "directory": "here", **axes}
 

@@ -59,7 +59,7 @@ def test_a_vocabulary_in_a_file_gives_its_own_ids(
     assert data.vocab_size == size
     assert wb.data.from_json(json.loads(json.dumps(data.to_json()))) == data
     asked = experiment(data)
-    assert wb.tokenize(asked, progress=False).documents == len(speeches)
+    assert wb.runs.tokenize(asked, progress=False).documents == len(speeches)
     store = data.dataset(asked).samples.store
     known = ByteLevelBPETokenizer(*map(str, sorted(files["opt"].iterdir(), reverse=True))) if name == "opt" else None
     bounds = [*store.document_starts, store.tokens]
@@ -78,26 +78,30 @@ def test_a_vocabulary_in_a_file_gives_its_own_ids(
 
 def test_a_vocabulary_is_known_by_its_content(text: Path, files: dict[str, Path], tmp_path: Path) -> None:
     asked = experiment(wb.data.corpus(text, tokenizer_file=files["gpt2"]))
-    first = wb.tokenize(asked, progress=False)
+    first = wb.runs.tokenize(asked, progress=False)
     copy = tmp_path / "copy.json"
     copy.write_bytes(files["gpt2"].read_bytes())
-    assert wb.tokenize(experiment(wb.data.corpus(text, tokenizer_file=copy)), progress=False).folder == first.folder
+    assert (
+        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=copy)), progress=False).folder == first.folder
+    )
     value = json.loads(copy.read_text())
     value["model"]["vocab"]["zzz"] = 500
     copy.write_text(json.dumps(value))
-    assert wb.tokenize(experiment(wb.data.corpus(text, tokenizer_file=copy)), progress=False).folder != first.folder
+    assert (
+        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=copy)), progress=False).folder != first.folder
+    )
     files["gpt2"].write_bytes(copy.read_bytes())
     with pytest.raises(DataError, match="had 500 ids and now has 501"):
-        wb.tokenize(asked)
+        wb.runs.tokenize(asked)
     files["gpt2"].unlink()
     with pytest.raises(DataError, match=r"no tokeniser at .*gpt2\.json"):
-        wb.tokenize(asked)
+        wb.runs.tokenize(asked)
 
 
 def test_what_is_no_byte_level_vocabulary_is_refused(text: Path, files: dict[str, Path], tmp_path: Path) -> None:
     def refused(path: Path, words: str) -> None:
         with pytest.raises(DataError, match=words):
-            wb.tokenize(experiment(wb.data.corpus(text, tokenizer_file=path)))
+            wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=path)))
 
     refused(tmp_path / "nothing", "There is no tokeniser at .*Give the tokenizer.json")
     refused(tmp_path, "holds no tokenizer.json")
@@ -119,10 +123,10 @@ def test_what_is_no_byte_level_vocabulary_is_refused(text: Path, files: dict[str
     with pytest.raises(DataError, match=r"has 500 ids, and vocab_size=900\. Remove vocab_size"):
         wb.data.corpus(text, vocab_size=900, tokenizer_file=files["gpt2"])
     with pytest.raises(DataError, match=r"embeds 400 tokens\. Give the model vocab_size=500"):
-        wb.tokenize(experiment(wb.data.corpus(text, tokenizer_file=files["gpt2"]), vocab_size=400))
+        wb.runs.tokenize(experiment(wb.data.corpus(text, tokenizer_file=files["gpt2"]), vocab_size=400))
     masked = wb.Experiment(model=wb.models.bert(), data=wb.data.corpus(text, tokenizer_file=files["gpt2"]))
     with pytest.raises(DataError, match="is for causal models"):
-        wb.tokenize(masked)
+        wb.runs.tokenize(masked)
 
 
 def test_a_text_without_a_tokeniser_file_is_described_as_before(text: Path) -> None:
@@ -140,9 +144,9 @@ def test_documents_of_an_iterable_are_read_once_and_tokenised_as_a_file(speeches
     assert data.name == "mine"
     assert wb.data.documents(list(rows()), "mine", vocab_size=400, progress=False) == data
     asked = experiment(data)
-    assert wb.tokenize(asked, progress=False).documents == len(speeches)
+    assert wb.runs.tokenize(asked, progress=False).documents == len(speeches)
     same = experiment(wb.data.corpus(text, vocab_size=400))
-    wb.tokenize(same, progress=False)
+    wb.runs.tokenize(same, progress=False)
     assert (data.dataset(asked).samples.store.ids == same.data.dataset(same).samples.store.ids).all()
     assert not list(Path(data.path).parents[1].glob("*.part"))
 
@@ -180,4 +184,4 @@ def test_the_shell_tokenises_what_an_experiment_then_finds(text: Path, files: di
     with pytest.raises(UnknownParameter, match="Did you mean 'vocab_size'"):
         corpus_from("demo:vocabsize=400")
     with pytest.raises(InvalidArgument, match="workers=0"):
-        wb.tokenize(experiment(wb.data.corpus(text, vocab_size=400)), workers=0)
+        wb.runs.tokenize(experiment(wb.data.corpus(text, vocab_size=400)), workers=0)

@@ -1,21 +1,12 @@
 """The public names of the room, listed once."""
 
-from .comparison import Difference as Difference
-from .comparison import Standing as Standing
-from .comparison import difference as difference
-from .comparison import standings as standings
 from .contrast import Contrast as Contrast
 from .coordinates import CoordinateCheck as CoordinateCheck
 from .coordinates import coordinate_check as coordinate_check
 from .entropy import ContextFree as ContextFree
 from .entropy import context_free as context_free
 from .flops import layer_flops as layer_flops
-from .pareto import ParetoPoint as ParetoPoint
-from .pareto import pareto_front as pareto_front
-from .pareto import pareto_points as pareto_points
 from .plateau import Departure as Departure
 from .plateau import left_plateau as left_plateau
 from .plateau import stop_on_plateau as stop_on_plateau
 from .seed_contrast import SeedContrast as SeedContrast
-from .seed_contrast import SeedDifference as SeedDifference
-from .seed_contrast import welch_interval as welch_interval

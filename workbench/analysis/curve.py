@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from workbench.runs.registry import distinct_names
+from workbench.runs.run import Run
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -52,6 +55,12 @@ class Curve:
     marks: tuple[Mark, ...] = ()
     evaluations: Columns | None = field(default=None, repr=False)
     """Columns with one value per evaluation: eval_loss and those of the x axes; None without evaluation."""
+
+
+def curves_of(runs: Sequence[Run]) -> list[Curve]:
+    """Return what runs have recorded, under names that differ."""
+    named = zip(distinct_names(runs), runs, strict=True)
+    return [Curve(name, run.history(), evaluations=run.evaluations()) for name, run in named]
 
 
 def column(curve: CurveLike, name: str) -> Array:

@@ -24,7 +24,7 @@ WINDOW, LEAST_WINDOW = 0.02, 5
 LEAST_EVALUATIONS = 5
 """Smallest number of held-out losses from which they decide instead of the training losses."""
 POLL_S = 0.5
-LEVEL = "a loss above 0. Give wb.context_free(experiment).loss."
+LEVEL = "a loss above 0. Give wb.analysis.context_free(experiment).loss."
 """Description of what a level must be."""
 
 
@@ -64,7 +64,7 @@ def left_plateau(run: Run | Mapping[str, Any], level: float) -> Departure:
 
     Args:
         run: a run, or columns `tokens`, `step` and `loss` (training losses) of equal length.
-        level: loss of context-free prediction, such as `wb.context_free(experiment).loss`.
+        level: loss of context-free prediction, such as `wb.analysis.context_free(experiment).loss`.
     """
     _require("level", level, math.inf, LEVEL)
     name, losses, columns = _columns(run)

@@ -71,7 +71,7 @@ class Efficiency:
 
 DATA_SHEET, FITTED, TIMED, CALIBRATED = "data sheet", "fitted", "timed", "calibrated"
 """Values of `Device.basis`: the data sheet alone; fitted to training steps; one product and one copy timed on this
-machine; `wb.calibrate`."""
+machine; `wb.measure.calibrate`."""
 
 FRAGMENTATION = 0.06
 """Share of a device's memory that the caching allocator cannot hand out.

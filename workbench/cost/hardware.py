@@ -60,7 +60,7 @@ _V100_LINKS = (Link(110e9, 12e-6), Link(5.3e9, 25e-6))
 _A100_LINKS = (Link(225e9, 10e-6), Link(21e9, 20e-6))
 _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
 _H200_LINKS = (Link(350e9, 7.5e-6, paired=0.8), Link(42e9, 20e-6))
-"""Links of H200, measured by wb.calibrate() without NVLink multicast; `paired` by benchmarks/collectives.py."""
+"""Links of H200, measured by wb.measure.calibrate() without NVLink multicast; `paired` by benchmarks/collectives.py."""
 
 NODES: dict[str, tuple[Device, int, Link, Link]] = {
     "v100": (V100, 8, *_V100_LINKS),

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.arguments import checked_arguments
-from workbench.data._corpora import DEMO, Corpus
-from workbench.data._fingerprint import data_fingerprint
-from workbench.data._hub import HubText
-from workbench.data._source import DataSource, Prepared, SampleRequest
-from workbench.data._user_data import UserData, as_data
+from workbench.data._corpora import DEMO
+from workbench.data._corpora import Corpus as Corpus
+from workbench.data._fingerprint import data_fingerprint as data_fingerprint
+from workbench.data._hub import HubText as HubText
+from workbench.data._source import DataSource as DataSource
+from workbench.data._source import Prepared as Prepared
+from workbench.data._source import SampleRequest
+from workbench.data._user_data import UserData as UserData
+from workbench.data._user_data import as_data as as_data
 from workbench.data._vocabulary_file import vocabulary_size
 from workbench.errors import DataError
 
@@ -24,21 +28,11 @@ if TYPE_CHECKING:
     from workbench.data._datasets import TrainingDataset
     from workbench.data._prompts import EncodedPrompts
 
-__all__ = [
-    "Corpus",
-    "DataSource",
-    "HubText",
-    "Prepared",
-    "UserData",
-    "as_data",
-    "corpus",
-    "data_fingerprint",
-    "documents",
-    "encoded_prompts",
-    "from_json",
-    "held_out",
-    "hub",
-]
+__all__ = ["corpus", "documents", "hub"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def held_out(request: SampleRequest) -> TrainingDataset:

@@ -177,7 +177,7 @@ class EncodingProcess:
             code = self._process.wait()
             raise DataError(
                 f"A process that tokenises ended unexpectedly (exit code {code}; -9 often means that memory ran out). "
-                "What is done is kept. Run it again with fewer processes: wb.tokenize(experiment, workers=1).",
+                "What is done is kept. Run it again with fewer processes: wb.runs.tokenize(experiment, workers=1).",
                 code=code,
             ) from None
         if isinstance(answer, DataError):

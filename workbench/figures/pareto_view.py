@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -11,33 +11,20 @@ from workbench.analysis.pareto import ParetoPoint, pareto_front
 from workbench.figures import theme
 
 SYMBOLS = {"dense": "circle", "static": "square", "dynamic": "diamond"}
-PUBLISHED = (
-    ("dense Mini", 2.617, 2.614),
-    ("dense Small", 10.07, 2.310),
-    ("dynamic Medium 1×1", 2.738, 2.408),
-    ("dynamic Medium 4×4", 2.738, 2.546),
-    ("dynamic Medium 8×8", 2.738, 2.591),
-    ("dynamic Medium 16×16", 2.738, 2.621),
-    ("static Medium 1×1", 2.738, 2.648),
-    ("dynamic Base 1×1", 8.33, 2.160),
-    ("dynamic Base 4×4", 8.33, 2.272),
-    ("dynamic Base 8×8", 8.33, 2.295),
-    ("dynamic Base 16×16", 8.33, 2.311),
-)
-"""Name, GFLOP of a sequence and masked-word loss of the models in arXiv:2108.06277, at a sparsity of 0.9."""
 
 
-def pareto(points: Sequence[ParetoPoint], published: bool = False) -> go.Figure:
+def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
     """Draw the held-out loss of each configuration against its FLOPs and against its seconds.
 
     A line joins the configurations of each panel that none beats in both cost and loss; bars reach over the seeds.
-    `published` adds the figures of arXiv:2108.06277 in grey to the first panel.
+    `published` adds results of others, each a GFLOP of a sequence and a loss, in grey to the first panel.
     """
     figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
     if published:
-        names, gflop, losses = zip(*PUBLISHED, strict=True)
-        grey = {"color": theme.AXIS, "symbol": [SYMBOLS[name.split()[0]] + "-open" for name in names], "size": 8}
-        mark = {"x": gflop, "y": losses, "text": names, "mode": "markers", "marker": grey, "name": "arXiv:2108.06277"}
+        gflop, losses = zip(*published.values(), strict=True)
+        names = list(map(theme.text, published))
+        grey = {"color": theme.AXIS, "symbol": "circle-open", "size": 8}
+        mark = {"x": gflop, "y": losses, "text": names, "mode": "markers", "marker": grey, "name": "published"}
         figure.add_trace(go.Scatter(**mark, hovertemplate="%{text}<br>%{x} GFLOP<br>%{y}<extra></extra>"), row=1, col=1)
     for panel, cost in enumerate(("gflop", "seconds"), start=1):
         figure.add_trace(_front(points, cost, showlegend=panel == 1), row=1, col=panel)

@@ -1,0 +1,8 @@
+"""Measurements of this machine, of the links between its devices, and of a model's blocks.
+
+The public names stand in `__init__.pyi`; each is imported when it is first used.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

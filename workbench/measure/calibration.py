@@ -1,6 +1,6 @@
-"""The speed of this node, measured by `wb.calibrate` in under a minute, cached, and shareable as JSON.
+"""The speed of this node, measured by `wb.measure.calibrate` in under a minute, cached, and shareable as JSON.
 
-    calibration = wb.calibrate()               # once per machine and torch version
+    calibration = wb.measure.calibrate()               # once per machine and torch version
     wb.plan(experiment)                        # local_cluster() now plans with it
     calibration.save("node.json")              # for a colleague: Calibration.load("node.json").cluster(gpus=8)
 
@@ -161,7 +161,7 @@ class Calibration:
             return Calibration(**fields, link=None if link is None else Link(**link))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanMismatch(
-                f"{path} is not a calibration ({error}). Run wb.calibrate() and share the file that "
+                f"{path} is not a calibration ({error}). Run wb.measure.calibrate() and share the file that "
                 f"calibration.save(path) writes.",
                 path=str(path),
             ) from error
@@ -197,7 +197,7 @@ def _check_figures(fields: Mapping[str, Any]) -> None:
 def calibrate(*, again: bool = False) -> Calibration:
     """Measure this machine once: matrix products, attention, memory, kernel launches, and links between devices.
 
-    The result is cached for this hardware and torch version, and `wb.local_cluster()` uses it from then on;
+    The result is cached for this hardware and torch version, and `wb.measure.local_cluster()` uses it from then on;
     `again=True` measures again. `.save(path)` writes it to a file, and `Calibration.load(path).cluster(gpus=8)` plans
     for this machine on another one.
     """

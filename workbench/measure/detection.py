@@ -33,7 +33,7 @@ CPU_RESERVED_BYTES = 500 << 20
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files that hold a container's memory limit (control groups, versions 2 and 1)."""
 LOOPBACK = Link(0.6e9, 150e-6)
-"""Link of gloo over the loopback interface; assumed until `wb.calibrate` measures it."""
+"""Link of gloo over the loopback interface; assumed until `wb.measure.calibrate` measures it."""
 SAME_MEMORY = 0.05
 """Relative difference in memory up to which a device is the one of the hardware table."""
 GEMM_SHARE = 0.9

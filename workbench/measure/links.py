@@ -1,4 +1,4 @@
-"""The time of all-reduces over all devices of this node; `wb.calibrate` runs it in one process per device.
+"""The time of all-reduces over all devices of this node; `wb.measure.calibrate` runs it in one process per device.
 
     python -m torch.distributed.run --standalone --nproc_per_node 4 -m workbench.measure.links times.json
 

@@ -13,8 +13,8 @@ from workbench.measure.detection import detected_cluster
 def local_cluster(processes: int | None = None) -> Cluster:
     """Return this machine as a `Cluster`: its CUDA GPUs or, without any, `processes` (2) CPU processes.
 
-    What `wb.calibrate` measured on this machine is applied, unless the device's constants were fitted to whole training
-    steps. Raises `PlanInfeasible` if `processes` exceeds the number of GPUs.
+    What `wb.measure.calibrate` measured on this machine is applied, unless the device's constants were fitted to whole
+    training steps. Raises `PlanInfeasible` if `processes` exceeds the number of GPUs.
     """
     cluster = detected_cluster(processes)
     calibration = None if cluster.device.basis == FITTED else cached_calibration()

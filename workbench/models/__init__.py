@@ -10,27 +10,20 @@ from typing import Any, TypedDict, Unpack
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, suggestion
-from workbench.models._custom import CustomModel, as_model
-from workbench.models._named import Model
-from workbench.models._scaling import Rule, Scaling, at_width, scaling
-from workbench.models._source import ModelSource
+from workbench.models._custom import CustomModel as CustomModel
+from workbench.models._custom import as_model as as_model
+from workbench.models._named import Model as Model
+from workbench.models._scaling import Rule as Rule
+from workbench.models._scaling import Scaling as Scaling
+from workbench.models._scaling import at_width as at_width
+from workbench.models._scaling import scaling
+from workbench.models._source import ModelSource as ModelSource
 
-__all__ = [
-    "CustomModel",
-    "Model",
-    "ModelSource",
-    "Rule",
-    "Scaling",
-    "as_model",
-    "at_width",
-    "bert",
-    "bert_large",
-    "from_json",
-    "gpt2",
-    "gpt3",
-    "opt",
-    "scaling",
-]
+__all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "scaling"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class ModelOptions(TypedDict, total=False):
@@ -48,7 +41,7 @@ class ModelOptions(TypedDict, total=False):
     """Standard deviation of the initial weights. The default of 0.02 suits widths near 1024; a narrow model learns
     sooner with a value near 1/sqrt(`hidden_size`)."""
     initial_scale: Mapping[str, float] | None
-    """Multiple of the initial values by pattern of the parameter's name; `wb.scaling` computes it."""
+    """Multiple of the initial values by pattern of the parameter's name; `wb.models.scaling` computes it."""
     name: str | None
     """Name for tables and run directories; by default the family and its sizes, such as `bert-12x768`."""
 

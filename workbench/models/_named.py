@@ -48,7 +48,7 @@ class Model:
     """Standard deviation of the initial weights."""
     initial_scale: Mapping[str, float] | None = None
     """Multiple of the initial values by pattern of the parameter's name (`fnmatch`); the first pattern that matches
-    counts, and a parameter that none matches has 1. `wb.scaling` computes it."""
+    counts, and a parameter that none matches has 1. `wb.models.scaling` computes it."""
     is_user_defined: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
 from workbench.figures.pages import read_notebook
 from workbench.notebooks.executing import check_not_overwritten, execute
@@ -23,6 +24,7 @@ from workbench.runs.launching.launcher import REPLAY
 from workbench.runs.records.environment import environment
 from workbench.runs.run import Run
 
+PathLike = str | os.PathLike[str]
 PLAN_FIELDS = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")
 """Fields of a plan that are compared."""
 
@@ -90,18 +92,19 @@ def _describe(result: Verdict) -> str:
     return f"{result.reason}; first at step {result.first_step:,}, at most {result.largest_difference:.3g}"
 
 
+@checked_arguments
 def reproduce(
-    notebook: Path,
-    to: Path,
+    notebook: PathLike,
+    to: PathLike = "reproduced",
     *,
     kernel: str | None = None,
     at_commit: bool = False,
     report: Callable[[str], None] | None = None,
     trust: bool = False,
 ) -> Reproduction:
-    """Execute a notebook again, with the parameters that it holds, and compare its runs with the recorded ones.
+    """Execute a shared notebook again, with the parameters that it holds, and compare its runs with the recorded ones.
 
-    The n-th run takes the plan of the n-th recorded run, if the model is the same and this machine can run the plan.
+    Its cells run as you: without `trust=True` nothing is executed, and the error shows what would be. The n-th run takes the plan of the n-th recorded run, if the model is the same and this machine can run the plan.
 
     Args:
         notebook: a notebook with a record, as `workbench execute` or `workbench share` made it.
@@ -114,6 +117,7 @@ def reproduce(
     Raises `WorkbenchError` before anything is executed without `trust`, if the notebook has no record, if `to` holds
     the notebook itself, or if the commit is not in this repository.
     """
+    notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
     record = read_record(read_notebook(notebook), notebook.name)
     check_not_overwritten(notebook, to, "reproduce")
     if not trust:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
 from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, add_pictures, notebook_to_html, read_notebook
 from workbench.figures.sanitizing import harmless_html
 from workbench.notebooks.executing import check_not_overwritten
 from workbench.notebooks.record import KEY, Record, runs_shown_in
 from workbench.runs.records.secrets import MASK, masked, masked_words, secrets
-from workbench.runs.run import Run
+from workbench.runs.registry import Runs, load_runs
 
+PathLike = str | os.PathLike[str]
 MAX_BYTES = 5_000_000
 """Largest size of a shared notebook: mail and code hosts take no more, or do not render it."""
 
@@ -45,13 +48,16 @@ class Shared:
         return "\n".join([str(self.notebook), str(self.page), *self.notes])
 
 
-def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared:
-    """Write `<name>.ipynb` (under 5 MB, with a picture beside each figure) and `<name>.html` into the folder `to`.
+@checked_arguments
+def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = None) -> Shared:
+    """Make an HTML page that is interactive offline, and a notebook under 5 MB that shows without a kernel.
 
-    The notebook keeps the record that `workbench execute` made of its runs. A notebook without one gets a record of
-    `runs`, by default of the runs that its outputs name. Secrets become `***`, as far as their names or their form
-    tell, and scripts in texts and outputs are removed. Raises `WorkbenchError` if `to` holds the notebook itself.
+    Both go into the folder `to`. The notebook keeps what `wb.reproduce` needs of its runs: the record that `workbench
+    execute` made, else one of `runs`, by default of the runs whose names its outputs show. Secrets become `***`, as far
+    as their names or their form tell, and scripts in texts and outputs are removed. Raises `WorkbenchError` if `to`
+    holds the notebook itself.
     """
+    notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
     check_not_overwritten(notebook, to, "share")
     target = (to / notebook.name).absolute()
     value = read_notebook(notebook)
@@ -77,13 +83,13 @@ def share(notebook: Path, to: Path, runs: Sequence[Run] | None = None) -> Shared
     return Shared(target, page, tuple(notes))
 
 
-def _add_missing_record(notebook: Any, runs: Sequence[Run] | None) -> list[str]:
+def _add_missing_record(notebook: Any, runs: Runs | None) -> list[str]:
     """Add a record to a notebook that has none, or one of `runs`; return a note if there is no run to record."""
     import nbformat
 
     if notebook.metadata.get(KEY, {}).get("runs") and runs is None:
         return []
-    recorded = runs_shown_in(notebook) if runs is None else list(runs)
+    recorded = runs_shown_in(notebook) if runs is None else load_runs(runs)
     notebook.metadata[KEY] = nbformat.from_dict(Record.of(recorded).to_json())
     if recorded:
         return []

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from workbench.arguments import checked_arguments
 from workbench.data import Prepared
+from workbench.errors import DataError
+from workbench.experiment import Experiment
 from workbench.machine import available_cores
 from workbench.planning.plan import Plan
 from workbench.units import count
@@ -56,7 +59,26 @@ class DataSupply:
         )
 
 
-def data_supply(prepared: Prepared, plan: Plan) -> DataSupply | None:
+@checked_arguments
+def data_supply(experiment: Experiment, plan: Plan) -> DataSupply:
+    """Say whether streamed text is tokenised as fast as a plan trains on it, and how many cores that takes.
+
+    It compares the plan's predicted tokens per second with those that the cores of this machine make, measured on
+    excerpts of the text. `launch` warns of a training that would wait. Raises `DataError` for data that are not
+    streamed.
+    """
+    experiment.data.check(experiment)
+    supply = supply_of(experiment.data.prepare(experiment), plan)
+    if supply is None:
+        raise DataError(
+            f"{experiment.data.name} is not tokenised while it trains, so that training does not wait for it. Streamed "
+            "text is wb.data.corpus(path, streaming=True).",
+            data=experiment.data.name,
+        )
+    return supply
+
+
+def supply_of(prepared: Prepared, plan: Plan) -> DataSupply | None:
     """Compare a plan with text that was prepared for it; None for data that are not tokenised while training."""
     if prepared.tokens_per_core_s is None:
         return None

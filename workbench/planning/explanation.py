@@ -78,7 +78,7 @@ class Explanation:
         lines += [f"{part.name}: {_milliseconds(part.ms)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
         lines.append(self._memory())
         if not self.changes:
-            lines.append("To learn what would change it, give the model's profile: wb.explain(plan, profile).")
+            lines.append("To learn what would change it, give the model's profile: wb.planning.explain(plan, profile).")
             return lines
         lines.append(self._binds())
         return [*lines, *(self._sentence(change) for change in self.changes), GLOSSARY]

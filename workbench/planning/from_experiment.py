@@ -254,7 +254,8 @@ def _check_rate_scale(experiment: Experiment, captured: Graph) -> None:
         if not fnmatch.filter(names, pattern):
             raise InvalidExperiment(
                 f"The pattern {pattern!r} of rate_scale matches none of the {len(names)} parameters of "
-                f"{experiment.model.name}. {suggestion(pattern, names)} They are in wb.graph(experiment).parameters.",
+                f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
+                "wb.planning.graph(experiment).parameters.",
                 pattern=pattern,
             )
 

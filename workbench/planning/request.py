@@ -87,8 +87,8 @@ def check_cluster(cluster: object) -> None:
     """Raise `PlanInfeasible` for anything but a cluster."""
     if not isinstance(cluster, Cluster):
         raise PlanInfeasible(
-            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or wb.local_cluster() for this '
-            f"machine.",
+            f'cluster={cluster!r} is not a Cluster. Give wb.Cluster.of("h200", gpus=4), or '
+            f"wb.measure.local_cluster() for this machine.",
             cluster=cluster,
         )
 

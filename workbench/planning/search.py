@@ -74,7 +74,7 @@ def what_if(
 
     Make the profile once and call this function for every move:
 
-        profile = wb.profile(experiment, cluster)             # captures the model: seconds
+        profile = wb.planning.profile(experiment, cluster)             # captures the model: seconds
         plan = what_if(profile, cluster, global_batch=256, seq_len=512, gpus=8, memory_limit_gib=32)
         show_plan(plan)
 
@@ -119,8 +119,9 @@ def check_profile(profile: Profile, precision: str, cluster: Cluster) -> None:
     if (profile.precision, profile.device_type) != (precision, device.type):
         raise PlanMismatch(
             f"The profile of {profile.model} is for {profile.precision} on {profile.device_type}, and the plan is for "
-            f"{precision} on {device.type}. Make the profile again for {device.name} with wb.profile(experiment, "
-            f"cluster), or plan in {profile.precision} on a {profile.device_type} cluster.",
+            f"{precision} on {device.type}. Make the profile again for {device.name} with "
+            f"wb.planning.profile(experiment, cluster), or plan in {profile.precision} on a "
+            f"{profile.device_type} cluster.",
             profiled=profile.precision,
             planned=precision,
         )

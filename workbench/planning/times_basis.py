@@ -16,7 +16,7 @@ def basis_of_times(profile: Profile, device: Device) -> str:
         return "Times come from a matrix product and a copy that were timed on this machine: enough to rank plans."
     return {
         FITTED: f"Times come from constants that were fitted to training on {device.name}. {BLOCKS_FIRST}",
-        CALIBRATED: f"Times come from wb.calibrate() on {device.name}. {BLOCKS_FIRST}",
+        CALIBRATED: f"Times come from wb.measure.calibrate() on {device.name}. {BLOCKS_FIRST}",
         TIMED: f"Times come from a matrix product and a copy that were timed on this machine's {device.name}, and from "
         f"the efficiency of other GPUs: enough to rank plans.",
         DATA_SHEET: f"Times come from the data sheet of {device.name} and the efficiency of other GPUs; nothing was "

@@ -1,10 +1,10 @@
 """The public names of the room, listed once."""
 
+from .doctor import doctor as doctor
 from .records.history import History as History
-from .records.history import HistoryTail as HistoryTail
-from .registry import RunTable as RunTable
-from .registry import list_runs as list_runs
-from .registry import load_run as load_run
-from .run import Run as Run
+from .records.summary import Summary as Summary
+from .records.summary import summary as summary
+from .start import prepare as prepare
+from .start import tokenize as tokenize
 from .status import Checkpoint as Checkpoint
 from .status import Status as Status

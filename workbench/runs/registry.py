@@ -6,13 +6,13 @@ import difflib
 import html
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from workbench.arguments import checked_arguments
-from workbench.errors import RunNotFound
+from workbench.errors import InvalidArgument, RunNotFound
 from workbench.rundir import RunDir, runs_root
 from workbench.runs.run import Run, step_text
 from workbench.runs.status import RunFacts, created_at, state_in_words, unreadable_facts
@@ -21,6 +21,9 @@ from workbench.units import count, duration
 if TYPE_CHECKING:
     from workbench.runs.tracking.wandb_run import Delivery
 
+OneRun = Run | str | os.PathLike[str]
+"""A run, or its directory or name."""
+Runs = OneRun | Iterable[OneRun]
 HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when")
 """Columns of a table of runs."""
 
@@ -92,7 +95,7 @@ def list_runs(root: str | os.PathLike[str] | None = None) -> RunTable:
 
 
 @checked_arguments
-def load_run(path: Run | str | os.PathLike[str]) -> Run:
+def load_run(path: OneRun) -> Run:
     """Return the run in a directory, of that name under the runs folder, or at `wandb:entity/project/id`.
 
     The beginning of a name is enough if only one run has it. Nothing that lies in the run directory is executed.
@@ -122,6 +125,14 @@ def load_run(path: Run | str | os.PathLike[str]) -> Run:
     else:
         hint = f"There are no runs in {runs_root()} yet; set WORKBENCH_RUNS if they are elsewhere."
     raise RunNotFound(f"There is no run {str(path)!r}. {hint}", run=str(path), near=close)
+
+
+def load_runs(runs: Runs) -> list[Run]:
+    """Return the handles of one run or of several; raises `InvalidArgument` if there is none."""
+    several = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
+    if not several:
+        raise InvalidArgument("No run is given. Give at least one: its handle, its name or its directory.")
+    return [load_run(run) for run in several]
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:

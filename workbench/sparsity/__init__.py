@@ -23,6 +23,11 @@ from workbench.errors import InvalidExperiment, checked_keywords, suggestion
 
 __all__ = ["Dynamic", "Static", "learning_rate"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 REGROWTH = ("random", "gradient")
 
 

@@ -48,7 +48,7 @@ def check_rule(rule: Any) -> None:
     """Raise `InvalidExperiment` for a value of `stop` that is no rule."""
     if rule is not None and not isinstance(rule, Diverged) and rule not in PRUNERS:
         raise InvalidExperiment(
-            f"stop={rule!r} is no rule. Give wb.diverged(above=6.5, after=500), 'median', 'halving' or None.",
+            f"stop={rule!r} is no rule. Give wb.sweeps.diverged(above=6.5, after=500), 'median', 'halving' or None.",
             parameter="stop",
         )
 

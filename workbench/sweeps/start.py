@@ -38,15 +38,15 @@ def sweep(
 
     Every experiment is built and every plan is made before a process starts. The planner chooses between one run on all
     devices and several side by side by the predicted time of the whole sweep; `sweep.why` says which and why. A sweep
-    outlives this process; `wb.load_sweep` finds it again, and its `resume()` goes on with what is missing.
+    outlives this process; `wb.sweeps.load_sweep` finds it again, and its `resume()` goes on with what is missing.
 
     Args:
         experiment: what to train.
         seeds: number of seeds of each configuration, from the experiment's own seed on.
         sampler: `grid` trains every combination; `random` and `tpe` (Optuna's) choose `trials` of them.
         trials: number of configurations that `random` and `tpe` choose.
-        stop: rule that ends hopeless runs: `wb.diverged(above=6.5, after=500)`, `"median"`, which compares with the
-            runs that have finished and therefore stops none before three have, or `"halving"`.
+        stop: rule that ends hopeless runs: `wb.sweeps.diverged(above=6.5, after=500)`, `"median"`, which compares with
+            the runs that have finished and therefore stops none before three have, or `"halving"`.
         directory: the sweep's directory; by default `<name>-sweep-<time>` in `$WORKBENCH_RUNS` or `./runs`.
         axes: values to try for fields of the experiment, such as `learning_rate=[1e-4, 3e-4]`.
 

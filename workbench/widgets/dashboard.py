@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,13 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import X_AXES, check_axis
-from workbench.analysis.smoothing import SMOOTHING
-from workbench.errors import RunNotFound
+from workbench.analysis.smoothing import SMOOTHING, check_smoothing
+from workbench.arguments import checked_arguments
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import mimebundle, mimebundle_with_picture
 from workbench.figures.prepared_curve import map_in_threads
-from workbench.runs.registry import distinct_names
+from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
 from workbench.widgets.live_widget import LiveWidget
@@ -39,8 +39,8 @@ PANELS_AFTER_ZOOM_S = 0.3
 class Live(LiveWidget):
     """A dashboard, as `live` returns it. `close()` ends it; the runs go on."""
 
-    def __init__(self, runs: Sequence[Run], settings: CurveSettings, refresh_s: float) -> None:
-        super().__init__(refresh_s)
+    def __init__(self, runs: Sequence[Run], settings: CurveSettings) -> None:
+        super().__init__(REFRESH_S)
         self._readers = map_in_threads(lambda index: RunReader(runs[index].path), range(len(runs)))
         self._labels = distinct_names(runs)
         self._snapshots = [self._read(index) for index in range(len(runs))]
@@ -170,23 +170,19 @@ class Controls:
         return CurveSettings(self._x.value, self._smoothing.value, self._log_x.value, self._log_y.value)
 
 
-def live(
-    runs: Run | Iterable[Run], x: str = "tokens", smoothing: float = SMOOTHING, refresh_s: float = REFRESH_S
-) -> Live:
+@checked_arguments
+def live(runs: Runs, x: str = "tokens", smoothing: float = SMOOTHING) -> Live:
     """Return a dashboard that follows runs while they train, whichever kernel launched them.
 
     Show it as the last line of a cell. When all runs have ended, plain figures replace it; a saved notebook keeps them.
 
     Args:
-        runs: one run or several.
+        runs: one run or several, as handles, names or directories.
         x: the x axis that is shown first: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`.
         smoothing: width of the moving average as a share of the longest run.
-        refresh_s: seconds between two reads of the run directories.
 
-    Raises `UnknownParameter` for an x axis that does not exist, and `RunNotFound` if there is no run.
+    Raises `UnknownParameter` for an x axis that does not exist, and `InvalidArgument` without a run.
     """
     check_axis(x)
-    chosen = list(runs) if isinstance(runs, Iterable) else [runs]
-    if not chosen:
-        raise RunNotFound("There is no run to follow. Launch one, or name its folder: wb.live(wb.load_run(PATH)).")
-    return Live(chosen, CurveSettings(x, smoothing), refresh_s)
+    check_smoothing(smoothing)
+    return Live(load_runs(runs), CurveSettings(x, smoothing))

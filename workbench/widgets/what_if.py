@@ -15,12 +15,17 @@ from typing import Any
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
+from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import WorkbenchError
-from workbench.figures import plan_mimebundle, show_plan, theme
-from workbench.planning import Plan, what_if
+from workbench.experiment import Experiment
+from workbench.figures import theme
+from workbench.figures.plan_view import plan_mimebundle, show_plan
+from workbench.planning import from_experiment
+from workbench.planning.plan import Plan
 from workbench.planning.search import uncollected
+from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
@@ -125,7 +130,7 @@ class WhatIf(LiveWidget):
 
     def _make_plan(self, micro_batch: int | None) -> Plan:
         unlimited = self.memory_gib.value >= self.memory_gib.max
-        return what_if(
+        return plan_again(
             self._profile,
             self._cluster,
             global_batch=self.global_batch.value,
@@ -134,6 +139,16 @@ class WhatIf(LiveWidget):
             memory_limit_gib=None if unlimited else self.memory_gib.value,
             micro_batch=micro_batch,
         )
+
+
+@checked_arguments
+def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
+    """Return sliders for GPUs, memory, global batch and micro-batch, with the figure of the plan that follows them.
+
+    The model is captured and profiled once, for devices of `cluster`, by default of this machine.
+    """
+    profile, cluster = from_experiment.profile_and_cluster(experiment, cluster)
+    return WhatIf(profile, cluster, experiment.global_batch, experiment.seq_len)
 
 
 def _without_title(figure: go.Figure) -> go.Figure:

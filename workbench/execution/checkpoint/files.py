@@ -53,7 +53,7 @@ def requested_checkpoint(run: RunDir) -> Path | None:
         pass  # bytes that are no JSON, or JSON that is no request
     raise CheckpointError(
         f"{run.resume} does not hold what was written to it. Continue the run once more: run.resume(), or "
-        "wb.prepare(experiment, plan, resume=run.path) for a job.",
+        "wb.runs.prepare(experiment, plan, resume=run.path) for a job.",
         path=str(run.resume),
     )
 

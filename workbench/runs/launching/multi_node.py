@@ -1,6 +1,6 @@
 """Multi-node launch: each node starts its own ranks of a prepared run.
 
-    run = wb.prepare(experiment, plan)          # writes the run directory, on a file system that every node sees
+    run = wb.runs.prepare(experiment, plan)          # writes the run directory, on a file system that every node sees
     print(run.slurm(time="12:00:00"))           # the job file, which runs on each node:
 
     python -m workbench.runs.launching.multi_node RUN --nodes 2 --node-rank 0 --address node-a --port 29500

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from workbench.arguments import checked_arguments
+from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.units import count, duration, gib
 
@@ -102,11 +104,13 @@ SPARSE_COLUMNS = {"blocks present": "present", "blocks explored": "explored"}
 """Columns that tables with a sparse run have too, and the columns of `Patterns` that they show the last value of."""
 
 
-def summary(runs: Sequence[Run]) -> Summary:
-    """Return the summary of some runs: degrees, tokens, final loss, speed, and prediction beside measurement.
+@checked_arguments
+def summary(runs: Runs) -> Summary:
+    """Return a table of runs: plans, tokens, final loss, speed, prediction beside measurement, and the machine.
 
     The last value of each metric of the experiments, and what sparse runs have explored, come after the held-out loss.
     """
+    runs = load_runs(runs)
     computed = [run.evaluations().metrics for run in runs]
     metrics = tuple(dict.fromkeys(name for found in computed for name in found))
     at = COLUMNS.index("held-out loss") + 1
@@ -122,7 +126,7 @@ def summary(runs: Sequence[Run]) -> Summary:
         for row, found, moved in zip(map(_row, runs), computed, patterns, strict=True)
     ]
     columns = (*COLUMNS[:at], *metrics, *sparse, *COLUMNS[at:])
-    return Summary(columns, tuple(rows), machine(runs[0]) if runs else "", notes_of_plans(runs))
+    return Summary(columns, tuple(rows), machine(runs[0]), notes_of_plans(runs))
 
 
 def notes_of_plans(runs: Sequence[Run]) -> tuple[str, ...]:

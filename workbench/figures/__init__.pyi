@@ -1,0 +1,16 @@
+"""The public names of the room, listed once."""
+
+from .efficiency_view import scaling_efficiency as scaling_efficiency
+from .frontier_view import frontier as frontier
+from .measured_grid_view import predictions as predictions
+from .pages import save_html as save_html
+from .pages import save_png as save_png
+from .run_views import exploration as exploration
+from .run_views import pareto as pareto
+from .run_views import partition as partition
+from .run_views import pattern as pattern
+from .run_views import timeline as timeline
+from .seed_bands_view import seed_bands as seed_bands
+from .sweep_view import best_so_far as best_so_far
+from .sweep_view import heat_map as heat_map
+from .sweep_view import parallel_coordinates as parallel_coordinates

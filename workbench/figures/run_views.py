@@ -1,0 +1,102 @@
+"""Figures of runs and plans as they are named: each reads what it draws, and hands it to a figure of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import plotly.graph_objects as go
+
+from workbench.analysis.curve import curves_of
+from workbench.analysis.pareto import pareto_points
+from workbench.analysis.smoothing import SMOOTHING
+from workbench.arguments import checked_arguments
+from workbench.errors import InvalidArgument
+from workbench.experiment import Experiment
+from workbench.figures import pareto_view, partition_view, pattern_view
+from workbench.figures.curves_view import loss_curves
+from workbench.figures.measured_step import measured_timeline, timelines
+from workbench.figures.prediction_view import prediction
+from workbench.figures.timeline_view import timeline as predicted_timeline
+from workbench.planning import from_experiment
+from workbench.planning.plan import Plan
+from workbench.runs.records.summary import measurements
+from workbench.runs.registry import OneRun, Runs, distinct_names, load_run, load_runs
+
+
+@checked_arguments
+def compare(
+    runs: Runs, x: str = "tokens", *, y: str = "loss", smoothing: float = SMOOTHING, title: str | None = None
+) -> go.Figure:
+    """Draw the curves of several runs in one figure, raw values behind their moving averages.
+
+    Args:
+        runs: the runs, as handles, names or directories.
+        x: the x axis that is shown first: `step`, `tokens`, `samples`, `time`, `flops` or `gpu_hours`.
+        y: the recorded column to draw: `loss` (with the held-out loss, where a run has one), `eval_loss`,
+            `perplexity` of the held-out samples, `grad_norm`, ...
+        smoothing: width of the moving average as a share of the longest run; by default 0.01.
+        title: title of the figure.
+
+    Raises `UnknownParameter` for an axis or a column that was not recorded.
+    """
+    return loss_curves(curves_of(load_runs(runs)), x=x, y=y, title=title, smoothing=smoothing)
+
+
+@checked_arguments
+def show(run: OneRun) -> go.Figure:
+    """Draw what was predicted for a run beside what it measured: step time, speed, memory, and one step's schedule."""
+    handle = load_run(run)
+    title = f"{handle.name}: predicted and measured"
+    return prediction(handle.plan, measurements(handle), title, measured_timeline(handle.events()))
+
+
+@checked_arguments
+def timeline(run: OneRun | Plan) -> go.Figure:
+    """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured."""
+    if isinstance(run, Plan):
+        return predicted_timeline(run)
+    handle = load_run(run)
+    measured = measured_timeline(handle.events())
+    return predicted_timeline(handle.plan) if measured is None else timelines(handle.plan, measured)
+
+
+@checked_arguments
+def partition(plan: Plan, experiment: Experiment) -> go.Figure:
+    """Draw the experiment's model in the plan's stages, with names and shapes of the tensors between two stages."""
+    from_experiment.check_signature(experiment, plan)
+    graph = from_experiment.graph(experiment, plan.micro_batch)
+    crossing = {
+        stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]
+    }
+    return partition_view.partition(plan, crossing=crossing)
+
+
+@checked_arguments
+def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
+    """Draw the held-out loss of finished runs against the FLOPs of their layers and, beside it, against their seconds.
+
+    Runs that differ in their seed only are one mark, with a bar over the seeds. FLOPs are those of one sequence,
+    forward and backward, without embeddings, head and absent blocks. `published` adds results of others in grey: by
+    name, the GFLOP of a sequence and the held-out loss.
+
+    Raises `InvalidExperiment` for runs without held-out losses, and for models and data of one's own.
+    """
+    return pareto_view.pareto(pareto_points(load_runs(runs)), published)
+
+
+@checked_arguments
+def pattern(run: OneRun) -> go.Figure:
+    """Draw the pattern of a run's first sparse weight, with a slider over the updates."""
+    handle = load_run(run)
+    patterns = handle.patterns()
+    if not len(patterns):
+        raise InvalidArgument(f"{handle.name} has dense weights, or has not begun. Give a run with a sparsity.")
+    return pattern_view.pattern(patterns, handle.name)
+
+
+@checked_arguments
+def exploration(runs: Runs) -> go.Figure:
+    """Draw the share of blocks that sparse runs have explored, and the prune ratio, over the steps."""
+    handles = load_runs(runs)
+    named = dict(zip(distinct_names(handles), (run.patterns() for run in handles), strict=True))
+    return pattern_view.exploration({name: patterns for name, patterns in named.items() if len(patterns)})

@@ -1,0 +1,5 @@
+"""The public names of the room, listed once."""
+
+from .calibration import Calibration as Calibration
+from .calibration import calibrate as calibrate
+from .local_cluster import local_cluster as local_cluster
