@@ -36,9 +36,9 @@ from workbench.figures.contrast_view import contrast
 from workbench.figures.pages import PLOTLY_MIME, save_png
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.schedules import learning_rate_factor
-from workbench.planning.from_experiment import CAPTURE_BATCH
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline
+from workbench.planning.profiling import CAPTURE_BATCH
 from workbench.planning.search import search
 from workbench.runs.records.text_samples import answer
 from workbench.tensors import TensorSpec

@@ -8,12 +8,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
+from workbench.capture.captured_model import CapturedModel
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import (
     block_sparse_parameters,
     build_model,
     build_stage,
-    capture_for,
     prepare_compiler,
 )
 from workbench.execution.deterministic import use_deterministic_kernels
@@ -32,7 +32,7 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
     if device.type == "cuda":
         prepare_compiler()
     model = build_model(experiment.model.build, plan.model_bytes, device, experiment.seed)
-    graph = capture_for(plan, model, experiment.data.batch_specs(experiment))
+    graph = CapturedModel(experiment, plan.micro_batch, model).graph
     names = ("pp", "dp_shard" if plan.zero else "dp_replicate", "tp")
     mesh = init_device_mesh(device.type, (plan.pipeline, plan.data, plan.tensor), mesh_dim_names=names)
     coordinate = MeshCoordinate.from_mesh(mesh)

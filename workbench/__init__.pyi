@@ -21,9 +21,9 @@ from .figures.run_views import compare as compare
 from .figures.run_views import show as show
 from .notebooks.reproducing import reproduce as reproduce
 from .notebooks.sharing import share as share
-from .planning.from_experiment import plan as plan
-from .planning.from_experiment import search as search
 from .planning.plan import Plan as Plan
+from .planning.planner import plan as plan
+from .planning.planner import search as search
 from .runs.registry import list_runs as list_runs
 from .runs.registry import load_run as load_run
 from .runs.run import Run as Run

@@ -47,6 +47,11 @@ class UserFunction:
             object.__setattr__(self, "name", name_of(self.function))
             object.__setattr__(self, "source", source_of(self.function))
 
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of the callable is here."""
+        return self.function is not None
+
     def __call__(self, *arguments: Any) -> Any:
         if self.function is None:
             raise InvalidExperiment(

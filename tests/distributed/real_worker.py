@@ -22,8 +22,8 @@ from workbench import models
 from workbench.cost.cluster import Cluster
 from workbench.cost.device import Device, Link
 from workbench.experiment import Experiment
-from workbench.planning.from_experiment import plan as make_plan
 from workbench.planning.plan import Plan
+from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, read_events, write_json
 from workbench.runs.records.history import read_history
 

@@ -28,6 +28,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Memory, Plan, Prediction, Stage
 from workbench.rundir import RunDir, process_alive, read_events, read_json, write_json
 from workbench.runs.launching import launcher, processes
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.registry import load_run
 from workbench.runs.run import Run
 
@@ -83,9 +84,9 @@ def node(tmp_path, monkeypatch):
         processes.kill_trees([*([supervisor] if supervisor else []), *processes.live_workers(run.directory)])
 
 
-def launch(*args, **kwargs) -> Run:
+def launch(*args, worker: str = processes.WORKER, **kwargs) -> Run:
     """Return the handle of a run that the launcher has started."""
-    return Run(launcher.launch(*args, **kwargs))
+    return Run(launcher.launch(Attempt(*args, **kwargs), worker=worker))
 
 
 def start(steps: int = 3, world: int = 2, **kwargs) -> Run:

@@ -20,10 +20,11 @@ from tests.distributed import real_worker
 from tests.distributed.real_worker import DEVICE, LINK, curve, experiment, plan, trained
 from workbench.cost.cluster import Cluster
 from workbench.errors import PlanInfeasible
-from workbench.planning.from_experiment import plan as make_plan
 from workbench.planning.plan import Plan
+from workbench.planning.planner import plan as make_plan
 from workbench.rundir import append_event, read_events, read_json, this_process, what_was_started, write_json
 from workbench.runs.launching import launcher
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +66,7 @@ def _remove(names: tuple[str, ...]) -> None:
 
 def prepare(*args, **kwargs) -> Run:
     """Return the handle of a run directory that nobody has started."""
-    return Run(launcher.prepare(*args, **kwargs))
+    return Run(launcher.prepare(Attempt(*args, **kwargs)))
 
 
 def two_nodes(steps: int) -> Plan:

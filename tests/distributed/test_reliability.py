@@ -15,6 +15,7 @@ from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, read_events
 from workbench.runs.launching import run_directory
 from workbench.runs.launching.launcher import prepare
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.run import Run
 
 DIVERGING = {"learning_rate": 1e30, "warmup_steps": 2, "steps": 100_000}
@@ -58,20 +59,20 @@ def test_a_run_that_was_rewound_never_returns_to_the_curve_that_it_abandoned(
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path))
     asked = experiment(steps=12, checkpoint_every=3, keep_checkpoints=9)
-    run = prepare(asked, chosen, directory=tmp_path / "run")
+    run = prepare(Attempt(asked, chosen, directory=tmp_path / "run"))
     Ranks(run, 1).wait()
     whole = curve(run)
     with monkeypatch.context() as killed:  # between setting the later checkpoints aside and the rest
         killed.setattr(run_directory, "what_was_started", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare(asked, chosen, resume=run.checkpoint(3))
+            prepare(Attempt(asked, chosen, resume=run.checkpoint(3)))
     assert run_directory.checkpoint_of(run.path) == run.checkpoint(3)
-    prepare(asked, chosen, resume=run.checkpoint(3))
+    prepare(Attempt(asked, chosen, resume=run.checkpoint(3)))
     ranks = Ranks(run, 1)
     eventually(lambda: 3 < max(curve(run)) < 12)
     ranks.kill(0)
     assert run.checkpoint(12) not in complete_checkpoints(run.checkpoints)
     assert (run.path / "attempts" / "1" / "checkpoints" / "step-00000012" / "complete.json").exists()
-    prepare(asked, chosen, resume=run.path)
+    prepare(Attempt(asked, chosen, resume=run.path))
     Ranks(run, 1).wait()
     assert curve(run) == whole

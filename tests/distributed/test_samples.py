@@ -12,11 +12,11 @@ import torch
 import workbench as wb
 from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_evaluation import DIVISIONS, Division, Tensors, whole_tensors
-from workbench.capture import capture
+from workbench.capture.captured_model import CapturedModel
 from workbench.data import encoded_prompts
 from workbench.execution.blocks.context import StepContext, mix
 from workbench.execution.build import build_stage
-from workbench.execution.samples import Sampler, capture_samples
+from workbench.execution.samples import Sampler
 from workbench.execution.trainer import Trainer
 
 SEQ, STEPS, TOKENS = 24, 2, 9
@@ -59,8 +59,8 @@ def train(name: str, division: Division, folder: Path, seed: int | None, samples
     asked = experiment(name, folder, seed)
     torch.manual_seed(0)
     model = asked.model.build()
-    specs = {key: spec.batched(2) for key, spec in asked.data.batch_specs(asked).items()}
-    graph = capture(model, specs, name=name)
+    captured = CapturedModel(asked, 2, model)
+    graph = captured.graph
     plan = forced_plan(
         graph,
         pipeline=division.pipeline,
@@ -72,7 +72,7 @@ def train(name: str, division: Division, folder: Path, seed: int | None, samples
     )
     here = coordinate(division.pipeline, division.data, division.tensor)
     context = StepContext(seed=7, device=torch.device("cpu"))
-    graphs = capture_samples(model, graph, asked, plan)
+    graphs = captured.samples(asked)
     trainer = Trainer(asked, plan, graph, build_stage(plan, here, model, graph, context), context, here)
     sampler = Sampler(trainer, graphs)
     dataset = asked.data.dataset(asked)

@@ -15,6 +15,7 @@ from tests.distributed.real_worker import eventually, experiment, plan
 from workbench.rundir import read_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.launcher import launch
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
@@ -42,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.usefixtures("folder")
 def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_the_limit() -> None:
     asked = experiment(steps=1_000_000, checkpoint_every=None)
-    run = Run(launch(asked, plan(asked, pipeline=2)))
+    run = Run(launch(Attempt(asked, plan(asked, pipeline=2))))
     eventually(lambda: run.summary()["step"] >= 5 or run.status.final)
     assert run.status.state == "running", run.logs("launcher")
     pids = {record["rank"]: record["pid"] for record in processes.rank_records(run.directory)}

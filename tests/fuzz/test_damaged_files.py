@@ -34,10 +34,10 @@ from workbench.errors import WorkbenchError
 from workbench.execution.checkpoint import files, save_load
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, TrainingProgress
-from workbench.planning import from_experiment
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, read_json, write_json
 from workbench.runs.launching import launcher, processes, run_directory
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.environment import environment
 
 MUTATIONS = 3000 if os.environ.get("WORKBENCH_TEST_ALL") == "1" else 300
@@ -139,7 +139,6 @@ class World:
         machine = environment()
         patch.setattr(run_directory, "environment", lambda: machine)  # asking git and the driver takes longer
         patch.setattr(processes, "strays", lambda _: [])  # they are looked for among all processes of the machine
-        patch.setattr(from_experiment, "check_signature", lambda *_: None)  # captures the model, and reads no file
         patch.setattr(launcher, "launch", self._launched)
         patch.setattr(save_load, "create_state", lambda _: None)
         patch.setattr(save_load, "_entries", lambda _: self.entries)
@@ -155,19 +154,19 @@ class World:
         for name, path in (("run", self.run.path), ("cache", self.cache)):
             shutil.copytree(path, self.whole / name)
 
-    def _launched(self, experiment: Any, plan: Plan, *, resume: Any = None, facts: Any = None, **_: Any) -> RunDir:
+    def _launched(self, attempt: Attempt, *_: Any, **_keywords: Any) -> RunDir:
         """Write the run directory as `launch` does, and start nothing."""
-        directory = None if resume is not None else self.folder / "runs" / "clone"
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-        run = launcher.prepare(experiment, plan, directory=directory, resume=resume, facts=facts)
-        self.launched.append((experiment.to_json(), decisive(plan)))
+        if attempt.resume is None:
+            attempt = replace(attempt, directory=self.folder / "runs" / "clone")
+            shutil.rmtree(self.folder / "runs" / "clone", ignore_errors=True)
+        run = launcher.prepare(attempt)
+        self.launched.append((attempt.experiment.to_json(), decisive(attempt.plan)))
         return run
 
     def _written(self) -> RunDir:
         directory = self.folder / "runs" / "small"
         facts = {"data_fingerprint": self.fingerprint}
-        run = launcher.prepare(self.experiment, self.plan, directory=directory, facts=facts)
+        run = launcher.prepare(Attempt(self.experiment, self.plan, directory, provenance=facts))
         write_json(run.launcher, {"supervisor": DEAD, "plan": {"world": 2}, "devices": ["cpu"]})
         write_json(run.rank(0), {**DEAD, "rank": 0, "stage": 0, "device": "CPU process 0"})
         error = {"rank": 0, "stage": 0, "type": "RuntimeError", "message": "no more", "traceback": "T", "time": 1.0}

@@ -25,7 +25,6 @@ from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
 from workbench.measure import calibration
 from workbench.notebooks import reproducing
-from workbench.planning import from_experiment
 from workbench.rundir import append_event, write_json
 from workbench.runs.launching import launcher
 from workbench.strategy import Choices
@@ -214,10 +213,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         data = wb.data.corpus(text, vocab_size=128)
         experiment = wb.Experiment(model=wb.models.bert(**sizes), data=data, name="small", **right)
         cluster = wb.Cluster.of("h200", gpus=2)
-        costs = wb.planning.profile(
-            experiment, cluster
-        )  # captured once, because a second call would take as long again
-        patch.setattr(from_experiment, "profile_and_cluster", lambda _, given: (costs, given or cluster))
+        costs = wb.planning.profile(experiment, cluster)  # once, because a second call would take as long again
+        names = ("planning.planner", "planning.profiling", "widgets.what_if", "sweeps.grid")
+        for module in (importlib.import_module(f"workbench.{name}") for name in names):
+            patch.setattr(module, "profile_and_cluster", lambda _, given: (costs, given or cluster))
         captured = wb.planning.graph(experiment)
         patch.setattr(importlib.import_module("workbench.analysis.flops"), "graph", lambda _: captured)
         plan = wb.plan(experiment, cluster)

@@ -19,10 +19,10 @@ from workbench.capture import Graph, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
-from workbench.execution.build import check_coupling
 from workbench.experiment import Experiment
-from workbench.planning import from_experiment
+from workbench.planning import profiling
 from workbench.planning.plan import Plan
+from workbench.planning.runnable import check_coupling
 from workbench.planning.search import search
 from workbench.runs.records.summary import Summary, notes_of_plans
 
@@ -131,10 +131,10 @@ def test_a_plan_that_divides_a_coupled_batch_is_refused_when_the_model_is_built(
     graph = graph_of(clip)
     divided = plan_of(replace(graph, coupled=()), 2, data=2)
     with pytest.raises(PlanMismatch, match=r"compares samples of one batch \(matmul at .*batch_coupling='allow'"):
-        check_coupling(divided, graph, "keep")
-    check_coupling(divided, graph, "allow")
-    check_coupling(divided, replace(graph, coupled=()), "keep")
-    check_coupling(plan_of(graph, 2), graph, "keep")
+        check_coupling(_experiment(), divided, graph)
+    check_coupling(_experiment(batch_coupling="allow"), divided, graph)
+    check_coupling(_experiment(), divided, replace(graph, coupled=()))
+    check_coupling(_experiment(), plan_of(graph, 2), graph)
 
 
 def test_a_summary_of_runs_shows_the_notes_of_their_plans_once() -> None:
@@ -159,8 +159,8 @@ def _experiment(**fields: Any) -> Experiment:
 
 def test_a_coupled_batch_is_divided_where_the_experiment_allows_it() -> None:
     cluster = Cluster(CPU, 2, 2, LINK, LINK)
-    assert from_experiment.analytic_profile(_experiment(), cluster).coupled
-    profile = from_experiment.analytic_profile(_experiment(batch_coupling="allow"), cluster)
+    assert profiling.analytic_profile(_experiment(), cluster).coupled
+    profile = profiling.analytic_profile(_experiment(batch_coupling="allow"), cluster)
     assert profile.coupled == ()
     assert "its value depends on the plan" in profile.notes[-1]
     with pytest.raises(InvalidExperiment, match="batch_coupling"):

@@ -12,7 +12,7 @@ from workbench.analysis.curve import Curve
 from workbench.data import held_out
 from workbench.errors import DataError, InvalidExperiment
 from workbench.figures.curves_view import loss_curves
-from workbench.planning.from_experiment import check_between_steps
+from workbench.planning.runnable import check_runnable
 from workbench.rundir import append_event
 from workbench.runs.records.history import HistoryTail
 
@@ -128,7 +128,7 @@ def test_bad_evaluations_are_refused_before_anything_starts():
     few = wb.Experiment(build, dataset(8), eval_data=dataset(1), evaluate=wb.Evaluate(), global_batch=4, seq_len=3)
     plan = wb.plan(few, micro_batch=2)
     with pytest.raises(DataError, match=r"1 held-out samples, fewer than the 2 of one micro-batch"):
-        check_between_steps(few, plan)
+        check_runnable(few, plan, None, progress=False)
 
 
 def test_the_experiment_and_its_evaluation_survive_json(folder):

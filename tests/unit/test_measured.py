@@ -35,7 +35,7 @@ from workbench.measure.block_probes import (
 from workbench.measure.detection import with_measured_rates
 from workbench.measure.local_cluster import local_cluster
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
-from workbench.planning import from_experiment
+from workbench.planning import profiling
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request as PlanRequest
@@ -279,15 +279,15 @@ def test_user_defined_data_are_measured_with_its_samples_and_priced_for_its_labe
     """The micro-batch has one sample more than the data, so the first is repeated."""
     gpt = models.gpt2(64, 2, 4, vocab_size=512)
     experiment = Experiment(model=gpt, data=Answers(), seq_len=16, global_batch=8)
-    request = from_experiment.probe_request(experiment, local_cluster(1))
+    request = profiling.probe_request(experiment, local_cluster(1))
     probe = Probe(request, 4, torch.device("cpu"))
     assert probe._batch["input_ids"][:, 0].tolist() == [0, 100, 200, 0]
-    assert from_experiment.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
+    assert profiling.profile(experiment, H200).labelled_share == pytest.approx((3 + 1) / 32)
 
 
 def test_all_labels_count_if_no_head_can_skip_rows() -> None:
     experiment = Experiment(model=Everything, data=Answers(), global_batch=8)
-    assert from_experiment.profile(experiment, H200).labelled_share == 1
+    assert profiling.profile(experiment, H200).labelled_share == 1
 
 
 class Everything(torch.nn.Module):
@@ -302,7 +302,7 @@ class Everything(torch.nn.Module):
 def test_a_custom_model_is_measured_with_its_corpus_vocabulary() -> None:
     corpus = data.corpus("demo", vocab_size=512, objective="clm")
     experiment = Experiment(model=models.gpt2(64, 2, 4, vocab_size=512).build, data=corpus, seq_len=16, global_batch=8)
-    probe = Probe(from_experiment.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
+    probe = Probe(profiling.probe_request(experiment, local_cluster(1)), 4, torch.device("cpu"))
     assert int(probe._batch["input_ids"].max()) > 256
 
 
@@ -393,6 +393,6 @@ def test_probes_end_if_this_machine_turns_out_to_have_no_gpu(monkeypatch: pytest
     monkeypatch.setattr(probing, "has_nvidia_gpus", lambda: True)
     model = models.bert(hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, max_positions=32)
     corpus = data.corpus("demo", vocab_size=64)
-    from_experiment.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
+    profiling.profile(Experiment(model=model, data=corpus, global_batch=8, seq_len=32))
     [probes] = started
     assert [process.poll() is not None for process in probes._processes] == [True]

@@ -30,7 +30,7 @@ from workbench.runs.doctor import SHOWN_PACKAGES, doctor
 from workbench.runs.launching import device_queue, run_directory
 from workbench.runs.launching.failure import record_silent_death, root_cause
 from workbench.runs.launching.launcher import prepare
-from workbench.runs.launching.run_directory import continued_facts
+from workbench.runs.launching.run_directory import Attempt, continued_provenance
 from workbench.runs.launching.supervisor import accelerate_command, worker_environment
 from workbench.runs.records.environment import environment, git_state
 from workbench.runs.registry import list_runs, load_run
@@ -79,11 +79,11 @@ def test_a_continued_run_keeps_what_is_known_of_its_data_and_origin(tmp_path):
     run = make_run(tmp_path)
     write_json(run.environment, {"cloned_from": "bert-0", "data_fingerprint": "abc", "python": "3.0"})
     kept = {"cloned_from": "bert-0", "data_fingerprint": "abc"}
-    assert continued_facts(run, own) == kept
-    assert continued_facts(run, own.replace(steps=200)) == kept | {"data_fingerprint": None}
-    assert continued_facts(run, named)["data_fingerprint"] == data_fingerprint(named) != "abc"
+    assert continued_provenance(run, own) == kept
+    assert continued_provenance(run, own.replace(steps=200)) == kept | {"data_fingerprint": None}
+    assert continued_provenance(run, named)["data_fingerprint"] == data_fingerprint(named) != "abc"
     run.environment.unlink()
-    assert continued_facts(run, own) == {}
+    assert continued_provenance(run, own) == {}
 
 
 def test_a_run_whose_processes_vanished_has_failed(tmp_path):
@@ -376,7 +376,7 @@ def test_a_model_that_neither_gpu_nor_host_can_hold_whole_is_refused_before_a_pr
     small = replace(plan, cluster=replace(plan.cluster, device=gpu, host_bytes=1 << 29))
     experiment = Experiment(model=wb.models.bert_large(), data=lambda: None, steps=1, global_batch=64, seq_len=512)
     with pytest.raises(PlanInfeasible) as refused:
-        prepare(experiment, small, directory=tmp_path / "run")
+        prepare(Attempt(experiment, small, directory=tmp_path / "run"))
     message = str(refused.value)
     assert "the whole model, 2.5 GiB in fp32: on its GPU up to 2.4 GiB" in message
     assert "of which 2.0 GiB fall to the 4 ranks of a node" in message

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import workbench as wb
+from workbench.capture.captured_model import CapturedModel
 from workbench.data import encoded_prompts
 from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.samples import drawn
-from workbench.planning.from_experiment import check_between_steps
+from workbench.planning import runnable
 from workbench.rundir import append_event
 from workbench.runs.records.history import HistoryTail
 from workbench.runs.tracking.recorder import samples_table as wandb_table
@@ -51,15 +52,17 @@ class OnlyLoss(nn.Module):
 
 
 def test_prompts_that_a_model_cannot_answer_are_refused(folder):
-    plan = SimpleNamespace(micro_batch=2, stages=(), tensor=1)
+    def check_between_steps(asked: wb.Experiment) -> None:
+        runnable.check_between_steps(asked, SimpleNamespace(stages=(), tensor=1), CapturedModel(asked))
+
     with pytest.raises(DataError, match=r"has \d+ tokens, and the model reads 16 \(seq_len\)"):
-        check_between_steps(experiment(folder, ["birds sing in tree 7. " * 20]), plan)
+        check_between_steps(experiment(folder, ["birds sing in tree 7. " * 20]))
     masked = wb.models.bert(**SIZES)
     with pytest.raises(DataError, match=r"has no \[MASK\]"):
-        check_between_steps(experiment(folder, ["Birds sing."], masked), plan)
+        check_between_steps(experiment(folder, ["Birds sing."], masked))
     with pytest.raises(InvalidExperiment, match=r"OnlyLoss returned \[\]\. Let forward return its logits"):
-        check_between_steps(experiment(folder, ["Birds"], OnlyLoss, "clm"), plan)
-    check_between_steps(experiment(folder, ["Birds [MASK]", "all [MASK] sing"], masked), plan)
+        check_between_steps(experiment(folder, ["Birds"], OnlyLoss, "clm"))
+    check_between_steps(experiment(folder, ["Birds [MASK]", "all [MASK] sing"], masked))
 
 
 @pytest.mark.parametrize("prompts", ["Hello", [], [""], [3], None])

@@ -34,6 +34,7 @@ from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, this_process, write_json
 from workbench.runs.launching import device_queue
 from workbench.runs.launching.launcher import prepare
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.launching.slurm import job_file
 from workbench.runs.records.environment import environment
 
@@ -180,11 +181,11 @@ def test_a_command_line_is_recorded_without_its_secrets(monkeypatch: pytest.Monk
 
 
 def test_a_run_directory_is_its_owners(text: Path, plan: Plan) -> None:  # noqa: F811
-    run = prepare(small(text), plan)
+    run = prepare(Attempt(small(text), plan))
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700
     for file in (run.experiment, run.plan, run.environment, run.started, run.events):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
-    chosen = prepare(small(text), plan, directory=run.path.parent / "own")
+    chosen = prepare(Attempt(small(text), plan, directory=run.path.parent / "own"))
     assert stat.S_IMODE(chosen.path.stat().st_mode) == 0o700
 
 
@@ -194,7 +195,7 @@ def test_a_job_file_takes_no_value_that_begins_a_line_or_an_option(
     plan: Plan,  # noqa: F811
     value: str,
 ) -> None:
-    run = prepare(small(text), plan)
+    run = prepare(Attempt(small(text), plan))
     for name in ("time", "partition", "account"):
         with pytest.raises(InvalidArgument, match=name):
             job_file(run, plan, **{name: value})  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ from workbench.cost.profile import GEMM, Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.explanation import explain
-from workbench.planning.from_experiment import check_sparsity
 from workbench.planning.plan import Plan
+from workbench.planning.runnable import check_sparsity
 from workbench.sparsity import Dynamic, Static
 from workbench.sparsity.kernels import BlockIndex
 from workbench.sparsity.kernels.speed import break_even_sparsity, relative_rates
@@ -238,7 +238,7 @@ def test_a_block_sparse_plan_of_another_experiment_is_refused_before_a_process_s
     block_sparse = replace(plan(64, 0.9), block_sparse=True)
     for changes, message in (({"sparsity": None}, "dense weights"), ({"sparsity": Static(0.5, 8)}, "blocks of 8")):
         with pytest.raises(PlanMismatch, match=message):
-            check_sparsity(experiment(**changes), block_sparse)
-    check_sparsity(experiment(), block_sparse)
+            check_sparsity(experiment(**changes), block_sparse, wb.planning.graph(experiment(**changes)))
+    check_sparsity(experiment(), block_sparse, wb.planning.graph(experiment()))
     with pytest.raises(PlanMismatch, match="parts of weights"):
-        check_sparsity(experiment(), replace(block_sparse, tensor=2))
+        check_sparsity(experiment(), replace(block_sparse, tensor=2), wb.planning.graph(experiment()))

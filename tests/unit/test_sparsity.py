@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from workbench.experiment import Experiment
 from workbench.figures.pareto_view import pareto
 from workbench.figures.pattern_view import LOOKS, exploration
 from workbench.figures.pattern_view import pattern as draw_pattern
-from workbench.planning.from_experiment import check_sparsity, graph
+from workbench.planning.profiling import graph
+from workbench.planning.runnable import check_sparsity
 from workbench.runs.records.history import read_tail
 from workbench.runs.records.patterns import Patterns
 from workbench.sparsity import Dynamic, Static, learning_rate
@@ -161,8 +163,9 @@ def test_more_updates_than_steps_and_other_types_are_refused() -> None:
     ],
 )
 def test_blocks_that_do_not_suit_the_model_are_refused_before_a_process_starts(sparsity: Static, message: str) -> None:
+    asked = experiment(sparsity=sparsity)
     with pytest.raises(InvalidExperiment, match=message):
-        check_sparsity(experiment(sparsity=sparsity))
+        check_sparsity(asked, SimpleNamespace(block_sparse=False), graph(asked))
 
 
 PUBLISHED = {

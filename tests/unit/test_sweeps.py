@@ -14,12 +14,13 @@ from optuna.storages.journal import JournalFileBackend
 
 import workbench as wb
 from tests.distributed.real_worker import DEVICE, LINK, SEQ, Words, experiment
+from workbench.capture import captured_model
 from workbench.columns import COLUMNS
 from workbench.cost.cluster import Cluster
 from workbench.errors import DataError, InvalidExperiment, UnknownParameter
-from workbench.planning import from_experiment
 from workbench.rundir import RunDir, append_event, read_json, write_json
 from workbench.runs.launching import launcher
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import History, read_tail
 from workbench.runs.tracking.recorder import config_of
 from workbench.sweeps import packing, queue, start
@@ -170,14 +171,14 @@ def test_the_packing_with_the_shortest_predicted_time_is_taken():
 
 
 def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeypatch):
-    captured, graph = [], from_experiment.graph
-    monkeypatch.setattr(from_experiment, "graph", lambda asked: captured.append(asked) or graph(asked))
+    captured, capture = [], captured_model.capture
+    monkeypatch.setattr(captured_model, "capture", lambda *given, **of: captured.append(of) or capture(*given, **of))
     axes = Axes(experiment(), {"global_batch": [4, 8], "seq_len": [SEQ, SEQ // 2]})
     named = {plan_key(choice): choice for choice in axes.choices()}
     asked = {key: axes.experiment_of(choice) for key, choice in named.items()}
     profiled_as = {key: profile_key(choice) for key, choice in named.items()}
     placed, _ = packing.choose(asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as)
-    assert [each.seq_len for each in captured] == [SEQ, SEQ // 2]
+    assert len(captured) == 2, "one for each length"
     assert {(plan.global_batch, plan.seq_len) for plan in placed.plans.values()} == {
         (batch, length) for batch in (4, 8) for length in (SEQ, SEQ // 2)
     }
@@ -230,7 +231,7 @@ def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_h
     runs = []
     for entry in directory.queue():
         at, facts = directory.run(entry), {"sweep": directory.path.name}
-        runs.append(launcher.prepare(directory.experiment(entry), directory.plan(entry), directory=at, facts=facts))
+        runs.append(launcher.prepare(Attempt(directory.experiment(entry), directory.plan(entry), at, provenance=facts)))
     assert {(run["project"], run["group"]) for run in (read_json(run.tracker) for run in runs)} == {("trials", "rates")}
     assert len({read_json(run.tracker)["id"] for run in runs}) == 4
     configs = [config_of(run) for run in runs]

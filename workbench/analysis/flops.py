@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workbench.arguments import checked_arguments
 from workbench.experiment import Experiment
-from workbench.planning.from_experiment import graph
+from workbench.planning.profiling import graph
 from workbench.sparsity import Static
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from workbench.cost.device import Device
 from workbench.strategy import RECOMPUTE
+
+if TYPE_CHECKING:
+    from workbench.capture.captured_model import CapturedModel
 
 Array = npt.NDArray[np.float64]
 
@@ -256,6 +260,8 @@ class Profile:
     """Measured over analytic time by index of the block type."""
     measured_host_ms: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     """Milliseconds of the host for a forward and a backward by index of the block type, where measured."""
+    captured: CapturedModel | None = field(default=None, repr=False, compare=False)
+    """The model that the costs are of, captured in this process."""
 
     @property
     def parameter_count(self) -> int:

@@ -48,6 +48,7 @@ class TextData(ABC):
     streaming: bool = False
     shuffle_buffer: int | None = None
     is_user_defined: ClassVar[bool] = False
+    is_loaded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         least = SMALLEST_VOCABULARY["wordpiece"]

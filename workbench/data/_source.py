@@ -70,6 +70,10 @@ class DataSource(Protocol):
     def is_user_defined(self) -> bool:
         """Return True if the data is user-defined: an object that JSON can only name."""
 
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of the user's own object is here."""
+
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the data cannot feed the experiment."""
 

@@ -47,6 +47,11 @@ class UserData:
             name = getattr(value, "__name__", type(value).__name__)
             object.__setattr__(self, "name", "dataset" if name == "<lambda>" else name)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of the dataset is here."""
+        return self.dataset_or_factory is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
 

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from workbench.capture import Block, Graph, capture
+from workbench.capture import Block, Graph
 from workbench.capture.operations import retarget
-from workbench.capture.returned_loss import LossChoice
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
-from workbench.errors import PlanMismatch
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.block_module import BlockProgram
@@ -37,7 +35,6 @@ from workbench.execution.parallel.stage import RankStages, StageModule, StageOpt
 from workbench.experiment import Experiment
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
 from workbench.sparsity.kernels.index import to_compact
-from workbench.tensors import TensorSpec
 
 FREE_SHARE = 0.8
 """Fraction of the host's free memory that models under construction may take."""
@@ -72,35 +69,12 @@ def build_lock(model_bytes: int, device: torch.device, local_rank: int) -> Itera
     agreed = torch.tensor([fitting, -(local_rank + 1)], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)  # Each rank reads another number of free bytes.
     ranks_at_once, local_ranks = int(agreed[0]), -int(agreed[1])
-    num_turns, own_turn = -(-local_ranks // ranks_at_once), local_rank // ranks_at_once
-    for _ in range(own_turn):
+    num_rounds, own_round = -(-local_ranks // ranks_at_once), local_rank // ranks_at_once
+    for _ in range(own_round):
         dist.barrier()
     yield
-    for _ in range(own_turn + 1, num_turns):
+    for _ in range(own_round + 1, num_rounds):
         dist.barrier()
-
-
-def capture_for(plan: Plan, model: nn.Module, samples: Mapping[str, TensorSpec], loss: LossChoice = None) -> Graph:
-    """Capture the model at the plan's micro-batch; `samples` are the specs of one sample's fields.
-
-    `loss` chooses the loss among what forward returns, as `Experiment.loss` does.
-    """
-    batch = {name: spec.batched(plan.micro_batch) for name, spec in samples.items()}
-    return capture(model, batch, name=plan.model, loss=loss)
-
-
-def check_coupling(plan: Plan, graph: Graph, batch_coupling: str) -> None:
-    """Raise `PlanMismatch` if the plan divides a batch whose samples the loss compares, which nobody allowed.
-
-    The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
-    """
-    if graph.coupled and batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
-        raise PlanMismatch(
-            f"The loss of {plan.model} compares samples of one batch ({graph.coupled[0]}), and the plan divides the "
-            f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
-            f"wb.plan(experiment), or give it batch_coupling='allow'.",
-            coupled=list(graph.coupled),
-        )
 
 
 def build_stage(

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from workbench.capture import Graph
-from workbench.capture.evaluation import capture_for_samples, require_same_stages
 from workbench.data import encoded_prompts
 from workbench.events import TextSample
 from workbench.execution.blocks.context import mix
@@ -25,8 +23,6 @@ from workbench.execution.build import evaluation_programs
 from workbench.execution.forward_pass import ForwardPass
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
-from workbench.experiment import Experiment
-from workbench.planning.plan import Plan
 from workbench.rundir import log_event
 
 if TYPE_CHECKING:
@@ -38,25 +34,11 @@ GUESSES = 5
 """Number of tokens that are recorded for each mask."""
 
 
-def capture_samples(model: nn.Module, training: Graph, experiment: Experiment, plan: Plan) -> list[Graph]:
-    """Capture the model for each group of the experiment's prompts; none without samples."""
-    if experiment.samples is None:
-        return []
-    prompts, first_blocks = encoded_prompts(experiment, experiment.samples.prompts), plan.stages[1:]
-    graphs = []
-    for group in prompts.groups(experiment.samples.tokens, experiment.seq_len):
-        graph = capture_for_samples(model, training, group.specs, prompts.vocabulary)
-        cuts = [stage.first_block for stage in first_blocks]
-        require_same_stages(training, graph, cuts, plan.tensor, same_shapes=False)
-        graphs.append(graph)
-    return graphs
-
-
 class Sampler:
     """Lets the model answer the prompts of its experiment; the same texts on every rank."""
 
     def __init__(self, trainer: Trainer, graphs: Sequence[Graph]) -> None:
-        """`graphs` are those of `capture_samples`."""
+        """`graphs` are those of `CapturedModel.samples`."""
         experiment, plan = trainer.experiment, trainer.plan
         assert experiment.samples is not None
         self.trainer, self._settings = trainer, experiment.samples

@@ -27,7 +27,7 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.utils import ProjectConfiguration, send_to_device
 
 from workbench.capture import Graph
-from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
+from workbench.capture.captured_model import CapturedModel
 from workbench.capture.sparse_matrices import absent_flops
 from workbench.data import held_out
 from workbench.errors import NonFiniteLoss, PlanMismatch, root_exception
@@ -39,8 +39,6 @@ from workbench.execution.build import (
     build_lock,
     build_model,
     build_stage,
-    capture_for,
-    check_coupling,
     evaluation_programs,
     prepare_compiler,
 )
@@ -55,15 +53,15 @@ from workbench.execution.local_launch import LOOPBACK, loopback_store
 from workbench.execution.non_finite import with_origin
 from workbench.execution.parallel.mesh import MeshCoordinate, parallelism_config
 from workbench.execution.parallel.stage import RankStages
-from workbench.execution.samples import SampleLog, Sampler, capture_samples
+from workbench.execution.samples import SampleLog, Sampler
 from workbench.execution.sparsity_log import SparsityLog
 from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import METRICS, USER_FUNCTIONS, Experiment
-from workbench.planning.from_experiment import check_optimizer, check_sparsity
 from workbench.planning.plan import Plan
+from workbench.planning.runnable import check_runnable
 from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
 from workbench.units import GIB, gib
 
@@ -214,29 +212,14 @@ class TrainingWorker:
     ) -> tuple[Graph, Graph | None, list[Graph], RankStages, CheckpointExtras]:
         """Build the model and take this rank's stages out of it. The model is freed when this function returns."""
         plan, experiment = self.plan, self.experiment
-        specs = experiment.data.batch_specs(experiment)
         with self._timed_phase("build"):
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
+        captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
-            graph = capture_for(plan, model, specs, experiment.loss)
-            check_coupling(plan, graph, experiment.batch_coupling)
-            metrics = experiment.metrics or {}
-            evaluated = capture_for_evaluation(model, graph, metrics) if experiment.evaluate is not None else None
-            sampled = capture_samples(model, graph, experiment, plan)
-        if graph.signature != plan.signature or len(graph.blocks) != len(plan.block_names):
-            raise PlanMismatch(
-                f"The plan was made for {plan.model} of {len(plan.block_names)} blocks (signature {plan.signature}); "
-                f"this model has {len(graph.blocks)} (signature {graph.signature}). Plan again.",
-                planned=plan.signature,
-                found=graph.signature,
-            )
-        if self.run_dir.resume.exists():  # The plan may be another one, and only this process has the user's optimiser.
-            trained = {name: spec.shape for name, spec in graph.parameters.items() if name not in graph.frozen}
-            check_optimizer(experiment, plan, trained)
-        if plan.block_sparse:
-            check_sparsity(experiment, plan, graph)
-        if evaluated is not None:
-            require_same_stages(graph, evaluated, [stage.first_block for stage in plan.stages[1:]], plan.tensor)
+            graph = captured.graph
+            evaluated = None if experiment.evaluate is None else captured.evaluation(experiment)
+            sampled = captured.samples(experiment)
+        check_runnable(experiment, plan, captured)
         with self._timed_phase("stage"):
             extras = _checkpoint_extras(model, graph) if self.is_main else CheckpointExtras()
             stages = build_stage(

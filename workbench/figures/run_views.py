@@ -17,8 +17,8 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import timeline as predicted_timeline
-from workbench.planning import from_experiment
 from workbench.planning.plan import Plan
+from workbench.planning.runnable import check_signature
 from workbench.runs.records.summary import measurements
 from workbench.runs.registry import OneRun, Runs, distinct_names, load_run, load_runs
 
@@ -63,8 +63,11 @@ def timeline(run: OneRun | Plan) -> go.Figure:
 @checked_arguments
 def partition(plan: Plan, experiment: Experiment) -> go.Figure:
     """Draw the experiment's model in the plan's stages, with names and shapes of the tensors between two stages."""
-    from_experiment.check_signature(experiment, plan)
-    graph = from_experiment.graph(experiment, plan.micro_batch)
+    from workbench.capture.captured_model import CapturedModel
+
+    captured = CapturedModel(experiment, plan.micro_batch)
+    check_signature(experiment, plan, captured)
+    graph = captured.graph
     crossing = {
         stage.index: [graph.values[name] for name in graph.crossing(stage.end_block)] for stage in plan.stages[:-1]
     }

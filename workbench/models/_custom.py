@@ -40,6 +40,11 @@ class CustomModel:
         if self.source is None:
             object.__setattr__(self, "source", source_of(self.factory))
 
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of the callable is here."""
+        return self.factory is not None
+
     def build(self) -> nn.Module:
         """Call the factory and return its module in train mode, on the ambient device.
 

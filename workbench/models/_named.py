@@ -50,6 +50,7 @@ class Model:
     """Multiple of the initial values by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1. `wb.models.scaling` computes it."""
     is_user_defined: ClassVar[bool] = False
+    is_loaded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field in SIZES:

@@ -31,6 +31,10 @@ class ModelSource(Protocol):
     def is_user_defined(self) -> bool:
         """Return True if the user's own callable builds the model, which JSON can only name."""
 
+    @property
+    def is_loaded(self) -> bool:
+        """Return True unless only the description of the user's own callable is here."""
+
     def build(self) -> nn.Module:
         """Return the module in train mode, with fresh weights, on the ambient device."""
 

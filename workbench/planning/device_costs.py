@@ -16,7 +16,7 @@ from workbench.cost.communication import all_gather_s, all_reduce_s, reduce_scat
 from workbench.cost.device import Device, Link
 from workbench.cost.memory import BF16, FP32, ParameterTable, spans
 from workbench.cost.profile import ACCUMULATE_BYTES, BlockCosts, Profile
-from workbench.planning.memo import memoised
+from workbench.memo import memoised
 
 Array = npt.NDArray[np.float64]
 Collective = Callable[[Array, int, Link], Array]

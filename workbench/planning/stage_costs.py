@@ -28,9 +28,9 @@ from workbench.cost.memory import (
     stage_state,
 )
 from workbench.cost.profile import ADAMW, BlockCosts
+from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages, UniformStages
 from workbench.planning.device_costs import Array, Compute, DeviceCosts
-from workbench.planning.memo import memoised
 from workbench.strategy import Strategy
 
 OVERLAP = 0.8

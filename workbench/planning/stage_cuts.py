@@ -11,10 +11,10 @@ import numpy as np
 
 from workbench.cost.memory import Activations, StageState, pending_gradient_bytes
 from workbench.cost.profile import ADAMW
+from workbench.memo import memoised
 from workbench.planning.balanced_partition import SLACK, least_sum, partition, smallest
 from workbench.planning.checkpointing import Indices, MixedStages, StageRange, levelled_activations, levelled_stages
 from workbench.planning.device_costs import Array
-from workbench.planning.memo import memoised
 from workbench.planning.simulation import peak_holdings
 from workbench.planning.stage_costs import StrategyCosts
 

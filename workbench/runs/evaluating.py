@@ -18,12 +18,11 @@ from workbench.rundir import RunDir, append_event, read_events
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, root_cause
 from workbench.runs.launching.launcher import launch, request_end
-from workbench.runs.launching.run_directory import code_of_clone, step_of
+from workbench.runs.launching.run_directory import Attempt, code_of_clone, step_of
 from workbench.runs.status import complete_checkpoints, read_experiment, read_status, wait_for_end
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
-    from workbench.planning.plan import Plan
 
 CARRIED = ("step", "loss", "metrics", "evaluated", "tokens", "samples", "flops", "seconds", "eval_seconds")
 """Fields of the event of an evaluation that the run takes over."""
@@ -50,11 +49,11 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> Evaluation:
 
     checkpoint = _checkpoint(run, step)
     experiment, plan = _evaluated_experiment(run, data), Plan.load(run.plan)
-    _check(experiment, plan, is_given=data is not None)
     code = code_of_clone(run, experiment, () if data is None else ("eval_data",))
     directory = _new_folder(run.path / "evaluations")
     try:
-        child = launch(experiment, plan, directory=directory, resume=checkpoint, code=code, worker=processes.EVALUATOR)
+        attempt = Attempt(experiment, plan, directory, resume=checkpoint, code=code)
+        child = launch(attempt, progress=False, worker=processes.EVALUATOR)
         event = _result_event(child, checkpoint)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -117,30 +116,6 @@ def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
             "kind: run.evaluate(my_validation_data)."
         )
     return experiment
-
-
-def _check(experiment: Experiment, plan: Plan, *, is_given: bool) -> None:
-    """Raise `DataError` if the samples do not fit the plan, as far as the run's stored code need not be loaded.
-
-    The processes load it, and find the rest.
-    """
-    from workbench.data import held_out
-
-    own = experiment.eval_data is not None and experiment.eval_data.is_user_defined
-    if not experiment.data.is_user_defined and (is_given or not own):
-        experiment.data.prepare(experiment, progress=False)
-        samples = len(held_out(experiment))
-    elif is_given and experiment.evaluate is not None:
-        samples = experiment.evaluate.samples
-    else:
-        return
-    if samples < plan.micro_batch:
-        raise DataError(
-            f"There are {samples:,} samples, fewer than the {plan.micro_batch:,} of one micro-batch of the run's plan. "
-            "Give more of them.",
-            samples=samples,
-            micro_batch=plan.micro_batch,
-        )
 
 
 def _new_folder(root: Path) -> Path:

@@ -165,7 +165,7 @@ class Run:
         from workbench.runs.launching.launcher import clone
 
         if plan is None and changes.keys() & PLANNED_FIELDS:
-            from workbench.planning.from_experiment import plan as make_plan
+            from workbench.planning.planner import plan as make_plan
 
             experiment = self.load_experiment(**changes)
             experiment.data.check(experiment)
@@ -310,33 +310,26 @@ def _load_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 
 
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
-    """Launch the run again from its last checkpoint."""
+    """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
     from workbench.experiment import Experiment
+    from workbench.planning.runnable import captured_model
     from workbench.runs.launching.launcher import launch
-    from workbench.runs.launching.run_directory import continued_facts
+    from workbench.runs.launching.run_directory import Attempt, continued_provenance
 
     check_unedited(run._dir)
     changed = {} if steps is None else {"steps": steps, "epochs": None, "tokens": None}
     experiment = Experiment.from_json({**run.experiment, **changed})
-    chosen = run.plan if plan is None else plan
-    _check_model(run, experiment, chosen)
-    facts = continued_facts(run._dir, experiment, accept_changed_data)
-    launch(experiment, chosen, resume=run.path, code={}, facts=facts)
-
-
-def _check_model(run: Run, experiment: Experiment, plan: Plan) -> None:
-    """Raise `PlanMismatch` unless the plan was made for the model that the run trains."""
-    from workbench.planning.from_experiment import check_signature
-
-    if not (experiment.model.is_user_defined or experiment.data.is_user_defined):
-        check_signature(experiment, plan)
-    elif plan.signature != run.plan.signature:
+    captured = None if plan is None else captured_model(experiment, plan)
+    if plan is not None and captured is None and plan.signature != run.plan.signature:
         raise PlanMismatch(
             f"The plan was made for {plan.model} (signature {plan.signature}), and {run.name} trains "
             f"{run.plan.model} ({run.plan.signature}). Plan the run's own experiment.",
             planned=plan.signature,
             found=run.plan.signature,
         )
+    provenance = continued_provenance(run._dir, experiment, accept_changed_data)
+    attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
+    launch(attempt, captured, progress=False)
 
 
 def step_text(facts: RunFacts) -> str:

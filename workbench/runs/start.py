@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
-from typing import Any
 
 from workbench.arguments import checked_arguments
-from workbench.data import Prepared, data_fingerprint
-from workbench.errors import InvalidArgument, PlanMismatch
+from workbench.data import Prepared
+from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
-from workbench.planning import from_experiment
-from workbench.planning.data_supply import supply_of
-from workbench.planning.from_experiment import check_signature
 from workbench.planning.plan import Plan
+from workbench.planning.planner import plan as make_plan
+from workbench.planning.runnable import captured_model
 from workbench.runs.launching import launcher
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.registry import OneRun
 from workbench.runs.run import Run
 
@@ -43,20 +41,16 @@ def launch(
     cannot be captured, and `DataError` if the data cannot feed it.
     """
     experiment.data.check(experiment)
-    chosen = _recorded_plan(experiment) or (from_experiment.plan(experiment) if plan is None else plan)
-    facts = _check_and_prepare(experiment, chosen, progress)
-    return Run(launcher.launch(experiment, chosen, directory=directory, facts=facts))
+    chosen = _recorded_plan(experiment) or plan or make_plan(experiment)
+    attempt = Attempt(experiment, chosen, directory)
+    return Run(launcher.launch(attempt, captured_model(experiment, chosen), progress=progress))
 
 
 def _recorded_plan(experiment: Experiment) -> Plan | None:
     """Return the plan that `workbench reproduce` gives this run of a notebook, if it fits the model; else None."""
     recorded = launcher.replayed_plan(experiment)
-    try:
-        if recorded is not None:
-            check_signature(experiment, recorded)
-    except PlanMismatch:
-        return None
-    return recorded
+    captured = None if recorded is None else captured_model(experiment, recorded)
+    return recorded if captured is not None and recorded and captured.signature == recorded.signature else None
 
 
 @checked_arguments
@@ -75,21 +69,9 @@ def prepare(
     arguments and the errors are those of `launch`.
     """
     experiment.data.check(experiment)
-    facts = _check_and_prepare(experiment, plan, progress)
     continued = None if resume is None else resume.path if isinstance(resume, Run) else Path(resume).expanduser()
-    return Run(launcher.prepare(experiment, plan, directory=directory, resume=continued, facts=facts))
-
-
-def _check_and_prepare(experiment: Experiment, plan: Plan, progress: bool) -> dict[str, Any]:
-    """Check that the plan is for the experiment, prepare the data, and return facts for the run's environment."""
-    check_signature(experiment, plan)
-    from_experiment.check_optimizer(experiment, plan)
-    from_experiment.check_sparsity(experiment, plan)
-    supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
-    if supply is not None and not supply.keeps_up:
-        warnings.warn(repr(supply), stacklevel=3)
-    from_experiment.check_between_steps(experiment, plan)
-    return {"data_fingerprint": data_fingerprint(experiment)}
+    attempt = Attempt(experiment, plan, directory, continued)
+    return Run(launcher.prepare(attempt, captured_model(experiment, plan), progress=progress))
 
 
 @checked_arguments

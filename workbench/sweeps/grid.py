@@ -19,11 +19,13 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
-from workbench.planning.from_experiment import checked_choices, profile_and_cluster
 from workbench.planning.plan import Plan
+from workbench.planning.planner import checked_choices
+from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.request import Request, check_choices, memory_limit_bytes
+from workbench.planning.runnable import captured_model, check_runnable
 from workbench.planning.search import checked_search, uncollected
-from workbench.runs.launching.launcher import check_launch
+from workbench.runs.launching.launcher import devices_for
 from workbench.strategy import Choices, Fixed
 from workbench.sweeps.measured import WARM_STEPS, MeasuredGrid, start_measuring
 from workbench.units import duration, gib, plain
@@ -149,9 +151,10 @@ class Grid:
         }
         short = self.experiment.replace(**changes, warmup_steps=None, log_every=1)
         plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
+        captured = captured_model(short, plans[0][1])
         for _, plan in plans:
-            check_launch(short, plan)
-        short.data.prepare(short)
+            devices_for(plan)
+            check_runnable(short, plan, captured, progress=True)
         return start_measuring(short, plans, why, directory)
 
     def _chosen(self, cells: str | int | Sequence[Cell]) -> tuple[Sequence[Cell], str]:

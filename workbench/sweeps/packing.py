@@ -11,8 +11,9 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible
 from workbench.experiment import Experiment
-from workbench.planning.from_experiment import profile, search_profiled, with_evaluation
 from workbench.planning.plan import Plan
+from workbench.planning.planner import plan_profiled
+from workbench.planning.profiling import profile
 from workbench.units import duration
 
 
@@ -81,10 +82,7 @@ def _packing(
 ) -> Packing:
     # `Cluster.resized` would give a CPU process the cores of the others, which run beside it here.
     part = replace(cluster, gpus=each, gpus_per_node=min(each, cluster.gpus_per_node))
-    plans = {
-        key: with_evaluation(experiment, search_profiled(experiment, costs, part).best)
-        for key, (experiment, costs) in asked.items()
-    }
+    plans = {key: plan_profiled(experiment, costs, part) for key, (experiment, costs) in asked.items()}
     slots = [0.0] * (cluster.gpus // each)
     for key, steps in runs:
         heapq.heapreplace(slots, slots[0] + _run_seconds(asked[key][0], plans[key], steps))

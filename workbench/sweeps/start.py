@@ -9,7 +9,7 @@ from typing import Any
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment
-from workbench.planning import from_experiment
+from workbench.planning.runnable import captured_model, check_runnable
 from workbench.sweeps import packing
 from workbench.sweeps.axes import LARGEST_GRID, Axes, Choice
 from workbench.sweeps.directory import Entry, plan_key, profile_key
@@ -75,8 +75,7 @@ def sweep(
     profiled_as = {key: profile_key(choice) for key, (choice, _) in needed.items()}
     packed, why = packing.choose(experiments, runs, _cluster(), profiled_as)
     for key, plan in packed.plans.items():
-        from_experiment.check_optimizer(experiments[key], plan)
-        from_experiment.check_between_steps(experiments[key], plan)
+        check_runnable(experiments[key], plan, captured_model(experiments[key], plan), progress=True)
     folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
     settings = {
         "experiment": experiment.to_json(),

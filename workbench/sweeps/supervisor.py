@@ -20,6 +20,7 @@ from workbench.errors import WorkbenchError
 from workbench.machine import available_cores
 from workbench.rundir import this_process, write_json
 from workbench.runs.launching import launcher, processes
+from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, QueueDir, Result
@@ -133,16 +134,15 @@ class Supervisor:
 
     def _launch(self, entry: Entry, resume: Path | None) -> None:
         settings = self.directory.settings
-        launcher.launch(
+        attempt = Attempt(
             self.directory.experiment(entry),
             self.directory.plan(entry),
-            directory=self.directory.run(entry),
+            self.directory.run(entry),
             resume=resume,
-            facts={"sweep": self.directory.path.name},
             code={} if resume else self.directory.code(entry),
-            worker=settings["worker"],
-            cpu_share=1 / self.slots,
+            provenance={"sweep": self.directory.path.name},
         )
+        launcher.launch(attempt, worker=settings["worker"], cpu_share=1 / self.slots)
 
     def _set_aside(self, run: Run) -> None:
         """Move the directory of a run that was killed before its first checkpoint out of the way."""

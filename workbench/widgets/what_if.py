@@ -22,8 +22,8 @@ from workbench.errors import WorkbenchError
 from workbench.experiment import Experiment
 from workbench.figures import theme
 from workbench.figures.plan_view import plan_mimebundle, show_plan
-from workbench.planning import from_experiment
 from workbench.planning.plan import Plan
+from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
@@ -147,7 +147,7 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
 
     The model is captured and profiled once, for devices of `cluster`, by default of this machine.
     """
-    profile, cluster = from_experiment.profile_and_cluster(experiment, cluster)
+    profile, cluster = profile_and_cluster(experiment, cluster)
     return WhatIf(profile, cluster, experiment.global_batch, experiment.seq_len)
 
 

@@ -1,4 +1,4 @@
-"""The launcher: checks an experiment and its plan, writes the run directory, and starts the supervisor."""
+"""The launcher: asks the gate whether an attempt can start, writes the run directory, and starts the supervisor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import PlanInfeasible, PlanMismatch
+from workbench.data import data_fingerprint
+from workbench.errors import PlanInfeasible
+from workbench.planning.runnable import CAPTURED_FIELDS, captured_model, check_runnable
 from workbench.rundir import RunDir, append_event, check_unedited, process_alive, process_record, read_json, write_json
 from workbench.runs.launching import device_queue, processes
-from workbench.runs.launching.run_directory import code_of_clone, worker_path, written
+from workbench.runs.launching.run_directory import Attempt, code_of_clone, worker_path, written
 from workbench.runs.status import Status, runs_elsewhere, supervisor_record
-from workbench.units import count
 
 if TYPE_CHECKING:
+    from workbench.capture.captured_model import CapturedModel
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
@@ -35,110 +38,74 @@ _SAME_PLAN = ("model", "global_batch", "seq_len", "precision", "optimizer")
 
 
 def launch(
-    experiment: Experiment,
-    plan: Plan,
+    attempt: Attempt,
+    captured: CapturedModel | None = None,
     *,
-    directory: str | os.PathLike[str] | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    facts: Mapping[str, Any] | None = None,
-    code: Mapping[str, bytes] | None = None,
+    progress: bool | None = None,
     worker: str = processes.WORKER,
     cpu_share: float = 1.0,
 ) -> RunDir:
     """Start training in processes of its own and return at once; the kernel stays free, and may go away.
 
-    The run lives in `directory`, by default `<name>-<date>-<time>` in `$WORKBENCH_RUNS` or `./runs`. `resume` (a run
-    directory or one of its checkpoints) continues training, in the same directory unless another is given. Runs that
-    need the same devices queue. `facts` are added to `environment.json`; `code` becomes `code/` in place of the
-    experiment's own model and dataset. `worker` is the module that each rank executes. A run on
-    CPU processes trains beside others as long as their `cpu_share`s add up to 1; a run on GPUs has its own.
+    Runs that need the same devices queue. `captured` and `progress` are those of `check_runnable`. `worker` is the
+    module that each rank executes. A run on CPU processes trains beside others as long as their `cpu_share`s add up to
+    1; a run on GPUs has its own.
 
-    Raises `RunExists`, `RunNotFound`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError` before any process starts.
+    Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
-    devices = check_launch(experiment, plan)
+    devices = devices_for(attempt.plan)
+    attempt = _checked(attempt, captured, progress)
     device_queue.queue_folder()
     is_training = worker != processes.EVALUATOR
-    with written(experiment, plan, directory, resume, facts, code) as run:
+    with written(attempt) as run:
         if not is_training:
             run.tracker.unlink(missing_ok=True)  # the run that is evaluated has the result, not a run of its own on W&B
         append_event(run.events, "status", state="queued", message="")
-        _start_supervisor(run, plan, devices, worker, cpu_share)
+        _start_supervisor(run, attempt.plan, devices, worker, cpu_share)
     if os.environ.get(LAUNCHES) and is_training:
         with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
             file.write(f"{run.path}\n")
     return run
 
 
-def prepare(
-    experiment: Experiment,
-    plan: Plan,
-    *,
-    directory: str | os.PathLike[str] | None = None,
-    resume: str | os.PathLike[str] | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> RunDir:
-    """Write the run directory as `launch` does and start nothing: Slurm, `torchrun` or `accelerate launch` will.
-
-    Raises `RunExists`, `RunNotFound`, `PlanMismatch`, `PlanInfeasible` or `CheckpointError`.
-    """
-    check_plan(experiment, plan)
-    _check_host(plan)
-    with written(experiment, plan, directory, resume, facts, None) as run:
+def prepare(attempt: Attempt, captured: CapturedModel | None = None, *, progress: bool | None = None) -> RunDir:
+    """Write the run directory as `launch` does and start nothing: Slurm, `torchrun` or `accelerate launch` will."""
+    with written(_checked(attempt, captured, progress)) as run:
         write_json(run.launcher, {})  # an empty record says that somebody else will start the run
         append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
     return run
 
 
+def _checked(attempt: Attempt, captured: CapturedModel | None, progress: bool | None) -> Attempt:
+    """Return an attempt that may be started, with the fingerprint of its data if they were checked here."""
+    check_runnable(attempt.experiment, attempt.plan, captured, progress=progress)
+    if progress is None or "data_fingerprint" in attempt.provenance or not attempt.experiment.data.is_loaded:
+        return attempt
+    provenance = {"data_fingerprint": data_fingerprint(attempt.experiment), **attempt.provenance}
+    return replace(attempt, provenance=provenance)
+
+
 def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = processes.WORKER) -> RunDir:
-    """Launch the run's experiment again with `changes`, in a directory of its own; see `Run.clone`."""
+    """Launch the run's experiment again with `changes`, in a directory of its own; see `Run.clone`.
+
+    What the run passed before it started is not checked again: its model is captured only for a change that needs it.
+    """
     from workbench.experiment import Experiment
+    from workbench.planning.plan import Plan as Stored
 
     check_unedited(run)
-    experiment = Experiment.from_json(read_json(run.experiment)).replace(**changes)
+    before = Experiment.from_json(read_json(run.experiment))
+    experiment = before.replace(**changes)
+    is_checked = plan == Stored.load(run.plan) and all(
+        getattr(before, name) == getattr(experiment, name) for name in CAPTURED_FIELDS
+    )
+    captured = None if is_checked else captured_model(experiment, plan)
     code = code_of_clone(run, experiment, changes)
-    return launch(experiment, plan, facts={"cloned_from": run.path.name}, code=code, worker=worker)
+    attempt = Attempt(experiment, plan, code=code, provenance={"cloned_from": run.path.name})
+    return launch(attempt, captured, progress=False, worker=worker)
 
 
-def check_launch(experiment: Experiment, plan: Plan) -> tuple[str, ...]:
-    """Return the devices that a run of this plan may be given; raises what `launch` raises for the plan."""
-    check_plan(experiment, plan)
-    devices = _check_machine(plan)
-    _check_host(plan)
-    return devices
-
-
-def check_plan(experiment: Experiment, plan: Plan) -> None:
-    """Raise `PlanMismatch` unless the plan divides this experiment's batch and sequence, in its precision."""
-    for name, unit in (("global_batch", "samples a step"), ("seq_len", "tokens a sample")):
-        asked, planned = getattr(experiment, name), getattr(plan, name)
-        if asked != planned:
-            raise PlanMismatch(
-                f"The plan for {plan.model} divides {name}={count(planned)} ({unit}), but the experiment "
-                f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment).",
-                field=name,
-                experiment=asked,
-                plan=planned,
-            )
-    if experiment.precision not in ("auto", plan.precision):
-        raise PlanMismatch(
-            f"The plan for {plan.model} computes in {plan.precision}, but the experiment {experiment.name} asks for "
-            f"{experiment.precision}. Plan it anew: wb.plan(experiment).",
-            field="precision",
-            experiment=experiment.precision,
-            plan=plan.precision,
-        )
-    if plan.offload_optimizer and experiment.optimizer != "adamw":
-        raise PlanMismatch(
-            f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
-            f"{experiment.name} trains with {experiment.optimizer_name}, whose state stays on the device. Plan it "
-            "anew: wb.plan(experiment).",
-            field="optimizer",
-            experiment=experiment.optimizer_name,
-            plan="adamw",
-        )
-
-
-def _check_machine(plan: Plan) -> tuple[str, ...]:
+def devices_for(plan: Plan) -> tuple[str, ...]:
     """Return the devices of this node that the run may be given; raises where the plan needs more."""
     device_type = plan.cluster.device.type
     devices = device_queue.node_devices(device_type)
@@ -151,14 +118,6 @@ def _check_machine(plan: Plan) -> tuple[str, ...]:
             available=len(devices),
         )
     return devices
-
-
-def _check_host(plan: Plan) -> None:
-    from workbench.planning.refusals import too_large_to_build
-
-    refusal = too_large_to_build(plan)
-    if refusal is not None:
-        raise refusal
 
 
 def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, cpu_share: float) -> None:
@@ -224,7 +183,7 @@ def replayed_plan(experiment: Experiment) -> Plan | None:
         return None
     plan = Plan.from_json({**recorded[done]["plan"], "candidates": []})
     try:
-        _check_machine(plan)
+        devices_for(plan)
     except PlanInfeasible:
         return None
     return plan

@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +41,27 @@ CODE_PATH = "path.json"
 """File in `code/` that lists where the modules of a model or dataset lie; the run may be continued from elsewhere."""
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to train an experiment under a plan, and what its run directory is made of."""
+
+    experiment: Experiment
+    plan: Plan
+    directory: str | os.PathLike[str] | None = None
+    """The run directory; by default that of the continued run, or `<name>-<date>-<time>` among the runs."""
+    resume: str | os.PathLike[str] | None = None
+    """The run, or one of its checkpoints, from which the training goes on."""
+    code: Mapping[str, bytes] | None = None
+    """Files of `code/`; by default the experiment's own model, datasets and functions."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `environment.json` beside the machine's: the data's fingerprint, the run that was cloned, the sweep."""
+
+
 @contextlib.contextmanager
-def written(
-    experiment: Experiment,
-    plan: Plan,
-    directory: str | os.PathLike[str] | None,
-    resume: str | os.PathLike[str] | None,
-    facts: Mapping[str, Any] | None,
-    code: Mapping[str, bytes] | None,
-) -> Iterator[RunDir]:
+def written(attempt: Attempt) -> Iterator[RunDir]:
     """Write a run directory that ranks can start from; nobody else can start them while the block runs."""
-    code = user_code(experiment) if code is None else code
+    experiment, resume = attempt.experiment, attempt.resume
+    code = user_code(experiment) if attempt.code is None else attempt.code
     with _unwritable_named():
         checkpoint = None if resume is None else checkpoint_of(Path(resume))
     step = 0 if checkpoint is None else step_of(checkpoint)
@@ -62,11 +73,11 @@ def written(
             steps=experiment.steps,
         )
     if checkpoint is not None:
-        _check_data(RunDir(checkpoint.parent.parent), experiment, facts or {})
-    with _unwritable_named(), _own_directory(experiment, directory, checkpoint) as run:
+        _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
+    with _unwritable_named(), _own_directory(attempt, checkpoint) as run:
         write_json(run.experiment, experiment.to_json())
-        write_json(run.plan, plan.to_json())
-        write_json(run.environment, {**environment(), **(facts or {})})
+        write_json(run.plan, attempt.plan.to_json())
+        write_json(run.environment, {**environment(), **attempt.provenance})
         settings = tracker_settings(run, experiment)
         if settings is None:
             run.tracker.unlink(missing_ok=True)
@@ -115,16 +126,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 @contextlib.contextmanager
-def _own_directory(
-    experiment: Experiment, directory: str | os.PathLike[str] | None, checkpoint: Path | None
-) -> Iterator[RunDir]:
+def _own_directory(attempt: Attempt, checkpoint: Path | None) -> Iterator[RunDir]:
     """Make the run's directory, or clear the last attempt's traces from the one that is continued."""
     continued = None if checkpoint is None else checkpoint.parent.parent
-    if directory is not None:
-        run = RunDir(Path(directory).expanduser().absolute())
+    if attempt.directory is not None:
+        run = RunDir(Path(attempt.directory).expanduser().absolute())
         continued = continued if continued is not None and continued.resolve() == run.path.resolve() else None
     else:
-        run = RunDir(continued or new_directory(str(experiment.name)))
+        run = RunDir(continued or new_directory(str(attempt.experiment.name)))
     if continued is None:
         if run.path.is_dir() and any(run.path.iterdir()):
             raise _taken(run)
@@ -253,7 +262,7 @@ def _set_aside_later(run: RunDir, aside: Path, step: int) -> None:
             checkpoint.path.rename(aside / "checkpoints" / checkpoint.path.name)
 
 
-def _check_data(run: RunDir, experiment: Experiment, facts: Mapping[str, Any]) -> None:
+def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, Any]) -> None:
     """Raise `DataError` if the files that the run was trained on hold another text now.
 
     An experiment that names other data asks for the change. User-defined data are not executed here.
@@ -263,7 +272,7 @@ def _check_data(run: RunDir, experiment: Experiment, facts: Mapping[str, Any]) -
     recorded = None
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a run that does not say what it was trained on
         recorded, then = read_json(run.environment).get("data_fingerprint"), read_json(run.experiment)
-    if not recorded or facts.get("accepted_changed_data") or experiment.data.is_user_defined:
+    if not recorded or provenance.get("accepted_changed_data") or experiment.data.is_user_defined:
         return
     if then.get("data") != json.loads(json.dumps(experiment.data.to_json())):
         return
@@ -318,13 +327,13 @@ def code_of_clone(run: RunDir, experiment: Experiment, changed: Iterable[str]) -
     return code
 
 
-def continued_facts(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:
+def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_data: bool = False) -> dict[str, Any]:
     """Return what `environment.json` says beside the machine, for a continuation of the run as `experiment`.
 
     A user-defined dataset is not read here, so its fingerprint is dropped when the last samples change.
     """
     before: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # a continuation needs none of these facts
+    with contextlib.suppress(OSError, ValueError):  # a continuation needs none of it
         before = read_json(run.environment)
     known: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
     if not experiment.data.is_user_defined:

@@ -1,0 +1,88 @@
+"""The graphs of an experiment's model, each captured once: of a training step, of an evaluation and of its samples."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import nn
+
+from workbench.capture.evaluation import capture_for_evaluation, capture_for_samples
+from workbench.capture.graph import Graph
+from workbench.capture.model import build_meta, capture, signature
+from workbench.capture.outputs import Metric
+from workbench.data import encoded_prompts
+from workbench.experiment import Experiment
+from workbench.memo import memoised
+from workbench.tensors import TensorSpec
+
+
+class CapturedModel:
+    """The model of an experiment, whose graphs are captured when they are first asked for, and then kept.
+
+    A plan that was made in this process holds one, so that `wb.launch` need not capture the model again.
+    """
+
+    def __init__(self, experiment: Experiment, micro_batch: int, model: nn.Module | None = None) -> None:
+        """`model` is the experiment's, if it has been built; otherwise it is built on the meta device, without weights.
+
+        `micro_batch` is the number of samples of a step's graph and of an evaluation's.
+        """
+        self._source, self._loss, self._model = experiment.model, experiment.loss, model
+        self._batch = _batch(experiment, micro_batch)
+        self._micro_batch = micro_batch
+
+    @property
+    def is_captured(self) -> bool:
+        """Return True if the graph of a step is there, so that asking for it takes no time."""
+        return "graph" in vars(self)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The graph of one micro-batch of a step; raises `CaptureError`."""
+        return capture(self._built(), self._batch, name=self._source.name, loss=self._loss)
+
+    @cached_property
+    def signature(self) -> str:
+        """The digest that a plan for this model has; it needs no capture."""
+        return self.graph.signature if self.is_captured else signature(self._built(), self._batch)
+
+    @cached_property
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters that have a gradient, by name."""
+        return {name: tuple(p.shape) for name, p in self._built().named_parameters() if p.requires_grad}
+
+    def evaluation(self, experiment: Experiment) -> Graph:
+        """Return the graph of the model in eval mode, with what the experiment's metrics read."""
+        return self._evaluation(tuple((experiment.metrics or {}).items()))
+
+    @memoised
+    def _evaluation(self, metrics: tuple[tuple[str, Metric], ...]) -> Graph:
+        return capture_for_evaluation(self._built(), self.graph, dict(metrics))
+
+    def samples(self, experiment: Experiment) -> list[Graph]:
+        """Return a graph in eval mode for each group of the experiment's prompts; none without `samples`."""
+        asked = experiment.samples
+        if asked is None:
+            return []
+        prompts = encoded_prompts(experiment, asked.prompts)
+        groups = prompts.groups(asked.tokens, experiment.seq_len)
+        return [self._samples(tuple(group.specs.items()), prompts.vocabulary) for group in groups]
+
+    @memoised
+    def _samples(self, batch: tuple[tuple[str, TensorSpec], ...], vocabulary: int) -> Graph:
+        return capture_for_samples(self._built(), self.graph, dict(batch), vocabulary)
+
+    def is_of(self, experiment: Experiment) -> bool:
+        """Return True if the graph of a step is that of the experiment, whose model is built to see its parameters."""
+        return (
+            (self._source, self._loss) == (experiment.model, experiment.loss)
+            and self._batch == _batch(experiment, self._micro_batch)
+            and self.signature == signature(build_meta(experiment.model.build), self._batch)
+        )
+
+    def _built(self) -> nn.Module:
+        return build_meta(self._source.build) if self._model is None else self._model
+
+
+def _batch(experiment: Experiment, micro_batch: int) -> dict[str, TensorSpec]:
+    return {name: spec.batched(micro_batch) for name, spec in experiment.data.batch_specs(experiment).items()}

@@ -1,0 +1,178 @@
+"""The profile of an experiment's model: captured, priced by the device's constants, corrected by measurements."""
+
+from __future__ import annotations
+
+import fnmatch
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from workbench.arguments import checked_arguments
+from workbench.cost.cluster import Cluster
+from workbench.errors import InvalidArgument, InvalidExperiment, suggestion
+from workbench.experiment import LARGEST_COUNT, Experiment
+from workbench.planning.request import check_cluster
+
+if TYPE_CHECKING:
+    from workbench.capture import Graph
+    from workbench.cost.block_sparse import SparseMatrices
+    from workbench.cost.profile import Profile
+    from workbench.measure.probe_request import ProbeRequest
+
+
+CAPTURE_BATCH = 2
+"""Samples of the batch that a model is captured with for planning; costs are linear in the micro-batch."""
+
+
+@checked_arguments
+def profile(experiment: Experiment, cluster: Cluster | None = None) -> Profile:
+    """Return what each block of the experiment's model costs on a device of the cluster, by default of this machine.
+
+    Where this machine has the cluster's GPU, each block type is measured on it (about a minute, once for each model,
+    device and torch version). Elsewhere the device's constants price it.
+    """
+    return profile_and_cluster(experiment, cluster)[0]
+
+
+@checked_arguments
+def graph(experiment: Experiment, micro_batch: int = CAPTURE_BATCH) -> Graph:
+    """Return the experiment's model as a graph of blocks, without weights; raises `CaptureError`."""
+    from workbench.capture.captured_model import CapturedModel
+
+    if not 1 <= micro_batch <= LARGEST_COUNT:
+        raise InvalidArgument(f"micro_batch={micro_batch:,} is no number of samples. Give 1 to {LARGEST_COUNT:,}.")
+    return CapturedModel(experiment, micro_batch).graph
+
+
+def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tuple[Profile, Cluster]:
+    """Return the profile, and the cluster that it is for: this machine if none was given.
+
+    The processes that measure start first, because they need as long as this process to import torch.
+    """
+    from workbench.cost.correction import corrected_profile
+    from workbench.measure.block_probes import (
+        BlockProbes,
+        cached_measurements,
+        has_cached_measurements,
+        has_nvidia_gpus,
+        measure_blocks,
+    )
+    from workbench.measure.local_cluster import local_cluster
+
+    experiment.data.check(experiment)
+    with ExitStack() as stack:
+        early = cluster is None and has_nvidia_gpus() and not has_cached_measurements(experiment.model.name)
+        probes = stack.enter_context(BlockProbes()) if early else None
+        if cluster is None:
+            cluster = local_cluster()
+        check_cluster(cluster)
+        request = probe_request(experiment, cluster) if _is_here(cluster) else None
+        if request is None:
+            probes = None
+            stack.close()
+        elif probes is not None:
+            probes.ask(request, cluster.device)
+        costs = analytic_profile(experiment, cluster)
+        measured = cached_measurements(costs, cluster) if cluster.device.type == "cuda" else ()
+        if not measured and request is not None:
+            if probes is None:
+                probes = stack.enter_context(BlockProbes())
+                probes.ask(request, cluster.device)
+            measured = measure_blocks(probes, costs, cluster, experiment.global_batch)
+    return (corrected_profile(costs, cluster.device, measured) if measured else costs), cluster
+
+
+def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
+    """Return the profile of the experiment's model by the device's constants, without measurements."""
+    from workbench.capture.captured_model import CapturedModel
+    from workbench.capture.label_counting import labelled_share
+    from workbench.cost.graph_profiler import profile_graph
+    from workbench.cost.optimizer_cost import with_optimizer
+
+    captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
+    graph = _with_coupling_allowed(captured.graph) if experiment.batch_coupling == "allow" else captured.graph
+    _check_rate_scale(experiment, graph)
+    costs = profile_graph(
+        graph,
+        cluster.device,
+        resolved_precision(experiment, cluster),
+        compiled=_is_compiled(experiment, cluster),
+        labelled_share=(
+            experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
+        ),
+        deterministic=experiment.deterministic,
+        sparse=_sparse_matrices(experiment, graph),
+    )
+    return replace(with_optimizer(costs, experiment, graph), captured=captured)
+
+
+def _with_coupling_allowed(graph: Graph) -> Graph:
+    """Return the graph with a note in place of samples that influence one another."""
+    if not graph.coupled:
+        return graph
+    note = (
+        f"The loss compares samples of one batch ({graph.coupled[0]}) and batch_coupling is 'allow': it compares "
+        f"those of one micro-batch, so that its value depends on the plan."
+    )
+    return replace(graph, coupled=(), notes=(*graph.notes, note))
+
+
+def _check_rate_scale(experiment: Experiment, graph: Graph) -> None:
+    """Raise `InvalidExperiment` for a pattern of `rate_scale` that matches no parameter of the model."""
+    names = list(graph.parameters)
+    for pattern in experiment.rate_scale or {}:
+        if not fnmatch.filter(names, pattern):
+            raise InvalidExperiment(
+                f"The pattern {pattern!r} of rate_scale matches none of the {len(names)} parameters of "
+                f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
+                "wb.planning.graph(experiment).parameters.",
+                pattern=pattern,
+            )
+
+
+def _sparse_matrices(experiment: Experiment, graph: Graph) -> SparseMatrices | None:
+    """Return the sparse weights of an experiment; raises `InvalidExperiment` if its blocks do not suit them."""
+    from workbench.capture.sparse_matrices import block_sparse_obstacle
+    from workbench.cost.block_sparse import SparseMatrices
+
+    if experiment.sparsity is None:
+        return None
+    return SparseMatrices.of(graph, experiment.sparsity, block_sparse_obstacle(experiment, graph))
+
+
+def _is_here(cluster: Cluster) -> bool:
+    """Return True if this machine has the cluster's GPU."""
+    from workbench.measure.detection import local_gpu
+
+    return cluster.device.type == "cuda" and local_gpu() == cluster.device.name
+
+
+def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
+    """Return the request to the processes that measure the model's blocks on this machine."""
+    from workbench.measure.block_probes import likely_micro_batches
+    from workbench.measure.probe_request import ProbeRequest
+
+    return ProbeRequest(
+        experiment.model.name,
+        experiment.model.build,
+        dict(experiment.data.batch_specs(experiment)),
+        experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)),
+        experiment.data.labelled_share(experiment),
+        resolved_precision(experiment, cluster),
+        _is_compiled(experiment, cluster),
+        experiment.deterministic,
+        likely_micro_batches(cluster, experiment.global_batch),
+        experiment.data.examples(experiment),
+        experiment.loss,
+    )
+
+
+def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
+    """Return the experiment's precision; `auto` is bf16 on GPUs and fp32 on CPUs."""
+    if experiment.precision != "auto":
+        return experiment.precision
+    return "bf16" if cluster.device.type == "cuda" else "fp32"
+
+
+def _is_compiled(experiment: Experiment, cluster: Cluster) -> bool:
+    return cluster.device.type == "cuda" if experiment.compile is None else experiment.compile

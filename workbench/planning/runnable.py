@@ -1,0 +1,209 @@
+"""The one gate before a training: whatever starts one asks `check_runnable` whether it can."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from workbench.errors import DataError, PlanMismatch
+from workbench.experiment import Experiment
+from workbench.planning.data_supply import supply_of
+from workbench.planning.optimizer_limits import check_optimizer
+from workbench.planning.plan import Plan
+from workbench.planning.profiling import CAPTURE_BATCH
+from workbench.planning.refusals import too_large_to_build
+from workbench.units import count
+from workbench.user_code import UserFunction
+
+if TYPE_CHECKING:
+    from workbench.capture import Graph
+    from workbench.capture.captured_model import CapturedModel
+
+CAPTURED_FIELDS = (
+    *("model", "data", "eval_data", "seq_len", "loss", "batch_coupling"),
+    *("evaluate", "metrics", "samples", "sparsity", "optimizer"),
+)
+"""Fields of an experiment for which the gate may need the model's graphs."""
+
+
+def check_runnable(
+    experiment: Experiment, plan: Plan, captured: CapturedModel | None, *, progress: bool | None = None
+) -> None:
+    """Raise unless a training of this experiment can start under this plan.
+
+    The kernel asks before it starts a process, and each rank once it has captured its model. Checks that take no time
+    come first; the model is captured only for an experiment that evaluates, writes samples or has sparse weights.
+
+    Args:
+        experiment: what is to be trained.
+        plan: how its step is divided.
+        captured: the experiment's model; None if it was checked before, or is code that only the ranks load.
+        progress: show a progress bar while data are tokenised that were not; None for data that were checked before.
+
+    Raises:
+        PlanMismatch: the plan is for another model, batch, precision, optimiser or form of the weights.
+        PlanInfeasible: neither a GPU nor its host has room for the whole model.
+        InvalidExperiment: the sparsity, a metric or the optimiser does not suit the model.
+        CaptureError: the model cannot be captured, or its evaluation cannot run in the plan's stages.
+        DataError: the data cannot feed it, a prompt cannot be read, or too few samples are held out.
+    """
+    _check_division(experiment, plan)
+    if (refusal := too_large_to_build(plan)) is not None:
+        raise refusal
+    if captured is not None:
+        check_signature(experiment, plan, captured)
+        if captured.is_captured:
+            check_coupling(experiment, plan, captured.graph)
+        check_optimizer(experiment, plan, lambda: captured.trained_shapes)
+        if experiment.sparsity is not None or plan.block_sparse:
+            check_sparsity(experiment, plan, captured.graph)
+    if progress is not None:
+        _check_data(experiment, plan, progress)
+    if captured is not None:
+        check_between_steps(experiment, plan, captured)
+
+
+def captured_model(experiment: Experiment, plan: Plan) -> CapturedModel | None:
+    """Return the experiment's model for the gate: as the plan was made from it in this process, or not yet captured.
+
+    Returns None for a model or data that are only described, because their code is stored with a run.
+    """
+    from workbench.capture.captured_model import CapturedModel
+
+    if not _is_loaded(experiment):
+        return None
+    planned = None if plan.origin is None else plan.origin[0].captured
+    return planned if planned is not None and planned.is_of(experiment) else CapturedModel(experiment, CAPTURE_BATCH)
+
+
+def _is_loaded(experiment: Experiment) -> bool:
+    """Return True unless an object of the user's is only described, because its code is stored with a run."""
+    functions = (experiment.loss, experiment.optimizer, *(experiment.metrics or {}).values())
+    return (
+        experiment.model.is_loaded
+        and _has_loaded_data(experiment)
+        and all(function.is_loaded for function in functions if isinstance(function, UserFunction))
+    )
+
+
+def _has_loaded_data(experiment: Experiment) -> bool:
+    return experiment.data.is_loaded and (experiment.eval_data is None or experiment.eval_data.is_loaded)
+
+
+def _check_division(experiment: Experiment, plan: Plan) -> None:
+    """Raise `PlanMismatch` unless the plan divides this experiment's batch and sequence, in its precision."""
+    for name, unit in (("global_batch", "samples a step"), ("seq_len", "tokens a sample")):
+        asked, planned = getattr(experiment, name), getattr(plan, name)
+        if asked != planned:
+            raise PlanMismatch(
+                f"The plan for {plan.model} divides {name}={count(planned)} ({unit}), but the experiment "
+                f"{experiment.name} has {name}={count(asked)}. Plan it anew: wb.plan(experiment).",
+                field=name,
+                experiment=asked,
+                plan=planned,
+            )
+    if experiment.precision not in ("auto", plan.precision):
+        raise PlanMismatch(
+            f"The plan for {plan.model} computes in {plan.precision}, but the experiment {experiment.name} asks for "
+            f"{experiment.precision}. Plan it anew: wb.plan(experiment).",
+            field="precision",
+            experiment=experiment.precision,
+            plan=plan.precision,
+        )
+    if plan.offload_optimizer and experiment.optimizer != "adamw":
+        raise PlanMismatch(
+            f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
+            f"{experiment.name} trains with {experiment.optimizer_name}, whose state stays on the device. Plan it "
+            "anew: wb.plan(experiment).",
+            field="optimizer",
+            experiment=experiment.optimizer_name,
+            plan="adamw",
+        )
+
+
+def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
+    """Raise `PlanMismatch` unless the plan was made for this model and these batch fields."""
+    signature = captured.signature
+    if signature != plan.signature:
+        raise PlanMismatch(
+            f"The plan was made for {plan.model} at sequence length {plan.seq_len} (signature {plan.signature}), and "
+            f"this is {experiment.model.name} at {experiment.seq_len} ({signature}). Plan again with "
+            "wb.plan(experiment).",
+            planned=plan.signature,
+            found=signature,
+        )
+    if captured.is_captured and (blocks := len(captured.graph.blocks)) != len(plan.block_names):
+        raise PlanMismatch(
+            f"The plan was made for {plan.model} of {len(plan.block_names)} blocks, and this model has {blocks}: its "
+            "forward has changed. Plan again with wb.plan(experiment).",
+            planned=len(plan.block_names),
+            found=blocks,
+        )
+
+
+def check_coupling(experiment: Experiment, plan: Plan, graph: Graph) -> None:
+    """Raise `PlanMismatch` if the plan divides a batch whose samples the loss compares, which nobody allowed.
+
+    The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
+    """
+    if graph.coupled and experiment.batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
+        raise PlanMismatch(
+            f"The loss of {plan.model} compares samples of one batch ({graph.coupled[0]}), and the plan divides the "
+            f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
+            f"wb.plan(experiment), or give it batch_coupling='allow'.",
+            coupled=list(graph.coupled),
+        )
+
+
+def check_sparsity(experiment: Experiment, plan: Plan, graph: Graph) -> None:
+    """Raise `InvalidExperiment` unless the blocks of a sparse experiment suit the weights of its model.
+
+    Raises `PlanMismatch` for a plan with block-sparse weights if the experiment's cannot be that.
+    """
+    from workbench.capture.sparse_matrices import block_sparse_obstacle, sparse_matrices
+
+    if experiment.sparsity is not None:
+        sparse_matrices(graph, experiment.sparsity)
+    obstacle = block_sparse_obstacle(experiment, graph) if plan.block_sparse else ""
+    if plan.block_sparse and not plan.can_be_block_sparse:
+        obstacle = obstacle or "its devices hold parts of weights (ZeRO or tensor parallelism)"
+    if obstacle:
+        raise PlanMismatch(
+            f"The plan has block-sparse weights, and that is not possible: {obstacle}. Plan again: wb.plan(experiment)."
+        )
+
+
+def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
+    """Prepare the data, and raise `DataError` if the held-out samples do not fill one micro-batch of the plan.
+
+    Warns of streamed text that is tokenised more slowly than the plan trains on it. Code that only the ranks load is
+    left to them, apart from the number of samples that was asked for.
+    """
+    from workbench.data import held_out
+
+    is_loaded = _has_loaded_data(experiment)
+    if is_loaded:
+        supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
+        if supply is not None and not supply.keeps_up:
+            warnings.warn(repr(supply), stacklevel=5)
+    if experiment.evaluate is None:
+        return
+    samples = len(held_out(experiment)) if is_loaded else experiment.evaluate.samples
+    if samples < plan.micro_batch:
+        raise DataError(
+            f"There are {samples:,} held-out samples, fewer than the {plan.micro_batch:,} of one micro-batch of the "
+            "plan. Give more eval_data, raise Evaluate.samples, or plan with a smaller micro_batch.",
+            samples=samples,
+            micro_batch=plan.micro_batch,
+        )
+
+
+def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
+    """Raise unless evaluations and samples can be computed in the plan's stages."""
+    from workbench.capture.evaluation import require_same_stages
+
+    cuts = [stage.first_block for stage in plan.stages[1:]]
+    if experiment.evaluate is not None:
+        require_same_stages(captured.graph, captured.evaluation(experiment), cuts, plan.tensor)
+    for graph in captured.samples(experiment):
+        require_same_stages(captured.graph, graph, cuts, plan.tensor, same_shapes=False)
