@@ -347,13 +347,15 @@ def _measure(arguments: argparse.Namespace) -> None:
     rows = _read(arguments.file)["rows"]
     planned = [index for index, row in enumerate(rows) if "plan" in row and "measured_ms" not in row]
     left = [index for index in planned if "error" not in rows[index] or arguments.again]
+    exceeding = {index for index in left if EXCEEDS in rows[index]["why"]}
+    left.sort(key=exceeding.__contains__)  # last, because no plan is measured in processes that ran out of memory
     while left and time.monotonic() - begun <= arguments.budget_s:
         workers = _Workers(arguments, left, Plan.from_json(rows[left[0]]["plan"]).world)
         try:
             while left and time.monotonic() - begun <= arguments.budget_s:
                 print(f"{left[0]} {rows[left[0]]['case']}: {rows[left[0]]['division']} …", flush=True)
                 found = workers.measured(left[0])
-                if found is None or ("error" in found and not workers.new):
+                if found is None or ("error" in found and not workers.new and left[0] not in exceeding):
                     print(f"  {found['error']}" if found else "  memory was left over", flush=True)
                     print("  … in new processes", flush=True)
                     break
