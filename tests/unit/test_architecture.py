@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -79,18 +80,21 @@ def room(file: Path) -> str:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.cache
+def named(file: Path) -> tuple[set[str], set[str]]:
+    """Return the dotted names that a file imports, and the attributes that it reaches."""
+    tree = ast.parse(file.read_text())
+    return set(imports(tree)), set(uses(tree))
+
+
 @pytest.mark.parametrize("library", HOMES)
 def test_a_library_is_imported_in_its_room_only(library: str) -> None:
-    def inside(name: str) -> bool:
-        return name == library or name.startswith(library + ".")
+    def reaches(file: Path) -> bool:
+        imported, used = named(file)
+        names = imported | used if "." in library else imported
+        return any(name == library or name.startswith(library + ".") for name in names)
 
-    found = {
-        str(file.relative_to(ROOT))
-        for file in FILES
-        if room(file) not in HOMES[library]
-        and (tree := ast.parse(file.read_text()))
-        and any(inside(name) for name in (*imports(tree), *(uses(tree) if "." in library else ())))
-    }
+    found = [str(file.relative_to(ROOT)) for file in FILES if room(file) not in HOMES[library] and reaches(file)]
     assert not found, f"{library} belongs to {', '.join(sorted(HOMES[library]))}"
 
 
