@@ -12,6 +12,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; live figures read it
+    events.columns       what was read of many of its lines, in binary; it may be deleted
     launcher.json        process ids and start times of the supervisor, the launcher and the ranks
     ranks/<rank>.json    pid and created (`this_process()`), rank, stage and device of each rank
     ranks/<rank>.beat    what the rank does now: step, activity (`workbench.execution.heartbeat`)
@@ -58,9 +59,9 @@ _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
 
 
-_CHECKSUM = b', "crc32": "'
+CHECKSUM = b', "crc32": "'
 """Beginning of the last field of an event's line: the CRC-32 of what stands before it."""
-_SUFFIX = len(_CHECKSUM) + 10
+_SUFFIX = len(CHECKSUM) + 10
 _WAITING: dict[Path, list[bytes]] = {}
 """Lines of this process that a full disk has not taken yet."""
 _WAITING_LOCK = threading.Lock()
@@ -249,7 +250,7 @@ def append_event(path: Path, type: str, /, **fields: Any) -> None:
     text = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True)[:-1].encode()
     with _WAITING_LOCK:
         lines = _WAITING.setdefault(path, [])
-        lines.append(b'%s%s%08x"}\n' % (text, _CHECKSUM, zlib.crc32(text)))
+        lines.append(b'%s%s%08x"}\n' % (text, CHECKSUM, zlib.crc32(text)))
         try:
             _append(path, b"".join(lines))
         except OSError:
@@ -271,7 +272,7 @@ def log_event(path: Path, type: str, /, **fields: Any) -> None:
             raise
         text = json.dumps({"type": type, **fields}, allow_nan=True)[:-1].encode()
         with _WAITING_LOCK:
-            _WAITING.setdefault(path, []).append(b'%s%s%08x"}\n' % (text, _CHECKSUM, zlib.crc32(text)))
+            _WAITING.setdefault(path, []).append(b'%s%s%08x"}\n' % (text, CHECKSUM, zlib.crc32(text)))
 
 
 def _append(path: Path, lines: bytes) -> None:
@@ -321,9 +322,12 @@ def read_events(path: Path) -> list[Event]:
     return EventTail(path).read()
 
 
-def parse_event(line: bytes) -> Event | None:
-    """Return the event in a line, or None for a line that is torn or differs from what was written."""
-    if not is_intact(line):
+def parse_event(line: bytes, is_checked: bool = False) -> Event | None:
+    """Return the event in a line, or None for a line that is torn or differs from what was written.
+
+    `is_checked` says that the line is known to be intact.
+    """
+    if not (is_checked or is_intact(line)):
         return None
     try:
         event: Any = json.loads(line)
@@ -340,7 +344,7 @@ def is_intact(line: bytes) -> bool:
 
     A line without a checksum, which an earlier version or another program wrote, must look like a JSON object.
     """
-    if line[-_SUFFIX:-10] == _CHECKSUM:
+    if line[-_SUFFIX:-10] == CHECKSUM:
         return b'%08x"}' % zlib.crc32(line[:-_SUFFIX]) == line[-10:]
     if b"crc" in line[-40:] or b'32": "' in line[-40:]:  # the checksum itself is damaged
         with contextlib.suppress(ValueError):

@@ -1,13 +1,15 @@
-"""Reading `events.jsonl` in bulk: logged steps to NumPy columns, everything else to dicts.
+"""Reading `events.jsonl` in bulk: logged steps and device samples to NumPy columns, everything else to dicts.
 
 Nearly all lines of a long run are steps, written alike. Arrow parses all steps of a block at once. A block that Arrow
-refuses (a torn line, an infinity, a word where a number belongs) is parsed line by line, with the same result.
+refuses (an infinity, a word where a number belongs) is parsed line by line, with the same result. Lines that differ
+from what was written are counted and left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,30 +19,43 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
 from workbench.events import Event
-from workbench.rundir import is_intact, parse_event
+from workbench.rundir import CHECKSUM, is_intact, parse_event
 
+Array = NDArray[np.float64]
+Lines = NDArray[np.int64]
 LOGGED = tuple(name for name, column in COLUMNS.items() if not column.is_derived)
 """The figures of a `step` event that become columns, in this order."""
+SAMPLE_ROWS = 5
+"""Rows of `Block.samples`."""
 BLOCK_BYTES = 8 * 2**20
 BULK_BYTES = 2**18
 """Size of a block from which Arrow is faster than Python, in spite of its start-up time."""
 RECENT_BYTES = 2**20
-"""Bytes at the end of a block that are searched for its latest steps."""
+"""Bytes before the end of a file that are searched for the latest steps at a time."""
 _STEP = b'{"type": "step"'
 _ACTIONS = b'{"type": "actions"'
 """Beginning of long events that only the timeline reads, from the file itself."""
 _DEVICE = b'{"type": "device"'
 """Beginning of a device sample; in a long run every eighth line or so is one."""
+_HEX_DIGIT = np.array([int(chr(byte), 16) if chr(byte) in "0123456789abcdef" else 1 << 40 for byte in range(256)])
 
 
 @dataclass(frozen=True)
 class Block:
-    """The events of some whole lines."""
+    """The events of some whole lines, which are numbered from 0."""
 
-    steps: NDArray[np.float64]
+    num_bytes: int
+    steps: Array
     """One column a logged step and one row for each of `LOGGED`."""
-    others: tuple[tuple[int, Event], ...]
-    """Every other event but `actions`, each with the number of steps of this block that came before it."""
+    samples: Array
+    """One column a sample of one device: number of its line, time, index in `names`, utilisation, bytes in use."""
+    names: tuple[str, ...]
+    """Names of the sampled devices: `"GPU 0"`, or in a multi-node run `"node 1, GPU 0"`."""
+    device_type: str
+    others: tuple[tuple[int, int, Event], ...]
+    """Every other event but `actions`, each after the number of its line and of the steps before it."""
+    damaged: int = 0
+    """Number of lines that differ from what was written."""
 
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
@@ -61,72 +76,91 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
                 begun += chunk
 
 
-def parsed(block: bytes) -> Block:
-    """Return the events of some whole lines, without lines that cannot be parsed."""
-    if len(block) >= BULK_BYTES:
+def parsed(block: bytes, with_columns: bool = True) -> Block:
+    """Return the events of some whole lines; without steps and samples, and sooner, unless `with_columns`."""
+    if len(block) >= BULK_BYTES or not with_columns:
         with contextlib.suppress(_Unusual):
-            return _in_bulk(block)
+            return _in_bulk(block, with_columns)
     return _line_by_line(block)
 
 
-def recent_steps(block: bytes, count: int) -> list[Event]:
-    """Return the last `count` step events of some whole lines."""
-    lines = [line for line in block[-RECENT_BYTES:].splitlines() if line.startswith(_STEP)]
-    return [event for line in lines[-count:] if (event := parse_event(line)) is not None]
-
-
-def damaged_lines(block: bytes) -> int:
-    """Return the number of lines that differ from what was written; readers skip them."""
-    return sum(not is_intact(line) for line in block.splitlines() if line)
-
-
-def milestones(block: bytes) -> list[Event]:
-    """Return every event of some whole lines that is neither a step, a device sample nor `actions`."""
-    starts, ends = _line_ends(block)
-    frequent = _begin_with(block, starts, _STEP) | _begin_with(block, starts, _DEVICE)
-    lines = (block[starts[line] : ends[line]] for line in np.flatnonzero(~frequent))
-    events = (parse_event(line) for line in lines if not line.startswith(_ACTIONS))
-    return [event for event in events if event is not None and event["type"] not in ("step", "device", "actions")]
+def recent_steps(path: Path, start: int, end: int, count: int) -> list[Event]:
+    """Return the last `count` step events between two offsets of a file, each at the beginning of a line."""
+    steps = list[Event]()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        while end > start and len(steps) < count:
+            begin = max(start, end - RECENT_BYTES)
+            file.seek(begin)
+            text = file.read(end - begin)
+            if begin > start:  # the first line is probably torn
+                whole = text.find(b"\n") + 1
+                begin, text = begin + whole, text[whole:]
+            end = begin if text else start
+            lines = [line for line in text.splitlines() if line.startswith(_STEP)][count * -2 :]
+            steps = [event for line in lines if (event := parse_event(line)) is not None] + steps
+    return steps[-count:]
 
 
 class _Unusual(ValueError):
     """A block with lines that `append_event` does not write."""
 
 
-def _in_bulk(block: bytes) -> Block:
-    starts, ends = _line_ends(block)
-    is_step = _begin_with(block, starts, _STEP)
-    steps_before = np.cumsum(is_step)
-    others, begin, steps = list[tuple[int, Event]](), 0, list[bytes]()
-    for line in np.flatnonzero(~is_step):
-        start, end = int(starts[line]), int(ends[line])
-        steps.append(block[begin:start])
-        begin, text = end + 1, block[start:end]
-        event = None if text.startswith(_ACTIONS) else parse_event(text)
-        if event is not None:
-            if event["type"] == "step":  # another program wrote it, with its fields in another order
-                raise _Unusual
-            others.append((int(steps_before[line]), event))
-    steps.append(block[begin:])
-    if not all(is_intact(line) for part in steps for line in part.splitlines()):
+def _in_bulk(block: bytes, with_columns: bool) -> Block:
+    if b"\r" in block:  # the end of a line, to other readers
         raise _Unusual
-    return Block(_columns(b"".join(steps), int(is_step.sum())), tuple(others))
-
-
-def _line_ends(block: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
-    return np.concatenate([[0], ends[:-1] + 1]), ends
-
-
-def _begin_with(block: bytes, starts: NDArray[np.int64], prefix: bytes) -> NDArray[np.bool_]:
     text = np.frombuffer(block, np.uint8)
+    ends = np.flatnonzero(text == ord("\n"))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    intact = _intact(block, text, starts, ends)
+    damaged = int((~intact & (ends > starts)).sum())
+    is_step, is_device, is_actions = (_begin_with(text, starts, prefix) for prefix in (_STEP, _DEVICE, _ACTIONS))
+    steps_before = np.cumsum(is_step & intact)
+    others = list[tuple[int, int, Event]]()
+    for line in np.flatnonzero(intact & ~(is_step | is_device | is_actions)).tolist():
+        event = parse_event(block[starts[line] : ends[line]], is_checked=True)
+        if event is not None and event["type"] in ("step", "device", "actions"):
+            raise _Unusual  # another program wrote it, with its fields in another order
+        if event is not None:
+            others.append((line, int(steps_before[line]), event))
+    samples, steps = _Samples(), np.empty((len(LOGGED), 0))
+    if with_columns:
+        for line in np.flatnonzero(intact & is_device).tolist():
+            samples.add(line, parse_event(block[starts[line] : ends[line]], is_checked=True))
+        steps = _columns(_cut_out(block, starts, ends, is_step & intact), int((is_step & intact).sum()))
+    return Block(len(block), steps, *samples.of_block(), tuple(others), damaged)
+
+
+def _intact(block: bytes, text: NDArray[np.uint8], starts: Lines, ends: Lines) -> NDArray[np.bool_]:
+    """Return which lines are intact, as `is_intact` says it of one line."""
+    suffix = text.take(ends[:, None] + np.arange(-len(CHECKSUM) - 10, 0), mode="clip")
+    frame = np.frombuffer(CHECKSUM + b'"}', np.uint8)
+    has_sum = (suffix[:, [*range(len(CHECKSUM)), -2, -1]] == frame).all(axis=1)
+    has_sum &= ends - starts > len(CHECKSUM) + 10
+    stated = _HEX_DIGIT[suffix[:, -10:-2]] @ (16 ** np.arange(7, -1, -1))
+    view, crc32 = memoryview(block), zlib.crc32
+    spans = zip(starts.tolist(), (ends - len(CHECKSUM) - 10).tolist(), strict=True)
+    found = np.fromiter((crc32(view[start:end]) for start, end in spans), np.int64, len(ends))
+    intact: NDArray[np.bool_] = has_sum & (stated == found)
+    for line in np.flatnonzero(~intact).tolist():
+        intact[line] = is_intact(block[starts[line] : ends[line]])
+    return intact
+
+
+def _begin_with(text: NDArray[np.uint8], starts: Lines, prefix: bytes) -> NDArray[np.bool_]:
     begins = np.ones(len(starts), dtype=np.bool_)
     for position, letter in enumerate(prefix):
         begins &= text.take(starts + position, mode="clip") == letter
     return begins
 
 
-def _columns(lines: bytes, count: int) -> NDArray[np.float64]:
+def _cut_out(block: bytes, starts: Lines, ends: Lines, wanted: NDArray[np.bool_]) -> bytes:
+    """Return the wanted lines, joined."""
+    edges = np.diff(wanted.astype(np.int8), prepend=0, append=0)
+    first, last = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) - 1
+    return b"".join(block[starts[a] : ends[b] + 1] for a, b in zip(first, last, strict=True))
+
+
+def _columns(lines: bytes, count: int) -> Array:
     import pyarrow as arrow
     from pyarrow import json as arrow_json
 
@@ -150,19 +184,50 @@ def _columns(lines: bytes, count: int) -> NDArray[np.float64]:
     return columns
 
 
+class _Samples:
+    """Collects the device samples of a block."""
+
+    def __init__(self) -> None:
+        self._rows = list[tuple[float, ...]]()
+        self._names = dict[str, int]()
+        self._device_type = ""
+
+    def add(self, line: int, event: Any) -> None:
+        """Add the samples of one `device` event; one that names no device or no utilisation says nothing."""
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            prefix = f"node {event['node']}, " if event.get("node") is not None else ""
+            values = zip(event["names"], event["shares"], event["used_bytes"], strict=True)
+            rows = [(f"{prefix}{name}", number(share), number(used)) for name, share, used in values]
+            time, self._device_type = float(event["time"]), event["device_type"]
+            for name, share, used in rows:
+                self._rows.append((line, time, self._names.setdefault(name, len(self._names)), share, used))
+
+    def of_block(self) -> tuple[Array, tuple[str, ...], str]:
+        """Return the fields of a `Block`."""
+        return columns_of(self._rows, SAMPLE_ROWS), tuple(self._names), self._device_type
+
+
 def _line_by_line(block: bytes) -> Block:
-    rows: list[list[float]] = []
-    others = []
-    for line in block.splitlines():
+    rows, samples = list[list[float]](), _Samples()
+    others, damaged = list[tuple[int, int, Event]](), 0
+    for number_of_line, line in enumerate(block.splitlines()):
         event = parse_event(line)
-        if event is None or event["type"] == "actions":
-            continue
-        if event["type"] != "step":
-            others.append((len(rows), event))
-        elif event.get("step") is not None:
-            with contextlib.suppress(TypeError, ValueError):  # a word where a number belongs
-                rows.append([number(event.get(name)) for name in LOGGED])
-    return Block(np.array(rows, dtype=np.float64).reshape(-1, len(LOGGED)).T, tuple(others))
+        if event is None:
+            damaged += bool(line) and not is_intact(line)
+        elif event["type"] == "device":
+            samples.add(number_of_line, event)
+        elif event["type"] == "step":
+            if event.get("step") is not None:
+                with contextlib.suppress(TypeError, ValueError):  # a word where a number belongs
+                    rows.append([number(event.get(name)) for name in LOGGED])
+        elif event["type"] != "actions":
+            others.append((number_of_line, len(rows), event))
+    return Block(len(block), columns_of(rows, len(LOGGED)), *samples.of_block(), tuple(others), damaged)
+
+
+def columns_of(rows: Sequence[Sequence[float]], width: int) -> Array:
+    """Return rows as the columns of a matrix with `width` rows, also if there are none."""
+    return np.array(rows, dtype=np.float64).reshape(-1, width).T
 
 
 def number(value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,16 +12,9 @@ from numpy.typing import NDArray
 
 from workbench.columns import COLUMNS
 from workbench.errors import suggestion
-from workbench.events import (
-    DataEvaluationEvent,
-    DeviceEvent,
-    EvaluationEvent,
-    Event,
-    SamplesEvent,
-    SparsityEvent,
-    StartEvent,
-)
-from workbench.runs.records.event_lines import LOGGED, blocks, damaged_lines, milestones, number, parsed, recent_steps
+from workbench.events import DataEvaluationEvent, EvaluationEvent, Event, SamplesEvent, SparsityEvent, StartEvent
+from workbench.runs.records.event_lines import LOGGED, Block, columns_of, number, recent_steps
+from workbench.runs.records.kept_blocks import read_blocks
 from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
 
@@ -155,11 +149,14 @@ class _Table:
             grown[:, : self.length] = self._values[:, : self.length]
             self._values = grown
 
-    def append(self, columns: Column) -> None:
-        count = columns.shape[1]
+    def append(self, *rows: Column) -> None:
+        """Append columns, given as matrices of some of their rows, from the first row on."""
+        count, first = rows[0].shape[1], 0
         if self.length + count > self._values.shape[1]:
             self.reserve(max(count, self.length))
-        self._values[:, self.length : self.length + count] = columns
+        for part in rows:
+            self._values[first : first + len(part), self.length : self.length + count] = part
+            first += len(part)
         self.length += count
 
     def insert(self, column: Column) -> None:
@@ -199,8 +196,8 @@ class HistoryTail:
     def read(self) -> History:
         """Return the history so far; arrays that were handed out earlier never change."""
         self.events = []
-        for block in blocks(self._path, self._offset):
-            self._offset += len(block)
+        for block in read_blocks(self._path, self._offset):
+            self._offset += block.num_bytes
             self._take(block)
         columns = dict(zip((*LOGGED, "gpu_hours"), self._steps.view(), strict=True))
         return History({name: columns[name] for name in COLUMNS})
@@ -235,36 +232,31 @@ class HistoryTail:
         """Return the patterns of sparse weights, as far as `read()` has come."""
         return patterns_of([self._patterns[step] for step in sorted(self._patterns)])
 
-    def _take(self, block: bytes) -> None:
-        arrived = parsed(block)
-        if arrived.steps.shape[1] and not self._steps.length:
+    def _take(self, block: Block) -> None:
+        if block.steps.shape[1] and not self._steps.length:
             bytes_left = self._path.stat().st_size - self._offset
-            self._steps.reserve(int(arrived.steps.shape[1] * (1 + 1.05 * bytes_left / len(block))))
-        taken, samples = 0, list[tuple[float, float, float, float]]()
-        for steps_before, event in arrived.others:
-            if event["type"] == "device":
-                if self._training:  # samples before the first step of an attempt, or after its last, are left out
-                    samples += self._sample(event)
-                continue
+            self._steps.reserve(int(block.steps.shape[1] * (1 + 1.05 * bytes_left / block.num_bytes)))
+        taken = sampled = 0
+        for line, steps_before, event in block.others:
             if event["type"] == "evaluation":
                 self._evaluations[int(event["step"])] = self._evaluated(event)
                 self._metrics[int(event["step"])] = event.get("metrics") or {}
-            if event["type"] == "data_evaluation":
+            elif event["type"] == "data_evaluation":
                 self._on_data.setdefault(event["data"], {})[int(event["step"])] = self._evaluated(event)
-            if event["type"] == "samples":
+            elif event["type"] == "samples":
                 self._texts[int(event["step"])] = event
-            if event["type"] == "sparsity":
+            elif event["type"] == "sparsity":
                 self._patterns[int(event["step"])] = event
-            if event["type"] == "start":
-                self._append(arrived.steps[:, taken:steps_before])
-                self._append_samples(samples)
-                taken, samples = steps_before, []
+            elif event["type"] == "start":
+                self._append(block.steps[:, taken:steps_before])
+                taken, sampled = steps_before, self._append_samples(block, sampled, line)
                 self._restart(event)
             elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
+                sampled = self._append_samples(block, sampled, line)
                 self._training = False
             self.events.append(event)
-        self._append(arrived.steps[:, taken:])
-        self._append_samples(samples)
+        self._append(block.steps[:, taken:])
+        self._append_samples(block, sampled)
 
     def _restart(self, event: StartEvent) -> None:
         """Drop the steps that the new attempt repeats: those after its checkpoint, or all in a fresh start."""
@@ -300,14 +292,13 @@ class HistoryTail:
             if not rising.shape[1]:
                 continue
             before_s, before_h = self._before
-            gpu_hours = before_h + (rising[_SECONDS] - before_s) * self._devices / 3600
-            rows = np.concatenate([rising, gpu_hours[None]])
-            while rows.shape[1] and self._is_misplaced(rows[:, 0]):
-                self._steps.insert(rows[:, 0])
-                rows = rows[:, 1:]
-            if rows.shape[1]:
-                self._forget_after(int(np.ceil(rows[0, 0])) - 1)
-                self._steps.append(rows)
+            hours = before_h + (rising[_SECONDS] - before_s) * self._devices / 3600
+            while rising.shape[1] and self._is_misplaced(rising[:, 0]):
+                self._steps.insert(np.append(rising[:, 0], hours[0]))
+                rising, hours = rising[:, 1:], hours[1:]
+            if rising.shape[1]:
+                self._forget_after(int(np.ceil(rising[0, 0])) - 1)
+                self._steps.append(rising, hours[None])
 
     def _is_misplaced(self, row: Column) -> bool:
         """Return True for a step that is neither after the last one nor written later than that."""
@@ -319,16 +310,21 @@ class HistoryTail:
     def _forget_after(self, step: int) -> None:
         self._steps.cut(int(np.searchsorted(self._steps.view()[0], step, side="right")))
 
-    def _sample(self, event: DeviceEvent) -> Iterator[tuple[float, float, float, float]]:
-        self._device_type = event["device_type"]
-        prefix = f"node {event['node']}, " if event.get("node") is not None else ""
-        for name, share, used in zip(event["names"], event["shares"], event["used_bytes"], strict=True):
-            code = self._names.setdefault(f"{prefix}{name}", len(self._names))
-            yield event["time"], code, number(share), number(used)
+    def _append_samples(self, block: Block, first: int, line: float = math.inf) -> int:
+        """Append a block's samples of devices from `first` on up to a line, and return the index of the next.
 
-    def _append_samples(self, samples: list[tuple[float, float, float, float]]) -> None:
-        if samples:
-            self._samples.append(np.array(samples, dtype=np.float64).T)
+        Those before the first step of an attempt, or after its last, are left out.
+        """
+        end = int(np.searchsorted(block.samples[0], line))
+        if self._training and end > first:
+            self._device_type = block.device_type
+            samples = block.samples[1:, first:end].copy()
+            codes = samples[1].astype(int)
+            names = {code: block.names[code] for code in np.flatnonzero(np.bincount(codes)).tolist()}
+            known = {code: self._names.setdefault(name, len(self._names)) for code, name in names.items()}
+            samples[1] = np.array([known.get(code, 0) for code in range(len(block.names))])[codes]
+            self._samples.append(samples)
+        return end
 
 
 def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Event], int, int]:
@@ -336,14 +332,12 @@ def latest_events(path: Path, offset: int = 0, steps: int = 0) -> tuple[list[Eve
 
     The second value is the offset to go on from, the third one the number of damaged lines. The steps come last.
     """
-    events, latest, damaged = list[Event](), list[Event](), 0
-    for block in blocks(path, offset):
-        offset += len(block)
-        events += milestones(block)
-        damaged += damaged_lines(block)
-        if steps:
-            latest = [*latest, *recent_steps(block, steps)][-steps:]
-    return [*events, *latest], offset, damaged
+    events, start, damaged = list[Event](), offset, 0
+    for block in read_blocks(path, offset, with_columns=False):
+        offset += block.num_bytes
+        events += [event for _, _, event in block.others]
+        damaged += block.damaged
+    return [*events, *(recent_steps(path, start, offset, steps) if steps else ())], offset, damaged
 
 
 def read_history(path: Path) -> History:
@@ -364,4 +358,4 @@ def resumed_step(value: str | int | None) -> int:
 
 
 def _evaluations_of(rows: Sequence[Sequence[float]]) -> Evaluations:
-    return Evaluations(*np.array(rows, dtype=np.float64).reshape(-1, len(EVALUATED) + 1).T)
+    return Evaluations(*columns_of(rows, len(EVALUATED) + 1))

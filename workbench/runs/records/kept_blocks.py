@@ -1,0 +1,135 @@
+"""Blocks of events kept beside them in binary, so that a long run opens in a fraction of the time of its first reading.
+
+`events.columns` is a sequence of records, one for each large block of `events.jsonl`: a header with a checksum of its
+own, and the block's columns with theirs. It is written by whoever reads these events first, and never trusted against
+them: either the file of events is the very same that was read (inode, size and both times of change), or the checksum
+of what a record was made from is computed again. From the first record that does not agree, the events are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from workbench.runs.records.event_lines import LOGGED, SAMPLE_ROWS, Block, blocks, parsed
+
+KEPT_BYTES = 2**20
+"""Size of a block from which it is kept; a smaller one is parsed in the time that it takes to look for it."""
+SETTLED_S = 2.0
+"""Age of the last change from which a later one must have another time: file systems count in steps."""
+_MAGIC = b"WBevent1"
+_HEAD = struct.Struct("<8sII")
+"""Magic, length and CRC-32 of the header."""
+
+
+def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> Iterator[Block]:
+    """Yield the events of a file from `offset` on, in large blocks; what was kept of them is not parsed again.
+
+    Blocks have neither steps nor samples, and come sooner, without `with_columns`.
+    """
+    kept, known = path.with_suffix(".columns"), 0
+    if offset == 0:
+        for block, end in _kept_blocks(path, kept, with_columns):
+            yield block
+            offset, known = offset + block.num_bytes, end
+    keeps = with_columns and (known > 0 or offset == 0)
+    for text in blocks(path, offset):
+        block = parsed(text, with_columns)
+        if keeps := keeps and len(text) >= KEPT_BYTES:  # records follow one another without a gap
+            with contextlib.suppress(OSError):  # a full disk, or another reader who writes the same
+                known = _append(kept, known, _record(path, offset, text, block))
+        offset += len(text)
+        yield block
+
+
+def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[Block, int]]:
+    """Yield the kept blocks that agree with the events, each with the offset of the end of its record."""
+    with contextlib.suppress(OSError), kept.open("rb") as file, path.open("rb") as events:
+        heads = list(_headers(file))
+        is_same = bool(heads) and heads[-1][0]["file"] == _identity(path) is not None
+        for head, end in heads:
+            if not is_same:
+                events.seek(head["start"])
+                text = events.read(head["bytes"])
+                if len(text) != head["bytes"] or zlib.crc32(text) != head["crc32"]:
+                    return
+            sizes = ((len(LOGGED), head["steps"]), (SAMPLE_ROWS, head["samples"]))
+            steps, samples = (np.empty((rows, count if with_columns else 0)) for rows, count in sizes)
+            if with_columns:
+                file.seek(end - 8 * sum(rows * count for rows, count in sizes))
+                crc = 0
+                for matrix in (steps, samples):
+                    file.readinto(matrix.data)
+                    crc = zlib.crc32(matrix.data, crc)
+                if crc != head["columns_crc32"]:
+                    return
+            others = tuple((line, steps, event) for line, steps, event in head["others"])
+            names = tuple(head["names"])
+            block = Block(head["bytes"], steps, samples, names, head["device_type"], others, head["damaged"])
+            yield block, end
+
+
+def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the headers of intact records that follow one another, each with the offset of the end of its record."""
+    size, position, start = file.seek(0, io.SEEK_END), 0, 0
+    while position + _HEAD.size <= size:
+        file.seek(position)
+        magic, length, crc = _HEAD.unpack(file.read(_HEAD.size))
+        text = file.read(length) if magic == _MAGIC else b""
+        if len(text) != length or zlib.crc32(text) != crc:
+            return
+        head = json.loads(text)
+        position += _HEAD.size + length + 8 * (len(LOGGED) * head["steps"] + SAMPLE_ROWS * head["samples"])
+        if head["columns"] != list(LOGGED) or head["start"] != start or position > size:
+            return
+        start += head["bytes"]
+        yield head, position
+
+
+def _record(path: Path, start: int, text: bytes, block: Block) -> bytes:
+    columns = block.steps.tobytes() + block.samples.tobytes()
+    head = {
+        "file": _identity(path),
+        "start": start,
+        "bytes": len(text),
+        "crc32": zlib.crc32(text),
+        "columns": LOGGED,
+        "steps": block.steps.shape[1],
+        "samples": block.samples.shape[1],
+        "columns_crc32": zlib.crc32(columns),
+        "names": block.names,
+        "device_type": block.device_type,
+        "others": block.others,
+        "damaged": block.damaged,
+    }
+    header = json.dumps(head).encode()
+    return _HEAD.pack(_MAGIC, len(header), zlib.crc32(header)) + header + columns
+
+
+def _identity(path: Path) -> list[int] | None:
+    """Return what changes whenever a file does; None if it changed so lately that the next change might not show."""
+    at = path.stat()
+    settled = time.time() - max(at.st_mtime, at.st_ctime) > SETTLED_S
+    return [at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns] if settled else None
+
+
+def _append(kept: Path, known: int, record: bytes) -> int:
+    """Write a record after the first `known` bytes, in place of what is damaged or outdated; return where it ends."""
+    descriptor = os.open(kept, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(known)
+        file.seek(known)
+        file.write(record)
+    return known + len(record)
