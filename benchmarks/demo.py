@@ -22,7 +22,7 @@ import plotly.graph_objects as go
 import workbench as wb
 from workbench import notebooks
 from workbench.figures import theme
-from workbench.figures.pages import save_png
+from workbench.figures.figure import save
 from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +43,7 @@ def main() -> None:
         entropy = unigram_entropy(runs[asked.seeds[0]][0])
     found = {"unigram_entropy": entropy, "cores": os.cpu_count(), "runs": rows}
     RESULT.write_text(json.dumps(found) + "\n")
-    save_png(picture(found), PICTURE, width=960, scale=1.5)
+    save(picture(found), PICTURE, width=960, scale=1.5)
     print(table(found))
 
 

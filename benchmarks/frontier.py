@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 
 import workbench as wb
-from workbench.figures.browserless_png import figure_png
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = wb.models.gpt2(5120, 40, 40, vocab_size=50304, max_positions=2048, name="gpt3-13b")
@@ -37,9 +36,7 @@ def main() -> None:
         for p in fastest
     ]
     out.write_text(json.dumps({"grid": grid.rows(), "fastest_for_each_limit": rows}, indent=1))
-    picture = figure_png(wb.figures.frontier(grid))
-    assert picture is not None
-    (ROOT / "docs" / "pictures" / "frontier.png").write_bytes(picture)
+    wb.figures.frontier(grid).save(ROOT / "docs" / "pictures" / "frontier.png", width=860, scale=1.5)
 
 
 if __name__ == "__main__":

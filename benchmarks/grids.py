@@ -21,7 +21,7 @@ from typing import Any
 
 import workbench as wb
 from workbench.cost.hardware import V100_16
-from workbench.figures.pages import save_png
+from workbench.figures.figure import save
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = wb.models.gpt2(2048, 24, 16, vocab_size=50304, max_positions=2048, name="gpt3-1.3b")
@@ -75,7 +75,7 @@ def main() -> None:
             drawn[name] = wb.figures.heat_map(grid)
     out.write_text(json.dumps(results, indent=1))
     for name, figure in drawn.items():
-        save_png(figure, ROOT / "docs" / "pictures" / f"{name}.png", width=1000, scale=1.5)
+        save(figure, ROOT / "docs" / "pictures" / f"{name}.png", width=1000, scale=1.5)
 
 
 if __name__ == "__main__":

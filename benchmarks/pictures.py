@@ -33,7 +33,8 @@ from workbench.cost.optimizer_cost import with_optimizer
 from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
 from workbench.figures.contrast_view import contrast
-from workbench.figures.pages import PLOTLY_MIME, save_png
+from workbench.figures.figure import save
+from workbench.figures.pages import PLOTLY_MIME
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
@@ -58,7 +59,7 @@ FAMILIES = {
 def main() -> None:
     chosen = sys.argv[1:] or list(PICTURES)
     for name in chosen:
-        path = save_png(PICTURES[name](), ROOT / "docs" / "pictures" / f"{name}.png", width=960, scale=1.5)
+        path = save(PICTURES[name](), ROOT / "docs" / "pictures" / f"{name}.png", width=960, scale=1.5)
         print(f"{path.relative_to(ROOT)}  {path.stat().st_size // 1000} kB", flush=True)
 
 

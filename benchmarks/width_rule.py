@@ -28,7 +28,7 @@ from plotly.subplots import make_subplots
 import workbench as wb
 from workbench import data
 from workbench.figures import theme
-from workbench.figures.pages import save_png
+from workbench.figures.figure import save
 from workbench.models import scaling
 from workbench.optimizers.building import parameter_groups
 from workbench.optimizers.schedules import learning_rate_factor
@@ -55,7 +55,7 @@ def main() -> None:
             for rule in (True, False):
                 best_position(size, rule, proxy)
     print(table(read()))
-    save_png(draw(read()), PICTURE, width=1000, scale=1.5)
+    save(draw(read()), PICTURE, width=1000, scale=1.5)
 
 
 def best_position(size: tuple[int, int], rule: bool, start: int) -> int:

@@ -14,7 +14,7 @@ from tests.distributed.real_worker import DEVICE, LINK
 from tests.distributed.test_sweeps import HERE, QUICK_LAUNCHER, eventually, experiment, node  # noqa: F401
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidArgument, PlanInfeasible, RunExists, RunNotFound
-from workbench.figures.browserless_png import figure_png
+from workbench.figures.figure import picture
 from workbench.rundir import read_json
 
 MACHINE = Cluster(DEVICE, 2, 2, LINK, LINK)
@@ -75,7 +75,7 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
     marks = {trace.name: trace for trace in figure.data}
     assert sorted(marks["measured"].y) == [32.0, 36.0, 82.0, 86.0]
     assert (list(marks["failed"].x), list(marks["fastest measured"].y)) == ([failed.predicted_ms], [32.0])
-    assert figure_png(figure)[:4] == b"\x89PNG"
+    assert picture(figure)[:4] == b"\x89PNG"
 
 
 def test_cells_that_cannot_be_measured_are_refused_before_anything_is_written(node):  # noqa: F811

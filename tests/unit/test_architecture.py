@@ -20,7 +20,18 @@ from tests.unit.structure import Package
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "workbench"
-HEAVY = ("torch", "transformers", "plotly", "wandb", "datasets", "ipywidgets", "anywidget", "accelerate", "tokenizers")
+HEAVY = (
+    "torch",
+    "transformers",
+    "plotly",
+    "matplotlib",
+    "wandb",
+    "datasets",
+    "ipywidgets",
+    "anywidget",
+    "accelerate",
+    "tokenizers",
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 HOMES = {
@@ -39,7 +50,7 @@ HOMES = {
     "anywidget": {"widgets"},
     "tsdownsample": {"figures"},
     "nbconvert": {"figures"},
-    "PIL": {"figures"},
+    "matplotlib": {"figures"},
     "cloudpickle": {"user_code"},
     "pyarrow": {"runs", "data"},
     "xxhash": {"runs"},
@@ -101,7 +112,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 def test_every_heavy_dependency_has_a_home() -> None:
     light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
     light |= {"ipykernel", "jupyterlab", "jupyterlab-templates"}
-    modules = {"pillow": "PIL", "pyyaml": "yaml"}
+    modules = {"pyyaml": "yaml"}
     names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}
     with_torch = {"triton"}  # builds of torch for GPUs bring it, so that it is no dependency of ours
     assert names - light | with_torch == {name for name in HOMES if "." not in name}

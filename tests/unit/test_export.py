@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import nbformat
+import plotly.graph_objects as go
 import pytest
 from figure_values import curve, plan
 
 from workbench.errors import DataError
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, notebook_to_html, save_html, save_png
+from workbench.figures.figure import save
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, notebook_to_html, save_html
 from workbench.figures.plan_view import plan_html, show_plan
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
@@ -106,8 +108,8 @@ def test_a_file_that_is_no_notebook_is_refused(tmp_path: Path) -> None:
         notebook_to_html(path, tmp_path / "notes.html")
 
 
-def test_a_picture_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pie_without_a_browser_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match="install Chrome or Chromium"):
-        save_png(loss_curves([curve(steps=3)]), tmp_path / "picture.png")
+        save(go.Figure(go.Pie(values=[1, 2])), tmp_path / "picture.png")

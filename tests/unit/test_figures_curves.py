@@ -13,10 +13,10 @@ from workbench.analysis.comparison import difference
 from workbench.analysis.curve import Curve, Mark
 from workbench.analysis.smoothing import CHUNK_POINTS, position_in_widths, smoothed
 from workbench.errors import UnknownParameter
-from workbench.figures.browserless_png import figure_png
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import _describe_loss, loss_curves
 from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_starts
+from workbench.figures.figure import picture
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import diverged_at
 from workbench.runs.records.history import Utilization
@@ -212,9 +212,7 @@ def test_no_two_of_many_runs_share_colour_and_line() -> None:
 
 def test_a_picture_leaves_out_what_a_logarithmic_axis_cannot_show() -> None:
     falling = Curve("falling", {"step": np.arange(1, 11), "loss": np.linspace(3, -3, 10)})
-    picture = figure_png(loss_curves([falling], x="step", log_y=True))
-    assert picture is not None
-    assert picture.startswith(b"\x89PNG")
+    assert picture(loss_curves([falling], x="step", log_y=True)).startswith(b"\x89PNG")
 
 
 def test_smoothing_leaves_a_constant_alone_and_a_straight_line_straight() -> None:

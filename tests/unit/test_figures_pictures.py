@@ -17,9 +17,9 @@ from PIL import Image
 from workbench.analysis.comparison import difference
 from workbench.analysis.pareto import ParetoPoint
 from workbench.figures import theme
-from workbench.figures.browserless_png import WIDTH_PX, figure_png
 from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
 from workbench.figures.pages import PLOTLY_MIME, add_pictures
 from workbench.figures.panels_view import panels
 from workbench.figures.pareto_view import pareto
@@ -40,10 +40,8 @@ ROWS = go.Parcoords(
 
 
 def pixels(figure: go.Figure) -> Any:
-    picture = figure_png(figure)
-    assert picture is not None
-    image = Image.open(io.BytesIO(picture)).convert("RGB")
-    assert image.size == (WIDTH_PX, figure.layout.height or 480)
+    image = Image.open(io.BytesIO(picture(figure))).convert("RGB")
+    assert image.size == (NOTEBOOK_PX, figure.layout.height or 480)
     return np.asarray(image).astype(int)
 
 
@@ -78,13 +76,13 @@ def test_cells_that_plotly_packed_into_bytes_have_the_picture_that_lists_have() 
     assert data[PLOTLY_MIME]["data"][0]["z"]["shape"] == "2, 2"
     notebook = SimpleNamespace(cells=[{"outputs": [{"data": data}]}])
     assert add_pictures(notebook) == ""
-    assert base64.b64decode(data["image/png"]) == figure_png(go.Figure(CELLS))
+    assert base64.b64decode(data["image/png"]) == picture(go.Figure(CELLS))
 
 
 def test_a_cell_without_a_value_may_still_say_why() -> None:
-    silent = figure_png(go.Figure(CELLS))
+    silent = picture(go.Figure(CELLS))
     speaking = go.Figure(CELLS).update_traces(text=[["1", "2"], ["3", "+ 2.7 GiB"]])
-    assert figure_png(speaking) != silent
+    assert picture(speaking) != silent
     assert len(where(pixels(speaking), theme.INK, 60)) > len(where(pixels(go.Figure(CELLS)), theme.INK, 60))
 
 
@@ -117,7 +115,7 @@ def test_a_line_beyond_the_range_of_its_axis_is_cut_off() -> None:
     figure = go.Figure(go.Scatter(y=[0, 100, 0], line={"color": "#D55E00"}))
     image = pixels(figure.update_layout(yaxis={"range": [0, 1]}))
     rows = where(image, "#D55E00")[:, 0]
-    assert rows.min() >= 38
+    assert rows.min() >= 24
     assert rows.max() <= 480 - 54
 
 
@@ -129,7 +127,7 @@ def test_the_stages_of_a_plan_stand_below_one_another_above_its_timeline() -> No
 
 
 def test_a_trace_of_another_type_has_no_picture_without_a_browser() -> None:
-    assert figure_png(go.Figure(go.Pie(values=[1, 2]))) is None
+    assert not has_twin(go.Figure(go.Pie(values=[1, 2])))
 
 
 POINTS = [
@@ -142,9 +140,12 @@ POINTS = [
 def test_both_panels_of_the_pareto_figure_have_one_loss_axis_and_bars_over_the_seeds() -> None:
     image = pixels(pareto(POINTS, published={"elsewhere": (10.0, 2.3)}))[:380]  # without the legend
     found = where(image, theme.series_color(0))
-    for panel in (found[found[:, 1] < WIDTH_PX // 2], found[found[:, 1] >= WIDTH_PX // 2]):
+    for panel in (found[found[:, 1] < NOTEBOOK_PX // 2], found[found[:, 1] >= NOTEBOOK_PX // 2]):
         assert np.ptp(panel[:, 0]) > np.ptp(panel[:, 1]), "the bar is taller than the mark is wide"
-    rows = {int(found[found[:, 1] < WIDTH_PX // 2][:, 0].min()), int(found[found[:, 1] >= WIDTH_PX // 2][:, 0].min())}
+    rows = {
+        int(found[found[:, 1] < NOTEBOOK_PX // 2][:, 0].min()),
+        int(found[found[:, 1] >= NOTEBOOK_PX // 2][:, 0].min()),
+    }
     assert max(rows) - min(rows) <= 1
 
 
@@ -153,7 +154,7 @@ def test_the_picture_of_a_pattern_has_its_blocks_where_they_are() -> None:
     before, after = np.array([[True, False], [True, False]]), np.array([[True, True], [False, False]])
     moved = Patterns(*[step] * 8, "layer.0.weight", (before, after))
     image = pixels(pattern(moved, "run"))
-    cells = image[:, : WIDTH_PX * 3 // 4]  # without the colour bar
+    cells = image[:, : NOTEBOOK_PX * 3 // 4]  # without the colour bar
     places = {name: where(cells, color).mean(axis=0) for name, color in LOOKS.items()}
     assert places["stayed"][0] < places["pruned"][0], "rows are counted from above"
     assert places["stayed"][1] < places["regrown"][1]

@@ -17,8 +17,8 @@ from workbench.analysis.seed_contrast import (
     welch_interval,
 )
 from workbench.errors import InvalidExperiment, UnknownParameter
-from workbench.figures.browserless_png import figure_png
 from workbench.figures.contrast_view import contrast
+from workbench.figures.figure import picture
 from workbench.rundir import RunDir, append_event, write_json
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.directory import Entry, QueueDir, Result
@@ -119,7 +119,7 @@ def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_a
     assert isinstance(found, SeedContrast)
     assert {item.names for item in found.differences} == {("learning_rate 0.001", "learning_rate 0.0001")}
     assert found.differences[0].value == pytest.approx(1.0)
-    assert figure_png(contrast(found)) is not None
+    assert picture(contrast(found)).startswith(b"\x89PNG")
     by_hand = wb.contrast(sweep.runs)
     assert isinstance(by_hand, SeedContrast)
     assert by_hand.differences[0].value == pytest.approx(-1.0)

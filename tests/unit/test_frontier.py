@@ -10,7 +10,7 @@ from plan_values import H200, PROFILE, plan_of
 import workbench as wb
 from workbench.analysis.pareto import pareto_front
 from workbench.errors import InvalidArgument
-from workbench.figures.browserless_png import figure_png
+from workbench.figures.figure import picture
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request
 from workbench.planning.table import weigh
@@ -67,7 +67,7 @@ def test_every_plan_of_a_grid_is_a_point_that_says_what_it_takes_of_the_host_and
     assert named == {
         "replicas", "ZeRO 1", "ZeRO 3", "optimiser on the host", "no checkpointing", "full", "Pareto front"
     }  # fmt: skip
-    assert figure_png(figure)[:4] == b"\x89PNG"
+    assert picture(figure)[:4] == b"\x89PNG"
 
 
 def test_the_front_leaves_out_what_another_plan_beats_in_both():

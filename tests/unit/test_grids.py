@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from workbench.errors import InvalidArgument, PlanInfeasible, UnknownParameter
-from workbench.figures.browserless_png import figure_png
+from workbench.figures.figure import picture
 from workbench.sweeps.grid import largest_loss
 from workbench.units import GIB, gib
 
@@ -101,7 +101,7 @@ def test_the_heat_map_frames_the_best_and_the_worst(grid):
     assert cells.z[int(best.y0 + 0.5)][int(best.x0 + 0.5)] == 1.0
     assert cells.z[int(worst.y0 + 0.5)][int(worst.x0 + 0.5)] == pytest.approx(1 / grid.ratio)
     assert list(wb.figures.heat_map(grid, x="tensor").data[0].x) == ["1", "2"]
-    assert figure_png(figure)[:4] == b"\x89PNG"
+    assert picture(figure)[:4] == b"\x89PNG"
 
 
 def test_a_grid_without_a_plan_is_drawn_and_has_no_best():

@@ -10,7 +10,7 @@ from plan_values import H200, plan_of
 
 import workbench as wb
 from workbench.errors import InvalidArgument, PlanMismatch
-from workbench.figures.browserless_png import figure_png
+from workbench.figures.figure import picture
 from workbench.planning.plan import Plan
 from workbench.sweeps.measured import MeasuredCell
 
@@ -40,7 +40,7 @@ def test_the_bars_are_the_device_time_of_a_token_and_their_parts_sum_to_it():
     words = [note.text for note in figure.layout.annotations]
     assert words == [f"{1 / height:.0%}" for height in expected]
     assert list(figure.layout.xaxis.ticktext) == ["1", "4<br>ZeRO 0", "4<br>ZeRO 3", "32<br>ZeRO 3"]
-    assert figure_png(figure)
+    assert picture(figure)
 
 
 def test_a_batch_of_another_size_is_compared_by_the_token():

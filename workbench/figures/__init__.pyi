@@ -1,10 +1,11 @@
 """The public names of the room, listed once."""
 
 from .efficiency_view import scaling_efficiency as scaling_efficiency
+from .figure import Figure as Figure
+from .figure import save as save
 from .frontier_view import frontier as frontier
 from .measured_grid_view import predictions as predictions
 from .pages import save_html as save_html
-from .pages import save_png as save_png
 from .run_views import exploration as exploration
 from .run_views import pareto as pareto
 from .run_views import partition as partition

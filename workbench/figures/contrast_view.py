@@ -14,13 +14,14 @@ from workbench.analysis.contrast import Contrast
 from workbench.analysis.seed_contrast import AXES, SeedContrast
 from workbench.figures import theme
 from workbench.figures.curves_view import MAX_INSIDE
+from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import place_legend
 
 NAME_CHARACTERS, AXIS_CHARACTERS = 32, 18
 """Largest number of characters of a run's name in a sentence, which holds two names, and in the y axis' title."""
 
 
-def contrast(compared: Contrast | SeedContrast) -> go.Figure:
+def contrast(compared: Contrast | SeedContrast) -> Figure:
     """Draw what `wb.contrast` computed: the difference of each run, or configuration, to the first."""
     return seed_differences(compared) if isinstance(compared, SeedContrast) else differences(compared.differences)
 
@@ -34,7 +35,7 @@ def show_contrast(compared: Contrast | SeedContrast) -> None:
     display(HTML(compared.to_html()))
 
 
-def differences(items: Sequence[Difference]) -> go.Figure:
+def differences(items: Sequence[Difference]) -> Figure:
     """Draw the smoothed loss of each run minus that of the first: below zero, the run is the lower of the two.
 
     The band holds 90 % of the resamples (`workbench.analysis.comparison`). A diamond marks where two curves last cross;
@@ -44,7 +45,7 @@ def differences(items: Sequence[Difference]) -> go.Figure:
         replace(item, names=(theme.short(item.names[0], NAME_CHARACTERS), theme.short(item.names[1], NAME_CHARACTERS)))
         for item in items
     ]
-    figure = go.Figure()
+    figure = Figure()
     scale, x_title = X_AXES[items[0].axis].unit(max(float(item.x[-1]) for item in items))
     figure.add_hline(y=0, line={"color": theme.AXIS, "width": 1.5})
     for index, item in enumerate(items, start=1):
@@ -56,8 +57,7 @@ def differences(items: Sequence[Difference]) -> go.Figure:
     lines = [theme.text(item.describe()) for item in items]
     outside = {"x": 1.01, "y": 0.99}
     place = outside if len(items) > MAX_INSIDE else place_legend(figure.data, y_range=y_range)
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=360 + 18 * len(lines),
         title=theme.title("Difference in loss", "<br>".join(lines)),
         margin={"t": 66 + 18 * len(lines)},
@@ -127,9 +127,9 @@ def _settled_range(items: Sequence[Difference]) -> list[float]:
     return [low - room, high + room]
 
 
-def seed_differences(contrast: SeedContrast) -> go.Figure:
+def seed_differences(contrast: SeedContrast) -> Figure:
     """Draw each difference as a point with its interval; an interval that crosses the line at zero is pale."""
-    figure = go.Figure()
+    figure = Figure()
     figure.add_vline(x=0, line={"color": theme.AXIS, "width": 1.5})
     axes = [axis for axis in AXES if any(item.axis == axis for item in contrast.differences)]
     for index, axis in enumerate(axes):
@@ -154,8 +154,7 @@ def seed_differences(contrast: SeedContrast) -> go.Figure:
     figure.update_yaxes(type="multicategory", autorange="reversed")
     words = f"{CONFIDENCE:.0%} intervals of Welch's t over the seeds; pale: not distinguishable"
     rows = len(contrast.differences)
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=160 + 34 * rows,
         title=theme.title("Difference in loss", words),
         margin={"t": 72},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
-from plotly.subplots import make_subplots
 
 from workbench.analysis.coordinates import HIDDEN, READ_OUT, CoordinateCheck, activation_size, drift
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 
 
-def coordinate_check(check: CoordinateCheck) -> go.Figure:
+def coordinate_check(check: CoordinateCheck) -> Figure:
     """Draw the sizes of hidden activations and logits over the width, a line for each of the first steps.
 
     With a rule under which learning does not depend on the width, the lines of the hidden activations are level.
@@ -22,7 +22,7 @@ def coordinate_check(check: CoordinateCheck) -> go.Figure:
         for part in (HIDDEN, READ_OUT)
         for title, sizes in columns.items()
     ]
-    figure = make_subplots(2, 2, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.12)
+    figure = subplots(2, 2, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.12)
     steps = len(next(iter(check.with_rule.values())))
     colors = sample_colorscale("Viridis", np.linspace(0, 0.9, steps).tolist())
     for row, part in enumerate((HIDDEN, READ_OUT), start=1):
@@ -47,4 +47,4 @@ def coordinate_check(check: CoordinateCheck) -> go.Figure:
     figure.update_yaxes(type="log", col=2)
     subtitle = "Drift is the exponent of the width after the last step; 0 is level"
     title = theme.title("Coordinate check: activation sizes over the width", subtitle)
-    return figure.update_layout(template=theme.TEMPLATE, height=640, title=title)
+    return figure.laid_out(height=640, title=title)

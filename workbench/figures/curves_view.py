@@ -14,6 +14,7 @@ from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.columns import COLUMNS, EVALUATION_LABELS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import CORNERS, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
 
@@ -50,7 +51,7 @@ def loss_curves(
     y: str = "loss",
     log_y: bool = False,
     title: str | None = None,
-) -> go.Figure:
+) -> Figure:
     """Draw the loss of each run: raw values pale behind, the smoothed line in front, the last value at its end.
 
     Menus inside the figure switch the x axis, and the y axis between linear and logarithmic, also in an exported page.
@@ -86,7 +87,7 @@ def loss_curves(
         )
     scales = {name: unit.scale for name, unit in axes.items()}
     prepared = Preparation.of(curves, smoothing, scales).prepare_all(curves, y)
-    figure = go.Figure(curve_traces(prepared, x, y, smooth=smoothing > 0))
+    figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0))
     _lay_out(figure, axes[x].title, y, log_y, len(prepared) > MAX_INSIDE)
     figure.update_layout(title=theme.title(theme.text(title or f"{_label(y)} of each run")))
     if len(prepared) <= MAX_INSIDE:
@@ -114,17 +115,16 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
     return [held_out for held_out in found if held_out is not None]
 
 
-def loss_layout(curves: Sequence[CurveLike], x: str) -> go.Figure:
+def loss_layout(curves: Sequence[CurveLike], x: str) -> Figure:
     """Return an empty figure with the layout of `loss_curves`, without title and menus."""
-    figure = go.Figure()
+    figure = Figure()
     _lay_out(figure, shared_axes(curves)[x].title, "loss", False, len(curves) > MAX_INSIDE)
     return figure
 
 
-def _lay_out(figure: go.Figure, x_title: str, y: str, log_y: bool, many: bool) -> None:
+def _lay_out(figure: Figure, x_title: str, y: str, log_y: bool, many: bool) -> None:
     legend = {"x": 1.01, "xanchor": "left", "y": 0.99, "yanchor": "top"} if many else CORNERS["top right"]
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=480,
         margin={"t": 92, "r": 64},
         hovermode="x unified",
@@ -155,9 +155,7 @@ MENU_LOOK = {
 }
 
 
-def _x_menu(
-    figure: go.Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str, AxisUnit], x: str
-) -> dict[str, Any]:
+def _x_menu(figure: Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str, AxisUnit], x: str) -> dict[str, Any]:
     """Return the menu that switches the x axis: each button holds the x values of every trace."""
     by_key = {curve.key: curve for curve in prepared}
 
@@ -185,7 +183,7 @@ def _x_menu(
     return {"buttons": buttons, "active": list(axes).index(x), "direction": "down", "pad": {"b": 4}, **MENU_LOOK}
 
 
-def _y_menu(figure: go.Figure, num_curves: int, y: str, log_y: bool) -> dict[str, Any]:
+def _y_menu(figure: Figure, num_curves: int, y: str, log_y: bool) -> dict[str, Any]:
     """Return the buttons for a linear and a logarithmic y axis; each also moves the legend to a free corner."""
     label = _label(y).split(" (")[0].lower()
     buttons = []

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, PlanMismatch
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.planning.plan import Plan
 from workbench.sweeps.measured import MeasuredCell
 from workbench.units import duration
@@ -31,7 +32,7 @@ WORTH_A_LEGEND = 0.002
 
 
 @checked_arguments
-def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> go.Figure:
+def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     """Draw the device time of a token under several plans, relative to the first: linear scaling has height 1.
 
     A bar is a predicted step, stacked by its parts: what stands above 1 is the gap to linear scaling. The percentage in
@@ -47,7 +48,7 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> go.Figure:
     plans = [point if isinstance(point, Plan) else point.plan for point in points]
     _check(plans)
     base, places = device_ms_per_token(plans[0], plans[0].prediction.step_ms), _places(plans)
-    figure = go.Figure([bar for part in PARTS for bar in _bars(plans, places, part, base)])
+    figure = Figure([bar for part in PARTS for bar in _bars(plans, places, part, base)])
     heights = [device_ms_per_token(plan, plan.prediction.step_ms) / base for plan in plans]
     marks, failed = _measured(points), [at for at, point in enumerate(points) if _has_failed(point)]
     if marks:
@@ -68,7 +69,7 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> go.Figure:
     subtitle += "; diamonds: measured, and their efficiency" if marks else ""
     words = f"{plans[0].model} on {plans[0].cluster.device.name}: efficiency against linear scaling"
     layout = {"height": 470, "barmode": "stack", "legend": theme.LEGEND_BELOW, "margin": {"b": 100, "t": 84}}
-    return figure.update_layout(template=theme.TEMPLATE, title=theme.title(theme.text(words), subtitle), **layout)
+    return figure.laid_out(title=theme.title(theme.text(words), subtitle), **layout)
 
 
 def _places(plans: Sequence[Plan]) -> list[float]:

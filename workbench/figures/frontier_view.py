@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from workbench.analysis.pareto import pareto_front
 from workbench.arguments import checked_arguments
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.planning.plan import Plan
 from workbench.planning.table import Plans
 from workbench.sweeps.grid import Grid
@@ -47,7 +48,7 @@ class _Point:
 
 
 @checked_arguments
-def frontier(plans: Plans | Grid | MeasuredGrid) -> go.Figure:
+def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
     """Draw the step of plans over the memory of their fullest device, with the front of those that none beats in both.
 
     Args:
@@ -56,7 +57,7 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> go.Figure:
     """
     points, headline, words = _points(plans)
     front = pareto_front([(point.peak_bytes, point.step_ms) for point in points])
-    figure = go.Figure()
+    figure = Figure()
     shardings = sorted({(point.plan.zero, point.sharding) for point in points})
     for index, (_, name) in enumerate(shardings):
         color = theme.series_color(index)
@@ -94,7 +95,7 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> go.Figure:
     subtitle = f"{len(points)} plans, {words}; on the line no other plan is both leaner and faster"
     title = theme.title(theme.text(headline), subtitle)
     layout = {"height": 520, "title": title, "legend": theme.LEGEND_BELOW, "margin": {"b": 120}}
-    return figure.update_layout(template=theme.TEMPLATE, **layout)
+    return figure.laid_out(**layout)
 
 
 def _points(plans: Plans | Grid | MeasuredGrid) -> tuple[list[_Point], str, str]:

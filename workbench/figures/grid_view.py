@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.sweeps.grid import Cell, Grid, largest_loss
 from workbench.units import duration, gib
 
@@ -17,7 +18,7 @@ SHORT = {"pipeline": "PP", "data": "DP", "tensor": "TP", "zero": "ZeRO"}
 ROW_PX, ROOM_PX = 40, 240
 
 
-def draw_grid(grid: Grid, x: str) -> go.Figure:
+def draw_grid(grid: Grid, x: str) -> Figure:
     """Draw a cell for each combination: choice `x` along the width, all others along the height.
 
     The colour is the speed as a share of the best cell's. A cell shows its step and what the step loses most to. The
@@ -43,7 +44,7 @@ def draw_grid(grid: Grid, x: str) -> go.Figure:
         ygap=2,
         colorbar={"title": {"text": "speed"}, "tickformat": ".0%"},
     )
-    figure = go.Figure(heat)
+    figure = Figure(heat)
     marked = ((grid.best, theme.INK), (grid.worst, theme.ALERT)) if grid.feasible else ()
     for cell, color in marked:
         row, column = _place(cells, cell)
@@ -54,7 +55,7 @@ def draw_grid(grid: Grid, x: str) -> go.Figure:
     subtitle = "<br>".join(theme.text(line) for line in grid.sentences())
     title = theme.title(theme.text(grid.headline()), subtitle)
     height = ROOM_PX + ROW_PX * max(3, len(rows))
-    return figure.update_layout(template=theme.TEMPLATE, height=height, title=title, margin={"t": 120})
+    return figure.laid_out(height=height, title=title, margin={"t": 120})
 
 
 def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: str) -> list[list[Cell]]:

@@ -6,12 +6,13 @@ import plotly.graph_objects as go
 
 from workbench.arguments import checked_arguments
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.sweeps.measured import MeasuredCell, MeasuredGrid
 from workbench.units import duration
 
 
 @checked_arguments
-def predictions(measured: MeasuredGrid) -> go.Figure:
+def predictions(measured: MeasuredGrid) -> Figure:
     """Draw the measured step of each cell of a grid over its predicted step, with the line on which both are equal.
 
     The planner's choice and the fastest measured cell are marked. Cells that failed stand below the others, at their
@@ -20,7 +21,7 @@ def predictions(measured: MeasuredGrid) -> go.Figure:
     cells, failed = measured.measured(), [cell for cell in measured.cells() if cell.state == "failed"]
     steps = [ms for cell in cells for ms in (cell.predicted_ms, cell.step_ms or 0.0)] + [c.predicted_ms for c in failed]
     least, most = (0.85 * min(steps), 1.18 * max(steps)) if steps else (1.0, 10.0)
-    figure = go.Figure(
+    figure = Figure(
         go.Scatter(
             x=[least, most],
             y=[least, most],
@@ -43,7 +44,7 @@ def predictions(measured: MeasuredGrid) -> go.Figure:
     figure.update_yaxes(type="log", title_text="measured step (ms)")
     lines = [theme.text(line) for line in measured.sentences()[:3]]
     title = theme.title(theme.text(measured.path.name), "<br>".join(lines))
-    return figure.update_layout(template=theme.TEMPLATE, height=520, title=title, margin={"t": 120})
+    return figure.laid_out(height=520, title=title, margin={"t": 120})
 
 
 def _marks(

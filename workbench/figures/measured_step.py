@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 from workbench.figures.timeline_view import (
     BAR_LAYOUT,
     TIMELINE_LEGEND,
@@ -75,7 +73,7 @@ def _from_zero(lanes: Lanes) -> Timeline:
     )
 
 
-def timelines(plan: Plan, measured: Timeline) -> go.Figure:
+def timelines(plan: Plan, measured: Timeline) -> Figure:
     """Draw one step as predicted above the same step as measured, on one axis of time; idle time is hatched.
 
     Both show the pipeline's schedule alone; the optimiser's update that follows it is in neither.
@@ -84,7 +82,7 @@ def timelines(plan: Plan, measured: Timeline) -> go.Figure:
     rows: list[tuple[str, Lanes]] = [("predicted", predicted), ("measured", measured.lanes)]
     heights = [timeline_height(len(lanes)) for _, lanes in rows]
     inner = sum(heights) + GAP_PX
-    figure = make_subplots(
+    figure = subplots(
         rows=2,
         cols=1,
         shared_xaxes=True,
@@ -97,8 +95,7 @@ def timelines(plan: Plan, measured: Timeline) -> go.Figure:
     figure.update_annotations(x=0, xanchor="left", font={"size": theme.FONT_PX, "color": theme.MUTED})
     facts = f"{SCHEDULES[plan.schedule].words}, {plan.num_microbatches} micro-batches of {plan.micro_batch}"
     bubbles = f"bubble {bubble_fraction(predicted):.1%} predicted, {bubble_fraction(measured.lanes):.1%} measured"
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=inner + 190,
         title=theme.title(theme.text(f"Schedule of {plan.model}"), theme.text(f"{facts}; {bubbles}")),
         margin={"t": 120, "b": 56},

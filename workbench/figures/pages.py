@@ -7,8 +7,7 @@ import html
 import json
 import math
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import plotly.io
 
 from workbench.errors import DataError
 from workbench.figures import theme
-from workbench.figures.browserless_png import WIDTH_PX, figure_png
+from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -63,8 +62,7 @@ def mimebundle_with_picture(figure: go.Figure) -> dict[str, Any]:
     A figure that JupyterLab draws on an open page needs none: JupyterLab would show the picture until the pointer
     comes, and stores a picture of its own.
     """
-    picture = figure_png(figure)
-    static = {} if picture is None else {"image/png": base64.b64encode(picture).decode()}
+    static = {"image/png": base64.b64encode(picture(figure)).decode()} if has_twin(figure) else {}
     return {**mimebundle(figure), **static, "text/plain": ""}
 
 
@@ -177,29 +175,23 @@ def finish_notebook(notebook_path: str | Path) -> None:
     nbformat.write(notebook, path)
 
 
-def add_pictures(notebook: Any, width: int = WIDTH_PX) -> str:
+def add_pictures(notebook: Any, width: int = NOTEBOOK_PX) -> str:
     """Put beside each Plotly figure of a notebook what shows without a script: a PNG, or else a table.
 
     The figures of this package are drawn without a browser; one with a trace of another type needs kaleido and a
     Chrome or Chromium. Returns the reason for tables instead of pictures; an empty string if there are none.
     """
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    bare = [o["data"] for o in outputs if PLOTLY_MIME in o.get("data", {}) and "image/png" not in o["data"]]
-    figures = [_decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")}) for data in bare]
-    pictures: list[bytes | None] = [figure_png(go.Figure(figure, skip_invalid=True), width) for figure in figures]
-    missing = [index for index, picture in enumerate(pictures) if picture is None]
     reason = ""
-    try:
-        drawn = _browser_pngs([figures[index] for index in missing], width)
-        for index, png in zip(missing, drawn, strict=True):
-            pictures[index] = png
-    except DataError as error:
-        reason = str(error)
-    for data, figure, picture in zip(bare, figures, pictures, strict=True):
-        if picture is None:
-            data.setdefault("text/html", figure_table(figure))
-        else:
-            data["image/png"] = base64.b64encode(picture).decode()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    for data in (output["data"] for output in outputs if PLOTLY_MIME in output.get("data", {})):
+        if "image/png" not in data:
+            figure = _decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
+            try:
+                drawn = picture(go.Figure(figure, skip_invalid=True), "png", width)
+                data["image/png"] = base64.b64encode(drawn).decode()
+            except DataError as error:
+                reason = str(error)
+                data.setdefault("text/html", figure_table(figure))
     return reason
 
 
@@ -212,17 +204,6 @@ def _decoded(value: Any) -> Any:
             return column.reshape(shape).tolist()
         return {key: _decoded(item) for key, item in value.items()}
     return [_decoded(item) for item in value] if isinstance(value, list) else value
-
-
-def _browser_pngs(figures: Sequence[Mapping[str, Any]], width: int) -> list[bytes]:
-    """Return the PNG of each figure, all drawn by one browser; raise `DataError` without a browser."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{index}.png" for index in range(len(figures))]
-        values = [go.Figure(figure, skip_invalid=True) for figure in figures]
-        heights = [value.layout.height for value in values]
-        if files:
-            _draw(lambda: plotly.io.write_images(values, files, format="png", width=width, height=heights), folder)
-        return [file.read_bytes() for file in files]
 
 
 def figure_table(figure: Mapping[str, Any]) -> str:
@@ -239,28 +220,3 @@ def figure_table(figure: Mapping[str, Any]) -> str:
     title = figure["layout"].get("title", {})
     caption = html.escape(re.sub(r"<[^>]*>", " ", str(title.get("text", "") if isinstance(title, Mapping) else title)))
     return f"<table><caption>{caption}</caption>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
-
-
-def save_png(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
-    """Write a PNG that is `width` × `scale` pixels wide; this needs kaleido and a Chrome or Chromium.
-
-    Raises `DataError` with what to install if either is missing.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    height = figure.layout.height
-    _draw(lambda: figure.write_image(target, format="png", width=width, height=height, scale=scale), str(target))
-    return target
-
-
-def _draw(draw: Callable[[], None], path: str) -> None:
-    try:
-        draw()
-    except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private.
-        words = str(error.args[0] if error.args else error).strip() or type(error).__name__
-        raise DataError(
-            f"No picture could be drawn: {words.splitlines()[0].rstrip('.')}. "
-            "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
-            "save_html needs neither.",
-            path=path,
-        ) from error

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from workbench.analysis.axes import shared_axes
 from workbench.analysis.curve import Array, Curve, CurveLike, column, evaluations_of, metrics_of
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.columns import COLUMNS
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
 from workbench.figures.utilization_view import (
     Usage,
@@ -67,7 +67,7 @@ def panels(
     window: Window = None,
     usage: Usage = (),
     prepare: Callable[[str], Sequence[PreparedCurve]] | None = None,
-) -> go.Figure:
+) -> Figure:
     """Draw small multiples over the training of all runs, in the runs' colours, and the peak memory of each rank.
 
     Raw values of a rate are drawn pale, their moving average in front.
@@ -95,7 +95,7 @@ def panels(
         "utilization": utilization_title(usage),
         "memory": "Peak memory of each rank (GiB)",
     }
-    figure = make_subplots(
+    figure = subplots(
         rows=rows,
         cols=columns,
         subplot_titles=[titles[name] for name in names],
@@ -130,10 +130,9 @@ def panels(
     return _laid_out(figure, rows)
 
 
-def _laid_out(figure: go.Figure, rows: int) -> go.Figure:
+def _laid_out(figure: Figure, rows: int) -> Figure:
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
-    return figure.update_layout(
-        template=theme.TEMPLATE,
+    return figure.laid_out(
         height=rows * (ROW_PX + GAP_PX) + 24,
         autosize=True,
         margin={"t": 28, "b": 44, "r": 64},
@@ -217,6 +216,7 @@ def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go
             go.Bar(
                 x=ranks,
                 y=[float(run_peaks[rank].get("peak_bytes") or 0) / GIB for rank in ranks],
+                name=theme.text(curve.name),
                 marker={"color": theme.color_of(curve, index)},
                 customdata=[
                     [_describe_peak(run_peaks[rank]), str(run_peaks[rank].get("device") or "")] for rank in ranks
@@ -232,6 +232,7 @@ def memory_traces(curves: Sequence[CurveLike], peaks: Peaks) -> list[go.Bar | go
     limit_line = go.Scatter(
         x=positions,
         y=heights,
+        name="limit",
         mode="lines",
         line={"color": theme.ALERT, "width": 2},
         hovertemplate="limit %{y:.1f} GiB<extra></extra>",

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from workbench.analysis.pareto import ParetoPoint, pareto_front
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 
 SYMBOLS = {"dense": "circle", "static": "square", "dynamic": "diamond"}
 
 
-def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
+def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, float]] | None = None) -> Figure:
     """Draw the held-out loss of each configuration against its FLOPs and against its seconds.
 
     A line joins the configurations of each panel that none beats in both cost and loss; bars reach over the seeds.
     `published` adds results of others, each a GFLOP of a sequence and a loss, in grey to the first panel.
     """
-    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    figure = subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
     if published:
         gflop, losses = zip(*published.values(), strict=True)
         names = list(map(theme.text, published))
@@ -38,7 +38,7 @@ def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, f
     below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
     margin = {"t": 76, "b": below}
     layout = {"height": 400 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
-    return figure.update_layout(template=theme.TEMPLATE, **layout)
+    return figure.laid_out(**layout)
 
 
 def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go.Scatter:
@@ -47,7 +47,7 @@ def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go
     return go.Scatter(
         x=[cost],
         y=[loss],
-        error_y={**bars, "visible": len(point.losses) > 1, "thickness": 1.5},
+        error_y={**bars, "visible": len(point.losses) > 1, "thickness": 2},
         mode="markers",
         marker={"color": theme.series_color(index), "symbol": SYMBOLS[point.group], "size": 11},
         name=name,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 from workbench.planning.plan import Plan, Stage
 from workbench.strategy import RECOMPUTE
 from workbench.tensors import TensorSpec
@@ -44,7 +44,7 @@ class Cell:
 
 def partition(
     plan: Plan, blocks: Sequence[BlockView] | None = None, crossing: Mapping[int, Sequence[TensorSpec]] | None = None
-) -> go.Figure:
+) -> Figure:
     """Draw the model's blocks in a row per stage, as long as the stage's time, with a device's memory beside it.
 
     A stage whose row is longer than the others holds the pipeline up. Memory is the predicted peak of one device of
@@ -57,13 +57,12 @@ def partition(
         crossing: for each stage but the last, the tensors of one micro-batch that it sends on (`Graph.crossing`). An
             arrow below the stage's row names them on hover.
     """
-    figure = make_subplots(rows=1, cols=2, column_widths=COLUMN_WIDTHS, horizontal_spacing=COLUMN_SPACING)
+    figure = subplots(rows=1, cols=2, column_widths=COLUMN_WIDTHS, horizontal_spacing=COLUMN_SPACING)
     add_partition(figure, plan, blocks)
     if crossing:
         _add_crossing(figure, plan, crossing)
     add_memory(figure, plan)
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=partition_height(plan) + MARGIN_TOP + MARGIN_BOTTOM,
         title=theme.title(theme.text(f"{plan.model} on {plan.cluster.describe()}"), theme.text(plan.describe())),
         margin={"t": MARGIN_TOP, "b": MARGIN_BOTTOM, "r": 24},
@@ -108,7 +107,7 @@ def _cells(stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[
     return cells
 
 
-def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | None = None) -> None:
+def add_partition(figure: Figure, plan: Plan, blocks: Sequence[BlockView] | None = None) -> None:
     """Draw a lane of blocks per stage into the subplot of row 1, column 1."""
     rows = _rows_per_stage(plan)
     lanes = [_cells(stage, blocks, rows) for stage in plan.stages]
@@ -136,7 +135,7 @@ def add_partition(figure: go.Figure, plan: Plan, blocks: Sequence[BlockView] | N
     )
 
 
-def _add_crossing(figure: go.Figure, plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]]) -> None:
+def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]]) -> None:
     """Draw a small arrow between two stages; its hover text lists the tensors that the upper one sends to the lower."""
     rows = _rows_per_stage(plan)
     sends = [stage for stage in plan.stages[:-1] if crossing.get(stage.index)]
@@ -254,7 +253,7 @@ NEAR_LIMIT = 4
 """Largest multiple of the peak at which the limit is drawn as a line rather than written as a note."""
 
 
-def add_memory(figure: go.Figure, plan: Plan) -> None:
+def add_memory(figure: Figure, plan: Plan) -> None:
     """Draw the memory of one device of each pipeline rank against its limit into the subplot of row 1, column 2."""
     place: Any = {"row": 1, "col": 2}
     ranks = list(range(plan.pipeline))

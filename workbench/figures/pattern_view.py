@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 from workbench.runs.records.patterns import Patterns
 from workbench.units import count
 
@@ -18,7 +18,7 @@ MOST_FRAMES = 60
 """Largest number of positions of the slider."""
 
 
-def pattern(patterns: Patterns, name: str) -> go.Figure:
+def pattern(patterns: Patterns, name: str) -> Figure:
     """Draw the pattern of one weight with a slider over the updates; blocks that an update moved have other colours."""
     frames = np.unique(np.linspace(0, len(patterns) - 1, min(MOST_FRAMES, len(patterns))).round().astype(int))
     states = [_states(patterns, int(at)) for at in frames]
@@ -40,7 +40,7 @@ def pattern(patterns: Patterns, name: str) -> go.Figure:
         )
         for at, state in enumerate(states)
     ]
-    figure = go.Figure(grids)
+    figure = Figure(grids)
     figure.update_xaxes(title_text="Column of blocks", constrain="domain", showgrid=False)
     figure.update_yaxes(title_text="Row of blocks", autorange="reversed", scaleanchor="x", showgrid=False)
     steps = [
@@ -54,7 +54,7 @@ def pattern(patterns: Patterns, name: str) -> go.Figure:
     slider = {"steps": steps, "active": shown, "currentvalue": {"prefix": "after step "}, "pad": {"t": 40}}
     subtitle = f"{theme.text(patterns.weight)}, its first {states[-1].shape[0]} × {states[-1].shape[1]} blocks"
     title = theme.title(f"The pattern of {theme.text(name)} as it moves", subtitle)
-    return figure.update_layout(template=theme.TEMPLATE, height=620, title=title, sliders=[slider])
+    return figure.laid_out(height=620, title=title, sliders=[slider])
 
 
 def _states(patterns: Patterns, at: int) -> np.ndarray:
@@ -63,10 +63,10 @@ def _states(patterns: Patterns, at: int) -> np.ndarray:
     return np.where(now, np.where(before, 1, 2), np.where(before, 3, 0))
 
 
-def exploration(patterns: Mapping[str, Patterns]) -> go.Figure:
+def exploration(patterns: Mapping[str, Patterns]) -> Figure:
     """Draw the share of blocks that each run has explored so far, and the share that its updates replace."""
     panels = (("explored", "Explored share of the blocks"), ("prune_ratio", "Prune ratio"))
-    figure = make_subplots(1, 2, subplot_titles=[title for _, title in panels])
+    figure = subplots(1, 2, subplot_titles=[title for _, title in panels])
     for index, (name, columns) in enumerate(patterns.items()):
         for panel, (column, _) in enumerate(panels, start=1):
             trace = go.Scatter(
@@ -85,4 +85,4 @@ def exploration(patterns: Mapping[str, Patterns]) -> go.Figure:
     below = theme.room_below(theme.short(name) for name in patterns)
     margin = {"t": 96, "b": below}
     layout = {"height": 380 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
-    return figure.update_layout(template=theme.TEMPLATE, **layout)
+    return figure.laid_out(**layout)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import html
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 from workbench.figures.pages import mimebundle
 from workbench.figures.partition_view import (
     COLUMN_SPACING,
@@ -31,13 +29,13 @@ GAP_PX = 118
 """Height between the partition and the timeline: an axis title and two legends."""
 
 
-def show_plan(plan: Plan) -> go.Figure:
+def show_plan(plan: Plan) -> Figure:
     """Draw partition, memory and timeline of a plan in one figure."""
     lanes = planned_lanes(plan)
     upper = partition_height(plan)
     lower = timeline_height(len(lanes))
     inner = upper + GAP_PX + lower
-    figure = make_subplots(
+    figure = subplots(
         rows=2,
         cols=2,
         specs=[[{}, {}], [{"colspan": 2}, None]],
@@ -51,8 +49,7 @@ def show_plan(plan: Plan) -> go.Figure:
     for trace in add_timeline(figure, lanes, row=2, col=1):
         trace.legend = "legend2"
     facts = theme.text(" · ".join(f"{name} {value}" for name, value in headline(plan)))
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=inner + 160,
         title=theme.title(theme.text(_heading(plan)), facts),
         margin={"t": 104, "b": 56, "r": 24},

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures.figure import Figure, subplots
 from workbench.figures.partition_view import rank_name, stages_held
 from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, planned_lanes, timeline_height
 from workbench.planning.plan import Plan
@@ -50,7 +50,7 @@ class Pair:
 
 def prediction(
     plan: Plan, measured: Mapping[str, Any], title: str | None = None, step: Timeline | None = None
-) -> go.Figure:
+) -> Figure:
     """Draw predicted beside measured step time, tokens/s, MFU and peak memory, with the error of each prediction.
 
     The error is (predicted - measured) / measured. The memory of processes on CPUs has none: it holds more than
@@ -73,7 +73,7 @@ def prediction(
         steps = [("predicted", planned_lanes(plan)), ("measured", step.lanes)]
     heights = [PANELS_PX, *(timeline_height(len(lanes)) for _, lanes in steps)]
     inner = sum(heights) + GAP_PX * len(steps)
-    figure = make_subplots(
+    figure = subplots(
         rows=len(heights),
         cols=len(panels),
         specs=[[{}] * len(panels), *([{"colspan": len(panels)}, *[None] * (len(panels) - 1)] for _ in steps)],
@@ -87,8 +87,7 @@ def prediction(
         _add_panel(figure, pairs, col)
     add_stacked_timelines(figure, [lanes for _, lanes in steps], first_row=2)
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=inner + 190,
         title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(plan.describe())),
         margin={"t": 118, "b": 72, "l": 32},
@@ -151,7 +150,7 @@ def _memory_panel(plan: Plan, peaks: Mapping[int, float] | float) -> tuple[str, 
     return title, pairs
 
 
-def _add_panel(figure: go.Figure, pairs: Sequence[Pair], col: int) -> None:
+def _add_panel(figure: Figure, pairs: Sequence[Pair], col: int) -> None:
     labels = [pair.label for pair in pairs]
     looks = {"predicted": (theme.pale(theme.PALETTE[0], 0.55), -0.32), "measured": (theme.PALETTE[0], 0.02)}
     for name, (color, offset) in looks.items():

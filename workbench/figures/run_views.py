@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import plotly.graph_objects as go
-
 from workbench.analysis.curve import curves_of
 from workbench.analysis.pareto import pareto_points
 from workbench.analysis.smoothing import SMOOTHING
@@ -14,6 +12,7 @@ from workbench.errors import InvalidArgument
 from workbench.experiment import Experiment
 from workbench.figures import pareto_view, partition_view, pattern_view
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.figure import Figure
 from workbench.figures.measured_step import measured_timeline, timelines
 from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import timeline as predicted_timeline
@@ -26,7 +25,7 @@ from workbench.runs.registry import OneRun, Runs, distinct_names, load_run, load
 @checked_arguments
 def compare(
     runs: Runs, x: str = "tokens", *, y: str = "loss", smoothing: float = SMOOTHING, title: str | None = None
-) -> go.Figure:
+) -> Figure:
     """Draw the curves of several runs in one figure, raw values behind their moving averages.
 
     Args:
@@ -43,7 +42,7 @@ def compare(
 
 
 @checked_arguments
-def show(run: OneRun) -> go.Figure:
+def show(run: OneRun) -> Figure:
     """Draw what was predicted for a run beside what it measured: step time, speed, memory, and one step's schedule."""
     handle = load_run(run)
     title = f"{handle.name}: predicted and measured"
@@ -51,7 +50,7 @@ def show(run: OneRun) -> go.Figure:
 
 
 @checked_arguments
-def timeline(run: OneRun | Plan) -> go.Figure:
+def timeline(run: OneRun | Plan) -> Figure:
     """Draw the schedule of one step: a plan's prediction, or a run's prediction above a step that it measured."""
     if isinstance(run, Plan):
         return predicted_timeline(run)
@@ -61,7 +60,7 @@ def timeline(run: OneRun | Plan) -> go.Figure:
 
 
 @checked_arguments
-def partition(plan: Plan, experiment: Experiment) -> go.Figure:
+def partition(plan: Plan, experiment: Experiment) -> Figure:
     """Draw the experiment's model in the plan's stages, with names and shapes of the tensors between two stages."""
     from workbench.capture.captured_model import CapturedModel
 
@@ -75,7 +74,7 @@ def partition(plan: Plan, experiment: Experiment) -> go.Figure:
 
 
 @checked_arguments
-def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = None) -> go.Figure:
+def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = None) -> Figure:
     """Draw the held-out loss of finished runs against the FLOPs of their layers and, beside it, against their seconds.
 
     Runs that differ in their seed only are one mark, with a bar over the seeds. FLOPs are those of one sequence,
@@ -88,7 +87,7 @@ def pareto(runs: Runs, published: Mapping[str, tuple[float, float]] | None = Non
 
 
 @checked_arguments
-def pattern(run: OneRun) -> go.Figure:
+def pattern(run: OneRun) -> Figure:
     """Draw the pattern of a run's first sparse weight, with a slider over the updates."""
     handle = load_run(run)
     patterns = handle.patterns()
@@ -98,7 +97,7 @@ def pattern(run: OneRun) -> go.Figure:
 
 
 @checked_arguments
-def exploration(runs: Runs) -> go.Figure:
+def exploration(runs: Runs) -> Figure:
     """Draw the share of blocks that sparse runs have explored, and the prune ratio, over the steps."""
     handles = load_runs(runs)
     named = dict(zip(distinct_names(handles), (run.patterns() for run in handles), strict=True))

@@ -13,6 +13,7 @@ from workbench.analysis.curve import Array
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.runs.records.history import Evaluations, History, read_tail
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
@@ -30,7 +31,7 @@ Line = tuple[Array, Array]
 
 
 @checked_arguments
-def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> go.Figure:
+def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> Figure:
     """Draw the mean loss curve of each configuration of a sweep, with a band from its lowest to its highest seed.
 
     The mean is over the finished runs, up to the end of the shortest. Other runs are thin lines in the colour of
@@ -59,7 +60,7 @@ def draw_seed_bands(
     read: Callable[[Run], Record] = read_record,
     x: str = "tokens",
     y: str | None = None,
-) -> go.Figure:
+) -> Figure:
     """Draw the figure of `seed_bands` from rows of the sweep and a function that returns the losses of a run."""
     y = y or ("eval_loss" if sweep.evaluates else "loss")
     if y not in LOSSES:
@@ -69,7 +70,7 @@ def draw_seed_bands(
     lines = {run.path: _line(read(run), X_AXES[x].column, y) for row in shown for run in row.runs}
     longest = max((float(line[0][-1]) for line in lines.values() if len(line[0])), default=1.0)
     scale, x_title = X_AXES[x].unit(longest)
-    figure = go.Figure()
+    figure = Figure()
     for row in shown:
         finished = [lines[run.path] for run in row.finished if len(lines[run.path][0]) > 1]
         others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0]) > 1]
@@ -79,7 +80,7 @@ def draw_seed_bands(
     left_out = f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
     words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
     main = theme.title(theme.text(sweep.name), words)
-    figure.update_layout(template=theme.TEMPLATE, height=460, title=main, hovermode="x unified")
+    figure.laid_out(height=460, title=main, hovermode="x unified")
     figure.update_layout(legend_title={"text": theme.text(" · ".join(sweep.axes)), "font": {"size": theme.FONT_PX}})
     return figure
 

@@ -12,6 +12,7 @@ from workbench.analysis.axes import X_AXES
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.figures.grid_view import draw_grid
 from workbench.sweeps.grid import Grid
 from workbench.sweeps.sweep import Row, Sweep
@@ -23,7 +24,7 @@ ENDED_EARLY = ("stopped early", "stopped", "failed")
 
 
 @checked_arguments
-def heat_map(sweep: Sweep | Grid, x: str | None = None, y: str | None = None) -> go.Figure:
+def heat_map(sweep: Sweep | Grid, x: str | None = None, y: str | None = None) -> Figure:
     """Draw the mean objective of a sweep over two of its axes; other axes show the best of their values.
 
     Of a grid of plans it draws the predicted speed, with all other axes along the height.
@@ -59,7 +60,7 @@ def axes_of_heat_map(axes: Sequence[str], x: str | None = None, y: str | None = 
     return x, y or next((name for name in axes if name != x), None)
 
 
-def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> go.Figure:
+def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> Figure:
     """Draw the figure of `heat_map` from rows of the sweep."""
     columns, lines = _values(rows, x), [""] if y is None else _values(rows, y)
     grid = np.full((len(lines), len(columns)), np.nan)
@@ -72,7 +73,7 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> g
         line, column = 0 if y is None else lines.index(str(row.values[y])), columns.index(str(row.values[x]))
         if not words[line][column]:
             words[line][column] = theme.text(", ".join(state for state in ENDED_EARLY if state in row.states))
-    figure = go.Figure(
+    figure = Figure(
         go.Heatmap(
             x=columns,
             y=lines,
@@ -89,12 +90,12 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> g
     figure.update_xaxes(type="category", title_text=theme.text(x), showgrid=False)
     figure.update_yaxes(type="category", title_text=theme.text(y or ""), showgrid=False)
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds"))
-    figure.update_layout(template=theme.TEMPLATE, height=200 + 60 * max(3, len(lines)), title=main)
+    figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main)
     return figure
 
 
 @checked_arguments
-def parallel_coordinates(sweep: Sweep) -> go.Figure:
+def parallel_coordinates(sweep: Sweep) -> Figure:
     """Draw a line for each configuration of a sweep through its value on every axis, coloured by its mean objective.
 
     Configurations without a finished run are left out. Dragging along an axis in the figure selects lines.
@@ -104,10 +105,10 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
     dimensions = [_dimension(name, [row.values[name] for row in rows]) for name in sweep.axes]
     dimensions.append({"label": "objective", "values": means})
     line = {"color": means, "colorscale": "Viridis", "showscale": False}
-    figure = go.Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
+    figure = Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
     words = f"{sweep.objective}, mean over the seeds"
     main = theme.title(theme.text(sweep.name), theme.text(words))
-    figure.update_layout(template=theme.TEMPLATE, height=420, title=main, margin={"t": 110, "b": 36, "l": 80, "r": 80})
+    figure.laid_out(height=420, title=main, margin={"t": 110, "b": 36, "l": 80, "r": 80})
     return figure
 
 
@@ -124,7 +125,7 @@ def _dimension(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 @checked_arguments
-def best_so_far(sweep: Sweep, x: str = "step") -> go.Figure:
+def best_so_far(sweep: Sweep, x: str = "step") -> Figure:
     """Draw the objective of each finished run, and the lowest so far, against what the sweep had spent by then.
 
     `x` is `step` (training steps of all runs that had ended) or `gpu_hours` (devices times training time). Runs that
@@ -156,11 +157,11 @@ def best_so_far(sweep: Sweep, x: str = "step") -> go.Figure:
         name="best so far",
         line={"shape": "hv", "color": theme.series_color(0), "width": 2},
     )
-    figure = go.Figure([runs, line])
+    figure = Figure([runs, line])
     figure.update_xaxes(title_text=f"{x_title} of all runs", rangemode="tozero")
     figure.update_yaxes(title_text="objective")
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective} of each run when it ended"))
-    figure.update_layout(template=theme.TEMPLATE, height=420, title=main)
+    figure.laid_out(height=420, title=main)
     return figure
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
 from workbench.planning.predicted_timeline import timeline as simulated
@@ -76,7 +77,7 @@ def describe(lanes: Lanes) -> str:
     return f"{length}, bubble {bubble_fraction(lanes):.1%}"
 
 
-def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
+def timeline(schedule: Plan | Timeline, title: str | None = None) -> Figure:
     """Draw the schedule of one step: that of a plan, predicted from its stages, or any simulated or measured timeline.
 
     Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; idle time is
@@ -91,10 +92,9 @@ def timeline(schedule: Plan | Timeline, title: str | None = None) -> go.Figure:
     else:
         lanes = schedule.lanes
         facts = describe(lanes)
-    figure = go.Figure()
+    figure = Figure()
     add_timeline(figure, lanes)
-    figure.update_layout(
-        template=theme.TEMPLATE,
+    figure.laid_out(
         height=timeline_height(len(lanes)) + 160,
         title=theme.title(theme.text(title or "Schedule of one step"), theme.text(facts)),
         margin={"t": 96, "b": 60},
@@ -126,7 +126,7 @@ def timeline_height(num_ranks: int) -> int:
     return max(56, num_ranks * max(18, min(44, 480 // max(1, num_ranks))))
 
 
-def add_timeline(figure: go.Figure, lanes: Lanes, *, row: int | None = None, col: int | None = None) -> list[Any]:
+def add_timeline(figure: Figure, lanes: Lanes, *, row: int | None = None, col: int | None = None) -> list[Any]:
     """Draw the lanes into a figure or into one of its subplots, and return the traces as the figure holds them."""
     before = len(figure.data)
     place = {} if row is None else {"row": row, "col": col}
@@ -147,7 +147,7 @@ def add_timeline(figure: go.Figure, lanes: Lanes, *, row: int | None = None, col
     return list(figure.data[before:])
 
 
-def add_stacked_timelines(figure: go.Figure, steps: Sequence[Lanes], *, first_row: int) -> None:
+def add_stacked_timelines(figure: Figure, steps: Sequence[Lanes], *, first_row: int) -> None:
     """Draw several steps below one another on one axis of time, with one legend entry for all."""
     longest = max((end_of(lanes) for lanes in steps), default=0.0)
     for row, lanes in enumerate(steps, start=first_row):

@@ -94,9 +94,11 @@ def spread_and_mean(
     curve: PreparedCurve, spread: Mapping[str, Array], mean: Mapping[str, Array], hover: str
 ) -> list[go.Scatter]:
     """Return two traces of one run in a panel: its values, pale, and in front their average with a hover text."""
+    name = theme.text(curve.name)
     return [
         go.Scatter(
             **spread,
+            name=name,
             mode="lines",
             line={"color": theme.pale(curve.color, 0.7), "width": 1},
             hoverinfo="skip",
@@ -105,9 +107,10 @@ def spread_and_mean(
         ),
         go.Scatter(
             **mean,
+            name=name,
             mode="lines",
             line={"color": curve.color, "width": 1.8, "dash": curve.dash},
-            hovertemplate=f"{theme.text(curve.name)}: {hover}<extra></extra>",
+            hovertemplate=f"{name}: {hover}<extra></extra>",
             zorder=1,
             meta="line",
         ),

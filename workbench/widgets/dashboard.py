@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import ipywidgets as widgets
-import plotly.graph_objects as go
 
 from workbench.analysis.axes import X_AXES, check_axis
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.arguments import checked_arguments
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
+from workbench.figures.figure import Figure
 from workbench.figures.pages import mimebundle, mimebundle_with_picture
 from workbench.figures.prepared_curve import map_in_threads
 from workbench.runs.registry import Runs, distinct_names, load_runs
@@ -63,7 +63,7 @@ class Live(LiveWidget):
         self.follow()
 
     @property
-    def figure(self) -> go.Figure:
+    def figure(self) -> Figure:
         """The loss curves as they were last drawn."""
         return self._loss.figure
 

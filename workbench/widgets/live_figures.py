@@ -17,6 +17,7 @@ from workbench.analysis.curve import CurveLike, metrics_of
 from workbench.columns import AxisUnit
 from workbench.figures.curves_view import MAX_INSIDE, curve_traces, hover_title, loss_layout, mark_key, visible_points
 from workbench.figures.decimation import points_per_trace
+from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import corner_of, place_legend
 from workbench.figures.panels_view import (
     PANEL_POINTS,
@@ -173,14 +174,15 @@ class LiveLossFigure:
         y_type = "log" if settings.log_y else "linear"
         self.figure.layout.yaxis.update(type=y_type, uirevision=str(settings.log_y))
 
-    def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> go.Figure:
+    def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> Figure:
         """Return a new figure with the whole curves as they were last drawn."""
         curves = [snapshot.curve for snapshot in snapshots]
         x, _ = shared_axis(curves, settings.x)
         figure = loss_layout(curves, x)
         figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0))
         figure.layout.legend = self.figure.layout.legend
-        return figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear"})
+        figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear"})
+        return figure
 
     @property
     def key(self) -> str | None:
@@ -223,7 +225,7 @@ class LivePanelsFigure:
         self._names: list[str] = []
         self._state: Any = None
         self._drawn_at = -PANELS_S
-        self.figure: go.Figure | None = None
+        self.figure: Figure | None = None
         self._widget: GrowingPlot | None = None
 
     def draw(self, snapshots: Sequence[Snapshot], settings: CurveSettings, window: Window, now: bool) -> None:
@@ -266,7 +268,7 @@ class LivePanelsFigure:
                 _update_axis(axis, unit.title, settings.log_x, window)
         self._widget.show(self.figure)
 
-    def _rebuild(self, names: list[str], figure: go.Figure) -> None:
+    def _rebuild(self, names: list[str], figure: Figure) -> None:
         self._names = names
         old, self._widget, self.figure = self._widget, None, None
         if names:

@@ -1,0 +1,199 @@
+"""Figures that can be saved: as a picture, as vectors with text, or as a table of their data."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from workbench.errors import DataError, InvalidArgument
+from workbench.figures import theme
+
+NOTEBOOK_PX = 860
+"""Width of a notebook's column: JupyterLab cuts a wider picture off."""
+DRAWN = ("scatter", "bar", "heatmap", "parcoords")
+"""Types of traces that a static twin can show."""
+SUFFIXES = (".png", ".svg", ".pdf", ".csv")
+"""Endings of the files that `save` writes."""
+VECTORS = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "workbench"}
+"""Settings of matplotlib for files whose text stays text, and which are equal for equal figures."""
+ROLES = {"raw": "value", "line": "curve", "end": "last value", "nan": "not finite", "evaluation": "held out"}
+"""Words in a table for the points of a trace, by its `meta`."""
+_settings = threading.Lock()  # matplotlib has one set of settings for all threads
+
+
+class Figure(go.Figure):
+    """A Plotly figure that looks as all figures of this package, and that can be saved."""
+
+    def laid_out(self, **layout: Any) -> Figure:
+        """Set the look that all figures share, and other fields of the layout."""
+        self.update_layout(template=theme.TEMPLATE, **layout)
+        return self
+
+    def save(self, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
+        """Write the figure as a file; see `workbench.figures.save`."""
+        return save(self, path, width, scale)
+
+
+def subplots(*numbers: int, **options: Any) -> Figure:
+    """Return a figure with rows and columns of plots; the arguments are those of Plotly's `make_subplots`."""
+    figure: Figure = make_subplots(*numbers, figure=Figure(), **options)
+    return figure
+
+
+def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
+    """Write a figure to a file whose name ends in `.png`, `.svg`, `.pdf` or `.csv`, and return its path.
+
+    An SVG or a PDF has its text as text. A CSV has one row for each point, with columns named after the axes. No
+    browser is needed; a figure with a trace of a type that this package does not draw needs kaleido and Chrome.
+
+    Args:
+        figure: the figure; the menus in it are left out.
+        path: the file to write; folders above it are made.
+        width: width in pixels; the figure has its own height.
+        scale: pixels of a PNG for each pixel of the figure.
+
+    Raises `InvalidArgument` for another ending, and `DataError` if the file cannot be written.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InvalidArgument(
+            f"{target.name!r} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}. "
+            "Choose one of these endings; wb.figures.save_html writes an interactive page.",
+            parameter="path",
+            value=str(path),
+        )
+    content = _csv(figure).encode() if suffix == ".csv" else picture(figure, suffix[1:], width, scale)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    except OSError as error:
+        raise DataError(
+            f"{target} cannot be written: {error.strerror}. Give a path in a folder that you may write to.",
+            path=str(target),
+        ) from None
+    return target
+
+
+def has_twin(figure: go.Figure) -> bool:
+    """Return True if a picture of a figure needs no browser."""
+    return all(trace.type in DRAWN for trace in figure.data)
+
+
+def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scale: float = 1.0) -> bytes:
+    """Return a figure as `png`, `svg` or `pdf`; raise `DataError` where that needs a browser and there is none."""
+    from matplotlib import rc_context
+
+    from workbench.figures.twin import draw_twin
+
+    if not has_twin(figure):
+        return _drawn_by_a_browser(figure, form, width, scale)
+    file, twin = io.BytesIO(), draw_twin(figure, width)
+    if form == "png":
+        twin.savefig(file, format=form, dpi=72 * scale)
+        return file.getvalue()
+    date = {"svg": "Date", "pdf": "CreationDate"}[form]
+    with _settings, rc_context(VECTORS):
+        twin.savefig(file, format=form, metadata={date: None})
+    # A machine without matplotlib may lack DejaVu Sans; Verdana has the same widths.
+    fonts = b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif"
+    return file.getvalue().replace(*fonts) if form == "svg" else file.getvalue()
+
+
+def _drawn_by_a_browser(figure: go.Figure, form: str, width: int, scale: float) -> bytes:
+    try:
+        return bytes(figure.to_image(format=form, width=width, height=figure.layout.height, scale=scale))
+    except Exception as error:  # kaleido and its browser fail in a dozen classes, some of them private
+        words = str(error.args[0] if error.args else error).strip() or type(error).__name__
+        raise DataError(
+            f"No picture could be drawn: {words.splitlines()[0].rstrip('.')}. "
+            "Run `pip install kaleido`, install Chrome or Chromium, and point BROWSER_PATH at it if it is not found; "
+            "save_html needs neither."
+        ) from error
+
+
+def _csv(figure: go.Figure) -> str:
+    rows = [row for trace in figure.data if trace.visible in (None, True) for row in _rows(figure, trace)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, shown, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _rows(figure: go.Figure, trace: Any) -> Iterator[dict[str, Any]]:
+    """Yield the points of a trace by the names of their columns."""
+    from workbench.figures.twin_axes import item_of, plain, words_of
+
+    if trace.type == "parcoords":
+        columns = {plain(str(dimension.label))[0]: _words(dimension) for dimension in trace.dimensions}
+        yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return
+    x_name, y_name = _axis_name(figure, trace, 0), _axis_name(figure, trace, 1)
+    x, y = words_of(trace.x), words_of(trace.y)
+    if trace.type == "heatmap":
+        value = plain(trace.colorbar.title.text or "value")[0]
+        for row, column in np.ndindex(len(y), len(x)):
+            note = (
+                {"note": plain(str(trace.text[row][column] or ""))[0].replace("\n", ", ")}
+                if trace.text is not None
+                else {}
+            )
+            yield {x_name: x[column], y_name: y[row], value: _finite(trace.z[row][column]), **note}
+        return
+    if trace.type not in ("scatter", "bar"):
+        return
+    x = range(len(y if y is not None else ())) if x is None else x
+    y = range(len(x)) if y is None else y
+    role = ROLES.get(str(trace.meta), str(trace.meta or ""))
+    along = x_name if trace.type == "bar" and trace.orientation == "h" else y_name
+    for at in range(len(x)):
+        row = {"series": plain(trace.name or "")[0], "shows": role, x_name: _finite(x[at]), y_name: _finite(y[at])}
+        if trace.type == "bar" and trace.base is not None:
+            row[f"{along}, from"] = start = float(item_of(trace.base, at))
+            row[along] = start + float(row[along] or 0)
+        for name, spread in ((x_name, getattr(trace, "error_x", None)), (y_name, getattr(trace, "error_y", None))):
+            if spread is not None and spread.array is not None and spread.visible is not False:
+                below = spread.array if spread.arrayminus is None else spread.arrayminus
+                row |= {f"{name}, low": row[name] - below[at], f"{name}, high": row[name] + spread.array[at]}
+        yield row
+
+
+def _words(dimension: Any) -> list[Any]:
+    """Return the values of an axis of parallel coordinates, as words where it has them."""
+    if dimension.ticktext is None:
+        return list(dimension.values)
+    words = dict(zip(dimension.tickvals, dimension.ticktext, strict=True))
+    return [words.get(value, value) for value in dimension.values]
+
+
+def _finite(value: Any) -> Any:
+    return "" if value is None or (isinstance(value, float) and np.isnan(value)) else value
+
+
+def _axis_name(figure: go.Figure, trace: Any, which: int) -> str:
+    """Return an axis' title, or that of its panel, or that of the axis in another panel above or below it."""
+    from workbench.figures.twin_axes import plain
+
+    letter, other = "xy"[which], "yx"[which]
+    names = [str(trace[f"{letter}axis"] or letter), str(trace[f"{other}axis"] or other)]
+    axis, across = (figure.layout[f"{name[0]}axis{name[1:]}"] for name in names)
+    title = axis.title.text
+    if not title and which == 1:
+        (left, right), top = across.domain or (0.0, 1.0), (axis.domain or (0.0, 1.0))[1]
+        above = (n for n in figure.layout.annotations if n.yref == "paper" and left <= n.x <= right)
+        title = next((note.text for note in above if abs(note.y - top) < 0.02), None)
+    if not title and which == 0:
+        below = (other for other in figure.select_xaxes() if other.domain == axis.domain)
+        title = next((other.title.text for other in below if other.title.text), None)
+    return plain(title or letter)[0].replace("\n", ", ")

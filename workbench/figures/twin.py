@@ -1,0 +1,233 @@
+"""The static twin of a figure, drawn by matplotlib: for notebooks, papers and pages where no script runs.
+
+It draws what the figures of this package consist of: lines, markers, areas, bars, heat maps and parallel coordinates in
+any number of subplots, with axes, shapes, annotations and legends. Menus and sliders are left out. Where a legend would
+take the room of the curves, their names stand at their ends.
+
+A twin is a `matplotlib.figure.Figure` of its own, without pyplot and its global state, so that several threads may
+draw. All lengths are in pixels: with 72 dots per inch a pixel is one of matplotlib's points.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from workbench.figures import theme
+from workbench.figures.twin_axes import TwinAxis, color_of, plain, widest, words_of, wrapped, written
+from workbench.figures.twin_legends import TwinLegends, TwinPage
+from workbench.figures.twin_panel import TwinPanel, line_look
+
+
+def draw_twin(figure: go.Figure, width: int) -> Figure:
+    """Return the twin of a figure, which matplotlib can save in any format."""
+    return _Twin(figure, width).draw()
+
+
+class _Twin:
+    def __init__(self, figure: go.Figure, width: int) -> None:
+        self._layout, self._page = figure.layout, TwinPage(width, int(figure.layout.height or 480))
+        self._traces = [trace for trace in figure.data if trace.visible in (None, True)]
+        pairs = list(dict.fromkeys(map(_axes_of, self._traces))) or [("x", "y")]
+        self._axes = {name: self._axis(name) for pair in pairs for name in pair}
+        self._panels: dict[tuple[str, str], TwinPanel] = {}
+        for x, y in pairs:
+            self._panels[x, y] = TwinPanel(self._page.axes(0, 0, 1, 1), self._axes[x], self._axes[y])
+        self._legends = TwinLegends.of(self._layout, self._traces, len(pairs) == 1, width)
+        title, width = self._layout.title, width - 32
+        self._title = [(f"<b>{line}</b>", theme.TITLE_PX) for line in wrapped(title.text, width, theme.TITLE_PX)]
+        self._title += [(line, theme.FONT_PX) for line in wrapped(title.subtitle.text, width, theme.FONT_PX)]
+
+    def _axis(self, name: str) -> TwinAxis:
+        which = "xy".index(name[0])
+        own = [trace for trace in self._traces if _axes_of(trace)[which] == name and trace.type != "parcoords"]
+        layout = self._layout[f"{name[0]}axis{name[1:]}"]
+        return TwinAxis.of(layout, which == 1, [words_of((trace.x, trace.y)[which]) for trace in own])
+
+    def draw(self) -> Figure:
+        """Draw everything: first what sets the ends of the axes, then what needs their place on the picture."""
+        keys = self._draw_traces()
+        for name, axis in self._axes.items():
+            self._fit(name, axis)
+        self._frame = left, bottom, right, top = self._margins()
+        for panel in self._panels.values():
+            (x0, x1), (y0, y1) = panel.x.domain, panel.y.domain
+            corner = left + x0 * (right - left), bottom + y0 * (top - bottom)
+            self._place(panel, *corner, (x1 - x0) * (right - left), (y1 - y0) * (top - bottom))
+        for panel in self._panels.values():
+            for act in panel.later:
+                act()
+        for shape in self._layout.shapes:
+            self._draw_shape(shape)
+        for note in self._layout.annotations:
+            self._draw_annotation(note)
+        at = self._page.height - 12.0
+        for line, size in self._title:
+            self._page.write(16, at, line, theme.INK if size == theme.TITLE_PX else theme.MUTED, size, va="top")
+            at -= size + 7
+        self._legends.draw(self._page, keys, self._frame, next(iter(self._panels.values())))
+        return self._page.picture
+
+    def _draw_traces(self) -> dict[int, Any]:
+        """Draw the traces, and return what shows the look of each in a legend, by the trace's id."""
+        keys, seen = {}, Counter[TwinPanel]()
+        number = Counter(_axes_of(trace) for trace in self._traces if trace.type == "bar")
+        for index, trace in enumerate(self._traces):
+            panel, order = self._panels[_axes_of(trace)], 2 + index / 1e4
+            if trace.type == "bar":
+                mode = self._layout.barmode or "group"
+                keys[id(trace)] = panel.draw_bars(trace, order, mode, seen[panel], number[_axes_of(trace)])
+                seen[panel] += 1
+            elif trace.type == "heatmap":
+                self._draw_color_bar(panel, trace, panel.draw_heat_map(trace, order))
+            elif trace.type == "parcoords":
+                panel.draw_parallel_coordinates(trace)
+            else:
+                written = self._legends.ends and trace.meta == "end"  # at a height where it does not lie on another
+                keys[id(trace)] = panel.draw_scatter(trace, order + (trace.zorder or 0), words=not written)
+        return keys
+
+    def _fit(self, name: str, axis: TwinAxis) -> None:
+        """Set the ends of an axis from what is drawn on it, and on the axes that share them, and from shapes."""
+        which, group = "xy".index(name[0]), axis.layout.matches or name
+        own = {pair for pair in self._panels if (self._axes[pair[which]].layout.matches or pair[which]) == group}
+        boxes = [self._panels[pair].axes.dataLim for pair in own]
+        values = [value for box in boxes for value in (box.intervalx, box.intervaly)[which]]
+        refs = [((s.xref, s.x0, s.x1), (s.yref, s.y0, s.y1))[which] for s in self._layout.shapes]
+        values += [value for ref, *ends in refs if ref == name and not axis.names for value in ends]
+        traces = [trace for trace in self._traces if _axes_of(trace) in own]
+        has_bars = any(trace.type == "bar" for trace in traces)
+        marked = any(trace.type == "scatter" and "lines" not in (trace.mode or "lines") for trace in traces)
+        padding = 0.05 if which else 0.04 if marked else 0.01
+        known = [value for value in values if np.isfinite(value)]
+        low, high = (min(known), max(known)) if known else (np.inf, -np.inf)
+        if any(trace.type == "heatmap" for trace in traces):
+            padding = 0.0
+        axis.fit(low, high, padding, min(float((box.minposx, box.minposy)[which]) for box in boxes))
+        if has_bars and low == 0 and axis.layout.range is None:
+            axis.low = max(0.0, axis.low)
+        for panel in self._panels.values():
+            if axis in (panel.x, panel.y):
+                scale = {"xscale" if which == 0 else "yscale": "log"} if axis.log else {}
+                panel.axes.set(**scale, **{"xlim" if which == 0 else "ylim": (axis.low, axis.high)})
+
+    def _margins(self) -> tuple[float, float, float, float]:
+        """Return left, bottom, right and top edge of the area in which the axes have their domains."""
+        margin = self._layout.margin
+        menus = bool(self._layout.updatemenus or self._layout.sliders)
+        left, right = 16.0, 24.0 if menus else float(margin.r or 24)
+        for panel in self._panels.values():
+            width = 14 + widest(panel.y.ticks(self._page.height)[1])
+            if panel.y.layout.side == "right":
+                right = max(right, width)
+            elif panel.x.domain[0] < 0.01:
+                left = max(left, width + (24 if panel.y.layout.title.text else 0))
+        right = max(right, self._legends.room_px)
+        for trace in self._traces:
+            if trace.type == "heatmap":
+                right = 48 + widest([trace.colorbar.title.text or "", "12.345", *(trace.colorbar.ticktext or ())])
+        words_above = 12 + sum(size + 7 for _, size in self._title)
+        top = max(words_above + 12, 0 if menus else margin.t or 0)
+        return left, max(56, margin.b or 0), self._page.width - right, self._page.height - top
+
+    def _place(self, panel: TwinPanel, left: float, bottom: float, width: float, height: float) -> None:
+        """Give axes their rectangle, and draw their grid, ticks and titles."""
+        axes = panel.axes
+        self._page.place(axes, left, bottom, width, height)
+        if panel.y.layout.scaleanchor:
+            axes.set_aspect("equal")
+            axes.apply_aspect()
+        if any(trace.type == "parcoords" for trace in self._traces):
+            return
+        box = axes.get_window_extent()
+        for axis, transform in ((panel.x, axes.get_xaxis_transform()), (panel.y, axes.get_yaxis_transform())):
+            values, labels = axis.ticks(box.height if axis.vertical else box.width)
+            ends = [[(0, value), (1, value)] if axis.vertical else [(value, 0), (value, 1)] for value in values]
+            if axis.layout.showgrid is not False and not axis.names:
+                grid = LineCollection(ends, colors=[theme.GRID], linewidths=1, zorder=0.5, transform=transform)
+                axes.add_collection(grid, autolim=False)
+            for (end, _), label in zip(ends, labels, strict=True):
+                x, y = transform.transform(end)
+                if not axis.vertical:
+                    self._page.write(x, box.y0 - 7, label, ha="center", va="top")
+                elif axis.layout.side == "right":
+                    self._page.write(box.x1 + 8, y, label, va="center")
+                else:
+                    self._page.write(box.x0 - 8, y, label, ha="right", va="center")
+            title = axis.layout.title.text
+            if axis.vertical:
+                x, y = box.x0 - widest(labels) - 14, (box.y0 + box.y1) / 2
+                self._page.write(x, y, title, theme.MUTED, ha="center", va="bottom", rotation=90)
+            else:
+                lines = max((plain(label)[0].count("\n") + 1 for label in labels if label), default=0)
+                self._page.write(
+                    (box.x0 + box.x1) / 2, box.y0 - 10 - 15 * lines, title, theme.MUTED, ha="center", va="top"
+                )
+
+    def _pixel(self, reference: str, value: Any, which: int) -> float:
+        """Return the pixel of a position that refers to the paper, to an axis or to the domain of an axis."""
+        name = reference.split()[0]
+        panels = [panel for pair, panel in self._panels.items() if pair[which] == name] or [*self._panels.values()]
+        box = panels[0].axes.get_window_extent()
+        ends = (
+            (self._frame[which], self._frame[which + 2]) if name == "paper" else (box.intervalx, box.intervaly)[which]
+        )
+        if name == "paper" or reference.endswith("domain"):
+            return float(ends[0] + value * (ends[1] - ends[0]))
+        axis = (panels[0].x, panels[0].y)[which]
+        number = axis.numbers([value])[0] if isinstance(value, str) else float(value)
+        return float(panels[0].pixels((number, panels[0].y.low) if which == 0 else (panels[0].x.low, number))[which])
+
+    def _draw_shape(self, shape: Any) -> None:
+        x = [self._pixel(str(shape.xref or "x"), value, 0) for value in (shape.x0, shape.x1)]
+        y = [self._pixel(str(shape.yref or "y"), value, 1) for value in (shape.y0, shape.y1)]
+        if shape.type == "line":
+            self._page.line(x, y, **line_look(shape.line))
+        elif shape.type == "rect":
+            look: dict[str, Any] = {
+                "facecolor": color_of(shape.fillcolor) if shape.fillcolor else "none",
+                "transform": self._page.px,
+            }
+            look |= {"edgecolor": color_of(shape.line.color), "linewidth": shape.line.width or 0}
+            self._page.picture.add_artist(Rectangle((min(x), min(y)), np.ptp(x), np.ptp(y), **look))
+
+    def _draw_annotation(self, note: Any) -> None:
+        ends = ((str(note.xref or "x"), note.x), (str(note.yref or "y"), note.y))
+        logs = [ref in self._axes and self._axes[ref].log for ref, _ in ends]  # there Plotly takes powers of ten
+        x, y = (
+            self._pixel(ref, 10.0**v if log else v, at)
+            for at, ((ref, v), log) in enumerate(zip(ends, logs, strict=True))
+        )
+        x, y, size = x + (note.xshift or 0), y + (note.yshift or 0), int(note.font.size or theme.FONT_PX)
+        if note.showarrow is not False:
+            tip, (x, y) = (x, y), (x + (note.ax or 0), y - (note.ay or 0))
+            self._page.line([tip[0], x], [tip[1], y], color=theme.MUTED, linewidth=1.2, linestyle="-", marker="")
+        va = {"middle": "center", "top": "top", "bottom": "bottom"}.get(str(note.yanchor), "center")
+        y += {"bottom": 3, "top": -3}.get(va, 0)
+        ha = {"left": "left", "right": "right"}.get(str(note.xanchor), "center")
+        self._page.write(x, y, note.text, note.font.color, size, ha=ha, va=va)
+
+    def _draw_color_bar(self, panel: TwinPanel, trace: Any, mesh: Any) -> None:
+        def draw() -> None:
+            box, (low, high), scale = panel.axes.get_window_extent(), mesh.get_clim(), trace.colorbar
+            left, height = box.x1 + 14, box.height
+            bar = self._page.axes(left, box.y0, 12, height)
+            bar.imshow(np.arange(256)[:, None], cmap=mesh.cmap, aspect="auto", origin="lower", interpolation="nearest")
+            values = np.linspace(low, high, 5) if scale.tickvals is None else scale.tickvals
+            words = [written(float(f"{v:.3g}"), scale.tickformat or "") for v in values]
+            for value, word in zip(values, scale.ticktext or words, strict=True):
+                at = box.y0 + (value - low) / ((high - low) or 1.0) * height
+                self._page.write(left + 18, at, word, theme.MUTED, 11, va="center")
+            self._page.write(left, box.y1 + 6, scale.title.text, theme.MUTED, 11, va="bottom")
+
+        panel.later.append(draw)
+
+
+def _axes_of(trace: Any) -> tuple[str, str]:
+    return ("x", "y") if trace.type == "parcoords" else (trace.xaxis or "x", trace.yaxis or "y")

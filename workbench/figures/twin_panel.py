@@ -1,0 +1,217 @@
+"""One pair of axes of a static twin: lines, markers, areas, error bars, bars, heat maps and parallel coordinates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+
+from workbench.analysis.curve import Array
+from workbench.figures import theme
+from workbench.figures.twin_axes import TwinAxis, color_map, color_of, font, item_of, plain, width_of, words_of
+
+MARKERS = {"diamond": "D", "square": "s", "triangle-up": "^", "triangle-down": "v", "triangle-right": ">", "x": "X"}
+"""matplotlib's marker of each symbol but the circle."""
+DASHES = {"dash": (4.5, 3), "dot": (1, 2), "dashdot": (4.5, 2, 1, 2), "longdash": (7, 3)}
+"""Lengths of dashes and gaps, in widths of the line."""
+ALIGNED = {"left": ("right", -7), "right": ("left", 7), "center": ("center", 0)}
+RAISED = {"top": ("bottom", 3), "bottom": ("top", -3), "middle": ("center_baseline", 0)}
+
+
+def line_look(line: Any) -> dict[str, Any]:
+    """Return colour, width and dashes of a Plotly line, and no marker."""
+    dashes = DASHES.get(str(line.dash))
+    width = 2.0 if line.width is None else line.width
+    return {
+        "color": color_of(line.color),
+        "linewidth": width,
+        "linestyle": (0, dashes) if dashes else "-",
+        "marker": "",
+    }
+
+
+@dataclass(eq=False)
+class TwinPanel:
+    """One pair of axes. What is drawn may leave something in `later`, for when the axes have their place and ends."""
+
+    axes: Axes
+    x: TwinAxis
+    y: TwinAxis
+    later: list[Callable[[], None]] = field(default_factory=list)
+    bar_ends: dict[float, float] = field(default_factory=lambda: defaultdict(float))
+
+    def points(self, trace: Any) -> Array:
+        """Return the positions of a trace's points, shape (n, 2); x or y are 0, 1, 2, … if the trace lacks them."""
+        x, y = words_of(trace.x), words_of(trace.y)
+        x = range(len(y if y is not None else ())) if x is None else x
+        return np.column_stack([self.x.numbers(x), self.y.numbers(range(len(x)) if y is None else y)])
+
+    def pixels(self, points: Any) -> Array:
+        """Return positions as pixels from the picture's lower left corner."""
+        return np.asarray(self.axes.transData.transform(points))
+
+    def write(
+        self, at: Any, markup: Any, color: Any, size: int, shift: tuple[float, float] = (0, 0), **look: Any
+    ) -> None:
+        """Write words at a position, moved by some pixels; they may leave the axes."""
+        words, bold = plain(str(markup))
+        place: dict[str, Any] = {
+            "xytext": shift,
+            "textcoords": "offset points",
+            "annotation_clip": False,
+            "parse_math": False,
+        }
+        self.axes.annotate(words, at, color=color_of(color), fontproperties=font(size, bold), **place, **look)
+
+    def draw_scatter(self, trace: Any, order: float, words: bool = True) -> Any:
+        """Draw area, line, error bars, markers and words of a trace; return what shows its look in a legend."""
+        points, mode = self.points(trace), trace.mode or "lines"
+        shown: list[Any] = []
+        if trace.fill == "toself":
+            pieces = np.split(points, np.flatnonzero(~np.isfinite(points).all(axis=1)))
+            areas = [piece[np.isfinite(piece).all(axis=1)] for piece in pieces]
+            fill = PolyCollection([a for a in areas if len(a) > 2], facecolors=color_of(trace.fillcolor), linewidths=0)
+            shown.append(self.axes.add_collection(fill))
+        if "lines" in mode and trace.line.width != 0:
+            shape: dict[str, Any] = (
+                {"drawstyle": "steps-post"} if trace.line.shape == "hv" else {"solid_joinstyle": "round"}
+            )
+            shown += self.axes.plot(*points.T, **shape, **line_look(trace.line))
+        for which, spread in enumerate((trace.error_x, trace.error_y)):
+            if spread.array is not None and spread.visible is not False:
+                ends = np.stack([points, points])
+                ends[0, :, which] -= np.asarray(spread.array if spread.arrayminus is None else spread.arrayminus)
+                ends[1, :, which] += np.asarray(spread.array)
+                color = color_of(spread.color or item_of(trace.marker.color, 0))
+                bars = LineCollection(list(ends.swapaxes(0, 1)), colors=[color], linewidths=spread.thickness or 2)
+                self.axes.add_collection(bars).set_zorder(order)
+        if "markers" in mode:
+            shown += self._markers(trace.marker, points, trace.cliponaxis is not False)
+        for artist in shown:
+            artist.set_zorder(order)
+        if words and "text" in mode and trace.text is not None:
+            up, across = str(trace.textposition or "middle center").split()
+            (ha, right), (va, above) = ALIGNED[across], RAISED[up]
+            for at in np.flatnonzero(np.isfinite(points).all(axis=1)).tolist():
+                ink, size = item_of(trace.textfont.color, at), item_of(trace.textfont.size, at) or theme.FONT_PX
+                look = {"ha": ha, "va": va, "zorder": order}
+                self.write(points[at], item_of(trace.text, at), ink, int(size), (right, above), **look)
+        return tuple(shown) if len(shown) > 1 else shown[0] if shown else None
+
+    def _markers(self, marker: Any, points: Array, clip: bool) -> list[Any]:
+        groups: dict[str, list[int]] = defaultdict(list)
+        symbols, sizes, colors, edges = marker.symbol, marker.size or 6, marker.color, marker.line.color or marker.color
+        for index in range(len(points)):
+            groups[str(item_of(symbols, index) or "circle")].append(index)
+        return [
+            self.axes.scatter(
+                points[indices, 0],
+                points[indices, 1],
+                s=[item_of(sizes, at) ** 2 * (0.6 if "diamond" in symbol else 1.0) for at in indices],
+                marker=MARKERS.get(symbol.removesuffix("-open"), "o"),
+                facecolors="none" if "-open" in symbol else [color_of(item_of(colors, at)) for at in indices],
+                edgecolors=[color_of(item_of(edges, at)) for at in indices],
+                linewidths=item_of(marker.line.width, 0) or ("-open" in symbol) * 1.0,
+                clip_on=clip,
+            )
+            for symbol, indices in groups.items()
+        ]
+
+    def draw_bars(self, trace: Any, order: float, mode: str, position: int, number: int) -> Any:
+        """Draw the bars of the trace at `position` among `number` traces of bars on these axes; `mode` is `barmode`."""
+        lying, marker = trace.orientation == "h", trace.marker
+        places, values = self.points(trace).T[:: -1 if lying else 1]
+        starts = np.broadcast_to(np.asarray(0.0 if trace.base is None else trace.base, float), values.shape)
+        if mode == "stack" and trace.base is None:
+            starts = np.array([self.bar_ends[place] for place in places])
+            for place, value in zip(places, values, strict=True):
+                self.bar_ends[place] += value
+        share = number if mode == "group" and trace.offset is None else 1
+        width = np.asarray(0.8 / share if trace.width is None else trace.width, dtype=np.float64)
+        shift = (position * width - 0.4 if share > 1 else -width / 2) if trace.offset is None else trace.offset
+        first = places + np.asarray(shift, dtype=np.float64)
+        along, across = np.stack([starts, starts + values]), np.stack([first, first + width])
+        x, y = (along, across) if lying else (across, along)
+        corners = np.stack([x[[0, 1, 1, 0]], y[[0, 0, 1, 1]]], axis=-1).swapaxes(0, 1)
+        known = np.isfinite(corners).all(axis=(1, 2))
+        if trace.text is not None and len(values):
+            self.later.append(lambda: self._write_in_bars(trace, corners, order + 0.5))
+        if marker.pattern.shape:  # one path of all bars: a hatch for each would take seconds
+            path, look = Path.make_compound_path_from_polys(corners[known]), {"hatchcolor": marker.pattern.fgcolor}
+            hatched = PathPatch(path, facecolor=color_of(marker.color), hatch="////", linewidth=0, zorder=order, **look)
+            self.axes.update_datalim(corners[known].reshape(-1, 2))  # `add_patch` would look for curves in the path
+            return self.axes.add_artist(hatched)
+        colors, edge = marker.color, color_of(item_of(marker.line.color, 0)) if marker.line.color else "none"
+        colors = [color_of(color) for color in colors] if isinstance(colors, tuple) else color_of(colors)
+        look = {"facecolors": colors, "edgecolors": edge, "linewidths": marker.line.width or 0.0, "zorder": order}
+        return self.axes.add_collection(PolyCollection(corners[known], **look))
+
+    def _write_in_bars(self, trace: Any, corners: Array, order: float) -> None:
+        """Write the words in or at the end of the bars; inside only where they fit."""
+        boxes = self.pixels(corners.reshape(-1, 2)).reshape(-1, 4, 2)
+        room, middle = np.ptp(boxes, axis=1), corners.mean(axis=1)
+        lying, outside, sizes, inks = (
+            trace.orientation == "h",
+            trace.textposition == "outside",
+            trace.textfont.size,
+            trace.textfont.color,
+        )
+        look: dict[str, Any] = {"zorder": order, "rotation": -(trace.textangle or 0)}
+        for at, markup in enumerate(map(str, trace.text)):
+            ink, size = item_of(inks, at), int(item_of(sizes, at) or theme.FONT_PX)
+            if outside and lying:
+                self.write((corners[at, 2, 0], middle[at, 1]), markup, ink, size, (4, 0), va="center_baseline", **look)
+            elif outside:
+                self.write((middle[at, 0], corners[at, 2, 1]), markup, ink, size, (0, 3), ha="center", **look)
+            elif markup and width_of(markup, size) <= room[at, 0] - 4 and size <= room[at, 1]:
+                self.write(middle[at], markup, ink, size, ha="center", va="center_baseline", **look)
+
+    def draw_heat_map(self, trace: Any, order: float) -> Any:
+        """Draw cells of colour with their words; return what a colour bar needs. A cell without a value is empty."""
+        x, y = self.x.numbers(words_of(trace.x)), self.y.numbers(words_of(trace.y))
+        edges = [np.append(places - 0.5, places[-1] + 0.5) for places in (x, y)]
+        grid = np.ma.masked_invalid(np.asarray(trace.z, dtype=np.float64))
+        look = {"cmap": color_map(trace.colorscale, bool(trace.reversescale)), "vmin": trace.zmin, "vmax": trace.zmax}
+        look |= {"edgecolors": "white", "linewidth": trace.xgap} if trace.xgap else {"edgecolors": "none"}
+        mesh = self.axes.pcolormesh(*edges, grid, shading="flat", zorder=order, **look)
+        if trace.text is not None:
+            self.later.append(lambda: self._write_in_cells(trace.text, mesh.to_rgba(grid), x, y, order + 0.5))
+        return mesh
+
+    def _write_in_cells(self, texts: Any, colors: Array, x: Array, y: Array, order: float) -> None:
+        """Write the text of each cell in an ink that reads on its colour, smaller where the cell is narrow."""
+        cell_px = self.axes.bbox.width / abs(self.x.high - self.x.low)
+        for (row, column), (*rgb, opacity) in zip(np.ndindex(len(y), len(x)), colors.reshape(-1, 4), strict=True):
+            if markup := str(texts[row][column] or ""):
+                red, green, blue = (round(255 * float(channel)) for channel in rgb)
+                ink = theme.ink_on(f"#{red:02x}{green:02x}{blue:02x}") if opacity else theme.INK
+                size = max(7, min(theme.FONT_PX, int(theme.FONT_PX * (cell_px - 4) / width_of(markup))))
+                self.write((x[column], y[row]), markup, ink, size, ha="center", va="center", zorder=order)
+
+    def draw_parallel_coordinates(self, trace: Any) -> None:
+        """Draw an upright axis for each dimension, and a line for each row through its values."""
+        places, columns = np.linspace(0.06, 0.94, len(trace.dimensions)), []
+        for at, dimension in zip(places, trace.dimensions, strict=True):
+            values = np.asarray(dimension.values, dtype=np.float64)
+            low, high = dimension.range or (values.min(), values.max())
+            span = (high - low) or 1.0
+            columns.append((values - low) / span)
+            ticks = np.linspace(low, high, 5) if dimension.tickvals is None else dimension.tickvals
+            words = [f"{tick:.4g}" for tick in ticks] if dimension.ticktext is None else dimension.ticktext
+            self.axes.plot([at, at], [0, 1], color=theme.AXIS, linewidth=1, linestyle="-", marker="", clip_on=False)
+            box = {"boxstyle": "square,pad=0.1", "facecolor": (1, 1, 1, 0.75), "edgecolor": "none"}
+            for tick, word in zip(ticks, words, strict=True):
+                self.write((at, (tick - low) / span), word, None, 11, (5, 0), va="center", bbox=box, zorder=4)
+            self.write((at, 1), f"<b>{dimension.label}</b>", None, 12, (0, 12), ha="center")
+        look: dict[str, Any] = {"array": np.asarray(trace.line.color, dtype=np.float64), "linewidths": 1.5, "zorder": 1}
+        colors = color_map(trace.line.colorscale, bool(trace.line.reversescale))
+        rows = [np.column_stack([places, row]) for row in np.transpose(columns)]
+        self.axes.add_collection(LineCollection(rows, cmap=colors, **look))
+        self.axes.update_datalim([(0, 0), (1, 1)])
