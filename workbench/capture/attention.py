@@ -49,17 +49,17 @@ def simplify_attention(module: fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         _add_head_dim(graph, node)
         _simplify_mask(node, examined)
-    graph.eliminate_dead_code(is_impure_node=_is_impure)
+
+    def is_impure(node: fx.Node) -> bool:
+        schema = schema_of(node)
+        return node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
+
+    graph.eliminate_dead_code(is_impure_node=is_impure)
 
 
 def _replace_by(node: fx.Node, other: Any) -> None:
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
-
-
-def _is_impure(node: fx.Node) -> bool:
-    schema = schema_of(node)
-    return node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
 
 
 def _fuse(output: fx.Node) -> None:

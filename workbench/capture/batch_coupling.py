@@ -9,82 +9,45 @@ reported: after one that this module does not know, nothing is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from workbench.capture.dataflow import Dataflow
-from workbench.capture.operations import ancestors, arguments_of, schema_of, shape_of
+from workbench.capture.operations import MOVED, ancestors, arguments_of, moved_dim, names, op_name, shape_of
 from workbench.capture.source_lines import line_of_node
 
 NONE, SUM, UNKNOWN = -1, -2, -3
 """States other than the index of the batch dim: independent of the batch, summed over the samples, not known."""
-_REDUCTIONS = ("sum", "mean")
-_NORMALISATIONS: tuple[str, ...] = (
-    "softmax",
-    "_softmax",
-    "log_softmax",
-    "_log_softmax",
-    "logsumexp",
-    "var",
-    "std",
-    "var_mean",
+
+
+_PRODUCTS = names("matmul mm bmm linear")
+_SUMS = names("sum mean")
+_SOFTMAXES = names("softmax _softmax log_softmax _log_softmax")
+_NORMALISATIONS = _SOFTMAXES | names("logsumexp var std var_mean linalg_vector_norm norm")
+_SELECTIONS = names("argmax argmin amax amin any all")
+_OVER_CLASSES = names("cross_entropy_loss nll_loss_nd")
+_LOSSES = _OVER_CLASSES | names(
+    "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
 )
-_NORMALISATIONS += ("linalg_vector_norm", "norm")
-_SELECTIONS = ("argmax", "argmin", "amax", "amin", "any", "all")
-_LOSSES: tuple[str, ...] = (
-    "cross_entropy_loss",
-    "nll_loss_nd",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
+_RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
+_SAME_DIMS = _SOFTMAXES | names(
+    "clone contiguous to _to_copy detach alias dropout feature_dropout type_as slice lift_fresh_copy getitem one_hot"
 )
-_LOSSES += ("binary_cross_entropy", "binary_cross_entropy_with_logits")
-_OVER_CLASSES = ("cross_entropy_loss", "nll_loss_nd")
-_PRODUCTS = ("matmul", "mm", "bmm")
-_SAME_DIMS: tuple[str, ...] = (
-    "clone",
-    "contiguous",
-    "to",
-    "_to_copy",
-    "detach",
-    "detach_",
-    "alias",
-    "dropout",
-    "dropout_",
-    "type_as",
+_LINEAR = names(
+    "add sub rsub neg mul div sum mean reshape view flatten unsqueeze squeeze select slice expand permute transpose "
+    "cat stack unbind index getitem clone contiguous to _to_copy detach alias lift_fresh_copy matmul mm linear"
 )
-_SAME_DIMS += ("slice", "lift_fresh_copy", "feature_dropout", "softmax", "_softmax", "log_softmax", "_log_softmax")
-_LINEAR: tuple[str, ...] = (
-    "add",
-    "sub",
-    "rsub",
-    "neg",
-    "mul",
-    "div",
-    "sum",
-    "mean",
-    "reshape",
-    "view",
-    "unsqueeze",
-    "squeeze",
-    "select",
+_FIRST_DIM = names(
+    "layer_norm group_norm rms_norm batch_norm instance_norm scaled_dot_product_attention conv1d conv2d conv3d "
+    "convolution max_pool2d avg_pool2d adaptive_avg_pool2d pad"
 )
-_LINEAR += ("expand", "clone", "to", "_to_copy", "detach", "alias", "getitem", "permute", "transpose", "cat", "stack")
-_LINEAR += ("slice", "contiguous", "matmul", "mm", "linear", "lift_fresh_copy", "flatten", "unbind", "index")
-_FIRST_DIM: tuple[str, ...] = (
-    "layer_norm",
-    "group_norm",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "batch_norm",
-    "instance_norm",
-)
-_FIRST_DIM += ("conv1d", "conv2d", "conv3d", "convolution", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad")
+"""Operations that keep the samples apart if they are the first dim of an operand and of the result."""
+_BESIDE_DIM = MOVED | names("topk sort split split_with_sizes chunk")
+_ONE_OPERAND = names("expand_as type_as index")
+"""Operations whose further operands decide no value, or choose within a sample."""
 
 
 def coupled_lines(flow: Dataflow, loss: fx.Node) -> tuple[str, ...]:
@@ -126,7 +89,7 @@ class _Follower:
         others = [state for state in states if state != NONE]
         is_sum = name in _LINEAR and all(state == SUM for state in others)
         factors = [s for s in node.all_input_nodes if self._states[s] != NONE]
-        if is_sum and (name not in ("mul", "div", *_PRODUCTS, "linear") or len(factors) == 1):
+        if is_sum and (name not in ("mul", "div", *_PRODUCTS) or len(factors) == 1):
             return SUM if not (name == "div" and node.args[0] not in factors) else self._mixing(node)
         divisor = node.args[1] if name == "div" else None
         if isinstance(divisor, fx.Node) and divisor in self._flow.recomputable and self._states[divisor] == SUM:
@@ -140,34 +103,36 @@ class _Follower:
 
     def _of_rows(self, node: fx.Node, name: str) -> int:
         """Return the state of an operation on values with one row per sample."""
-        if name in _PRODUCTS or name == "linear":
-            return self._product(node, name)
-        if name == "einsum":
-            return self._einsum(node)
-        if name in _LOSSES:
-            return self._loss(node, name)
-        if name in (*_REDUCTIONS, *_NORMALISATIONS, *_SELECTIONS):
-            return self._reduction(node, name)
-        if name == "embedding":
-            weight, indices = node.all_input_nodes[0], node.all_input_nodes[-1]
-            return self._states[indices] if self._states[weight] == NONE else UNKNOWN
-        if name == "cat":
-            states = {self._states[s] for s in node.all_input_nodes}
-            dim = arguments_of(node)["dim"] % len(shape_of(node))
-            return states.pop() if len(states) == 1 and dim not in states else UNKNOWN
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.pointwise in tags:
+        if name in _RULES:
+            return _RULES[name](self, node, name)
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
             return self._aligned(node)
         [first, *others] = node.all_input_nodes
-        state, shape = self._states[first], shape_of(first)
-        is_shape_only = name in (
-            "expand_as",
-            "type_as",
-            "index",
-        )  # the others decide no value, or choose within a sample
-        if state == NONE or (not is_shape_only and any(self._states[o] not in (NONE, state) for o in others)):
+        state, before, after = self._states[first], shape_of(first), shape_of(node)
+        if state == NONE or (name not in _ONE_OPERAND and any(self._states[o] not in (NONE, state) for o in others)):
             return UNKNOWN
-        return _MOVES[name](node, state, shape) if name in _MOVES else UNKNOWN
+        if name in _SAME_DIMS:
+            return state
+        if name in _FIRST_DIM:
+            return 0 if state == 0 and len(after) == len(before) else UNKNOWN
+        if name in _RESHAPES:
+            # The batch dim stays the slowest varying part of the dim that it is merged into.
+            outer = math.prod(before[:state])
+            places = (d for d, size in enumerate(after) if math.prod(after[:d]) == outer)
+            return next((d for d in places if after[d] > 1 or before[state] == 1), UNKNOWN)
+        if name == "index":  # one position of each sample, `x[torch.arange(batch), positions]`
+            return 0 if state == 0 and after and after[0] == before[0] else UNKNOWN
+        moved = moved_dim(node, state) if name in _BESIDE_DIM else None
+        return UNKNOWN if moved is None else moved
+
+    def _embedding(self, node: fx.Node, _name: str) -> int:
+        weight, indices = node.all_input_nodes[0], node.all_input_nodes[-1]
+        return self._states[indices] if self._states[weight] == NONE else UNKNOWN
+
+    def _cat(self, node: fx.Node, _name: str) -> int:
+        states = {self._states[s] for s in node.all_input_nodes}
+        dim = arguments_of(node)["dim"] % len(shape_of(node))
+        return states.pop() if len(states) == 1 and dim not in states else UNKNOWN
 
     def _aligned(self, node: fx.Node) -> int:
         """Return the batch dim of a pointwise operation, whose arguments are aligned at their last dims."""
@@ -201,7 +166,7 @@ class _Follower:
         is_outer = one == rank - 2 and other == other_rank - 1
         return self._mixing(node) if is_outer else UNKNOWN
 
-    def _einsum(self, node: fx.Node) -> int:
+    def _einsum(self, node: fx.Node, _name: str) -> int:
         equation, operands = str(node.args[0]).replace(" ", ""), node.args[1]
         terms, _, result = equation.partition("->")
         batch = {
@@ -238,93 +203,23 @@ class _Follower:
             keeps = given.get("keepdim") or name in _SAME_DIMS
             return state if keeps else state - sum(dim < state for dim in reduced)
         is_one_sample = shape_of(source)[state] == 1
-        if name in _REDUCTIONS or is_one_sample:
+        if name in _SUMS or is_one_sample:
             return SUM
         return UNKNOWN if name in _SELECTIONS else self._mixing(node)
 
 
 def _name(node: fx.Node) -> str:
-    schema = schema_of(node)
-    if schema is None:
-        return str(getattr(node.target, "__name__", node.target))
-    name = str(schema.name).rpartition("::")[2]
-    return name.rstrip("_") if not name.endswith("__") else name
+    """Return the name of an operation, in place or not."""
+    return op_name(node).rstrip("_") or op_name(node)
 
 
-def _permuted(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    dims = [dim % len(shape) for dim in arguments_of(node)["dims"]]
-    return dims.index(state)
-
-
-def _transposed(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    given = arguments_of(node)
-    one, other = (given.get(name, index) % len(shape) for index, name in enumerate(("dim0", "dim1")))
-    return {one: other, other: one}.get(state, state)  # type: ignore[no-any-return]
-
-
-def _matrix_transposed(_node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    rank = len(shape)
-    return {rank - 2: rank - 1, rank - 1: rank - 2}.get(state, state)
-
-
-def _reshaped(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    """Return where the batch dim goes, which stays the slowest varying part of the dim that it is merged into."""
-    result = shape_of(node)
-    if not all(isinstance(size, int) for size in (*shape, *result)):
-        return UNKNOWN
-    before = math.prod(shape[:state])
-    for dim in range(len(result)):
-        if math.prod(result[:dim]) == before and (result[dim] > 1 or shape[state] == 1):
-            return dim
-    return UNKNOWN
-
-
-def _unsqueezed(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    return state + (arguments_of(node)["dim"] % (len(shape) + 1) <= state)  # type: ignore[no-any-return]
-
-
-def _selected(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    dim = arguments_of(node)["dim"] % len(shape)
-    return UNKNOWN if dim == state else state - (dim < state)
-
-
-def _same(_node: fx.Node, state: int, _shape: tuple[int, ...]) -> int:
-    return state
-
-
-def _same_beside_dim(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    return UNKNOWN if arguments_of(node).get("dim", 0) % len(shape) == state else state
-
-
-def _first(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    return 0 if state == 0 and len(shape_of(node)) == len(shape) else UNKNOWN
-
-
-def _expanded(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    return state + len(shape_of(node)) - len(shape)
-
-
-def _indexed(node: fx.Node, state: int, shape: tuple[int, ...]) -> int:
-    """Return 0 for a selection of one position per sample, `x[torch.arange(batch), positions]`."""
-    result = shape_of(node)
-    return 0 if state == 0 and result and result[0] == shape[0] else UNKNOWN
-
-
-_MOVES: Mapping[str, Callable[[fx.Node, int, tuple[int, ...]], int]] = {
-    **dict.fromkeys(_SAME_DIMS, _same),
-    **dict.fromkeys(_FIRST_DIM, _first),
-    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "_unsafe_view", "squeeze"), _reshaped),
-    "permute": _permuted,
-    "transpose": _transposed,
-    "expand_as": _expanded,
-    **dict.fromkeys(("t", "numpy_T", "mT", "matrix_H", "adjoint"), _matrix_transposed),
-    **dict.fromkeys(("topk", "sort", "cumsum", "split", "split_with_sizes", "chunk"), _same_beside_dim),
-    "getitem": _same,
-    "one_hot": _same,
-    "unsqueeze": _unsqueezed,
-    "select": _selected,
-    "expand": _expanded,
-    "index": _indexed,
+_RULES: dict[str, Callable[[_Follower, fx.Node, str], int]] = {
+    **dict.fromkeys(_PRODUCTS, _Follower._product),
+    **dict.fromkeys(_LOSSES, _Follower._loss),
+    **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, _Follower._reduction),
+    "einsum": _Follower._einsum,
+    "embedding": _Follower._embedding,
+    "cat": _Follower._cat,
 }
 
 

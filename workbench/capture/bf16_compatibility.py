@@ -15,14 +15,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from workbench.capture.operations import arguments_of, dtype_of, schema_of
+from workbench.capture.operations import arguments_of, dtype_of, names, op_name, schema_of
 
 LARGEST = torch.finfo(torch.bfloat16).max
-_WRITE_VALUES = frozenset(
-    {
-        *("index_add", "index_copy", "index_put", "index_reduce", "masked_scatter"),
-        *("scatter", "scatter_add", "scatter_reduce", "lerp"),
-    }
+_WRITE_VALUES = names(
+    "index_add index_copy index_put index_reduce masked_scatter scatter scatter_add scatter_reduce lerp"
 )
 """Operations, in place or not, whose first operand and values must have one type."""
 _VALUES = ("source", "src", "values", "end")
@@ -56,7 +53,7 @@ def cast_written_values(module: fx.GraphModule) -> None:
 
 def _written_values(node: fx.Node) -> fx.Node | None:
     """Return the floating-point values that an operation writes into its first operand, None if it writes none."""
-    if schema_of(node) is None or node.target._opname.rstrip("_") not in _WRITE_VALUES:  # type: ignore[union-attr]
+    if schema_of(node) is None or op_name(node).rstrip("_") not in _WRITE_VALUES:
         return None
     given = arguments_of(node)
     values = next((given[name] for name in _VALUES if name in given), None)

@@ -127,7 +127,9 @@ def group_nodes(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[
         if node not in flow.live or node in flow.recomputable or node.op != "call_function":
             continue
         key = _owner(node, layers)
-        if runs and (runs[-1][0] == key or _takes_item_of(node, runs[-1][1])):
+        # An item of a tuple stays with the operation that made it, since tuples never cross a boundary.
+        is_item = bool(runs) and "getitem" in str(node.target) and any(s in runs[-1][1] for s in node.all_input_nodes)
+        if runs and (runs[-1][0] == key or is_item):
             runs[-1][1].append(node)
         else:
             runs.append((key, [node]))
@@ -165,11 +167,6 @@ def _owner(node: fx.Node, layers: frozenset[str]) -> tuple[str, str] | None:
         if above is not None:
             return above, ""
     return None
-
-
-def _takes_item_of(node: fx.Node, run: Iterable[fx.Node]) -> bool:
-    """Return True for a `getitem` of an operation in `run`: it stays there, since tuples never cross a boundary."""
-    return "getitem" in str(node.target) and any(source in set(run) for source in node.all_input_nodes)
 
 
 def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow, loss: fx.Node) -> list[list[fx.Node]]:

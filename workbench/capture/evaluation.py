@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,12 +29,7 @@ def capture_for_evaluation(
     def read(template: Any) -> dict[int, str]:
         return {slot: f"The metric {name!r}" for slot, name in read_by(metrics, template, batch).items()}
 
-    model.eval()
-    try:
-        returns = read if metrics else None
-        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=returns)
-    finally:
-        model.train()
+    return _captured_in_eval_mode(model, training, batch, read if metrics else None)
 
 
 def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
@@ -65,9 +60,18 @@ def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, T
             )
         return {fitting[0].index: "samples"}
 
+    return _captured_in_eval_mode(model, training, batch, logits)
+
+
+def _captured_in_eval_mode(
+    model: nn.Module,
+    training: Graph,
+    batch: Mapping[str, TensorSpec],
+    returns: Callable[[Any], Mapping[int, str]] | None,
+) -> Graph:
     model.eval()
     try:
-        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=logits)
+        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=returns)
     finally:
         model.train()
 
@@ -92,8 +96,9 @@ def require_same_stages(
     for cut in cuts:
         sent, received = (
             [
-                (graph.values[value].shape, graph.values[value].dtype)
-                for value in graph.crossing(cut, with_outputs=False)
+                (spec.shape, spec.dtype)
+                for name in graph.crossing(cut, with_outputs=False)
+                for spec in [graph.values[name]]
             ]
             for graph in (training, evaluation)
         )

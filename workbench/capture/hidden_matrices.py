@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
-from workbench.capture.graph import Block, Graph
-from workbench.capture.operations import EMBEDDING, ancestors, schema_of
+from workbench.capture.graph import Graph
+from workbench.capture.operations import EMBEDDING, ancestors, names, op_name, reachable
 
-PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
+PRODUCTS = names("linear addmm mm matmul bmm baddbmm")
 """Names of the operations that multiply an activation by a weight."""
 
 
@@ -19,9 +21,12 @@ def hidden_matrices(graph: Graph) -> frozenset[str]:
     """
     other: set[str] = set()
     for block in graph.blocks:
-        other |= _tables(block)
+        parameters = dict(zip(block.code.graph.find_nodes(op="placeholder"), block.parameters, strict=False))
+        for node in block.code.graph.find_nodes(op="call_function", target=EMBEDDING):
+            other |= {parameters[each] for each in ancestors([node.all_input_nodes[0]]) if each in parameters}
         if graph.loss in block.sends:
-            other |= _heads(block, graph.loss)
+            output = next(iter(reversed(block.code.graph.nodes)))
+            other |= _heads(output.args[0][block.sends.index(graph.loss)], parameters)
     return frozenset(
         name
         for name, spec in graph.parameters.items()
@@ -29,40 +34,17 @@ def hidden_matrices(graph: Graph) -> frozenset[str]:
     )
 
 
-def _tables(block: Block) -> set[str]:
-    """Return the parameters in which the block looks up rows."""
-    parameters = _parameters(block)
-    found: set[str] = set()
-    for node in block.code.graph.nodes:
-        if node.target is EMBEDDING:
-            found |= {parameters[each] for each in ancestors([node.all_input_nodes[0]]) if each in parameters}
-    return found
-
-
-def _heads(block: Block, loss: str) -> set[str]:
+def _heads(loss: fx.Node, parameters: dict[fx.Node, str]) -> set[str]:
     """Return the parameters of the last products before the loss."""
-    parameters = _parameters(block)
-    output = next(iter(reversed(block.code.graph.nodes)))
-    waiting, seen, found = [output.args[0][block.sends.index(loss)]], set[fx.Node](), set[str]()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found |= {parameters[node]} if node in parameters else set()
-        schema = schema_of(node)
-        is_product = schema is not None and str(schema.name).rpartition("::")[2] in PRODUCTS
-        waiting += [each for each in node.all_input_nodes if not is_product or _is_weight(each, parameters)]
-    return found
+
+    def sources(node: fx.Node) -> Iterator[fx.Node]:
+        is_product = op_name(node) in PRODUCTS
+        return (each for each in node.all_input_nodes if not is_product or _is_weight(each, parameters))
+
+    return {parameters[node] for node in reachable([loss], sources) if node in parameters}
 
 
 def _is_weight(node: fx.Node, parameters: dict[fx.Node, str]) -> bool:
     """Return True if a value is a parameter, perhaps transposed or cast."""
     inputs = node.all_input_nodes
     return node in parameters or (len(inputs) == 1 and _is_weight(inputs[0], parameters))
-
-
-def _parameters(block: Block) -> dict[fx.Node, str]:
-    """Map the arguments of the block's code that are parameters to their names."""
-    arguments = [node for node in block.code.graph.nodes if node.op == "placeholder"]
-    return dict(zip(arguments, block.parameters, strict=False))

@@ -17,18 +17,15 @@ from torch import fx
 from workbench.capture.context_managers import restore_regions
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.graph import LabelCount
-from workbench.capture.operations import arguments_of, copy_nodes, shape_of
+from workbench.capture.operations import arguments_of, copy_nodes, overloads, shape_of
 
 aten = torch.ops.aten
 _MEAN, SUM = 1, 2
 """Numbers that torch gives to a loss's reductions."""
-_OVER_LABELS = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default})
+_OVER_LABELS = overloads("cross_entropy_loss nll_loss_nd")
 """Losses over class labels."""
-_OVER_ELEMENTS = frozenset(
-    {
-        *(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default),
-        *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),
-    }
+_OVER_ELEMENTS = overloads(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
 """Losses over every element: micro-batches count equally many, unless the batch selects some (ELECTRA's)."""
 

@@ -23,7 +23,15 @@ def place_buffer_updates(module: fx.GraphModule, name: str) -> None:
     owners = {node: storage_of(node) for node in module.graph.nodes}
     for node in list(module.graph.nodes):
         for written in mutated_arguments(node):
-            _refuse_parameter(module, owners[written], node, name)
+            owner = owners[written]
+            if owner.op == "get_attr" and isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
+                line = line_of_node(node)
+                raise line.error(
+                    name,
+                    f"writes to its parameter {owner.target} in forward{line.where}. Make it a buffer, or compute a "
+                    f"new tensor from it and leave the parameter to the optimiser.",
+                    parameter=str(owner.target),
+                )
         if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "get_attr" or node.users:
             continue
         buffer, value = node.args[:2]
@@ -47,14 +55,3 @@ def _copy_written_fields(module: fx.GraphModule) -> None:
             copy = module.graph.call_function(torch.ops.aten.clone.default, (field,))
         copy.meta = dict(field.meta)
         field.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
-
-
-def _refuse_parameter(module: fx.GraphModule, owner: fx.Node, writer: fx.Node, name: str) -> None:
-    if owner.op == "get_attr" and isinstance(tensor_at(module, str(owner.target)), nn.Parameter):
-        line = line_of_node(writer)
-        raise line.error(
-            name,
-            f"writes to its parameter {owner.target} in forward{line.where}. Make it a buffer, or compute a new tensor "
-            f"from it and leave the parameter to the optimiser.",
-            parameter=str(owner.target),
-        )

@@ -21,20 +21,26 @@ DROPOUT = aten.dropout.default
 EMBEDDING = aten.embedding.default
 GROUPED_MATMUL = "workbench::grouped_mm"
 """Name of the operation that `workbench.capture.experts` registers."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text, which names operations."""
+    return frozenset(text.split())
+
+
+def overloads(text: str) -> frozenset[Any]:
+    """Return the operations of ATen that a text names: `add.Tensor`, or `view` for `view.default`."""
+    pairs = (word.partition(".") for word in text.split())
+    return frozenset(getattr(getattr(aten, name), overload or "default") for name, _, overload in pairs)
+
+
 _HOST_READS = (
     *("ctc_loss", "histc", "multinomial", "lstm", "gru", "rnn_", "grouped_mm"),
     *("linalg_", "cholesky", "logdet", "slogdet", "inverse", "lstsq", "triangular_solve", "svd"),
 )
 """Parts of the names of operations that a CUDA graph cannot stand for: their host code may read lengths, check whether
 a factorisation failed, or keep random state of its own (cuDNN's recurrent layers)."""
-_NO_HOST_READS = (
-    "linalg_vector_norm",
-    "linalg_norm",
-    "linalg_matmul",
-    "linalg_vecdot",
-    "linalg_cross",
-    "linalg_diagonal",
-)
+_NO_HOST_READS = tuple(f"linalg_{name}" for name in ("vector_norm", "norm", "matmul", "vecdot", "cross", "diagonal"))
 """Operations that a CUDA graph can stand for although a part of their name is in `_HOST_READS`."""
 _DROPOUT_RATES = ("p", "dropout", "dropout_p")
 """Argument names under which operations take a dropout rate."""
@@ -47,6 +53,12 @@ _MAYBE_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten
 def schema_of(node: fx.Node) -> Any:
     """Return the schema of a call of a torch operation, None for every other node."""
     return node.target._schema if node.op == "call_function" and isinstance(node.target, OpOverload) else None
+
+
+def op_name(node: fx.Node) -> str:
+    """Return an operation's name without its overload: `add` for `aten.add.Tensor`, `space::name` for other spaces."""
+    schema = schema_of(node)
+    return str(getattr(node.target, "__name__", node.target) if schema is None else schema.name).removeprefix("aten::")
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -71,6 +83,33 @@ def holds_integers(node: fx.Node) -> bool:
     """Return True if the node's tensor has an integer or boolean dtype, so that it carries no gradient."""
     dtype = dtype_of(node)
     return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+
+
+_TRANSPOSES = names("transpose swapaxes t mT matrix_H adjoint")
+MOVED = _TRANSPOSES | names(
+    "expand expand_as permute numpy_T unsqueeze select unbind softmax _softmax log_softmax _log_softmax cumsum"
+)
+"""Names of the operations that `moved_dim` knows: those that only move dims, or work along one."""
+
+
+def moved_dim(node: fx.Node, dim: int) -> int | None:
+    """Return the dim of the result that `dim` of the first argument becomes; None if the operation works along it."""
+    given, name = arguments_of(node), op_name(node).rstrip("_")
+    rank, result_rank = len(shape_of(node.args[0])), len(shape_of(node))
+    if name in ("expand", "expand_as"):
+        return dim + result_rank - rank
+    if name == "permute":
+        return [int(each % rank) for each in given["dims"]].index(dim)
+    if name == "numpy_T":
+        return rank - 1 - dim
+    if name in _TRANSPOSES:
+        pair: Any = node.args[1:3] if len(node.args) > 2 else (-2, -1)
+        first, second = (each % rank for each in pair)
+        return int({first: second, second: first}.get(dim, dim))
+    if name == "unsqueeze":
+        return dim + int(given["dim"] % result_rank <= dim)
+    along = int(given.get("dim", 0) % rank)
+    return None if along == dim else dim - (along < dim) if name in ("select", "unbind") else dim
 
 
 def tensor_at(module: nn.Module, target: str) -> Any:

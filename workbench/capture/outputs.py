@@ -15,8 +15,9 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from workbench.capture.torch_internals import plain_torch_functions
 from workbench.errors import InvalidExperiment
 from workbench.tensors import TensorSpec
 
@@ -53,8 +54,9 @@ class Outputs:
         by_name = dict(zip(self.names, tensors, strict=True))
 
         def filled(slot: Slot) -> torch.Tensor:
-            name = self.values.get(slot.index)
-            return _empty(slot.spec, "meta") if name is None else by_name[name]
+            if (name := self.values.get(slot.index)) is not None:
+                return by_name[name]
+            return torch.empty(slot.spec.shape, dtype=getattr(torch, slot.spec.dtype), device="meta")
 
         return mapped(self.template, Slot, filled)
 
@@ -138,15 +140,18 @@ def read_by(metrics: Mapping[str, Metric], template: Any, batch: Mapping[str, Te
     tensors = {slot.index: _made_up(slot.spec, tried if batched else None) for slot in slots}
     read: dict[int, str] = {}
     for name, metric in metrics.items():
-        seen: set[int] = set()
-        whole = _tried(name, metric, template, tensors, fields, seen)
+        whole, seen = _tried(name, metric, template, tensors, fields)
         read |= dict.fromkeys(seen - set(read), name)
         if batched and tried == 2:
-            parts = [
-                _tried(name, metric, template, _part(tensors, sample), _part(fields, sample), set())
-                for sample in (0, 1)
-            ]
-            _require_sum(name, whole, parts[0] + parts[1])
+            ones = [_tried(name, metric, template, _sample(tensors, at), _sample(fields, at))[0] for at in (0, 1)]
+            if not torch.allclose(whole, ones[0] + ones[1], rtol=TOLERANCE, atol=1e-6, equal_nan=True):
+                (total, count), (totals, counts) = whole.tolist(), (ones[0] + ones[1]).tolist()
+                raise InvalidExperiment(
+                    f"The metric {name!r} does not add up over samples: two made-up samples give ({total:.4g}, "
+                    f"{count:.4g}) together and ({totals:.4g}, {counts:.4g}) one by one. Return a sum over the samples "
+                    "and the number of what was summed, not a mean.",
+                    metric=name,
+                )
     return read
 
 
@@ -156,13 +161,13 @@ def _tried(
     template: Any,
     tensors: Mapping[int, torch.Tensor],
     batch: Mapping[str, torch.Tensor],
-    seen: set[int],
-) -> torch.Tensor:
-    """Return a metric of made-up outputs, and add the slots that it reads to `seen`."""
-    outputs = mapped(template, Slot, lambda slot: _Watched.of(tensors[slot.index], slot.index, seen))
+) -> tuple[torch.Tensor, set[int]]:
+    """Return a metric of made-up outputs, and the slots that it reads."""
+    outputs = mapped(template, Slot, lambda slot: tensors[slot.index])
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            return sum_and_count(name, metric, outputs, dict(batch))
+        reads = _Reads({id(tensor): index for index, tensor in tensors.items()})
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), reads:
+            return sum_and_count(name, metric, outputs, dict(batch)), reads.seen
     except InvalidExperiment:
         raise
     except Exception as error:
@@ -175,23 +180,8 @@ def _tried(
         ) from error
 
 
-def _require_sum(name: str, whole: torch.Tensor, parts: torch.Tensor) -> None:
-    if not torch.allclose(whole, parts, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
-        (total, count), (sums, counts) = whole.tolist(), parts.tolist()
-        raise InvalidExperiment(
-            f"The metric {name!r} does not add up over samples: two made-up samples give ({total:.4g}, {count:.4g}) "
-            f"together and ({sums:.4g}, {counts:.4g}) one by one. Return a sum over the samples and the number of what "
-            "was summed, not a mean.",
-            metric=name,
-        )
-
-
-def _part(tensors: Mapping[Any, torch.Tensor], sample: int) -> dict[Any, torch.Tensor]:
+def _sample(tensors: Mapping[Any, torch.Tensor], sample: int) -> dict[Any, torch.Tensor]:
     return {key: value[sample : sample + 1] if value.ndim else value for key, value in tensors.items()}
-
-
-def _empty(spec: TensorSpec, device: str) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
 
 
 def _made_up(spec: TensorSpec, samples: int | None) -> torch.Tensor:
@@ -204,29 +194,13 @@ def _made_up(spec: TensorSpec, samples: int | None) -> torch.Tensor:
     return (numbers % 2).to(dtype)
 
 
-class _Watched(torch.Tensor):
-    """A tensor that notes that it was read."""
+class _Reads(TorchFunctionMode):
+    """Notes which of some tensors are read; `slots` maps the `id` of each to its slot."""
 
-    _index: int
-    _seen: set[int]
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        super().__init__()
+        self._slots, self.seen = slots, set[int]()
 
-    @staticmethod
-    def of(tensor: torch.Tensor, index: int, seen: set[int]) -> torch.Tensor:
-        watched = tensor.as_subclass(_Watched)
-        watched._index, watched._seen = index, seen
-        return watched
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        def plain(value: Any) -> Any:
-            if isinstance(value, _Watched):
-                value._seen.add(value._index)
-                return value.as_subclass(torch.Tensor)
-            if isinstance(value, (tuple, list)) and any(isinstance(item, _Watched) for item in value):
-                return type(value)(plain(item) for item in value)
-            return value
-
-        with plain_torch_functions():
-            return func(*map(plain, args), **{key: plain(value) for key, value in (kwargs or {}).items()})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= {self._slots[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._slots}
+        return func(*args, **(kwargs or {}))

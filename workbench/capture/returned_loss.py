@@ -34,7 +34,7 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
     """
     if choice is not None:
         return _checked(_chosen(result, choice, batch, name), result, batch, name)
-    named = _named_loss(result)
+    named = result.get("loss", _MISSING) if isinstance(result, Mapping) else getattr(result, "loss", _MISSING)
     if named is not _MISSING:
         return _checked(named, result, batch, name)
     first = result[0] if isinstance(result, (tuple, list)) and result else result
@@ -53,12 +53,6 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
 
 
 _MISSING = object()
-
-
-def _named_loss(result: Any) -> Any:
-    if isinstance(result, Mapping):
-        return result.get("loss", _MISSING)
-    return getattr(result, "loss", _MISSING)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -87,11 +81,12 @@ def _candidates(result: Any) -> dict[Path, torch.Tensor]:
 
     Tensors of one element but with dims are left out: at a micro-batch of 1, logits may be such.
     """
-    found = {path: value for path, value in _leaves(result, ()) if _is_scalar(value) and value.ndim == 0}
-    distinct = {id(value): path for path, value in reversed(found.items())}
-    found = {path: found[path] for path in reversed(distinct.values())}
-    learned = {path: value for path, value in found.items() if value.requires_grad}
-    return learned or found
+    scalars: dict[int, tuple[Path, torch.Tensor]] = {}
+    for path, value in _leaves(result, ()):
+        if _is_scalar(value) and value.ndim == 0:
+            scalars.setdefault(id(value), (path, value))
+    learned = {path: value for path, value in scalars.values() if value.requires_grad}
+    return learned or dict(scalars.values())
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -20,7 +20,7 @@ from torch import fx
 from workbench.capture.context_managers import regions_of
 from workbench.capture.graph import Block
 from workbench.capture.losses import SUM
-from workbench.capture.operations import arguments_of, descendants, is_random, mutated_arguments, shape_of
+from workbench.capture.operations import arguments_of, descendants, is_random, mutated_arguments, overloads, shape_of
 from workbench.capture.tensor_sharding import product_of
 
 aten = torch.ops.aten
@@ -31,22 +31,13 @@ MAX_ROW_FRACTION = 0.75
 
 CROSS_ENTROPY = aten.cross_entropy_loss.default
 MEAN = aten.mean.dim
-BINARY = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor})
-_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
-_VIEWS = frozenset(
-    {
-        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints),
-        *(aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor),
-    }
-)
+BINARY = overloads("add.Tensor sub.Tensor mul.Tensor div.Tensor")
+_NORMS = overloads("layer_norm rms_norm")
+_VIEWS = overloads("view reshape _unsafe_view flatten.using_ints unflatten.int unsqueeze squeeze.dim slice.Tensor")
 """Operations that are row-wise if they only merge or split the dims of the rows (a slice: if it keeps everything)."""
-_ELEMENTWISE = frozenset(
-    {
-        *(aten.gelu.default, aten.relu.default, aten.silu.default, aten.tanh.default, aten.sigmoid.default),
-        *(aten.neg.default, aten.exp.default, aten.sqrt.default, aten.rsqrt.default, aten.pow.Tensor_Scalar),
-        *(aten.mul.Scalar, aten.add.Scalar, aten.alias.default, aten.clone.default, aten.contiguous.default),
-        *(aten.to.dtype, aten.to.dtype_layout, aten.dropout.default),
-    }
+_ELEMENTWISE = overloads(
+    "gelu relu silu tanh sigmoid neg exp sqrt rsqrt pow.Tensor_Scalar mul.Scalar add.Scalar alias clone contiguous "
+    "to.dtype to.dtype_layout dropout"
 )
 """Operations on each element by itself; a dropout counts if its rate is 0."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -18,11 +18,14 @@ from workbench.capture.graph import Block
 from workbench.capture.operations import (
     DROPOUT,
     GROUPED_MATMUL,
+    MOVED,
     arguments_of,
     holds_integers,
     is_random,
+    moved_dim,
+    names,
+    op_name,
     reachable,
-    schema_of,
     shape_of,
 )
 from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
@@ -74,7 +77,7 @@ class Propagation:
         self._block, self._degree = block, degree
         self._positions, self._columns = parameters, columns
         self._layouts: dict[fx.Node, Layout] = {}
-        self._items: dict[fx.Node, tuple[Layout, ...]] = {}
+        self.items: dict[fx.Node, tuple[Layout, ...]] = {}
         self._weights: dict[fx.Node, tuple[Sharding, set[fx.Node], frozenset[fx.Node]]] = {}
         self._entering: dict[fx.Node, dict[fx.Node, None]] = {}
         self._sliced: dict[tuple[fx.Node, fx.Node], Sharding] = {}
@@ -102,7 +105,9 @@ class Propagation:
             parameters={self._positions[node]: sharding for node, (sharding, _, _) in self._weights.items()},
             entering={node.name: tuple(n.name for n in sources) for node, sources in self._entering.items()},
             multiplied=frozenset(
-                source.name for source in readers if all(_multiplies(node, source) for node in readers[source])
+                source.name
+                for source, nodes in readers.items()
+                if all((product := product_of(node)) is not None and product.value is source for node in nodes)
             ),
             sliced={(node.name, source.name): sharding for (node, source), sharding in self._sliced.items()},
             reduced=frozenset(node.name for node in self._reduced),
@@ -112,7 +117,7 @@ class Propagation:
         )
 
     def _visit(self, node: fx.Node) -> None:
-        sharded = [source for source in node.all_input_nodes if source in self._layouts or source in self._items]
+        sharded = [source for source in node.all_input_nodes if source in self._layouts or source in self.items]
         if not sharded:
             if node in self._columns:
                 self._column(node)
@@ -122,16 +127,16 @@ class Propagation:
             names = dict(zip(sent, self._block.sends, strict=True))
             for source in sharded:  # what forward returns is gathered; what a later block reads must be whole
                 if names[source] not in self._block.returned:
-                    raise (self._layouts.get(source) or self._items[source][0]).dead_end()
+                    raise (self._layouts.get(source) or self.items[source][0]).dead_end()
             return
-        rule = _RULES.get(_name(node))
+        rule = _RULES.get(op_name(node))
         if rule is None:
             raise DeadEnd(self.columns_of(sharded))
         result = rule(self, node)
         if isinstance(result, Layout):
             self._layouts[node] = result
         elif result is not None:
-            self._items[node] = result
+            self.items[node] = result
 
     # Columns, where a sharded dim begins, and rows, where it ends
 
@@ -171,8 +176,8 @@ class Propagation:
         return Sharding(dim, layout.sharding.segments, self._degree)
 
     def _weight(self, weight: fx.Node, sharding: Sharding, user: fx.Node, columns: frozenset[fx.Node]) -> None:
-        known, users, others = self._weights.get(weight, (sharding, set(), frozenset()))
-        if known != sharding:
+        before, users, others = self._weights.get(weight, (sharding, set(), frozenset()))
+        if before != sharding:
             raise DeadEnd(columns | others)
         self._weights[weight] = (sharding, users | {user}, columns | others)
 
@@ -188,14 +193,11 @@ class Propagation:
         assert layout is not None
         return layout
 
-    def items(self, node: Any) -> tuple[Layout, ...]:
-        return self._items[node]
-
     def columns_of(self, nodes: Iterable[Any]) -> frozenset[fx.Node]:
         """Return the columns that the sharded ones of `nodes` come from."""
         known = [node for node in nodes if isinstance(node, fx.Node)]
         layouts = [self._layouts[node] for node in known if node in self._layouts]
-        items = [layout for node in known for layout in self._items.get(node, ())]
+        items = [layout for node in known for layout in self.items.get(node, ())]
         return frozenset().union(*(layout.columns for layout in (*layouts, *items)))
 
     def enter(self, node: fx.Node, source: fx.Node) -> None:
@@ -225,11 +227,6 @@ class Propagation:
             raise layout.dead_end()
 
 
-def _multiplies(node: fx.Node, value: fx.Node) -> bool:
-    product = product_of(node)
-    return product is not None and product.value is value
-
-
 def _trained(block: Block) -> set[fx.Node]:
     """Return the nodes that a gradient may flow to: those that descend from parameters and received values."""
     placeholders = [node for node in block.code.graph.nodes if node.op == "placeholder"]
@@ -237,15 +234,6 @@ def _trained(block: Block) -> set[fx.Node]:
     start = (*placeholders[: len(block.parameters)], *placeholders[first : first + len(block.receives)])
     reached = reachable(start, lambda node: (user for user in node.users if not holds_integers(user)))
     return {node for node in reached if not holds_integers(node)}
-
-
-def _name(node: fx.Node) -> str:
-    """Return an operation's name without namespace and overload: `aten.add.Tensor` -> `add`."""
-    schema = schema_of(node)
-    if schema is not None:
-        namespace, _, name = schema.name.partition("::")
-        return name if namespace == "aten" else f"{namespace}::{name}"
-    return str(getattr(node.target, "__name__", node.target))
 
 
 _Result = Layout | tuple[Layout, ...] | None
@@ -262,13 +250,11 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 
 @_rule(
-    *("add", "sub", "rsub", "mul", "div", "pow", "maximum", "minimum", "where", "masked_fill", "addcmul", "lerp"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "bitwise_not", "atan2"),
-    *("gelu", "relu", "silu", "tanh", "sigmoid", "hardtanh", "leaky_relu", "elu", "softplus", "mish", "hardswish"),
-    *("hardsigmoid", "celu", "selu", "relu6", "logsigmoid", "log_sigmoid", "softsign", "threshold"),
-    *("neg", "abs", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "erf", "square"),
-    *("sign", "clamp", "clamp_min", "clamp_max", "dropout", "to", "_to_copy", "type_as", "contiguous", "clone"),
-    *("detach", "alias", "zeros_like", "ones_like", "full_like"),
+    *names("add sub rsub mul div pow maximum minimum where masked_fill addcmul lerp eq ne lt le gt ge logical_and"),
+    *names("logical_or logical_not bitwise_not atan2 gelu relu silu tanh sigmoid hardtanh leaky_relu elu softplus"),
+    *names("mish hardswish hardsigmoid celu selu relu6 logsigmoid log_sigmoid softsign threshold neg abs exp log"),
+    *names("log1p expm1 sqrt rsqrt reciprocal sin cos erf square sign clamp clamp_min clamp_max dropout to _to_copy"),
+    *names("type_as contiguous clone detach alias zeros_like ones_like full_like"),
 )
 def _elementwise(p: Propagation, node: fx.Node) -> _Result:
     """Follow operations on operands that are aligned at their last dims; a whole one is read in part."""
@@ -327,27 +313,16 @@ def _split_dim(layout: Layout, after: tuple[int, ...], at: int) -> Layout:
     raise layout.dead_end([whole // size] * size if count == 1 and size < whole else None)
 
 
-@_rule("expand")
-def _expand(p: Propagation, node: fx.Node) -> _Result:
+@_rule(*MOVED - {"unbind", "expand_as"}, "slice")
+def _move(p: Propagation, node: fx.Node) -> _Result:
+    """Follow operations that only move dims, or that work along another one."""
     layout = p.operand(node)
-    return layout.at(layout.dim + len(shape_of(node)) - len(shape_of(node.args[0])))
-
-
-@_rule("transpose", "permute", "t", "mT", "swapaxes")
-def _permute(p: Propagation, node: fx.Node) -> _Result:
-    layout, rank = p.operand(node), len(shape_of(node))
-    if _name(node) == "permute":
-        dims: Any = node.args[1]
-        return layout.at([dim % rank for dim in dims].index(layout.dim))
-    pair: Any = node.args[1:3] if len(node.args) > 2 else (-1, -2)
-    first, second = (dim % rank for dim in pair)
-    return layout.at({first: second, second: first}.get(layout.dim, layout.dim))
-
-
-@_rule("unsqueeze")
-def _unsqueeze(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.operand(node)
-    return layout.at(layout.dim + (_dim(node, 1, rank=len(shape_of(node))) <= layout.dim))
+    dim = moved_dim(node, layout.dim)
+    if dim is None and op_name(node) == "slice" and shape_of(node) == shape_of(node.args[0]):
+        return layout
+    if dim is None:
+        raise layout.dead_end()
+    return layout.at(dim)
 
 
 @_rule("squeeze")
@@ -355,8 +330,7 @@ def _squeeze(p: Propagation, node: fx.Node) -> _Result:
     layout, shape = p.operand(node), shape_of(node.args[0])
     if len(node.args) < 2:
         raise layout.dead_end()
-    removed = (dim for dim in _dims(node.args[1], len(shape)) if dim < layout.dim and shape[dim] == 1)
-    return layout.at(layout.dim - sum(1 for _ in removed))
+    return layout.at(layout.dim - sum(dim < layout.dim and shape[dim] == 1 for dim in _dims(node.args[1], len(shape))))
 
 
 def _dims(given: Any, rank: int) -> set[int]:
@@ -364,46 +338,20 @@ def _dims(given: Any, rank: int) -> set[int]:
     return {dim % rank for dim in ([given] if isinstance(given, int) else given)}
 
 
-def _dim(node: fx.Node, position: int, rank: int) -> int:
-    """Return the dim that the argument at `position` names, which is 0 by default."""
-    given: Any = node.args[position] if len(node.args) > position else 0
-    return int(given % rank)
-
-
-def _other_dim(layout: Layout, node: fx.Node, position: int = 1) -> int:
-    """Return the dim that an operation works along; raise `DeadEnd` if it is the sharded one."""
-    dim = _dim(node, position, rank=len(shape_of(node.args[0])))
-    if dim == layout.dim:
-        raise layout.dead_end()
-    return dim
-
-
-@_rule("slice")
-def _slice(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.operand(node)
-    if shape_of(node) != shape_of(node.args[0]):
-        _other_dim(layout, node)
-    return layout
-
-
-@_rule("select")
-def _select(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.operand(node)
-    return layout.at(layout.dim - (_other_dim(layout, node) < layout.dim))
-
-
 @_rule("unbind")
 def _unbind(p: Propagation, node: fx.Node) -> _Result:
     layout = p.operand(node)
-    dim = _other_dim(layout, node)
-    return (layout.at(layout.dim - (dim < layout.dim)),) * shape_of(node.args[0])[dim]
+    dim = moved_dim(node, layout.dim)
+    if dim is None:
+        raise layout.dead_end()
+    return (layout.at(dim),) * len(node.meta["val"])
 
 
 @_rule("split", "split_with_sizes", "chunk")
 def _split(p: Propagation, node: fx.Node) -> _Result:
     """Split along the sharded dim only between segments: the parts of a fused product."""
     layout = p.operand(node)
-    dim = _dim(node, 2, rank=len(shape_of(node.args[0])))
+    dim = arguments_of(node)["dim"] % len(shape_of(node.args[0]))
     sizes = [int(value.shape[dim]) for value in node.meta["val"]]
     if dim != layout.dim:
         return (layout,) * len(sizes)
@@ -420,17 +368,15 @@ def _split(p: Propagation, node: fx.Node) -> _Result:
 
 @_rule("getitem")
 def _getitem(p: Propagation, node: fx.Node) -> _Result:
-    index: Any = node.args[1]
-    layout: Layout = p.items(node.args[0])[index]
-    return layout
+    source, index = cast(Any, node.args)
+    return cast(Layout, p.items[source][index])
 
 
 @_rule("cat", "stack")
 def _cat(p: Propagation, node: fx.Node) -> _Result:
     tensors: Any = node.args[0]
     layout = next(operand for tensor in tensors if (operand := p.layout(tensor)) is not None)
-    dim = _dim(node, 1, rank=len(shape_of(node)))
-    stacked = _name(node) == "stack"
+    dim, stacked = arguments_of(node)["dim"] % len(shape_of(node)), op_name(node) == "stack"
     if dim == layout.dim and not stacked:
         raise DeadEnd(p.columns_of(tensors))
     for tensor in tensors:
@@ -438,25 +384,14 @@ def _cat(p: Propagation, node: fx.Node) -> _Result:
     return Layout(layout.at(layout.dim + (stacked and dim <= layout.dim)).sharding, p.columns_of(tensors))
 
 
-@_rule("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum")
-def _along_one_dim(p: Propagation, node: fx.Node) -> _Result:
-    layout = p.operand(node)
-    _other_dim(layout, node)
-    return layout
-
-
 @_rule("mean", "sum", "amax", "amin", "var", "std", "linalg_vector_norm", "logsumexp", "all", "any")
 def _reduction(p: Propagation, node: fx.Node) -> _Result:
     """Follow reductions over dims other than the sharded one."""
-    layout, rank = p.operand(node), len(shape_of(node.args[0]))
-    position = 2 if _name(node) == "linalg_vector_norm" else 1
-    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
-    if given is None or isinstance(given, bool):
-        raise layout.dead_end()
-    dims = _dims(given, rank)
+    layout, rank, given = p.operand(node), len(shape_of(node.args[0])), arguments_of(node).get("dim")
+    dims = set[int]() if given is None else _dims(given, rank)
     if layout.dim in dims or not dims:
         raise layout.dead_end()
-    removed = sum(1 for dim in dims if dim < layout.dim) if len(shape_of(node)) < rank else 0
+    removed = sum(dim < layout.dim for dim in dims) if len(shape_of(node)) < rank else 0
     return layout.at(layout.dim - removed)
 
 

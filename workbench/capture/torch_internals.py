@@ -24,14 +24,11 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "grouped_mm_kernel",
-    "plain_torch_functions",
     "set_grad_enabled",
 ]
 OpOverload = torch._ops.OpOverload
 """Class of the torch operations that an exported graph calls."""
 set_grad_enabled = torch._C._set_grad_enabled
-plain_torch_functions = torch._C.DisableTorchFunctionSubclass
-"""Context in which a subclass of tensors does not intercept the functions of torch."""
 grouped_mm_kernel = torch._grouped_mm
 """Grouped matrix product of bf16 matrices on GPUs."""
 SYMBOLIC_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
@@ -86,9 +83,7 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
 
     replacements: list[tuple[Any, str, Any]] = [
         (model, "forward", forward_loss),
-        (torch.autograd.Function, "apply", _refusing_custom_functions(name)),
-        (torch.Tensor, "register_hook", _refusing_hooks(name)),
-        (torch.autograd, "grad", _refusing_derivatives(name)),
+        *_refusals(name),
         (torch, "tensor", _float_operations()),
         (torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
     ]
@@ -141,62 +136,52 @@ def rename_in_stacks(graph: fx.Graph, renamed: Mapping[str, str]) -> None:
         node.meta["nn_module_stack"] = {key: (restored(path), kind) for key, (path, kind) in stack.items()}
 
 
-def _refusing_custom_functions(name: str) -> Any:
-    """Return an `autograd.Function.apply` that refuses functions from outside torch.
+def _refusals(name: str) -> list[tuple[Any, str, Any]]:
+    """Return functions of torch that refuse the user's calls, each with its owner and name.
 
-    Export keeps their forward and drops their backward, so the model would train with wrong gradients.
+    Export keeps the forward of an autograd function from outside torch and drops its backward, so that the model would
+    train with wrong gradients. It drops hooks on tensors, and cannot follow derivatives.
     """
-    original = vars(torch.autograd.Function)["apply"]
+    original_apply, original_hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+
+    def refused(call: str, reason: str) -> CaptureError:
+        line = line_of_frames(traceback.extract_stack())
+        return line.error(name, f"{call}{line.where}{reason}")
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch.") and not cls.__module__.startswith("torch.utils.checkpoint"):
-            return original.__get__(None, cls)(*args, **kwargs)
-        line = line_of_frames(traceback.extract_stack())
         if cls.__module__.startswith("torch.utils.checkpoint"):
-            raise line.error(
-                name,
-                f"checkpoints activations{line.where} in the reentrant way, whose backward torch.export would drop. "
-                f"Pass use_reentrant=False, or leave checkpointing to the plan, which adds it where memory is short.",
+            raise refused(
+                "checkpoints activations",
+                " in the reentrant way, whose backward torch.export would drop. Pass use_reentrant=False, or leave "
+                "checkpointing to the plan, which adds it where memory is short.",
             )
-        raise line.error(
-            name,
-            f"uses the custom autograd function {cls.__name__}{line.where}, whose backward torch.export would silently "
-            f"drop. Register it with torch.library.custom_op and register_autograd, or write it with differentiable "
-            f"operations.",
+        if cls.__module__.startswith("torch."):
+            return original_apply.__get__(None, cls)(*args, **kwargs)
+        raise refused(
+            f"uses the custom autograd function {cls.__name__}",
+            ", whose backward torch.export would silently drop. Register it with torch.library.custom_op and "
+            "register_autograd, or write it with differentiable operations.",
         )
-
-    return classmethod(apply)
-
-
-def _refusing_hooks(name: str) -> Any:
-    """Return a `Tensor.register_hook` that refuses hooks of the user's code, which export would drop."""
-    original = torch.Tensor.register_hook
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
-        line = line_of_frames(traceback.extract_stack())
-        if not line.file:
-            return original(tensor, hook)
-        raise line.error(
-            name,
-            f"registers a hook on a tensor{line.where}, which torch.export would silently drop. To scale a gradient by "
-            f"c, write c * x + ((1 - c) * x).detach().",
+        if not line_of_frames(traceback.extract_stack()).file:
+            return original_hook(tensor, hook)
+        raise refused(
+            "registers a hook on a tensor",
+            ", which torch.export would silently drop. To scale a gradient by c, write c * x + ((1 - c) * x).detach().",
         )
-
-    return register_hook
-
-
-def _refusing_derivatives(name: str) -> Any:
-    """Return a `torch.autograd.grad` that refuses every call: export cannot follow it."""
 
     def grad(*_args: Any, **_kwargs: Any) -> Any:
-        line = line_of_frames(traceback.extract_stack())
-        raise line.error(
-            name,
-            f"takes a derivative in its forward{line.where}, and torch.export cannot follow torch.autograd.grad. Write "
-            f"the derivative as operations.",
+        raise refused(
+            "takes a derivative in its forward",
+            ", and torch.export cannot follow torch.autograd.grad. Write the derivative as operations.",
         )
 
-    return grad
+    return [
+        (torch.autograd.Function, "apply", classmethod(apply)),
+        (torch.Tensor, "register_hook", register_hook),
+        (torch.autograd, "grad", grad),
+    ]
 
 
 def _without_layerdrop() -> Any:

@@ -12,7 +12,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,48 +21,34 @@ from workbench.capture.torch_internals import patched
 
 
 @contextlib.contextmanager
-def passed_checks() -> Iterator[list[str]]:
+def passed_checks() -> Iterator[dict[str, None]]:
     """Take every check of a tensor's values as passed while a model is exported.
 
-    A check is an `assert`, or an `if` that ends in `raise`. Yields a list to which a sentence is added for each.
+    A check is an `assert`, or an `if` that ends in `raise`. Yields the sentences on them, once each, as keys.
     """
-    notes: list[str] = []
+    notes: dict[str, None] = {}
 
-    def passing(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def passing(original: Callable[[Any], bool], is_known: bool) -> Callable[[Any], bool]:
         def truth(value: Any) -> bool:
+            if is_known:
+                with contextlib.suppress(Exception):  # the size of a selection, or a number taken out of a tensor
+                    return bool(original(value))
             frame = sys._getframe(1)
             outcome = _passing_outcome(frame.f_code.co_filename, frame.f_lineno)
             if outcome is None:
-                return original(value)
-            _note_check(notes, frame)
+                return bool(original(value))
+            where = line_of_frame(frame).where
+            note = f"The check{where} depends on the values of tensors: training goes on as if it passed in every step."
+            notes[note] = None
             return outcome
 
         return truth
 
-    def passing_if_unknown(value: torch.SymBool) -> bool:
-        try:
-            return bool(symbolic(value))
-        except Exception:  # the size of a selection, or a number that was taken out of a tensor
-            frame = sys._getframe(1)
-            outcome = _passing_outcome(frame.f_code.co_filename, frame.f_lineno)
-            if outcome is None:
-                raise
-            _note_check(notes, frame)
-            return outcome
-
-    symbolic = torch.SymBool.__bool__
     with (
-        patched(torch.Tensor, "__bool__", passing(torch.Tensor.__bool__)),
-        patched(torch.SymBool, "__bool__", passing_if_unknown),
+        patched(torch.Tensor, "__bool__", passing(torch.Tensor.__bool__, is_known=False)),
+        patched(torch.SymBool, "__bool__", passing(torch.SymBool.__bool__, is_known=True)),
     ):
         yield notes
-
-
-def _note_check(notes: list[str], frame: FrameType) -> None:
-    line = line_of_frame(frame)
-    note = f"The check{line.where} depends on the values of tensors: training goes on as if it passed in every step."
-    if note not in notes:
-        notes.append(note)
 
 
 def _passing_outcome(file: str, line: int) -> bool | None:
@@ -79,7 +64,9 @@ def _checks(file: str) -> tuple[tuple[int, int, bool | None], ...]:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()
-    caught = {id(node) for handled in ast.walk(tree) if isinstance(handled, ast.Try) for node in _body_of(handled)}
+    tried = (statement for node in ast.walk(tree) if isinstance(node, ast.Try) for statement in node.body)
+    # The failure of a check in a `try` may be a way of branching.
+    caught = {id(node) for statement in tried for node in ast.walk(statement)}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)):
@@ -87,11 +74,6 @@ def _checks(file: str) -> tuple[tuple[int, int, bool | None], ...]:
             outcome = outcomes.pop() if len(outcomes) == 1 and id(node) not in caught else None
             found.append((node.test.lineno, node.test.end_lineno or node.test.lineno, outcome))
     return tuple(found)
-
-
-def _body_of(handled: ast.Try) -> Iterator[ast.AST]:
-    """Return what lies in a `try`: the failure of a check there may be a way of branching."""
-    return (node for statement in handled.body for node in ast.walk(statement))
 
 
 def _outcomes(test: ast.expr, wanted: bool) -> set[bool]:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from workbench.capture.graph import Block, Graph
+from workbench.capture.operations import op_name
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.tensor_sharding import BlockSharding
@@ -21,7 +22,6 @@ from workbench.cost.operations import (
     Operation,
     Settings,
     identity,
-    op_name,
     run_operation,
     storage_bytes,
     tensors_in,

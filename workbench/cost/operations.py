@@ -15,6 +15,8 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from workbench.capture.operations import GROUPED_MATMUL, op_name, schema_of
+
 META = torch.device("meta")
 
 # torch's autocast lists (docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). Operations in neither list take
@@ -23,7 +25,7 @@ META = torch.device("meta")
 LOW_PRECISION = {
     "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "einsum", "conv1d", "conv2d",
     "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "scaled_dot_product_attention", "prelu", "grouped_mm",
+    "scaled_dot_product_attention", "prelu", GROUPED_MATMUL,
 }
 FULL_PRECISION = {
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy_loss",
@@ -160,11 +162,6 @@ def run_operation(
     return ran
 
 
-def op_name(node: fx.Node) -> str:
-    target = node.target
-    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-
-
 def _on_meta(value: Any) -> Any:
     return META if isinstance(value, torch.device) else value
 
@@ -223,7 +220,8 @@ def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradient
         return tensor
 
     assert callable(node.target)
-    mutates = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    schema = schema_of(node)
+    mutates = schema is not None and schema.is_mutable
     watched = torch.enable_grad() if leaves and not mutates else torch.no_grad()
     with FlopCounterMode(display=False) as counter, watched:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -17,22 +17,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import workbench.capture.experts
 import workbench.sparsity.kernels.operators  # noqa: F401  (both register their operations)
-from workbench.capture.operations import mutated_arguments, mutates_buffers
+from workbench.capture.operations import mutated_arguments, mutates_buffers, op_name, overloads
 
 aten = torch.ops.aten
-_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.convolution.default,
-        torch.ops.workbench.grouped_mm.default,
-        torch.ops.workbench.block_sparse_product.default,
-        torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.wait_tensor.default,
-    }
-)
+_PRODUCTS = overloads("mm addmm bmm baddbmm convolution") | {
+    torch.ops.workbench.grouped_mm.default,
+    torch.ops.workbench.block_sparse_product.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
 """Matrix products, and the all-reduces that sum partial products over tensor-parallel devices."""
 _ATTENTION: dict[Any, int] = {
     aten._scaled_dot_product_flash_attention.default: 3,
@@ -54,16 +47,14 @@ def supported_mode(code: fx.GraphModule, requested: str) -> str:
     """
     if mutates_buffers(code):
         return "none"
-    needs_full = any(mutated_arguments(node) or _is_recurrent(node) or _is_branch(node) for node in code.graph.nodes)
-    return "full" if requested == "selective" and needs_full else requested
-
-
-def _is_recurrent(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname.startswith(_RECURRENT)
-
-
-def _is_branch(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    if requested == "selective" and any(
+        mutated_arguments(node)
+        or op_name(node).startswith(_RECURRENT)
+        or isinstance(node.target, torch._ops.HigherOrderOperator)
+        for node in code.graph.nodes
+    ):
+        return "full"
+    return requested
 
 
 def checkpointed(mode: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,22 +15,14 @@ import torch.distributed as dist
 from torch import fx
 from torch.nn import functional
 
-from workbench.capture.operations import DROPOUT, EMBEDDING
+from workbench.capture.operations import DROPOUT, EMBEDDING, overloads
 from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
 from workbench.execution.blocks.dropout import hashed_dropout
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
 aten = torch.ops.aten
-_RESHAPES = frozenset(
-    {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.flatten.using_ints,
-        aten.unflatten.int,
-    }
-)
-_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default})
+_RESHAPES = overloads("view reshape _unsafe_view flatten.using_ints unflatten.int")
+_SPLITS = overloads("split.Tensor split_with_sizes chunk")
 
 
 # Tensors and their shards

@@ -16,18 +16,14 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 
+from workbench.capture.operations import GROUPED_MATMUL, names, op_name
 from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.blocks.block_sparse import multiply_by_stored_blocks
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 
-PRODUCTS = frozenset(
-    {
-        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "grouped_mm"),
-        *("conv1d", "conv2d", "conv3d", "convolution"),
-    }
-)
+PRODUCTS = {*names("linear matmul mm bmm addmm baddbmm conv1d conv2d conv3d convolution"), GROUPED_MATMUL}
 """Names of the operations whose operands autocast casts to bf16."""
-VIEWS = frozenset({"t", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze"})
+VIEWS = names("t transpose permute view reshape unsqueeze squeeze")
 """Names of the operations that may lie between a weight and the product that reads it."""
 
 
@@ -38,15 +34,11 @@ def read_only_by_products(code: fx.GraphModule, count: int) -> list[bool]:
 
 
 def _feeds_only_products(node: fx.Node) -> bool:
-    return all(is_product(user) or (_name(user) in VIEWS and _feeds_only_products(user)) for user in node.users)
+    return all(is_product(user) or (op_name(user) in VIEWS and _feeds_only_products(user)) for user in node.users)
 
 
 def is_product(node: fx.Node) -> bool:
-    return _name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
-
-
-def _name(node: fx.Node) -> str:
-    return node.target._opname if isinstance(node.target, torch._ops.OpOverload) else ""
+    return op_name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
 
 
 class WeightCopies:
