@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed import zoo
 from workbench.capture import Graph, capture, spec_of
+from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.parallel.stage import StageModule, StageOptions
 
@@ -32,8 +33,7 @@ def stage_of(name: str, first: int = 0) -> tuple[Graph, StageModule, zoo.Batch]:
         StageOptions(context, num_microbatches=1),
         parameters=dict(model.named_parameters()),
         buffers={**dict(model.named_buffers()), **graph.constants},
-        runners=[block.code for block in graph.blocks[first:]],
-        recompute=["none"] * (blocks - first),
+        programs=[BlockProgram(block, block.code) for block in graph.blocks[first:]],
     )
     return graph, stage, batch
 

@@ -35,15 +35,15 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph, build_meta, capture
-from workbench.capture.tensor_sharding import BlockSharding
 from workbench.cost.correction import BlockMeasurement
 from workbench.errors import root_exception
-from workbench.execution.blocks.block_module import BlockModule
+from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.random_batch import random_batch, repeated
+from workbench.execution.step_timeline import Timestamp
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json
 from workbench.tensors import TensorSpec
@@ -72,8 +72,7 @@ NotePhase = Callable[[str], None]
 class _Moment:
     """The state between two blocks."""
 
-    event: Any
-    """CUDA event, or `_HostEvent`, of the moment."""
+    at: Timestamp
     held: int
     """Bytes allocated."""
     peak: int
@@ -96,29 +95,16 @@ class _Log:
 
     def note(self) -> _Moment:
         begun = time.perf_counter()
-        if self._device.type != "cuda":
-            return _Moment(_HostEvent(), 0, 0, begun, begun)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return _Moment(event, held, peak, begun, time.perf_counter())
+        at, held, peak = Timestamp.now(self._device), 0, 0
+        if self._device.type == "cuda":
+            held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return _Moment(at, held, peak, begun, time.perf_counter())
 
     def device_s(self) -> float:
         """Wait for the device and return the seconds from the first moment to the last."""
         _wait(self._device)
-        elapsed_ms: float = self.forward[0].event.elapsed_time(self.backward[0].event)
-        return 1e-3 * elapsed_ms
-
-
-class _HostEvent:
-    """A stand-in for a CUDA event on a device that computes while its host waits."""
-
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def elapsed_time(self, later: _HostEvent) -> float:
-        return 1e3 * (later._at - self._at)
+        return self.backward[0].at.seconds_since(self.forward[0].at)
 
 
 class _Boundary(torch.autograd.Function):
@@ -275,14 +261,7 @@ class _Chain:
         self._shared = {name: parameter for name, parameter in self._parameters.items() if uses[name] > 1}
         self._modules = {
             block.index: BlockModule(
-                block,
-                ready[block.block_type],
-                own,
-                buffers,
-                self._context,
-                "none",
-                BlockSharding(),
-                compiled=request.compiled,
+                BlockProgram(block, ready[block.block_type], compiled=request.compiled), own, buffers, self._context
             )
             for block in blocks
         }
@@ -428,7 +407,7 @@ def _moments(chain: list[int], position: int, log: _Log) -> tuple[_Moment, _Mome
 def _host_ms(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
     """Return the time that the host is busy with a block's forward and backward; 0 on a CPU, which also computes."""
     before, after, begun, ended = _moments(chain, position, log)
-    if isinstance(before.event, _HostEvent):
+    if before.at.event is None:
         return 0.0, 0.0
     backward = 0.0 if begun is None or ended is None else ended.begun - begun.ended
     return 1e3 * (after.begun - before.ended), 1e3 * backward
@@ -437,10 +416,10 @@ def _host_ms(chain: list[int], position: int, log: _Log) -> tuple[float, float]:
 def _device_figures(graph: Graph, chain: list[int], position: int, log: _Log) -> tuple[float, float, float, float]:
     """Return a block's forward_ms, backward_ms, held_bytes and workspace_bytes (`BlockMeasurement`)."""
     before, after, begun, ended = _moments(chain, position, log)
-    forward_ms, backward_ms = before.event.elapsed_time(after.event), 0.0
+    forward_ms, backward_ms = 1e3 * after.at.seconds_since(before.at), 0.0
     held, workspace = after.held - before.held, after.peak - after.held
     if begun is not None and ended is not None:
-        backward_ms = begun.event.elapsed_time(ended.event)
+        backward_ms = 1e3 * ended.at.seconds_since(begun.at)
         trained = [name for name in graph.blocks[chain[position]].parameters if name not in graph.frozen]
         gradients = 4 * sum(graph.parameters[name].numel for name in trained)
         workspace = max(workspace, ended.peak - after.held - gradients)
@@ -457,24 +436,18 @@ def _device_lock(device: torch.device, operation: int) -> Iterator[None]:
         yield
 
 
-class _PhaseClock:
-    """The seconds from this process's start to the end of each phase."""
-
-    def __init__(self) -> None:
-        self._begun = psutil.Process().create_time()
-        self.seconds: dict[str, float] = {}
-
-    def note(self, phase: str) -> None:
-        self.seconds[phase] = round(time.time() - self._begun, 2)
-
-
 def main() -> None:
     folder, (number, helper, helpers) = Path(sys.argv[1]), map(int, sys.argv[2:])
-    clock = _PhaseClock()
-    clock.note("imported")
+    begun, seconds = psutil.Process().create_time(), dict[str, float]()
+
+    def note(phase: str) -> None:
+        """Note the seconds from the start of this process to the end of a phase."""
+        seconds[phase] = round(time.time() - begun, 2)
+
+    note("imported")
     device = _device(number)
     request: ProbeRequest = pickle.loads(_wait_for_file(folder / REQUEST).read_bytes())
-    clock.note("asked")
+    note("asked")
     if request.deterministic:
         use_deterministic_kernels()
     if device.type == "cuda":
@@ -485,17 +458,28 @@ def main() -> None:
     if helper:
         Probe(request, request.micro_batches[number], device).compile_some(helper, helpers)
         return
-    probe = _compiled_probe(request, request.micro_batches[number], device, clock.note)
+    probe: Probe | None = None
+    try:
+        probe = Probe(request, request.micro_batches[number], device, note)
+        probe.compile()
+        note("compiled")
+    except Exception as error:
+        if not isinstance(root_exception(error), torch.OutOfMemoryError):
+            raise
+        probe = None
     micro_batch = int(read_json(_wait_for_file(folder / f"{number}{MICRO_BATCH}")))
-    clock.note("assigned")
+    note("assigned")
     if probe is None or probe.micro_batch != micro_batch:
         del probe
-        _free_memory(device)
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         probe = Probe(request, micro_batch, device)
         probe.compile()
     blocks = [measurement.to_json() for measurement in probe.measure()]
-    clock.note("measured")
-    write_json(folder / f"{number}{RESULT}", {"blocks": blocks, "seconds": clock.seconds})
+    note("measured")
+    write_json(folder / f"{number}{RESULT}", {"blocks": blocks, "seconds": seconds})
 
 
 def _device(number: int) -> torch.device:
@@ -512,26 +496,6 @@ def _device(number: int) -> torch.device:
     prepare_compiler()
     starting.join()
     return device
-
-
-def _compiled_probe(request: ProbeRequest, micro_batch: int, device: torch.device, note: NotePhase) -> Probe | None:
-    """Return a compiled probe for the expected micro-batch; None if the device runs out of memory."""
-    try:
-        probe = Probe(request, micro_batch, device, note)
-        probe.compile()
-    except Exception as error:
-        if isinstance(root_exception(error), torch.OutOfMemoryError):
-            return None
-        raise
-    note("compiled")
-    return probe
-
-
-def _free_memory(device: torch.device) -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _wait_for_file(file: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,37 +97,29 @@ def build_stage(
     """
     graph = graph if compact is None else compact.rewritten(graph)
     weights = _ModelWeights(plan, coordinate, model, graph)
-    division = plan_tensor_parallel(graph, plan.tensor)
-    codes = _block_codes(graph, division, coordinate)
+    code = _RankCode(plan, coordinate, graph, context, compile)
     context.tensor_rank = coordinate.tensor_rank
     if compile and plan.cuda_graphs:
         context.cuda_graphs = CudaGraphs(context.device, plan.num_microbatches)
 
-    options = StageOptions(context, plan.num_microbatches, compile, division, autocast)
-    bf16_weights = plan.shards and plan.precision == "bf16"
-    runners_by_mode: dict[str, dict[str, Runner]] = {}
+    options = StageOptions(context, plan.num_microbatches, code.division, autocast)
+    tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
+    indices = {} if compact is None else compact.buffers  # themselves, not copies: a moving pattern changes them
     modules = []
     for stage in plan.stages_of(coordinate.pipeline_rank):
         blocks = graph.blocks[stage.first_block : stage.end_block]
-        modes = [stage.recompute_of(block.index) for block in blocks]
-        for mode in modes:
-            if mode not in runners_by_mode:
-                runners_by_mode[mode] = runners(graph, codes, context.device, compile, mode, bf16_weights)
-        tensors: dict[str, torch.Tensor] = {**dict(model.named_buffers()), **graph.constants}
-        indices = {} if compact is None else compact.buffers  # themselves, not copies: a moving pattern changes them
         module = StageModule(
             graph,
             stage.first_block,
             stage.end_block,
             options,
-            parameters=_stage_parameters(stage, plan, weights, graph, division, context, compact),
+            parameters=weights.of_stage(stage, code.division, context, compact),
             buffers={
                 name: indices[name] if name in indices else tensors[name].detach().to(context.device)
                 for block in blocks
                 for name in block.buffers
             },
-            runners=[runners_by_mode[mode][block.block_type] for mode, block in zip(modes, blocks, strict=True)],
-            recompute=modes,
+            programs=[code.program(block, stage.recompute_of(block.index)) for block in blocks],
         )
         if plan.shards:
             distribute(module, coordinate.data_mesh, plan.zero, plan.precision)
@@ -138,7 +131,7 @@ def build_stage(
         modules.append(module)
     accumulator = GradientAccumulator(compiles=compile and context.device.type == "cuda")
     copied = modules if plan.keeps_weight_copies(plan.precision) else []
-    copies = [WeightCopies([*m.block_modules()], m.model_parameters(), codes, accumulator) for m in copied]
+    copies = [WeightCopies([*m.block_modules()], m.model_parameters(), code.codes, accumulator) for m in copied]
     return RankStages(modules, copies, compact)
 
 
@@ -168,30 +161,43 @@ def evaluation_programs(
     `compact` is what `build_stage` was given.
     """
     graph = graph if compact is None else compact.rewritten(graph)
-    division = plan_tensor_parallel(graph, plan.tensor)
-    codes = _block_codes(graph, division, coordinate)
-    runs = runners(graph, codes, context.device, compile, "none", plan.shards and plan.precision == "bf16")
+    code = _RankCode(plan, coordinate, graph, context, compile)
     constants = {name: tensor.detach().to(context.device) for name, tensor in graph.constants.items()}
 
     def program(block: Block) -> BlockProgram:
-        products_only = read_only_by_products(codes[block.block_type], len(block.parameters))
+        products_only = read_only_by_products(code.codes[block.block_type], len(block.parameters))
         copied = frozenset(name for name, only in zip(block.parameters, products_only, strict=True) if only)
         own_constants = {name: constants[name] for name in block.buffers if name in constants}
-        sharding = division.blocks[block.index]
-        return BlockProgram(block, runs[block.block_type], "none", sharding, compile, own_constants, copied)
+        return replace(code.program(block, "none"), constants=own_constants, copied=copied)
 
     stages = plan.stages_of(coordinate.pipeline_rank)
     return [[program(block) for block in graph.blocks[stage.first_block : stage.end_block]] for stage in stages]
 
 
-def _block_codes(graph: Graph, division: ModelSharding, coordinate: MeshCoordinate) -> dict[str, fx.GraphModule]:
-    """Return the code of each block type, rewritten for this rank if the tensor-parallel axis divides its work."""
-    codes = {block.block_type: block.code for block in graph.blocks}
-    if division.degree > 1:
-        group = coordinate.tensor_group.group_name
-        for block_type, how in division.block_types.items():
-            codes[block_type] = divide_block(codes[block_type], how, coordinate.tensor_rank, group)
-    return codes
+class _RankCode:
+    """The code of each block as one rank runs it, rewritten where the tensor-parallel axis divides its work."""
+
+    def __init__(
+        self, plan: Plan, coordinate: MeshCoordinate, graph: Graph, context: StepContext, compile: bool
+    ) -> None:
+        self._graph, self._device, self._compile = graph, context.device, compile
+        self._has_bf16_weights = plan.shards and plan.precision == "bf16"
+        self._runners: dict[str, dict[str, Runner]] = {}
+        self.division = plan_tensor_parallel(graph, plan.tensor)
+        self.codes = {block.block_type: block.code for block in graph.blocks}
+        """Code by block type."""
+        if plan.tensor > 1:
+            group = coordinate.tensor_group.group_name
+            for block_type, how in self.division.block_types.items():
+                self.codes[block_type] = divide_block(self.codes[block_type], how, coordinate.tensor_rank, group)
+
+    def program(self, block: Block, recompute: str) -> BlockProgram:
+        if recompute not in self._runners:
+            self._runners[recompute] = runners(
+                self._graph, self.codes, self._device, self._compile, recompute, self._has_bf16_weights
+            )
+        run = self._runners[recompute][block.block_type]
+        return BlockProgram(block, run, recompute, self.division.blocks[block.index], self._compile)
 
 
 class _ModelWeights:
@@ -202,6 +208,7 @@ class _ModelWeights:
     """
 
     def __init__(self, plan: Plan, coordinate: MeshCoordinate, model: nn.Module, graph: Graph) -> None:
+        self._plan, self._graph = plan, graph
         stages = plan.stages_of(coordinate.pipeline_rank)
         self._uses_left = Counter(name for s in stages for name in graph.block_parameters(s.first_block, s.end_block))
         self._weights = dict(model.named_parameters())
@@ -209,45 +216,32 @@ class _ModelWeights:
             if name not in self._uses_left:
                 _free(weight)
 
-    @contextmanager
-    def taken(self, name: str) -> Iterator[torch.Tensor]:
-        """Return a context in which one stage reads a whole weight, where the model was built."""
-        yield self._weights[name].detach()
-        self._uses_left[name] -= 1
-        if not self._uses_left[name]:
-            _free(self._weights[name])
-
-
-def _free(parameter: nn.Parameter) -> None:
-    """Free the memory of a parameter, even if references to it remain."""
-    parameter.data = parameter.data.new_empty(0)
-
-
-def _stage_parameters(
-    stage: Stage,
-    plan: Plan,
-    weights: _ModelWeights,
-    graph: Graph,
-    division: ModelSharding,
-    context: StepContext,
-    compact: BlockSparseParameters | None,
-) -> dict[str, nn.Parameter]:
-    """Return the parameters of one stage by the model's names: whole, compact, or tensor-parallel shards."""
-    parameters, indices = {}, {} if compact is None else compact.indices
-    for name in graph.block_parameters(stage.first_block, stage.end_block):
-        sharding = division.parameters.get(name)
-        with weights.taken(name) as weight:
+    def of_stage(
+        self, stage: Stage, division: ModelSharding, context: StepContext, compact: BlockSparseParameters | None
+    ) -> dict[str, nn.Parameter]:
+        """Return the parameters of one stage by the model's names: whole, compact, or tensor-parallel shards."""
+        parameters, indices = {}, {} if compact is None else compact.indices
+        for name in self._graph.block_parameters(stage.first_block, stage.end_block):
+            weight, sharding = self._weights[name].detach(), division.parameters.get(name)
             if sharding is not None:
                 weight = take_shard(weight, sharding, context.tensor_rank)
-            if not plan.shards:
+            if not self._plan.shards:
                 weight = weight.to(context.device)
             if name in indices:
                 weight = to_compact(weight, indices[name])
             # A view of a shard would keep the whole weight in memory.
             is_view = weight.untyped_storage().nbytes() > weight.nbytes
             own = weight.clone(memory_format=torch.contiguous_format) if is_view else weight.contiguous()
-            parameters[name] = nn.Parameter(own, requires_grad=name not in graph.frozen)
-    return parameters
+            parameters[name] = nn.Parameter(own, requires_grad=name not in self._graph.frozen)
+            self._uses_left[name] -= 1
+            if not self._uses_left[name]:
+                _free(self._weights[name])
+        return parameters
+
+
+def _free(parameter: nn.Parameter) -> None:
+    """Free the memory of a parameter, even if references to it remain."""
+    parameter.data = parameter.data.new_empty(0)
 
 
 # Runners

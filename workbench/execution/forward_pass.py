@@ -20,7 +20,6 @@ from workbench.capture import Graph
 from workbench.capture.operations import mutated_arguments
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.parallel.forward_only import end_forward_only
-from workbench.execution.parallel.stage import StageModule
 from workbench.execution.trainer import Trainer
 
 Batch = Mapping[str, torch.Tensor]
@@ -81,15 +80,14 @@ class ForwardPass:
         for position, stage in enumerate(self.trainer.stages.stages):
             index = coordinate.pipeline_rank + position * plan.pipeline
             if index and 0 <= tick - (index - 1) < count:
-                received[index] = tuple(self._empty(stage))
+                received[index] = tuple(
+                    torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.context.device)
+                    for spec in stage.received
+                )
                 operations += [dist.P2POp(dist.irecv, value, peer(index - 1), group) for value in received[index]]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         return received
-
-    def _empty(self, stage: StageModule) -> Iterator[torch.Tensor]:
-        for spec in stage.received:
-            yield torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.context.device)
 
     @contextmanager
     def untouched_training(self) -> Iterator[None]:
@@ -97,7 +95,10 @@ class ForwardPass:
         context, stages = self.context, self.trainer.stages.stages
         modules = [list(stage.block_modules()) for stage in stages]
         before = [(stage.graph, [module.program for module in own]) for stage, own in zip(stages, modules, strict=True)]
-        saved, buffers = dict(vars(context)), self._written_buffers()
+        saved, held = dict(vars(context)), self.trainer.stages.model_buffers()
+        writing = [block for block in self.blocks if any(mutated_arguments(n) for n in block.code.graph.nodes)]
+        names = {name for block in writing for name in block.buffers if name in held}
+        buffers = [(held[name], held[name].clone()) for name in names]
         context.first_microbatch, context.cuda_graphs, context.actions = 0, None, None
         try:
             for stage, own, programs in zip(stages, modules, self.programs, strict=True):
@@ -115,13 +116,6 @@ class ForwardPass:
                 end_forward_only(stage)
             for buffer, value in buffers:
                 buffer.copy_(value)
-
-    def _written_buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each buffer that the code for evaluation may write to, with a copy of its value."""
-        writing = [block for block in self.blocks if any(mutated_arguments(n) for n in block.code.graph.nodes)]
-        names = {name for block in writing for name in block.buffers}
-        held = self.trainer.stages.model_buffers()
-        return [(held[name], held[name].clone()) for name in names if name in held]
 
 
 @contextmanager

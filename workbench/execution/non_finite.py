@@ -44,13 +44,13 @@ class Origin:
     def sentence(self) -> str:
         """Tell in a sentence where the number arose."""
         block = f"block {self.block_name} ({self.block + 1} of {self.num_blocks}, stage {self.stage})"
-        if self.place == BATCH:
-            return f"The batch itself is not finite, in a field that {block} reads."
-        if self.place == WEIGHT:
-            return f"A weight of {block} was not finite before this step."
-        if self.place == FORWARD:
-            return f"It arose in the forward of {block}: everything before that block is finite."
-        return f"It arose in the backward of {block}: the forward and all later blocks are finite."
+        sentences = {
+            BATCH: f"The batch itself is not finite, in a field that {block} reads.",
+            WEIGHT: f"A weight of {block} was not finite before this step.",
+            FORWARD: f"It arose in the forward of {block}: everything before that block is finite.",
+        }
+        in_backward = f"It arose in the backward of {block}: the forward and all later blocks are finite."
+        return sentences.get(self.place, in_backward)
 
     @property
     def facts(self) -> dict[str, Any]:

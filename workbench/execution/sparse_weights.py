@@ -160,10 +160,7 @@ class MaskedWeights(SparseWeights):
 
     @torch.no_grad()
     def mask_gradients(self, step: int) -> None:
-        """Set the gradients of absent blocks to zero; `step` counts from 0.
-
-        If blocks are to regrow after this step by the size of their gradients, these sizes are computed before.
-        """
+        """Also compute the sizes of the gradients before, if blocks are to regrow after this step by them."""
         if step + 1 in self._updates and isinstance(self.sparsity, Dynamic) and self.sparsity.regrow == "gradient":
             self._growth = {name: self._sizes(name, parameter.grad) for name, parameter in self._parameters.items()}
         for name, mask in self._masks.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from workbench.capture.operations import EMBEDDING
+from workbench.capture.operations import EMBEDDING, dtype_of
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 from workbench.execution.blocks.tensor_parallel import parallel_embedding
 from workbench.execution.blocks.weight_copies import is_product, read_only_by_products
@@ -20,9 +20,10 @@ from workbench.execution.blocks.weight_copies import is_product, read_only_by_pr
 
 def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModule:
     """Rewrite `code` so that its first `num_weights` arguments may be bf16 although it was captured with fp32."""
-    weights = [node for node in code.graph.nodes if node.op == "placeholder"][:num_weights]
+    weights = code.graph.find_nodes(op="placeholder")[:num_weights]
     for_products = read_only_by_products(code, num_weights)
-    fp32 = {weight for weight, only in zip(weights, for_products, strict=True) if not only and _is_fp32(weight)}
+    others = (weight for weight, only in zip(weights, for_products, strict=True) if not only)
+    fp32 = {weight for weight in others if dtype_of(weight) == torch.float32}
     if not fp32:
         return code
     rewriter = GraphRewriter(code)
@@ -42,8 +43,3 @@ def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModu
         return to_fp32(copied) if looks_up else copied
 
     return rewriter.rewrite(rule)
-
-
-def _is_fp32(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32

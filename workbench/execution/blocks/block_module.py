@@ -27,10 +27,10 @@ class BlockProgram:
 
     block: Block
     run: Runner
-    recompute: str
+    recompute: str = "none"
     """Activation checkpointing that the plan asks for."""
-    division: BlockSharding
-    compiled: bool
+    division: BlockSharding = field(default_factory=BlockSharding)
+    compiled: bool = False
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors read in place of the module's buffers of these names: evaluation has unnamed constants of its own."""
     copied: frozenset[str] | None = None
@@ -53,23 +53,18 @@ class BlockModule(nn.Module):
 
     def __init__(
         self,
-        block: Block,
-        run: Runner,
+        program: BlockProgram,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
         context: StepContext,
-        recompute: str,
-        division: BlockSharding,
-        *,
-        compiled: bool,
     ) -> None:
         """`parameters` are those that only this block uses; it borrows the others that it reads from its stage."""
         super().__init__()
-        self.block = block
+        block = program.block
         self._context = context
         self.weight_copies: Mapping[str, torch.Tensor] = {}
         """bf16 copies that are read in place of parameters (`workbench.execution.blocks.weight_copies`)."""
-        self.use(BlockProgram(block, run, recompute, division, compiled))
+        self.use(program)
         self._static: tuple[list[torch.Tensor], list[nn.Parameter | None], list[torch.Tensor]] | None = None
         """Arguments of a captured block that are the same in every step: weights, their owners, buffers."""
         self.own_parameters = {name: f"p{i}" for i, name in enumerate(block.parameters) if name in parameters}
@@ -99,7 +94,10 @@ class BlockModule(nn.Module):
         context = self._context
         denominators = tuple(context.loss_denominators[index] for index in self.block.counts)
         seed = context.block_seed(self.block.index) if self._is_random else None
-        run = self._runner()  # chosen now: when the block is recomputed, the context names another micro-batch
+        run, loss = self.program.run, self.selecting_loss
+        labels = None if loss is None else context.num_labels(loss)
+        if labels is not None:  # chosen now: when the block is recomputed, the context names another micro-batch
+            run = cast(LabelledRows, run).for_labels(labels)
         if context.cuda_graphs is not None and self.is_capturable:
             inputs = self._graph_inputs(seed, shared, (*values, *denominators))
             return context.cuda_graphs.forward(self.block.index, context.microbatch, run, inputs)
@@ -113,12 +111,6 @@ class BlockModule(nn.Module):
         """The mean loss (an index into `Graph.label_counts`) by whose labels the block selects rows, or None."""
         run = self.program.run
         return self.block.counts[run.part.count] if isinstance(run, LabelledRows) else None
-
-    def _runner(self) -> Runner:
-        loss = self.selecting_loss
-        labels = None if loss is None else self._context.num_labels(loss)
-        run = self.program.run
-        return run if labels is None else cast(LabelledRows, run).for_labels(labels)
 
     def _compute(self, run: Runner, seed: int | None, shared: Mapping[str, torch.Tensor], *values: torch.Tensor) -> Any:
         device = self._context.device

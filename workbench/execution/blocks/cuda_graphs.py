@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,8 +154,17 @@ class CudaGraphs:
         # torch 2.11). It must wait until the graph launched last has drawn its random numbers with its own seed.
         self._stream.wait_stream(launching)
         try:
-            with torch.cuda.stream(self._stream), _capture(graph, self._pool):
-                launch()
+            with torch.cuda.stream(self._stream):
+                # Only this thread's calls count: other threads may make calls that would end a capture, as NCCL's
+                # watchdog does when it queries events.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    launch()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -179,20 +189,6 @@ class CudaGraphs:
     def is_output(self, tensor: torch.Tensor) -> bool:
         """Return True if a graph has made the tensor."""
         return tensor.data_ptr() in self._output_addresses
-
-
-@contextlib.contextmanager
-def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    # Only this thread's calls count: other threads may make calls that would end a capture, as NCCL's watchdog does
-    # when it queries events.
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-        raise
-    graph.capture_end()
 
 
 class _StaticTensor:
@@ -269,28 +265,34 @@ class _BlockMicroBatch:
             assert self._forward is not None
             self._forward.replay(inputs.values, inputs.seeds)
             return [r for r in self._forward.results if r is not None], self._differentiable
+        outputs: Sequence[Any]
         if self._graphs.captures:
-            outputs = self._capture_forward(run, inputs)
+            self._forward, outputs = self._capture(partial(self._compute, run, inputs), inputs.values, inputs.seeds)
         else:
             seeds = [torch.full((), seed, dtype=torch.int64, device=self._graphs.device) for seed in inputs.seeds]
             outputs = self._compute(run, inputs, inputs.values, seeds)
         self._differentiable = [output.requires_grad for output in outputs]
         return [output.detach() for output in outputs], self._differentiable
 
-    def _capture_forward(self, run: Run, inputs: BlockInputs) -> Sequence[torch.Tensor]:
+    def _capture(
+        self, compute: Callable[..., Sequence[Any]], given: Sequence[OptionalTensor], seeds: Sequence[int] = ()
+    ) -> tuple[_CapturedGraph, list[Any]]:
+        """Capture `compute(inputs, seeds)`, launch the graph with what is given, and return it with its results."""
         launched: list[Any] = []
+        before = len(self._gradients.parameters)
 
         def launch() -> None:
-            values = [self._input(value) for value in inputs.values]
-            seeds = [torch.empty((), dtype=torch.int64, device=self._graphs.device) for _ in inputs.seeds]
-            launched.extend((values, seeds, self._compute(run, inputs, values, seeds)))
+            inner = [None if value is None else self._input(value) for value in given]
+            numbers = [torch.empty((), dtype=torch.int64, device=self._graphs.device) for _ in seeds]
+            launched.extend((inner, numbers, compute(inner, numbers)))
 
         graph = self._graphs.capture(launch)
-        values, seeds, outputs = launched
-        self._graphs.add_outputs(outputs)
-        self._forward = _CapturedGraph(graph, _static(values), _static(seeds), _static(outputs))
-        self._forward.replay(inputs.values, inputs.seeds)
-        return tuple(outputs)
+        inner, numbers, results = launched
+        self._graphs.add_outputs(results)
+        new = [(parameter, parameter.grad) for parameter in self._gradients.parameters[before:]]
+        captured = _CapturedGraph(graph, _static(inner), _static(numbers), _static(results), new)
+        captured.replay(given, seeds)
+        return captured, list(results)
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor that a graph reads: the result of an earlier graph, or new memory that is filled later."""
@@ -319,40 +321,24 @@ class _BlockMicroBatch:
         if all(gradient is None for gradient in gradients):
             self._pending = None
             return [None] * len(is_external)
-        results = self._launch_backward(gradients)
+        if self._graphs.replays:
+            assert self._backward is not None, "its backward was not captured"
+            self._backward.replay(gradients)
+            results = self._backward.results
+        else:
+            pending, self._pending = self._pending, None
+            assert pending is not None
+            if self._graphs.captures:
+                differentiate = partial(self._differentiate, pending)
+                self._backward, results = self._capture(lambda inner, _: differentiate(inner), gradients)
+            else:
+                results = self._differentiate(pending, gradients)
         self._graphs.count_backward(self._gradients)
         if self._backward is None:
             return results
         # Receivers outside of graphs may keep their gradient beyond this step's use of the memory, or send it.
         pairs = zip(results, is_external, strict=True)
         return [result.clone() if result is not None and external else result for result, external in pairs]
-
-    def _launch_backward(self, gradients: Sequence[OptionalTensor]) -> list[OptionalTensor]:
-        if self._graphs.replays:
-            assert self._backward is not None, "its backward was not captured"
-            self._backward.replay(gradients)
-            return self._backward.results
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        if self._graphs.captures:
-            return self._capture_backward(pending, gradients)
-        return self._differentiate(pending, gradients)
-
-    def _capture_backward(self, pending: _PendingBackward, gradients: Sequence[OptionalTensor]) -> list[OptionalTensor]:
-        launched: list[Any] = []
-        before = len(self._gradients.parameters)
-
-        def launch() -> None:
-            inner = [None if gradient is None else self._input(gradient) for gradient in gradients]
-            launched.extend((inner, self._differentiate(pending, inner)))
-
-        graph = self._graphs.capture(launch)
-        inner, results = launched
-        self._graphs.add_outputs(results)
-        new = [(parameter, parameter.grad) for parameter in self._gradients.parameters[before:]]
-        self._backward = _CapturedGraph(graph, _static(inner), (), _static(results), new)
-        self._backward.replay(gradients)
-        return list(results)
 
     def _differentiate(self, pending: _PendingBackward, gradients: Sequence[OptionalTensor]) -> list[OptionalTensor]:
         """Return gradients of shared weights and values; add those of the block's own weights to their parameters."""

@@ -79,25 +79,23 @@ class LabelCounter:
     def count(self, batch: Mapping[str, torch.Tensor]) -> LabelCounts:
         """Count the labels in `batch`, one replica's share of the global batch."""
         fields = [batch[name] for inputs in self._inputs.values() for name in inputs]
-        if not self._is_cached(fields):
-            self._cached = {index: self._count(index, batch) for index in self._inputs}
-            self._cached_for = tuple((field, field._version) for field in fields if field.device.type != "cpu")
-        return self._cached
-
-    def _is_cached(self, fields: Sequence[torch.Tensor]) -> bool:
-        return len(self._cached_for) == len(fields) > 0 and all(
+        if len(self._cached_for) == len(fields) > 0 and all(
             field is cached and field._version == version
             for field, (cached, version) in zip(fields, self._cached_for, strict=True)
-        )
-
-    def _count(self, index: int, batch: Mapping[str, torch.Tensor]) -> list[int]:
+        ):
+            return self._cached
         device = next(iter(batch.values())).device
         if device != self._device:
             for code in self._codes.values():
                 retarget(code.to(device), device)
             self._device = device
-        counts = count_labels(self._codes[index], self._inputs[index], batch, self._micro_batch)
-        return [int(count) for count in counts.tolist()]
+        counts = {
+            index: count_labels(self._codes[index], inputs, batch, self._micro_batch).tolist()
+            for index, inputs in self._inputs.items()
+        }
+        self._cached = {index: list(map(int, numbers)) for index, numbers in counts.items()}
+        self._cached_for = tuple((field, field._version) for field in fields if field.device.type != "cpu")
+        return self._cached
 
 
 # Operations on rows

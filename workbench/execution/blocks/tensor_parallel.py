@@ -8,14 +8,14 @@ all-reduce forward and the identity backward. Suffixes of tensor names: N rows, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx
 from torch.nn import functional
 
-from workbench.capture.operations import DROPOUT, EMBEDDING, overloads
+from workbench.capture.operations import DROPOUT, EMBEDDING, arguments_of, overloads
 from workbench.capture.tensor_sharding import BlockSharding, Product, Sharding, product_of
 from workbench.execution.blocks.dropout import hashed_dropout
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
@@ -41,19 +41,7 @@ def take_shard(tensor: torch.Tensor, sharding: Sharding, rank: int) -> torch.Ten
 
 def all_gather_shards(shard: torch.Tensor, sharding: Sharding, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the whole tensor of which each device of the group holds a shard (a collective)."""
-    degree, dim = sharding.degree, sharding.dim
-    longest = max(sharding.size(rank) for rank in range(degree))
-    padded = shard.new_zeros([longest if d == dim else size for d, size in enumerate(shard.shape)])
-    padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
-    shards = [torch.empty_like(padded) for _ in range(degree)]
-    dist.all_gather(shards, padded, group=group)
-    whole = shard.new_empty([sum(sharding.segments) if d == dim else size for d, size in enumerate(shard.shape)])
-    for rank, gathered in enumerate(shards):
-        offset = 0
-        for start, length in sharding.pieces(rank):
-            whole.narrow(dim, start, length).copy_(gathered.narrow(dim, offset, length))
-            offset += length
-    return whole
+    return gather(shard, *_gathering(sharding), group.group_name).contiguous()
 
 
 # Collectives with gradients
@@ -249,11 +237,9 @@ class _TensorParallelRewriter(GraphRewriter):
         sent: Any = node.args[0]
         whole = []
         for source in sent:
-            sharding = self._sharding(source)
-            value = self.copies[source]
+            sharding, value = self._sharding(source), self.copies[source]
             whole.append(value if sharding is None else self.call(gather, value, *_gathering(sharding), self._group))
-        output: fx.Node = self.graph.output(tuple(whole))
-        return output
+        return cast(fx.Node, self.graph.output(tuple(whole)))
 
     def _row(self, node: fx.Node, product: Product) -> fx.Node:
         """Sum the partial results of a product whose contracted dim is divided, then add the bias once."""
@@ -265,27 +251,21 @@ class _TensorParallelRewriter(GraphRewriter):
         return result if product.bias is None else self.call(aten.add.Tensor, result, self._operand(node, product.bias))
 
     def _embedding(self, node: fx.Node) -> fx.Node:
-        arguments: Any = node.args
-        table, indices, *rest = arguments
+        given = arguments_of(node)
         degree = next(iter(self._division.parameters.values())).degree
-        [(start, length)] = Sharding(0, (table.meta["val"].shape[0],), degree).pieces(self._rank)
-        padding = rest[0] if rest else node.kwargs.get("padding_idx", -1)
-        operands = self.copies[table], self.copies[indices]
-        return self.call(parallel_embedding, *operands, padding, start, length, self._group)
+        [(start, length)] = Sharding(0, (given["weight"].meta["val"].shape[0],), degree).pieces(self._rank)
+        operands = self.copies[given["weight"]], self.copies[given["indices"]]
+        return self.call(parallel_embedding, *operands, given["padding_idx"], start, length, self._group)
 
     def _cross_entropy(self, node: fx.Node) -> fx.Node:
-        defaults: tuple[Any, ...] = (None, None, None, 1, -100)
-        given: tuple[Any, ...] = (*node.args[:5], *defaults[len(node.args) :])
-        logits, labels, _, reduction, ignore = given
-        sharding = self._sharding(logits)
-        assert sharding is not None
-        [(start, _)] = sharding.pieces(self._rank)
-        operands = self._operand(node, logits), self._operand(node, labels)
-        return self.call(parallel_cross_entropy, *operands, reduction, ignore, start, self._group)
+        given = arguments_of(node)
+        [(start, _)] = self._division.sharded[given["self"].name].pieces(self._rank)
+        operands = self._operand(node, given["self"]), self._operand(node, given["target"])
+        reduction, ignored = given["reduction"], given["ignore_index"]
+        return self.call(parallel_cross_entropy, *operands, reduction, ignored, start, self._group)
 
     def _dropout(self, node: fx.Node) -> fx.Node:
-        arguments: Any = node.args
-        value, rate, training = arguments
+        value, rate, training = cast(Any, node.args)
         if not training or not rate:
             return self.copies[value]
         self._salt += 1
@@ -293,16 +273,14 @@ class _TensorParallelRewriter(GraphRewriter):
 
     def _split(self, node: fx.Node) -> fx.Node:
         """Split a divided value into this device's shards of the parts."""
-        arguments: Any = node.args
-        sharding = self._sharding(arguments[0])
-        assert sharding is not None
-        values = node.meta["val"]
-        dim = (arguments[2] if len(arguments) > 2 else 0) % values[0].dim()
+        source: Any = node.args[0]
+        sharding, values = self._division.sharded[source.name], node.meta["val"]
+        dim = arguments_of(node)["dim"] % values[0].dim()
         sizes = [int(value.shape[dim]) for value in values]
         if dim == sharding.dim:
             remaining = list(sharding.segments)
             sizes = [_local_size(remaining, size, sharding.degree, self._rank) for size in sizes]
-        return self.call(aten.split_with_sizes.default, self._operand(node, arguments[0]), sizes, dim)
+        return self.call(aten.split_with_sizes.default, self._operand(node, source), sizes, dim)
 
     def _fit_sizes(self, node: fx.Node, copied: fx.Node, sharding: Sharding) -> None:
         """Replace the literal sizes of a reshape or expand by this device's."""

@@ -66,20 +66,22 @@ def describe_model(model: nn.Module) -> ModelDescription:
             tensors[name] = tensor
         else:
             ties.setdefault(canonical, []).append(name)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        config = {
+            **json.loads(config.to_json_string()),
+            "architectures": [type(model).__name__],
+            "dtype": "float32",
+        }
+    else:
+        config = None
     return ModelDescription(
         class_name=type(model).__name__,
         persistent=tuple(tensors),
         ties={name: tuple(others) for name, others in ties.items()},
-        config=_config(model),
+        config=config,
         tensors=tensors,
     )
-
-
-def _config(model: nn.Module) -> dict[str, Any] | None:
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
-        return None
-    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__], "dtype": "float32"}
 
 
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph
-from workbench.capture.tensor_sharding import BlockSharding, ModelSharding, Sharding
-from workbench.execution.blocks.block_module import BlockModule
+from workbench.capture.tensor_sharding import ModelSharding, Sharding
+from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.blocks.context import StepContext
-from workbench.execution.blocks.labelled_head import Runner
 from workbench.execution.blocks.weight_copies import WeightCopies
 from workbench.sparsity.kernels.index import BlockIndex
 from workbench.tensors import TensorSpec
@@ -49,8 +48,6 @@ class StageOptions:
 
     context: StepContext
     num_microbatches: int
-    compiled: bool = False
-    """True if the blocks' runners are compiled."""
     division: ModelSharding | None = None
     """The division of the model over the tensor-parallel axis, if it is divided."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -74,33 +71,19 @@ class StageModule(nn.Module):
         *,
         parameters: Mapping[str, nn.Parameter],
         buffers: Mapping[str, torch.Tensor],
-        runners: Sequence[Runner],
-        recompute: Sequence[str],
+        programs: Sequence[BlockProgram],
     ) -> None:
-        """`parameters` and `buffers` go by the model's names; `runners` and `recompute` have one entry per block."""
+        """`parameters` and `buffers` go by the model's names; `programs` has one entry per block."""
         super().__init__()
         self.first, self.end = first, end
         self._options = options
-        blocks = graph.blocks[first:end]
-        uses = Counter(name for block in blocks for name in block.parameters)
+        uses = Counter(name for block in graph.blocks[first:end] for name in block.parameters)
         self._shared = {name: f"s{i}" for i, name in enumerate(n for n, times in uses.items() if times > 1)}
         for name, attribute in self._shared.items():
             self.register_parameter(attribute, parameters[name])
         exclusive = {name: parameters[name] for name, times in uses.items() if times == 1}
-        divisions = [BlockSharding()] * len(graph.blocks) if options.division is None else options.division.blocks
-        self.blocks = nn.ModuleList(
-            BlockModule(
-                block,
-                run,
-                exclusive,
-                buffers,
-                options.context,
-                mode,
-                divisions[block.index],
-                compiled=options.compiled,
-            )
-            for block, run, mode in zip(blocks, runners, recompute, strict=True)
-        )
+        modules = (BlockModule(program, exclusive, buffers, options.context) for program in programs)
+        self.blocks = nn.ModuleList(modules)
         self.use(graph)
 
     def use(self, graph: Graph) -> None:
