@@ -51,7 +51,7 @@ def kernels(trace: BlockTrace) -> tuple[list[Kernel], list[Kernel]]:
         builder.add_weight_casts(ran)
     for group in _fusion_groups(trace):
         builder.add_stream(group)
-    trained = [value for key, value in trace.values.items() if key in trace.weights and value.gradient]
+    trained = [value for key, value in trace.values.items() if key in trace.runner.weights and value.gradient]
     elements = sum(value.elements for value in trained)
     if elements:
         builder.backward.append(Kernel(STREAM, 0, 0, ACCUMULATE_BYTES * elements, len(trained)))
@@ -87,10 +87,10 @@ class _KernelBuilder:
         sources = [self._trace.values[identity(source)] for source, _ in ran.casts]
         weights = [value for value in sources if value.weight]
         trained = [value for value in weights if value.gradient]
-        for values, found in ((weights, self.forward), (trained, self.backward)):
+        for values, kernels in ((weights, self.forward), (trained, self.backward)):
             if values:
                 traffic = CAST_BYTES * sum(value.elements for value in values)
-                found.append(Kernel(STREAM, 0, 0, traffic, 1 if self._trace.settings.compiled else len(values)))
+                kernels.append(Kernel(STREAM, 0, 0, traffic, 1 if self._trace.settings.compiled else len(values)))
 
     def add_stream(self, group: _FusionGroup) -> None:
         values, recomputed = self._trace.values, bool(group.steps & self._trace.recomputed)

@@ -54,9 +54,11 @@ class SparseMatrices:
             return costs
         kept = {name: self.sparsity.kept(count) for name, count in blocks.items()}
         stored = {name: kept[name] / count for name, count in blocks.items()}
-        types = []
+        types, rates = [], relative_rates(block)
         for trace in traces:
-            trace.leave_out(stored, self._relative_times(trace.block, stored))
+            products = products_with(trace.block, self.shapes)
+            times = {node.name: Products(*(stored[name] / rate for rate in rates)) for node, _, name in products}
+            trace.leave_out(stored, times)
             types.append(block_type_cost(trace))
         elements = {name: spec.numel for name, spec in self.graph.parameters.items()}
         return replace(
@@ -68,10 +70,3 @@ class SparseMatrices:
                 for name, shape in self.shapes.items()
             },
         )
-
-    def _relative_times(self, block: Block, stored: Mapping[str, float]) -> dict[str, Products]:
-        rates = relative_rates(self.sparsity.block)
-        return {
-            node.name: Products(*(stored[name] / rate for rate in rates))
-            for node, _, name in products_with(block, self.shapes)
-        }

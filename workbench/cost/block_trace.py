@@ -18,11 +18,10 @@ from workbench.capture.source_lines import line_of_node
 from workbench.capture.tensor_sharding import BlockSharding
 from workbench.cost.operations import (
     META,
-    AutocastCopies,
     Operation,
+    OperationRunner,
     Settings,
     identity,
-    run_operation,
     storage_bytes,
     tensors_in,
 )
@@ -85,15 +84,11 @@ class BlockTrace:
         self, graph: Graph, block: Block, received: tuple[torch.dtype, ...], settings: Settings, rows: RowSelection
     ) -> None:
         self.block, self.settings, self.samples = block, settings, graph.micro_batch
-        self.casts = AutocastCopies(reuse=settings.compiled)
+        self.runner = OperationRunner(settings)
         self.values: dict[int, Value] = {}
         self.operations: list[Operation] = []
         self.of_node: dict[str, list[torch.Tensor]] = {}
         """Tensors that each node of the block's code returned, by the node's name."""
-        self.gradients: set[int] = set()
-        """Identities of tensors that have a gradient."""
-        self.weights: set[int] = set()
-        """Identities of the block's parameters and buffers."""
         self.sent: tuple[torch.dtype, ...] = ()
         self.division = BlockSharding()
         self.relative: Mapping[str, Products] = {}
@@ -213,9 +208,9 @@ class BlockTrace:
         tensor = torch.empty(spec.shape, dtype=dtype or getattr(torch, spec.dtype), device=META)
         self.values[identity(tensor)] = Value(tensor, -1, -1, batched, weight, gradient)
         if gradient:
-            self.gradients.add(identity(tensor))
+            self.runner.gradients.add(identity(tensor))
         if weight:
-            self.weights.add(identity(tensor))
+            self.runner.weights.add(identity(tensor))
         return tensor
 
     def _step(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
@@ -225,15 +220,7 @@ class BlockTrace:
         if op_name(node) == "getitem":
             return args[0][args[1]]
         try:
-            ran = run_operation(
-                node,
-                args,
-                kwargs,
-                gradients=self.gradients,
-                weights=self.weights,
-                casts=self.casts,
-                settings=self.settings,
-            )
+            ran = self.runner.run(node, args, kwargs)
         except (RuntimeError, TypeError) as error:
             raise self._cannot_run(node, error) from error
         step = len(self.operations)
@@ -248,7 +235,7 @@ class BlockTrace:
             value.uses.add(step)
         for tensor in ran.output_tensors:
             value = self._value(tensor, step, batched=batched)
-            value.gradient |= identity(tensor) in self.gradients
+            value.gradient |= identity(tensor) in self.runner.gradients
         for tensor in ran.saved:
             value = self._value(tensor, step, batched=batched)
             value.first_saved = step if value.first_saved is None else min(value.first_saved, step)

@@ -19,8 +19,11 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
     forward, backward = kernels(trace)
     saved = [value for value in values.values() if value.first_saved is not None and not value.weight]
     saved_bytes = sum(value.nbytes for value in saved)
-    copies = [v for key, v in values.items() if v.first_saved is not None and key in trace.casts.weights]
+    copies = [v for key, v in values.items() if v.first_saved is not None and key in trace.runner.weight_copies]
     reduced = _forward_reduced(trace)
+    modes = tuple(mode for mode in RECOMPUTE if is_replayable(trace.block.code, mode))
+    # A head that runs over labelled rows has another length in every batch and cannot be captured as a CUDA graph.
+    has_labelled_rows = find_rowwise_head(trace.block) is not None and not trace.division.divided
     return BlockTypeCost(
         block_type=trace.block.block_type,
         forward=tuple(forward),
@@ -35,7 +38,7 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
         forward_reduced_bytes=tuple(nbytes for nbytes, _ in reduced),
         recompute_reduced_bytes=tuple(nbytes for nbytes, recomputed in reduced if recomputed),
         backward_reduced_bytes=_backward_reduced(trace),
-        capturable=_capturable(trace),
+        capturable=() if has_labelled_rows else modes,
     )
 
 
@@ -70,34 +73,24 @@ def _products_bytes(trace: BlockTrace) -> float:
 def _forward_reduced(trace: BlockTrace) -> list[tuple[float, bool]]:
     """Return bytes per sample of each all-reduce of a forward, and True where recomputation repeats it."""
     steps = [step for step, ran in enumerate(trace.operations) if ran.node in trace.division.reduced]
-    found = []
+    reduced = []
     for step, elements in zip(steps, trace.division.forward_elements, strict=True):
         result = trace.operations[step].output_tensors[0]
         # The trace keeps every row of a selection by values, whose own number of rows is not known.
-        known = elements if isinstance(elements, int) else result.numel()
-        found.append((known * result.element_size() / trace.samples, step in trace.recomputed))
-    return found
+        count = elements if isinstance(elements, int) else result.numel()
+        reduced.append((count * result.element_size() / trace.samples, step in trace.recomputed))
+    return reduced
 
 
 def _backward_reduced(trace: BlockTrace) -> tuple[float, ...]:
     """Return bytes per sample of each all-reduce of a backward, in the dtype in which gradients are summed."""
-    found = []
+    reduced = []
     for name in dict.fromkeys(name for names in trace.division.entering.values() for name in names):
         tensor = trace.of_node[name][0]
-        if identity(tensor) not in trace.gradients:
+        if identity(tensor) not in trace.runner.gradients:
             continue
         is_cast = trace.settings.precision == "bf16" and tensor.dtype == torch.float32
         is_cast = is_cast and name in trace.division.multiplied
         size = torch.bfloat16.itemsize if is_cast else tensor.element_size()
-        found.append(tensor.numel() * size / trace.samples)
-    return tuple(found)
-
-
-def _capturable(trace: BlockTrace) -> tuple[str, ...]:
-    """Return the modes of activation checkpointing under which the block can be captured as a CUDA graph.
-
-    A head that runs over labelled rows has another length in every batch and cannot be captured.
-    """
-    if find_rowwise_head(trace.block) is not None and not trace.division.divided:
-        return ()
-    return tuple(mode for mode in RECOMPUTE if is_replayable(trace.block.code, mode))
+        reduced.append(tensor.numel() * size / trace.samples)
+    return tuple(reduced)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from workbench.cost.device import Device, Link
-from workbench.cost.hardware import HOST_BYTES, NODES
+from workbench.cost.hardware import NODES
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
 from workbench.units import gib, is_count, plain
 
@@ -97,7 +97,7 @@ class Cluster:
         """
         if not is_count(gpus):
             return replace(self, gpus=gpus)  # raises
-        largest = max((size for device, size, _, _ in NODES.values() if device == self.device), default=0)
+        largest = max((node.gpus for node in NODES.values() if node.device == self.device), default=0)
         per_node = self.gpus_per_node if self.nodes > 1 else max(largest, self.gpus_per_node)
         device = self.device.scaled(self.gpus / gpus) if self.device.type == "cpu" else self.device
         return replace(self, device=device, gpus=gpus, gpus_per_node=min(gpus, per_node))
@@ -130,7 +130,7 @@ class Cluster:
             raise UnknownParameter(
                 f"There is no device {name!r} in the hardware table. {suggestion(key, NODES)}", device=name
             )
-        device, largest, intra, inter = NODES[key]
+        device, largest, intra, inter, host_bytes = NODES[key]
         gpus, nodes = plain(gpus), plain(nodes)
         if not is_count(gpus):
             return Cluster(device, gpus, largest, intra, inter)  # raises
@@ -142,7 +142,7 @@ class Cluster:
                 nodes=nodes,
             )
         per_node = min(largest, gpus) if nodes is None else gpus // nodes
-        return Cluster(device, gpus, per_node, intra, inter, HOST_BYTES[key] // largest)
+        return Cluster(device, gpus, per_node, intra, inter, host_bytes // largest)
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ def point_to_point_s(num_bytes: Bytes, link: Link) -> Bytes:
 
 def all_gather_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     """Return the seconds until `group` devices, which hold 1/group of `num_bytes` each, hold all of them."""
-    return _steps(group) * link.latency_s + num_bytes * (group - 1) / group / link.bandwidth
+    return (group - 1).bit_length() * link.latency_s + num_bytes * (group - 1) / group / link.bandwidth
 
 
 def reduce_scatter_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
@@ -38,7 +38,3 @@ def all_reduce_s(num_bytes: Bytes, group: int, link: Link) -> Bytes:
     if group == 2:
         num_bytes = num_bytes / link.paired
     return reduce_scatter_s(num_bytes, group, link) + all_gather_s(num_bytes, group, link)
-
-
-def _steps(group: int) -> int:
-    return (group - 1).bit_length()

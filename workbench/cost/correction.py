@@ -8,8 +8,9 @@ sample, its offset per block) replaces the bytes counted on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,14 +49,15 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
         points_of.setdefault(profile.blocks[measurement.first_block].block_type, []).append(measurement)
     whole = profile.block_types
     corrected = {index: _with_memory(whole[index], points) for index, points in points_of.items()}
-    divided = {
-        degree: DividedCosts(
-            tuple(
-                _divided_memory(degree, whole[index], part, corrected[index]) if index in corrected else part
-                for index, part in enumerate(costs.block_types)
-            ),
-            costs.parameters,
+
+    def parts(costs: Sequence[BlockTypeCost], memory: Callable[..., BlockTypeCost]) -> tuple[BlockTypeCost, ...]:
+        return tuple(
+            memory(whole[index], part, corrected[index]) if index in corrected else part
+            for index, part in enumerate(costs)
         )
+
+    divided = {
+        degree: DividedCosts(parts(costs.block_types, partial(_divided_memory, degree)), costs.parameters)
         for degree, costs in profile.divided.items()
     }
     host_ms = {
@@ -64,13 +66,7 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
     }
     sparse = profile.sparse
     if sparse is not None:
-        sparse = replace(
-            sparse,
-            block_types=tuple(
-                _sparse_memory(whole[index], part, corrected[index]) if index in corrected else part
-                for index, part in enumerate(sparse.block_types)
-            ),
-        )
+        sparse = replace(sparse, block_types=parts(sparse.block_types, _sparse_memory))
     return replace(
         profile,
         block_types=tuple(corrected.get(index, cost) for index, cost in enumerate(whole)),

@@ -11,7 +11,6 @@ from torch.fx.experimental import _config as symbolic_sizes
 
 from workbench.capture.graph import Graph
 from workbench.capture.tensor_parallel import plan_tensor_parallel
-from workbench.capture.tensor_sharding import Sharding
 from workbench.cost.block_sparse import SparseMatrices
 from workbench.cost.block_trace import BlockTrace, RowSelection
 from workbench.cost.block_type_cost import block_type_cost
@@ -92,7 +91,7 @@ def _divided(graph: Graph, traces: Sequence[BlockTrace], whole: Sequence[BlockTy
     blocks = Counter(block.block_type for block in graph.blocks)
     counts = [blocks[trace.block.block_type] for trace in traces]
     model_flops = sum(cost.model_flops * count for cost, count in zip(whole, counts, strict=True))
-    found = {}
+    divided = {}
     for degree in TENSOR_DEGREES:
         division = plan_tensor_parallel(graph, degree)
         for trace in traces:
@@ -101,18 +100,11 @@ def _divided(graph: Graph, traces: Sequence[BlockTrace], whole: Sequence[BlockTy
         flops = [sum(kernel.flops for kernel in cost.forward) for cost in costs]
         rank_flops = sum(each * count for each, count in zip(flops, counts, strict=True))
         if rank_flops <= model_flops * (1 / degree + UNDIVIDED):
-            sizes = {
-                name: _largest_shard(spec, division.parameters.get(name)) for name, spec in graph.parameters.items()
-            }
-            found[degree] = DividedCosts(costs, sizes)
-    return found
-
-
-def _largest_shard(spec: TensorSpec, sharding: Sharding | None) -> int:
-    """Return the elements of a parameter on the rank that holds most of it."""
-    if sharding is None:
-        return spec.numel
-    return spec.numel // spec.shape[sharding.dim] * sharding.size(0)
+            sizes = {name: spec.numel for name, spec in graph.parameters.items()}
+            for name, sharding in division.parameters.items():  # on the rank that holds most of it
+                sizes[name] = sizes[name] // graph.parameters[name].shape[sharding.dim] * sharding.size(0)
+            divided[degree] = DividedCosts(costs, sizes)
+    return divided
 
 
 def _per_sample(specs: Iterable[TensorSpec], graph: Graph) -> float:

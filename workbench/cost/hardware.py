@@ -19,6 +19,8 @@ share one 100 Gb/s network card. Only the figures of the H200 were checked by me
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from workbench.cost.device import FITTED, Device, Efficiency, Link
 from workbench.units import GIB
 
@@ -62,47 +64,38 @@ _H100_LINKS = (Link(340e9, 10e-6), Link(42e9, 20e-6))
 _H200_LINKS = (Link(350e9, 7.5e-6, paired=0.8), Link(42e9, 20e-6))
 """Links of H200, measured by wb.measure.calibrate() without NVLink multicast; `paired` by benchmarks/collectives.py."""
 
-NODES: dict[str, tuple[Device, int, Link, Link]] = {
-    "v100": (V100, 8, *_V100_LINKS),
-    "v100-32gb": (V100, 8, *_V100_LINKS),
-    "v100-16gb": (V100_16, 8, *_V100_LINKS),
-    "a100": (A100, 8, *_A100_LINKS),
-    "a100-80gb": (A100, 8, *_A100_LINKS),
-    "a100-40gb": (A100_40, 8, *_A100_LINKS),
-    "h100": (H100, 8, *_H100_LINKS),
-    "h200": (H200, 8, *_H200_LINKS),
-    "rtx-3090": (RTX_3090, 4, *_THROUGH_THE_HOST),
-    "rtx-4090": (RTX_4090, 4, *_THROUGH_THE_HOST),
-    "rtx-5090": (RTX_5090, 4, *_THROUGH_THE_HOST_5),
-    "rtx-a6000": (RTX_A6000, 4, *_PEER_TO_PEER),
-    "rtx-6000-ada": (RTX_6000_ADA, 4, *_PEER_TO_PEER),
-    "a10": (A10, 8, *_PEER_TO_PEER),
-    "l40s": (L40S, 8, *_PEER_TO_PEER),
-}
-"""Device, GPUs in one node, link inside a node and link between nodes (per GPU), by name."""
 
-HOST_BYTES = {
-    "v100": 512 * GIB,
-    "v100-32gb": 512 * GIB,
-    "v100-16gb": 512 * GIB,
-    "a100": 2048 * GIB,
-    "a100-80gb": 2048 * GIB,
-    "a100-40gb": 1024 * GIB,
-    "h100": 2048 * GIB,
-    "h200": 2048 * GIB,
-    "rtx-3090": 128 * GIB,
-    "rtx-4090": 256 * GIB,
-    "rtx-5090": 256 * GIB,
-    "rtx-a6000": 256 * GIB,
-    "rtx-6000-ada": 512 * GIB,
-    "a10": 512 * GIB,
-    "l40s": 1024 * GIB,
-}
-"""Bytes of host memory in one whole node, by name.
+class Node(NamedTuple):
+    """A usual node of one device."""
 
-Those of V100 to H200 are the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100 and H200); those of cards
-are usual sizes.
-"""
+    device: Device
+    gpus: int
+    intra: Link
+    """Link inside the node."""
+    inter: Link
+    """Link between nodes, per GPU."""
+    host_bytes: int
+    """Bytes of the host's memory: of V100 to H200 in the vendor's own systems (data sheets of DGX-1, DGX A100, DGX H100
+    and H200), of cards a usual size."""
+
+
+NODES = {
+    "v100": Node(V100, 8, *_V100_LINKS, 512 * GIB),
+    "v100-32gb": Node(V100, 8, *_V100_LINKS, 512 * GIB),
+    "v100-16gb": Node(V100_16, 8, *_V100_LINKS, 512 * GIB),
+    "a100": Node(A100, 8, *_A100_LINKS, 2048 * GIB),
+    "a100-80gb": Node(A100, 8, *_A100_LINKS, 2048 * GIB),
+    "a100-40gb": Node(A100_40, 8, *_A100_LINKS, 1024 * GIB),
+    "h100": Node(H100, 8, *_H100_LINKS, 2048 * GIB),
+    "h200": Node(H200, 8, *_H200_LINKS, 2048 * GIB),
+    "rtx-3090": Node(RTX_3090, 4, *_THROUGH_THE_HOST, 128 * GIB),
+    "rtx-4090": Node(RTX_4090, 4, *_THROUGH_THE_HOST, 256 * GIB),
+    "rtx-5090": Node(RTX_5090, 4, *_THROUGH_THE_HOST_5, 256 * GIB),
+    "rtx-a6000": Node(RTX_A6000, 4, *_PEER_TO_PEER, 256 * GIB),
+    "rtx-6000-ada": Node(RTX_6000_ADA, 4, *_PEER_TO_PEER, 512 * GIB),
+    "a10": Node(A10, 8, *_PEER_TO_PEER, 512 * GIB),
+    "l40s": Node(L40S, 8, *_PEER_TO_PEER, 1024 * GIB),
+}
 
 CARDS = {
     "nvidia geforce rtx 3090": "rtx-3090",

@@ -197,11 +197,14 @@ def stage_state(profile: Profile, table: ParameterTable, strategy: Strategy) -> 
     reduction = ((compute_bytes + FP32) if strategy.data > 1 else FP32) * table.largest_trained
     moments = table.update.state_bytes / strategy.shard_count
     patterns = MASK_BYTES * table.masked / strategy.shard_count + table.pattern_bytes
+    # Receive buffers: torch's stages allocate one per micro-batch, for inputs and gradients.
+    crossing = np.array(profile.crossing_bytes) * strategy.micro_batch
+    received = (crossing[:, None] + crossing[None, :]) * (strategy.num_microbatches + 1)
     return StageState(
         parameters=parameters,
         gradients=gradient_bytes(strategy) * table.trained,
         optimizer=np.minimum(moments, IN_TRANSIT_BYTES) if strategy.offload_optimizer else moments,
-        workspace=reduction + patterns + _boundary(profile, strategy.micro_batch, strategy.num_microbatches),
+        workspace=reduction + patterns + received,
     )
 
 
@@ -260,12 +263,6 @@ def _held(kept: Array, own: Array) -> tuple[Array, Array]:
     newest = np.zeros((blocks + 1, blocks + 1))
     newest[:-1, 1:] = np.maximum.accumulate(worst, axis=1) - total[:-1, None]
     return held, np.where(np.isfinite(newest), newest, 0.0)
-
-
-def _boundary(profile: Profile, micro_batch: int, num_microbatches: int) -> Array:
-    """Return the bytes of receive buffers: torch's stages allocate one per micro-batch, for inputs and gradients."""
-    crossing = np.array(profile.crossing_bytes) * micro_batch
-    return np.asarray((crossing[:, None] + crossing[None, :]) * (num_microbatches + 1))
 
 
 def spans(values: Array) -> Array:

@@ -92,27 +92,6 @@ class Operation:
         return self.backward_flops if self.family == "gemm" else 0
 
 
-class AutocastCopies:
-    """Autocast's copies: of a weight once per forward; of an activation for each use, or once if compiled."""
-
-    def __init__(self, reuse: bool) -> None:
-        self._reuse = reuse
-        self._made: dict[tuple[object, ...], torch.Tensor] = {}
-        self.weights: dict[int, torch.Tensor] = {}
-
-    def get(self, tensor: torch.Tensor, dtype: torch.dtype, is_weight: bool) -> tuple[torch.Tensor, bool]:
-        """Return the copy of `tensor` in `dtype`, and True if it had to be made."""
-        key = (identity(tensor), dtype, tuple(tensor.shape), tensor.stride())
-        if key in self._made:
-            return self._made[key], False
-        copy = torch.empty(tensor.shape, dtype=dtype, device=META)
-        if is_weight or self._reuse:
-            self._made[key] = copy
-        if is_weight:
-            self.weights[identity(copy)] = copy
-        return copy, True
-
-
 def identity(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors that share memory."""
     return int(tensor.untyped_storage()._cdata)
@@ -126,75 +105,72 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def run_operation(
-    node: fx.Node,
-    args: Any,
-    kwargs: Any,
-    *,
-    gradients: set[int],
-    weights: set[int],
-    casts: AutocastCopies,
-    settings: Settings,
-) -> Operation:
-    """Run one node on meta tensors and return its cost.
+class OperationRunner:
+    """Runs the operations of one block on meta tensors."""
 
-    `gradients` and `weights` hold the `identity` of tensors that have a gradient and of weights; `gradients` gains the
-    outputs that have one.
-    """
-    name = op_name(node)
-    args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
-    args, kwargs, made = _autocast(name, args, kwargs, weights, casts, settings)
-    for source, copy in made:
-        if identity(source) in gradients:
-            gradients.add(identity(copy))
-    tensors = tensors_in((args, kwargs))
-    ran = Operation(name, node.name, None, tensors, made, "stream")
-    ran.differentiable = [identity(t) in gradients and t.is_floating_point() for t in tensors]
-    if name == FUSED_ATTENTION:
-        _run_attention(ran, args, kwargs, settings)
-        if any(ran.differentiable):
-            gradients.add(identity(ran.outputs))
-    else:
-        _run_on_meta(ran, node, args, kwargs, gradients)
-    if name in ("dropout", "native_dropout") and settings.device_type == "cuda" and ran.saved:
-        mask = torch.empty(tensors[0].shape, dtype=torch.bool, device=META)
-        ran.saved = [] if settings.compiled else [mask]  # compiled code draws the mask again
-    return ran
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.gradients: set[int] = set()
+        """Identities of tensors that have a gradient; those that operations return are added."""
+        self.weights: set[int] = set()
+        """Identities of the block's parameters and buffers."""
+        self.weight_copies: dict[int, torch.Tensor] = {}
+        """Autocast's copies of weights, by their identity."""
+        self._copies: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def run(self, node: fx.Node, args: Any, kwargs: Any) -> Operation:
+        """Run one node and return its cost."""
+        name, settings = op_name(node), self._settings
+        args, kwargs = tree_map(_on_meta, (args, dict(kwargs)))
+        args, kwargs, made = self._autocast(name, args, kwargs)
+        self.gradients |= {identity(copy) for source, copy in made if identity(source) in self.gradients}
+        tensors = tensors_in((args, kwargs))
+        ran = Operation(name, node.name, None, tensors, made, "stream")
+        ran.differentiable = [identity(t) in self.gradients and t.is_floating_point() for t in tensors]
+        if name == FUSED_ATTENTION:
+            _run_attention(ran, args, kwargs, settings)
+            if any(ran.differentiable):
+                self.gradients.add(identity(ran.outputs))
+        else:
+            _run_on_meta(ran, node, args, kwargs, self.gradients)
+        if name in ("dropout", "native_dropout") and settings.device_type == "cuda" and ran.saved:
+            mask = torch.empty(tensors[0].shape, dtype=torch.bool, device=META)
+            ran.saved = [] if settings.compiled else [mask]  # compiled code draws the mask again
+        return ran
+
+    def _autocast(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Return the arguments as autocast passes them on, and the copies that it makes.
+
+        A weight is copied once per forward; an activation for each use, or once if compiled.
+        """
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        wanted, on_cpu = None, self._settings.device_type == "cpu"
+        if self._settings.precision == "bf16" and name in LOW_PRECISION:
+            wanted = torch.bfloat16
+        elif self._settings.precision == "bf16" and name in FULL_PRECISION - (CPU_KEEPS_DTYPE if on_cpu else set()):
+            wanted = torch.float32
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            if wanted is None or value.dtype in (wanted, torch.float64):
+                return value
+            key = (identity(value), wanted, tuple(value.shape), value.stride())
+            if key in self._copies:
+                return self._copies[key]
+            copy, is_weight = torch.empty(value.shape, dtype=wanted, device=META), identity(value) in self.weights
+            if is_weight or self._settings.compiled:
+                self._copies[key] = copy
+            if is_weight:
+                self.weight_copies[identity(copy)] = copy
+            made.append((value, copy))
+            return copy
+
+        return *tree_map(cast, (args, kwargs)), made
 
 
 def _on_meta(value: Any) -> Any:
     return META if isinstance(value, torch.device) else value
-
-
-def _autocast(name: str, args: Any, kwargs: Any, weights: set[int], casts: AutocastCopies, settings: Settings) -> Any:
-    """Return the arguments as autocast passes them on, and the copies that it makes."""
-    wanted = _autocast_dtype(name, settings)
-    made: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if wanted is None:
-        return args, kwargs, made
-
-    def cast(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == wanted:
-            return value
-        if value.dtype == torch.float64:
-            return value
-        copy, new = casts.get(value, wanted, identity(value) in weights)
-        if new:
-            made.append((value, copy))
-        return copy
-
-    args, kwargs = tree_map(cast, (args, kwargs))
-    return args, kwargs, made
-
-
-def _autocast_dtype(name: str, settings: Settings) -> torch.dtype | None:
-    if settings.precision != "bf16":
-        return None
-    if name in LOW_PRECISION:
-        return torch.bfloat16
-    if name in FULL_PRECISION and not (settings.device_type == "cpu" and name in CPU_KEEPS_DTYPE):
-        return torch.float32
-    return None
 
 
 def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradients: set[int]) -> None:

@@ -39,7 +39,7 @@ def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) ->
     if experiment.optimizer == "muon":
         return replace(profile, parameter_updates=_muon_updates(experiment, captured))
     if isinstance(experiment.optimizer, UserFunction):
-        return _with_own(profile, experiment, captured)
+        return _with_user_defined(profile, experiment, captured)
     cost = optimizer_cost(experiment)
     return replace(profile, optimizer_state_bytes=cost.state_bytes, optimizer_update_bytes=cost.update_bytes)
 
@@ -57,23 +57,25 @@ def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, Paramete
     return updates
 
 
-def _with_own(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
-    """Return the profile with the cost of an optimiser of the user's own, found on the meta device.
+def _with_user_defined(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
+    """Return the profile with the cost of a user-defined optimiser, found on the meta device.
 
     An optimiser that reads values, which the meta device has not, updates small tensors in the host's memory instead.
     """
     shapes = {name: spec.shape for name, spec in captured.parameters.items() if name not in captured.frozen}
     try:
-        states, traffic = _own_update(experiment, shapes, "meta")
+        states, traffic = _user_defined_update(experiment, shapes, "meta")
     except RuntimeError:  # of which the meta device's NotImplementedError is one
         shapes = {name: tuple(min(size, SIDE) for size in shape) for name, shape in shapes.items()}
-        states, traffic = _own_update(experiment, shapes, "cpu")
+        states, traffic = _user_defined_update(experiment, shapes, "cpu")
     update_bytes = traffic / max(1, sum(map(prod, shapes.values())))
     updates = {name: ParameterUpdate(state / prod(shapes[name]), update_bytes) for name, state in states.items()}
     return replace(profile, parameter_updates=updates)
 
 
-def _own_update(experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str) -> tuple[dict[str, int], int]:
+def _user_defined_update(
+    experiment: Experiment, shapes: Mapping[str, Sequence[int]], device: str
+) -> tuple[dict[str, int], int]:
     """Return the bytes of state by parameter, and those that the second update moves."""
     parameters = {name: nn.Parameter(torch.ones(tuple(shape), device=device)) for name, shape in shapes.items()}
     optimizer = build_optimizer(parameters, experiment)

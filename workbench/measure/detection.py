@@ -101,7 +101,7 @@ def known_gpu(name: str) -> tuple[Device, Link, Link] | None:
     key = CARDS.get(name.lower()) or _joined_by_nvlink(name.lower().replace("-", " ").split())
     if key is None:
         return None
-    device, _, intra, inter = NODES[key]
+    device, _, intra, inter, _ = NODES[key]
     return device, intra, inter
 
 
