@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from workbench.capture.attention import simplify_attention
 from workbench.capture.batch_coupling import batch_norms, coupled_lines
-from workbench.capture.bf16_compatibility import cast_written_values, clamp_to_bf16_range
 from workbench.capture.block_boundaries import canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
 from workbench.capture.context_managers import passes_gradient
@@ -21,10 +20,10 @@ from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.graph import Graph, spec_of
 from workbench.capture.losses import MeanLoss, label_count, mean_losses
-from workbench.capture.mutations import place_buffer_updates
 from workbench.capture.operations import descendants, reachable, storage_of
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
+from workbench.capture.rewrites import cast_written_values, clamp_to_bf16_range, place_buffer_updates
 from workbench.capture.source_lines import line_of_node
 from workbench.capture.torch_internals import refuse_backward_hooks
 from workbench.errors import CaptureError, InvalidExperiment
@@ -120,12 +119,8 @@ def capture(
         coupled=coupled_lines(flow, exported.loss),
         notes=_notes(flow, exported),
         loss_choice=loss,
-        outputs=_outputs_of(exported.template, outputs),
+        outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
     )
-
-
-def _outputs_of(template: Any, nodes: Mapping[int, fx.Node]) -> Outputs | None:
-    return Outputs(template, {index: node.name for index, node in nodes.items()}) if nodes else None
 
 
 def _check_outputs(

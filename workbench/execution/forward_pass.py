@@ -19,7 +19,7 @@ import torch.distributed as dist
 from workbench.capture import Graph
 from workbench.capture.operations import mutated_arguments
 from workbench.execution.blocks.block_module import BlockProgram
-from workbench.execution.parallel.forward_only import end_forward_only
+from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.trainer import Trainer
 
 Batch = Mapping[str, torch.Tensor]

@@ -121,6 +121,23 @@ def _fix_buckets(replica: DistributedDataParallel) -> None:
     replica.reducer._rebuild_buckets()
 
 
+def end_forward_only(stage: StageModule) -> None:
+    """Free the all-gathered weights of a stage that has run forward without a backward.
+
+    Forget the order of that forward too, from which FSDP2 would prefetch weights in the next backward. The private
+    names are those of torch 2.11 and 2.13.
+    """
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            state = module._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group or None
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None:
+                    group._post_forward_indices.clear()
+
+
 def is_sharded(parameter: nn.Parameter | torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
