@@ -49,7 +49,8 @@ class BlockExtractor:
         read = {source for node in group.nodes for source in node.all_input_nodes} - inside - flow.recomputable
         receives = [node for node in flow.order if node in read and node.op == "call_function"]
         read_later = [n for n in group.nodes if any(group_of.get(user, -1) > index for user in n.users)]
-        sends = self._sends(group, read_later) + recomputed
+        results = {loss, *self._outputs, *read_later}
+        sends = [node for node in group.nodes if node in results] + recomputed
         returned = [n.name for n in sends if n is not loss and n not in read_later]
         names = {node: self._name(node) for node in flow.order if node in needed and node in flow.tensors}
         is_parameter = {name: isinstance(flow.tensors[node], nn.Parameter) for node, name in names.items()}
@@ -99,11 +100,6 @@ class BlockExtractor:
             copies[node] = graph.get_attr(name)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-
-    def _sends(self, group: NodeGroup, read_later: Collection[fx.Node]) -> list[fx.Node]:
-        """Return the nodes of a group that later blocks read, and those that are the loss or another output."""
-        results = {self._exported.loss, *self._outputs, *read_later}
-        return [node for node in group.nodes if node in results]
 
     def _name(self, node: fx.Node) -> str:
         tensor = self._flow.tensors[node]

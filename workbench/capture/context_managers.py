@@ -80,7 +80,7 @@ def _inline(module: fx.GraphModule, region: fx.Node) -> None:
 
 def restore_regions(graph: fx.Graph) -> None:
     """Enter and leave the context managers around the marked operations of a block's graph, in place."""
-    entered: list[tuple[Region, fx.Node]] = []
+    entered: list[tuple[Region, fx.Node]] = []  # with the state that leaving the region restores
     for node in list(graph.nodes):
         if node.op not in ("call_function", "output"):
             continue
@@ -92,13 +92,9 @@ def restore_regions(graph: fx.Graph) -> None:
                 region, state = entered.pop()
                 leave = exit_autocast if region.operation is _AUTOCAST else set_grad_enabled
                 graph.call_function(leave, (state,))
-            entered += [(region, _enter(graph, region)) for region in wanted[common:]]
-
-
-def _enter(graph: fx.Graph, region: Region) -> fx.Node:
-    """Return the node that holds the state which leaving the region restores."""
-    if region.operation is _AUTOCAST:
-        return graph.call_function(enter_autocast, region.settings)
-    state = graph.call_function(torch.is_grad_enabled)
-    graph.call_function(set_grad_enabled, region.settings)
-    return state
+            for region in wanted[common:]:
+                if region.operation is _AUTOCAST:
+                    entered.append((region, graph.call_function(enter_autocast, region.settings)))
+                else:
+                    entered.append((region, graph.call_function(torch.is_grad_enabled)))
+                    graph.call_function(set_grad_enabled, region.settings)

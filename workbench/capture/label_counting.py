@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
-from torch import fx
 
-from workbench.capture.graph import Graph
+from workbench.capture.graph import Graph, LabelCount
 from workbench.capture.operations import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
 
@@ -26,21 +26,24 @@ def labelled_share(graph: Graph, examples: Mapping[str, torch.Tensor]) -> float:
     shares = []
     for block in graph.blocks:
         if (part := find_rowwise_head(block)) is not None:
-            count = graph.label_counts[block.counts[part.count]]
-            code = copy.deepcopy(count.code).to("cpu")
-            retarget(code, torch.device("cpu"))
-            labels = count_labels(code, count.inputs, batch, graph.micro_batch)
+            count = on_device(graph.label_counts[block.counts[part.count]], torch.device("cpu"))
+            labels = count_labels(count, batch, graph.micro_batch)
             shares.append(int(labels.max()) / part.rows)
     return max(shares, default=1.0)
 
 
-def count_labels(
-    code: fx.GraphModule, inputs: Sequence[str], batch: Mapping[str, torch.Tensor], micro_batch: int
-) -> torch.Tensor:
-    """Return the number of labels that `LabelCount.code` counts in each micro-batch of `batch`.
+def on_device(count: LabelCount, device: torch.device) -> LabelCount:
+    """Return a copy whose code runs on a device."""
+    code = copy.deepcopy(count.code).to(device)
+    retarget(code, device)
+    return replace(count, code=code)
+
+
+def count_labels(count: LabelCount, batch: Mapping[str, torch.Tensor], micro_batch: int) -> torch.Tensor:
+    """Return the number of labels that count in each micro-batch of `batch`.
 
     The code runs once per micro-batch, because capture may have fixed the sizes that it accepts.
     """
     samples = len(next(iter(batch.values())))
     parts = [slice(first, first + micro_batch) for first in range(0, samples, micro_batch)]
-    return torch.stack([code(*(batch[name][part] for name in inputs)) for part in parts])
+    return torch.stack([count.code(*(batch[name][part] for name in count.inputs)) for part in parts])

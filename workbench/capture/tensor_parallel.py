@@ -15,6 +15,7 @@ Analysis only, without processes or collectives: `workbench.execution.blocks.ten
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from torch import fx
@@ -35,7 +36,16 @@ def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
     excluded: dict[str, set[int]] = {block_type: set() for block_type in firsts}
     while True:
         by_type = {key: _shard_block(block, degree, excluded[key]) for key, block in firsts.items()}
-        inconsistent = _inconsistent(graph, by_type)
+        uses: defaultdict[str, set[Sharding | None]] = defaultdict(set)
+        for block in graph.blocks:
+            for position, name in enumerate(block.parameters):
+                uses[name].add(by_type[block.block_type].parameters.get(position))
+        inconsistent = {  # parameters that are sharded in a block and treated otherwise elsewhere
+            (block.block_type, position)
+            for block in graph.blocks
+            for position in by_type[block.block_type].parameters
+            if len(uses[block.parameters[position]]) > 1
+        }
         if not inconsistent:
             break
         for block_type, position in inconsistent:
@@ -49,20 +59,6 @@ def plan_tensor_parallel(graph: Graph, degree: int) -> ModelSharding:
     return ModelSharding(
         degree, {key: sharding for key, sharding in by_type.items() if sharding.divided}, parameters, blocks
     )
-
-
-def _inconsistent(graph: Graph, by_type: Mapping[str, BlockSharding]) -> set[tuple[str, int]]:
-    """Return (block type, position) of the parameters that are sharded there and treated otherwise elsewhere."""
-    uses: dict[str, set[Sharding | None]] = {}
-    for block in graph.blocks:
-        for position, name in enumerate(block.parameters):
-            uses.setdefault(name, set()).add(by_type[block.block_type].parameters.get(position))
-    return {
-        (block.block_type, position)
-        for block in graph.blocks
-        for position in by_type[block.block_type].parameters
-        if len(uses[block.parameters[position]]) > 1
-    }
 
 
 def _shard_block(block: Block, degree: int, excluded: set[int]) -> BlockSharding:

@@ -314,13 +314,12 @@ class Profile:
     def at(self, micro_batch: int, device: Device) -> BlockCosts:
         """Return time and memory of each block for `micro_batch` samples on `device`."""
         of, types = self._type_of_block, range(len(self.block_types))
-        forward, backward, full, selective = np.array(
-            [self._device_ms(index, micro_batch, device) for index in types]
-        ).T[:, of]
+        device_ms = [self._device_ms(index, micro_batch, device) for index in types]
+        forward, backward, full, selective = np.array(device_ms).T[:, of]
         host_forward, host_backward = np.array([self._host_ms(index, device) for index in types]).T[:, of]
-        memory = [(c.saved_bytes, c.workspace_bytes, c.weight_copy_bytes, c.products_bytes) for c in self.block_types]
-        saved, workspace, weight_copies, products = np.array(memory).T[:, of]
-        cast = np.array([cost.cast_elements for cost in self.block_types])[of]
+        figures = ("saved_bytes", "workspace_bytes", "weight_copy_bytes", "products_bytes", "cast_elements")
+        rows = [[getattr(cost, figure) for figure in figures] for cost in self.block_types]
+        saved, workspace, weight_copies, products, cast = np.array(rows).T[:, of]
         element_ms = 1e3 / (device.memory_bandwidth * device.efficiency.bandwidth)
         return BlockCosts(
             forward_ms=forward,

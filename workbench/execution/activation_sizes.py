@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from workbench.data._datasets import StreamedDataset, TrainingDataset
+from workbench.data._datasets import StreamedDataset
 from workbench.data._feeder import fed_alone
 from workbench.experiment import Experiment
 from workbench.optimizers.building import build_optimizer
@@ -26,24 +26,20 @@ def activation_sizes(experiment: Experiment, steps: int) -> list[dict[str, float
     they are.
     """
     dataset, batch = experiment.data.dataset(experiment), experiment.global_batch
-    if not isinstance(dataset, StreamedDataset):
-        return _activation_sizes(experiment, steps, dataset)
-    with fed_alone(dataset.stream, (steps + 1) * batch, dataset.vocabulary) as ring:
-        return _activation_sizes(experiment, steps, dataset.reading(ring))
-
-
-def _activation_sizes(experiment: Experiment, steps: int, dataset: TrainingDataset) -> list[dict[str, float]]:
-    batch = experiment.global_batch
-    probe: Any = dataset.__getitems__(list(range(batch)))
-    found: list[dict[str, float]] = []
-    with torch.random.fork_rng(devices=[]):
+    sizes_of_steps: list[dict[str, float]] = []
+    with ExitStack() as stack:
+        if isinstance(dataset, StreamedDataset):
+            ring = stack.enter_context(fed_alone(dataset.stream, (steps + 1) * batch, dataset.vocabulary))
+            dataset = dataset.reading(ring)
+        probe: Any = dataset.__getitems__(list(range(batch)))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(experiment.seed)
         module: Any = experiment.model.build()
         optimizer = build_optimizer(dict(module.named_parameters()), experiment)
         for step in range(steps + 1):
             with _recorded(module) as sizes, torch.no_grad():
                 module(**probe)
-            found.append({name: sum(values) / len(values) for name, values in sizes.items()})
+            sizes_of_steps.append({name: sum(values) / len(values) for name, values in sizes.items()})
             if step == steps:
                 break
             first = step * batch % max(1, len(dataset) - batch + 1)
@@ -51,7 +47,7 @@ def _activation_sizes(experiment: Experiment, steps: int, dataset: TrainingDatas
             optimizer.zero_grad()
             module(**samples).loss.backward()
             optimizer.step()
-    return found
+    return sizes_of_steps
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from workbench.capture import Graph
-from workbench.capture.label_counting import count_labels
-from workbench.capture.operations import retarget
+from workbench.capture.label_counting import count_labels, on_device
 from workbench.capture.outputs import sum_and_count
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.labelled_head import LabelCounter
@@ -101,15 +99,12 @@ class Evaluator:
     def _count_denominators(self) -> list[torch.Tensor]:
         """Return, for each mean loss, the labels of the whole set per micro-batch; the result is on the device."""
         device = self._context.device
-        entries = self._graph.label_counts
-        codes = [copy.deepcopy(entry.code).to("cpu") for entry in entries]
-        for code in codes:
-            retarget(code, torch.device("cpu"))
+        entries = [on_device(entry, torch.device("cpu")) for entry in self._graph.label_counts]
         counts = torch.zeros(len(entries), dtype=torch.float64)
         if entries and any(block.counts for block in self._forward.blocks):
             for item, batch in zip(self._micro_batches, self._host_batches(), strict=True):
-                for index, (entry, code) in enumerate(zip(entries, codes, strict=True)):
-                    counts[index] += item.weight * count_labels(code, entry.inputs, batch, self._plan.micro_batch).sum()
+                for index, entry in enumerate(entries):
+                    counts[index] += item.weight * count_labels(entry, batch, self._plan.micro_batch).sum()
         counts = counts.to(device)
         dist.all_reduce(counts, group=self.trainer.coordinate.data_group)
         return list((counts * self._plan.micro_batch / len(self._dataset)).float().unbind())

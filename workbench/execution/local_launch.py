@@ -55,19 +55,13 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return BACKEND
 
 
-def _loopback_interface() -> str | None:
-    """Return the name of the loopback interface: `lo` on Linux."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces if any(one.address == LOOPBACK for one in found)), None)
-
-
 def main(arguments: list[str]) -> None:
     """Run `accelerate launch`, with the store and gloo on the loopback interface."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    interface = _loopback_interface()
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address == LOOPBACK for each in addresses):  # `lo` on Linux
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     run.logger.setLevel(logging.ERROR)  # it warns that the address it was given has no use
     launch_command(launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments]))

@@ -75,7 +75,8 @@ class Sampler:
             chosen_P = torch.zeros(len(texts), dtype=torch.int64)
             if logits_PSV is not None:
                 for row, (prompt, text) in enumerate(zip(group.prompts, shown, strict=True)):
-                    chosen_P[row] = self._next(logits_PSV[row, len(text) - 1], prompt, number)
+                    logits_V, seed = logits_PSV[row, len(text) - 1], self._settings.seed
+                    chosen_P[row] = logits_V.argmax() if seed is None else drawn(logits_V, mix(seed, prompt, number))
             for text, token in zip(texts, self._agreed(chosen_P).tolist(), strict=True):
                 text.append(int(token))
         return {
@@ -85,12 +86,6 @@ class Sampler:
             }
             for prompt, text in zip(group.prompts, texts, strict=True)
         }
-
-    def _next(self, logits_V: torch.Tensor, prompt: int, number: int) -> int:
-        """Return the most probable token, or one drawn among the most probable ones."""
-        if self._settings.seed is None:
-            return int(logits_V.argmax())
-        return drawn(logits_V, mix(self._settings.seed, prompt, number))
 
     def _filled(self, group: PromptGroup, forward: ForwardPass) -> dict[int, TextSample]:
         """Return the most probable tokens at each mask of some prompts."""

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.capture import Graph
 from workbench.capture.hidden_matrices import hidden_matrices
-from workbench.capture.label_counting import count_labels
-from workbench.capture.operations import retarget
+from workbench.capture.label_counting import count_labels, on_device
 from workbench.columns import shared_columns
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
@@ -93,9 +92,8 @@ class Trainer:
         self._ties = _tied_groups(plan, graph, coordinate)
         self._in_norm = self._parameters_in_norm()
 
-        self._label_codes = [entry.code.to(context.device) for entry in graph.label_counts if stages.needs_label_counts]
-        for code in self._label_codes:
-            retarget(code, context.device)
+        counts = graph.label_counts if stages.needs_label_counts else ()
+        self._label_counts = [on_device(count, context.device) for count in counts]
         selecting = {index: graph.label_counts[index] for index in stages.selecting_losses}
         self._host_counter = LabelCounter(selecting, plan.micro_batch)
 
@@ -225,8 +223,11 @@ class Trainer:
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
 
     def prepare_forward(self) -> None:
-        """Update every copy of a parameter after the last update, and free the gradients of the last step."""
-        self._refresh_duplicates()
+        """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""
+        for first, *others in self._duplicates.values():
+            for other in others:
+                other.grad = None
+                local(other.detach()).copy_(local(first.detach()))
         self.stages.refresh_weight_copies()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -248,25 +249,14 @@ class Trainer:
 
         A micro-batch's loss is its sum over this number; the mean over all micro-batches is that of the global batch.
         """
-        if not self._label_codes:
+        if not self._label_counts:
             return
-        counts = torch.stack(
-            [
-                count_labels(code, entry.inputs, batch, self.plan.micro_batch).sum()
-                for entry, code in zip(self.graph.label_counts, self._label_codes, strict=True)
-            ]
-        ).float()
+        counts = [count_labels(count, batch, self.plan.micro_batch).sum() for count in self._label_counts]
+        labels = torch.stack(counts).float()
         if self.plan.data > 1:
-            dist.all_reduce(counts, group=self.coordinate.data_group)
+            dist.all_reduce(labels, group=self.coordinate.data_group)
         microbatches = self.plan.num_microbatches * self.plan.data
-        self.context.loss_denominators = list((counts / microbatches).unbind())
-
-    def _refresh_duplicates(self) -> None:
-        """Give this rank's duplicates of a parameter its value after the last update or a loaded checkpoint."""
-        for first, *others in self._duplicates.values():
-            for other in others:
-                other.grad = None
-                local(other.detach()).copy_(local(first.detach()))
+        self.context.loss_denominators = list((labels / microbatches).unbind())
 
     def _reduce_tied_gradients(self) -> None:
         """Sum the gradients of a tied parameter over this rank's duplicates, then over the ranks that hold it."""

@@ -10,7 +10,6 @@ Suffixes of tensor names: N rows, K computed rows, H features.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import fx
 
 from workbench.capture.graph import LabelCount
-from workbench.capture.label_counting import count_labels
-from workbench.capture.operations import descendants, retarget, shape_of
+from workbench.capture.label_counting import count_labels, on_device
+from workbench.capture.operations import descendants, shape_of
 from workbench.capture.rowwise_head import BINARY, MEAN, RowwiseHead
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
 
@@ -69,16 +68,14 @@ class LabelCounter:
 
     def __init__(self, label_counts: Mapping[int, LabelCount], micro_batch: int) -> None:
         """`label_counts` are entries of `Graph.label_counts` by index; `micro_batch` is a number of samples."""
-        self._inputs = {index: count.inputs for index, count in label_counts.items()}
-        self._codes = {index: copy.deepcopy(count.code) for index, count in label_counts.items()}
-        self._micro_batch = micro_batch
+        self._counts, self._micro_batch = dict(label_counts), micro_batch
         self._device: torch.device | None = None
         self._cached_for: tuple[tuple[torch.Tensor, int], ...] = ()
         self._cached: LabelCounts = {}
 
     def count(self, batch: Mapping[str, torch.Tensor]) -> LabelCounts:
         """Count the labels in `batch`, one replica's share of the global batch."""
-        fields = [batch[name] for inputs in self._inputs.values() for name in inputs]
+        fields = [batch[name] for count in self._counts.values() for name in count.inputs]
         if len(self._cached_for) == len(fields) > 0 and all(
             field is cached and field._version == version
             for field, (cached, version) in zip(fields, self._cached_for, strict=True)
@@ -86,14 +83,12 @@ class LabelCounter:
             return self._cached
         device = next(iter(batch.values())).device
         if device != self._device:
-            for code in self._codes.values():
-                retarget(code.to(device), device)
+            self._counts = {index: on_device(count, device) for index, count in self._counts.items()}
             self._device = device
-        counts = {
-            index: count_labels(self._codes[index], inputs, batch, self._micro_batch).tolist()
-            for index, inputs in self._inputs.items()
+        self._cached = {
+            index: [int(labels) for labels in count_labels(count, batch, self._micro_batch).tolist()]
+            for index, count in self._counts.items()
         }
-        self._cached = {index: list(map(int, numbers)) for index, numbers in counts.items()}
         self._cached_for = tuple((field, field._version) for field in fields if field.device.type != "cpu")
         return self._cached
 

@@ -67,19 +67,13 @@ def describe_model(model: nn.Module) -> ModelDescription:
         else:
             ties.setdefault(canonical, []).append(name)
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_json_string"):
-        config = {
-            **json.loads(config.to_json_string()),
-            "architectures": [type(model).__name__],
-            "dtype": "float32",
-        }
-    else:
-        config = None
+    text = config.to_json_string() if hasattr(config, "to_json_string") else None
+    architecture = {"architectures": [type(model).__name__], "dtype": "float32"}
     return ModelDescription(
         class_name=type(model).__name__,
         persistent=tuple(tensors),
         ties={name: tuple(others) for name, others in ties.items()},
-        config=config,
+        config=None if text is None else {**json.loads(text), **architecture},
         tensors=tensors,
     )
 

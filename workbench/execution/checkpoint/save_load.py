@@ -240,8 +240,10 @@ class Checkpoints:
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.restore_patterns()  # which say where the blocks of compact weights belong
         for key, name, value in live:
-            if key in divided:
-                self._copy_shard(name, targets[key], value)
+            if key in divided:  # this rank's shard, or stored blocks, of the whole tensor
+                whole = targets[key].to(self._trainer.context.device) if isinstance(value, DTensor) else targets[key]
+                with torch.no_grad():
+                    local(value).copy_(self._trainer.own_shard(name, whole, value))
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.mask_weights()
         return TrainingProgress(int(manifest["step"]), float(manifest["seconds"]), manifest.get("stream_state"))
@@ -294,13 +296,6 @@ class Checkpoints:
         """Return True if this rank holds a tensor-parallel shard of a value, or only its stored blocks."""
         stages = self._trainer.stages
         return (stages.sharding(name) is not None or name in stages.indices) and value.ndim > 0
-
-    def _copy_shard(self, name: str, whole: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy this rank's shard, or stored blocks, of a whole tensor."""
-        moved = whole.to(self._trainer.context.device) if isinstance(into, DTensor) else whole
-        mine = self._trainer.own_shard(name, moved, into)
-        with torch.no_grad():
-            local(into).copy_(mine)
 
 
 def _entries(trainer: Trainer) -> Iterator[tuple[str, str, torch.Tensor]]:
