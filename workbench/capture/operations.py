@@ -238,19 +238,16 @@ def _is_written(formal: Any) -> bool:
 
 def storage_of(node: fx.Node) -> fx.Node:
     """Return the node that owns the memory which `node` may be a view of (conservative: follows first arguments)."""
-    while isinstance(source := _viewed(node), fx.Node):
-        node = source
+    source: Any = node
+    while isinstance(source, fx.Node):
+        node, schema = source, schema_of(source)
+        if node.target is operator.getitem:
+            source = node.args[0]
+        elif schema is None:
+            break
+        elif any(_is_written(result) for result in schema.returns):
+            source = next(iter(mutated_arguments(node)), None)
+        else:
+            is_alias = any(result.alias_info is not None for result in schema.returns)
+            source = node.args[0] if node.args and (is_alias or schema.name in _MAYBE_VIEWS) else None
     return node
-
-
-def _viewed(node: fx.Node) -> Any:
-    """Return the node that an operation's result may be a view of, None if there is none."""
-    if node.target is operator.getitem:
-        return node.args[0]
-    schema = schema_of(node)
-    if schema is None:
-        return None
-    if any(_is_written(result) for result in schema.returns):
-        return next(iter(mutated_arguments(node)), None)
-    is_alias = any(result.alias_info is not None for result in schema.returns)
-    return node.args[0] if node.args and (is_alias or schema.name in _MAYBE_VIEWS) else None

@@ -37,29 +37,27 @@ def sparse_matrices(graph: Graph, sparsity: Static) -> dict[str, tuple[int, int]
             scope=sparsity.scope,
         )
     shapes = {name: (shape[0], shape[1]) for name, shape in chosen.items()}
-    for name, shape in shapes.items():
-        _check_blocks(name, shape, sparsity, math.gcd(*(size for each in shapes.values() for size in each)))
-    return shapes
-
-
-def _check_blocks(name: str, shape: tuple[int, int], sparsity: Static, divisor: int) -> None:
     block = sparsity.block
-    if shape[0] % block or shape[1] % block:
-        raise InvalidExperiment(
-            f"block={block} does not divide the {shape[0]} × {shape[1]} weight {name} into whole blocks. Choose a "
-            f"divisor of {divisor}, which divides all weights in the scope.",
-            block=block,
-            weight=name,
-        )
-    rows, columns = shape[0] // block, shape[1] // block
-    if sparsity.kept(rows * columns) < rows:
-        raise InvalidExperiment(
-            f"sparsity={sparsity.sparsity:g} leaves {sparsity.kept(rows * columns):,} blocks of {block} × {block} in "
-            f"the {shape[0]} × {shape[1]} weight {name}, fewer than one for each of its {rows:,} rows of blocks. "
-            f"Choose a sparsity of at most {1 - 1 / columns:.4g}, or smaller blocks.",
-            sparsity=sparsity.sparsity,
-            weight=name,
-        )
+    for name, (height, width) in shapes.items():
+        if height % block or width % block:
+            divisor = math.gcd(*(size for shape in shapes.values() for size in shape))
+            raise InvalidExperiment(
+                f"block={block} does not divide the {height} × {width} weight {name} into whole blocks. Choose a "
+                f"divisor of {divisor}, which divides all weights in the scope.",
+                block=block,
+                weight=name,
+            )
+        rows, columns = height // block, width // block
+        kept = sparsity.kept(rows * columns)
+        if kept < rows:
+            raise InvalidExperiment(
+                f"sparsity={sparsity.sparsity:g} leaves {kept:,} blocks of {block} × {block} in the {height} × {width} "
+                f"weight {name}, fewer than one for each of its {rows:,} rows of blocks. Choose a sparsity of at most "
+                f"{1 - 1 / columns:.4g}, or smaller blocks.",
+                sparsity=sparsity.sparsity,
+                weight=name,
+            )
+    return shapes
 
 
 def product_flops(graph: Graph, names: Collection[str]) -> dict[str, float]:

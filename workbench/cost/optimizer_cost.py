@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -22,14 +22,6 @@ from workbench.user_code import UserFunction
 
 SIDE = 128
 """Rows and columns of the matrix that is updated: large enough for what does not grow with it to round to nothing."""
-
-
-@dataclass(frozen=True)
-class OptimizerCost:
-    """Bytes per trained element: of the state that stays, and read and written in one update."""
-
-    state_bytes: float
-    update_bytes: float
 
 
 def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
@@ -51,9 +43,7 @@ def _muon_updates(experiment: Experiment, captured: Graph) -> dict[str, Paramete
     for name in hidden_matrices(captured):
         spec = captured.parameters[name]
         flops, products = orthogonalisation_flops(*spec.shape)
-        updates[name] = ParameterUpdate(
-            cost.state_bytes, cost.update_bytes, whole_flops=flops, products=products, all_gather_bytes=2.0 * spec.numel
-        )
+        updates[name] = replace(cost, whole_flops=flops, products=products, all_gather_bytes=2.0 * spec.numel)
     return updates
 
 
@@ -89,7 +79,7 @@ def _user_defined_update(
     return {name: _bytes(state.get(p, {}).values(), least=2) for name, p in parameters.items()}, traffic.moved
 
 
-def optimizer_cost(experiment: Experiment) -> OptimizerCost:
+def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
     """Run two updates of the experiment's optimiser on a matrix in the host's memory; the second one is counted.
 
     Matrix products, which Muon makes, are not counted.
@@ -103,7 +93,7 @@ def optimizer_cost(experiment: Experiment) -> OptimizerCost:
     with _Traffic(least=weight.numel()) as traffic:
         optimizer.step()
     state = _bytes(tree_leaves(list(optimizer.state.values())), weight.numel())
-    return OptimizerCost(state / weight.numel(), traffic.moved / weight.numel())
+    return ParameterUpdate(state / weight.numel(), traffic.moved / weight.numel())
 
 
 class _Traffic(TorchDispatchMode):

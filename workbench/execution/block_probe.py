@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,23 +163,17 @@ class Probe:
 
     def measure(self) -> list[BlockMeasurement]:
         with _device_lock(self._device, fcntl.LOCK_EX):
-            rounds = _sustained(lambda: self._chain.run(self._batch), self._device)
-        return _summary(self._graph, self._blocks, rounds, self.micro_batch)
+            single, sustained, mhz = _sustained(lambda: self._chain.run(self._batch), self._device)
+        measurements = _summary(self._graph, self._blocks, single, sustained, self.micro_batch)
+        return [replace(measurement, clock_mhz=mhz) for measurement in measurements]
 
 
-@dataclass(frozen=True)
-class _Rounds:
-    """The logs of repeated runs of a chain."""
+def _sustained(run: Callable[[], _Log], device: torch.device) -> tuple[list[_Log], list[_Log], int | None]:
+    """Run a chain many times; return the logs of single and of sustained rounds, and the device's clock at the end.
 
-    single: list[_Log]
-    """Rounds that begin on an idle device, so that the host does not wait for it."""
-    sustained: list[_Log]
-    """Rounds of the second half of `SUSTAINED_S`, when the device is as busy as the host lets it be."""
-    clock_mhz: int | None
-    """Clock of the device at the end (`BlockMeasurement.clock_mhz`)."""
-
-
-def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
+    Single rounds begin on an idle device, so that the host does not wait for it. Sustained ones are those of the second
+    half of `SUSTAINED_S`, when the device is as busy as the host lets it be.
+    """
     single, hosts_s = [], []
     for _ in range(1 + SINGLE):
         _wait(device)
@@ -201,7 +195,7 @@ def _sustained(run: Callable[[], _Log], device: torch.device) -> _Rounds:
         logs.append(run())
     busy_at = clock_mhz(device)
     _wait(device)
-    return _Rounds(single[1:], logs[rounds // 2 :], busy_at)
+    return single[1:], logs[rounds // 2 :], busy_at
 
 
 def clock_mhz(device: torch.device) -> int | None:
@@ -359,7 +353,9 @@ def _buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     return make(spec.shape, dtype=dtype, device=device)
 
 
-def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) -> list[BlockMeasurement]:
+def _summary(
+    graph: Graph, chain: list[int], single: list[_Log], sustained: list[_Log], micro_batch: int
+) -> list[BlockMeasurement]:
     """Return the medians over rounds and blocks of each type.
 
     The first block of a type is left out if there are others, because it follows a block of another type. The host's
@@ -372,8 +368,8 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
     measurements = []
     for positions in positions_of.values():
         counted = positions[1:] or positions
-        device = [_device_figures(graph, chain, position, log) for position in counted for log in rounds.sustained]
-        host = [_medians(_host_ms(chain, position, log) for position in counted) for log in rounds.single]
+        device = [_device_figures(graph, chain, position, log) for position in counted for log in sustained]
+        host = [_medians(_host_ms(chain, position, log) for position in counted) for log in single]
         forward_ms, backward_ms, held_bytes, workspace_bytes = _medians(device)
         forward_host_ms, backward_host_ms = min(host, key=sum)
         measurements.append(
@@ -386,7 +382,6 @@ def _summary(graph: Graph, chain: list[int], rounds: _Rounds, micro_batch: int) 
                 workspace_bytes=workspace_bytes,
                 forward_host_ms=forward_host_ms,
                 backward_host_ms=backward_host_ms,
-                clock_mhz=rounds.clock_mhz,
             )
         )
     return measurements

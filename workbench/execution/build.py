@@ -17,12 +17,13 @@ from torch import fx, nn
 from workbench.capture import Block, Graph
 from workbench.capture.operations import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
+from workbench.capture.sparse_matrices import sparse_matrices
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
 from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.block_module import BlockProgram
-from workbench.execution.blocks.block_sparse import BlockSparseParameters
+from workbench.execution.blocks.block_sparse import BlockSparseParameters, initial_pattern
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
@@ -35,7 +36,8 @@ from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
 from workbench.experiment import Experiment
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
-from workbench.sparsity.kernels.index import to_compact
+from workbench.sparsity.kernels.index import BlockIndex, to_compact
+from workbench.sparsity.pattern import is_present
 
 FREE_SHARE = 0.8
 """Fraction of the host's free memory that models under construction may take."""
@@ -138,12 +140,19 @@ def build_stage(
 def block_sparse_parameters(
     experiment: Experiment, plan: Plan, coordinate: MeshCoordinate, graph: Graph, device: torch.device
 ) -> BlockSparseParameters | None:
-    """Return the parameters that one rank of a block-sparse plan stores without absent blocks; None for other plans."""
+    """Return what one rank of a block-sparse plan stores without absent blocks at first; None for other plans."""
     if not plan.block_sparse:
         return None
     stages = plan.stages_of(coordinate.pipeline_rank)
     names = {name for s in stages for name in graph.block_parameters(s.first_block, s.end_block)}
-    return BlockSparseParameters.of(experiment, graph, names, device)
+    assert experiment.sparsity is not None
+    sparsity, shapes = experiment.sparsity, sparse_matrices(graph, experiment.sparsity)
+    indices = {}
+    for name, shape in shapes.items():
+        if name in names:
+            pattern = initial_pattern(sparsity, experiment.seed, name, shape)
+            indices[name] = BlockIndex.from_mask(is_present(pattern), sparsity.block).to(device)
+    return BlockSparseParameters(shapes, indices)
 
 
 def evaluation_programs(

@@ -99,7 +99,7 @@ class ForwardPass:
         writing = [block for block in self.blocks if any(mutated_arguments(n) for n in block.code.graph.nodes)]
         names = {name for block in writing for name in block.buffers if name in held}
         buffers = [(held[name], held[name].clone()) for name in names]
-        context.first_microbatch, context.cuda_graphs, context.actions = 0, None, None
+        context.first_microbatch, context.cuda_graphs, context.action_log = 0, None, None
         try:
             for stage, own, programs in zip(stages, modules, self.programs, strict=True):
                 stage.use(self.graph)

@@ -99,9 +99,10 @@ def record_actions(
     if (step - first_step) % STEPS_BETWEEN_RECORDS != FIRST_RECORDED or coordinate.rank != first_replica:
         yield
         return
-    log = context.actions = ActionLog(context.device)
+    log = ActionLog(context.device)
+    context.action_log = log.action
     try:
         yield
     finally:
-        context.actions = None
+        context.action_log = None
     log_event(run_dir.events, "actions", rank=coordinate.rank, step=step + 1, origin_s=log.origin_s, actions=log.rows())

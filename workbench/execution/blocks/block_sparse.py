@@ -7,7 +7,7 @@ so that compiled code and CUDA graphs stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,13 +15,12 @@ import torch
 from torch import fx
 
 from workbench.capture import Block, Graph
-from workbench.capture.sparse_matrices import products_with, sparse_matrices
+from workbench.capture.sparse_matrices import products_with
 from workbench.execution.blocks.graph_rewriter import GraphRewriter
-from workbench.experiment import Experiment
 from workbench.sparsity import Static
 from workbench.sparsity.kernels.index import BlockIndex
 from workbench.sparsity.kernels.operators import block_sparse_linear
-from workbench.sparsity.pattern import initial, is_present
+from workbench.sparsity.pattern import initial
 
 INDEX = "_index."
 """First letters of the names of index buffers; the weight's name follows."""
@@ -40,18 +39,6 @@ class BlockSparseParameters:
     """Shapes of all sparse weights of the model, whichever rank holds them."""
     indices: Mapping[str, BlockIndex]
     """Index of each weight of this rank, by name; a pattern moves by overwriting its `data`."""
-
-    @staticmethod
-    def of(experiment: Experiment, graph: Graph, names: Collection[str], device: torch.device) -> BlockSparseParameters:
-        """Return the parameters with their first patterns; `names` are the parameters of the rank's stages."""
-        assert experiment.sparsity is not None
-        sparsity, shapes = experiment.sparsity, sparse_matrices(graph, experiment.sparsity)
-        indices = {}
-        for name, shape in shapes.items():
-            if name in names:
-                pattern = initial_pattern(sparsity, experiment.seed, name, shape)
-                indices[name] = BlockIndex.from_mask(is_present(pattern), sparsity.block).to(device)
-        return BlockSparseParameters(shapes, indices)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

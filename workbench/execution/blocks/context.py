@@ -6,9 +6,9 @@ the same dropout masks under every plan with the same micro-batch size, in a rec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -16,14 +16,6 @@ from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.labelled_head import LabelCounts
 
 _MASK = (1 << 64) - 1
-
-
-class ActionRecorder(Protocol):
-    """Records when a forward or backward of a stage runs (`workbench.execution.step_timeline`)."""
-
-    def action(self, action_type: str, stage: int, micro_batch: int, /) -> AbstractContextManager[None]:
-        """Return a context manager around one action."""
-        ...
 
 
 def mix(*values: int) -> int:
@@ -53,16 +45,14 @@ class StepContext:
     """One scalar per mean loss: labels of the global batch / (micro-batches × replicas)."""
     label_counts: LabelCounts = field(default_factory=dict)
     """Number of labels in each micro-batch, for the mean losses whose blocks select rows by labels."""
-    actions: ActionRecorder | None = None
-    """Recorder of this step's actions, or None in steps that are not recorded."""
+    action_log: Callable[[str, int, int], AbstractContextManager[None]] | None = None
+    """Factory of a context that logs one action (`workbench.execution.step_timeline`); None in most steps."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA graphs of this rank's blocks, or None if its blocks are launched kernel by kernel."""
 
     def action(self, action_type: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
         """Return a context manager for one forward (`F`) or backward (`B`) of a stage."""
-        if self.actions is None:
-            return nullcontext()
-        return self.actions.action(action_type, stage, micro_batch)
+        return nullcontext() if self.action_log is None else self.action_log(action_type, stage, micro_batch)
 
     def num_labels(self, loss: int) -> int | None:
         """Return the number of labels of mean loss `loss` in this micro-batch, or None if the host has not counted."""
