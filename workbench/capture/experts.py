@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
-from workbench.capture.operations import arguments_of, dtype_of, replace_call, schema_of, shape_of
+from workbench.capture.operations import arguments_of, dtype_of, replace_call, shape_of
 from workbench.capture.torch_internals import grouped_mm_kernel
 
 aten = torch.ops.aten
@@ -110,12 +110,19 @@ def _flops_of_outer(left: tuple[int, int], right: tuple[int, int], *_: Any, **__
 
 
 def unify_grouped_matmuls(module: fx.GraphModule) -> None:
-    """Make every grouped product of rows with matrices `workbench::grouped_mm`, in place."""
+    """Make every grouped product of rows (2 dims) with matrices (3 dims) `workbench::grouped_mm`, in place.
+
+    A product with a bias or an output type of its own is left as it is.
+    """
     for node in list(module.graph.nodes):
-        operands = _operands(node)
-        if operands is None:
+        if not (str(node.target) == FALLBACK or node.target is aten._grouped_mm.default):
             continue
-        rows, weights, ends = operands
+        rows, weights, ends, *others = arguments_of(node).values()
+        is_plain = all(isinstance(operand, fx.Node) for operand in (rows, weights, ends)) and not any(
+            value is not None for value in others
+        )
+        if not is_plain or (len(shape_of(rows)), len(shape_of(weights))) != (2, 3):
+            continue
         source = rows
         # A cast to the type that rows have in the capture would undo the type that autocast gives them.
         while source.target is aten.to.dtype and dtype_of(source.args[0]) == dtype_of(source):
@@ -123,18 +130,3 @@ def unify_grouped_matmuls(module: fx.GraphModule) -> None:
         replace_call(node, torch.ops.workbench.grouped_mm.default, (source, weights, ends))
         if not rows.users:
             module.graph.erase_node(rows)
-
-
-def _operands(node: fx.Node) -> tuple[Any, Any, Any] | None:
-    """Return rows (2 dims), matrices (3 dims) and ends of a grouped product, None for anything else.
-
-    A product with a bias or an output type of its own is left as it is.
-    """
-    if schema_of(node) is None or not (str(node.target) == FALLBACK or node.target is aten._grouped_mm.default):
-        return None
-    rows, weights, ends, *others = arguments_of(node).values()
-    if not all(isinstance(operand, fx.Node) for operand in (rows, weights, ends)):
-        return None
-    if any(value is not None for value in others) or (len(shape_of(rows)), len(shape_of(weights))) != (2, 3):
-        return None
-    return rows, weights, ends

@@ -72,11 +72,9 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
     if source is None or source.target is not aten.broadcast_tensors.default:
         return target
     before: fx.Node = source.args[0][target.args[1]]
-    sizes = list(zip(shape_of(before), shape_of(target), strict=False))
-    is_same = len(shape_of(before)) == len(shape_of(target)) and all(
-        not (isinstance(one, int) and isinstance(other, int)) or one == other for one, other in sizes
-    )
-    return before if is_same else target
+    sizes = zip(shape_of(before), shape_of(target), strict=False)
+    is_same = all(one == other for one, other in sizes if isinstance(one, int) and isinstance(other, int))
+    return before if is_same and len(shape_of(before)) == len(shape_of(target)) else target
 
 
 def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.Node:

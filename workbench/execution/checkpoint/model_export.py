@@ -20,14 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from workbench.errors import CheckpointError
-from workbench.execution.checkpoint.files import (
-    MODEL,
-    DamagedCheckpoint,
-    complete_checkpoints,
-    find_damage,
-    read_manifest,
-    step_of,
-)
+from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.rundir import read_json
 
@@ -80,7 +73,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
 
 def export_step(folder: Path, to: Path, step: int | None = None) -> tuple[Path, ...]:
     """Export the last checkpoint in a run's folder of checkpoints, or that of `step`; see `export_checkpoint`."""
-    known = {step_of(path): path for path in complete_checkpoints(folder)}
+    known = {files.step_of(path): path for path in files.complete_checkpoints(folder)}
     if step is None and known:
         step = max(known)
     if step not in known:
@@ -96,16 +89,17 @@ def export_checkpoint(checkpoint: Path, to: Path) -> tuple[Path, ...]:
     Tied weights are written once. Returns the files. Raises `CheckpointError` if the checkpoint is damaged or does not
     describe its model, and if the folder holds a model already.
     """
-    problem = find_damage(checkpoint, read_manifest(checkpoint).get("files", {}))
+    problem = files.find_damage(checkpoint, files.read_manifest(checkpoint).get("files", {}))
     if problem is not None:
-        raise DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
-    if not (checkpoint / MODEL).exists():
+        raise files.DamagedCheckpoint(f"The checkpoint {checkpoint.name} is damaged: {problem} Export an earlier one.")
+    if not (checkpoint / files.MODEL).exists():
         raise CheckpointError(
-            f"{checkpoint} has no {MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch wrote."
+            f"{checkpoint} has no {files.MODEL}, so the model's names are unknown. Export a checkpoint that wb.launch "
+            "wrote."
         )
     if to.exists() and (not to.is_dir() or any(to.glob("*.safetensors"))):
         raise CheckpointError(f"{to} holds a model already. Export into another folder.", path=str(to))
-    model = read_json(checkpoint / MODEL)
+    model = read_json(checkpoint / files.MODEL)
     to.mkdir(parents=True, exist_ok=True)
     _write(_read_tensors(checkpoint, model["persistent"]), to)
     if model["config"] is not None:

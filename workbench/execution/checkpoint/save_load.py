@@ -25,19 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.block_sparse import INDEX
-from workbench.execution.checkpoint.files import (
-    COMPLETE,
-    MODEL,
-    DamagedCheckpoint,
-    complete_checkpoints,
-    digest_of,
-    digests,
-    find_damage,
-    prune,
-    read_manifest,
-    remove,
-    step_of,
-)
+from workbench.execution.checkpoint import files
 from workbench.execution.checkpoint.guarded_reader import GuardedReader
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
@@ -145,12 +133,12 @@ class Checkpoints:
         try:
             self._together(lambda: _empty_folder(path) if self._is_main else None)
             dcp_save(dict(staged), checkpoint_id=path, process_group=self._group)
-            files = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
-            self._together(lambda: self._mark_complete(path, progress, files) if self._is_main else None)
+            digests = {name: file for each in self._together(lambda: self._digests(path)) for name, file in each}
+            self._together(lambda: self._mark_complete(path, progress, digests) if self._is_main else None)
         except Exception as failure:
             error = _sentence(failure)
             if self._is_main:
-                remove(path)  # Nobody writes there any more, and a full disk gets its room back.
+                files.remove(path)  # Nobody writes there any more, and a full disk gets its room back.
             with contextlib.suppress(OSError):  # The log may lie on the same full disk.
                 print(f"checkpoint of step {progress.step} failed: {error}", flush=True)
         self._last = SaveResult(progress.step, path, pause_s, time.perf_counter() - began, error)
@@ -161,17 +149,17 @@ class Checkpoints:
         """Return the digests of the files that this rank wrote."""
         mine = list(path.glob(f"__{dist.get_rank()}_*"))
         if self._is_main:
-            write_json(path / MODEL, dict(self._extras.model))
-            mine += [path / ".metadata", path / MODEL]
-        return list(digests(mine).items())
+            write_json(path / files.MODEL, dict(self._extras.model))
+            mine += [path / ".metadata", path / files.MODEL]
+        return list(files.digests(mine).items())
 
-    def _mark_complete(self, path: Path, progress: TrainingProgress, files: Mapping[str, Any]) -> None:
+    def _mark_complete(self, path: Path, progress: TrainingProgress, digests: Mapping[str, Any]) -> None:
         signature = self._trainer.plan.signature
-        manifest = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(files)}
+        manifest = {"step": progress.step, "seconds": progress.seconds, "signature": signature, "files": dict(digests)}
         if progress.stream_state is not None:
             manifest["stream_state"] = dict(progress.stream_state)
-        write_json(path / COMPLETE, {**manifest, "digest": digest_of(manifest)})
-        prune(self._run.checkpoints, self._keep, progress.step)
+        write_json(path / files.COMPLETE, {**manifest, "digest": files.digest_of(manifest)})
+        files.prune(self._run.checkpoints, self._keep, progress.step)
 
     @property
     def _is_main(self) -> bool:
@@ -217,7 +205,7 @@ class Checkpoints:
         Raises `CheckpointError`, before anything is changed, if the checkpoint is incomplete, damaged or of another
         model.
         """
-        manifest = read_manifest(path)
+        manifest = files.read_manifest(path)
         if manifest["signature"] != self._trainer.plan.signature:
             raise CheckpointError(
                 f"{path} was saved from a model of other parameters (signature {manifest['signature']}, this model has "
@@ -254,12 +242,13 @@ class Checkpoints:
         `rejected` is called on rank 0 with each skipped checkpoint and the reason. Also returns the
         checkpoint that was used.
         """
-        before = [other for other in complete_checkpoints(path.parent) if step_of(other) < step_of(path)]
+        complete = files.complete_checkpoints(path.parent)
+        before = [other for other in complete if files.step_of(other) < files.step_of(path)]
         reasons = []
         for candidate in (path, *reversed(before)):
             try:
                 return self.load(candidate), candidate
-            except DamagedCheckpoint as error:
+            except files.DamagedCheckpoint as error:
                 reasons.append(str(error))
                 if self._is_main:
                     rejected(candidate, str(error))
@@ -269,13 +258,13 @@ class Checkpoints:
             reasons=tuple(reasons),
         )
 
-    def _verify(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    def _verify(self, path: Path, digests: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise `DamagedCheckpoint` if a file is damaged. Each rank reads some of the files."""
         rank, world = dist.get_rank(), dist.get_world_size()
-        mine = {name: files[name] for name in sorted(files)[rank::world]}
-        for problem in self._together(lambda: find_damage(path, mine)):
+        mine = {name: digests[name] for name in sorted(digests)[rank::world]}
+        for problem in self._together(lambda: files.find_damage(path, mine)):
             if problem is not None:
-                raise DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
+                raise files.DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
 
     def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless a sparse training finds patterns of its own blocks in a checkpoint."""
