@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from workbench import data, models
-from workbench.data import _sampling, _tokens, _vocabulary
+from workbench.data import _sampling, _store, _tokens, _vocabulary
 from workbench.errors import DataError, UnknownParameter
 from workbench.experiment import Evaluate
 
@@ -70,7 +70,7 @@ def text(speeches, home) -> data.Corpus:
 uses_home = pytest.mark.usefixtures("home")
 
 
-def store_of(corpus: data.Corpus, training: Training) -> _tokens.TokenStore:
+def store_of(corpus: data.Corpus, training: Training) -> _store.TokenStore:
     return corpus.dataset(training).samples.store
 
 

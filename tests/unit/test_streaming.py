@@ -72,18 +72,43 @@ def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_state(
         again = next(dataset(streamed).stream.chunks(json.loads(json.dumps(chunk.state))))
         assert again.first == chunk.first
         assert (again.records == chunk.records).all()
-    if evaluate:
-        own, others = held_out(streamed), held_out(stored)
-        assert len(own) == len(others) == 40
-        assert (own.__getitems__(range(40))["input_ids"] == others.__getitems__(range(40))["input_ids"]).all()
-        of_training = {row.tobytes() for row in found[:, :8]}
-        assert (
-            sum(
-                row.numpy().astype(found.dtype).tobytes() in of_training
-                for row in own.__getitems__(range(40))["input_ids"][:, :8]
-            )
-            < 30
-        )
+
+
+def held_out_windows(experiment: Experiment) -> Any:
+    found = held_out(experiment)
+    return found.__getitems__(range(len(found)))["input_ids"]
+
+
+def test_a_small_text_holds_out_the_same_documents_however_it_is_read(text: Path) -> None:
+    evaluate = wb.Evaluate(samples=40)
+    streamed, in_chunks, stored = (
+        held_out_windows(asked(text, streaming, buffer, evaluate=evaluate))
+        for streaming, buffer in ((True, 5), (False, 5), (False, None))
+    )
+    assert (streamed == stored).all()
+    assert (in_chunks == stored).all()
+
+
+@pytest.mark.parametrize("tokens", [1000, 640])
+def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
+    text: Path, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first 640 tokens are one document, so that a longer beginning is read."""
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr("workbench.data._split.SMALLEST_BEGINNING", tokens)
+    monkeypatch.setattr("workbench.data._experiment_text.SMALL_BYTES", 0)
+    streamed, stored = (asked(text, streaming, 20, evaluate=wb.Evaluate(samples=2)) for streaming in (True, False))
+    windows = held_out_windows(streamed)
+    assert (windows == held_out_windows(stored)).all()
+    count = stored.data.samples_per_epoch(stored)
+    chunks = itertools.takewhile(lambda chunk: chunk.first < count, dataset(streamed).stream.chunks(None))
+    found = np.concatenate([chunk.records for chunk in chunks])
+    assert (found == dataset(stored).samples.batch(np.arange(count))["input_ids"]).all()
+    [*beginnings, whole] = sorted(
+        json.loads(file.read_text())["tokens"] for file in tmp_path.glob("tokens/*/facts.json")
+    )
+    assert len(beginnings) == (2 if tokens == 640 else 1)
+    assert beginnings[-1] < 0.7 * whole
 
 
 def test_blank_files_and_long_documents_of_a_folder_are_streamed_as_they_are_stored(text: Path, tmp_path: Path) -> None:
@@ -172,7 +197,7 @@ def test_what_cannot_be_streamed_is_refused_with_a_way_out(text: Path, tmp_path:
         wb.data.corpus(text, shuffle_buffer=0)
     single = tmp_path / "single.txt"
     single.write_text(text.read_text().replace("\n\n", "\n"))
-    with pytest.raises(DataError, match="too few documents"):
+    with pytest.raises(DataError, match="too few to hold out"):
         held_out(asked(single, True, evaluate=wb.Evaluate(samples=8)))
     with pytest.raises(DataError, match="streaming=False"):
         dataset(asked(text, True))[0]
@@ -198,7 +223,7 @@ def test_epochs_of_a_small_text_are_exact_and_those_of_a_large_one_estimated(
     assert exact.steps == asked(text, False, 13, steps=None, epochs=2).steps
     large = tmp_path / "large.txt"
     large.write_text("\n\n".join(text.read_text() for _ in range(4)))
-    monkeypatch.setattr("workbench.data._tokens.SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr("workbench.data._experiment_text.SMALL_BYTES", 1 << 10)
     monkeypatch.setattr(_text, "BLOCK_BYTES", 1 << 14)
     estimated = asked(large, True, 13, steps=None, epochs=2)
     prepared = estimated.data.prepare(estimated, progress=False)

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from workbench.data._datasets import StreamedDataset, TextDataset
+    from workbench.data._experiment_text import ExperimentText
     from workbench.data._prompts import EncodedPrompts
-    from workbench.data._sampling import TextSamples
-    from workbench.data._split import SplicedTokens
-    from workbench.data._streamed_text import StreamedText
-    from workbench.data._tokens import TokensKey, TokenStore
 
 DEMO = "demo"
 TOKENIZER_OF_OBJECTIVE = {"mlm": "wordpiece", "mlm_nsp": "wordpiece", "clm": "bpe"}
@@ -86,7 +83,12 @@ class TextData(ABC):
         """Return a description from which `workbench.data.from_json` rebuilds this value."""
 
     @abstractmethod
-    def _source(self) -> _text.TextSource: ...
+    def _source(self) -> _text.TextSource:
+        """Return the text itself; raise `DataError` if it is missing or empty."""
+
+    def _fingerprint(self) -> str:
+        """Return a key that changes when the text changes."""
+        return self._source().fingerprint()
 
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the text cannot feed the experiment. Only small texts are tokenised for it."""
@@ -117,23 +119,7 @@ class TextData(ABC):
         processes ask at once, one works and the others wait. Raises `DataError` for text that cannot be
         read or holds less than one sequence.
         """
-        if self.streaming:
-            return self._streamed(request).prepare(_samples_of_twin(self, request, progress), progress)
-        store, reused = self._store(request, progress, workers)
-        self._require_a_sequence(store, request)
-        samples = self._samples(self._trained_on(store, request), request)
-        if request.eval_data is not None:
-            request.eval_data.held_out(request, self)
-        return Prepared(
-            name=self.name,
-            samples=samples.text.tokens // samples.width,
-            tokens=store.tokens,
-            documents=store.documents,
-            vocabulary=store.vocabulary,
-            folder=store.folder,
-            seconds=store.seconds,
-            reused=reused,
-        )
+        return self._of(request).prepare(progress, workers)
 
     def samples_per_epoch(self, request: SampleRequest) -> int:
         """Return the number of windows that training reads, after tokenising the text if it has not been.
@@ -149,14 +135,7 @@ class TextData(ABC):
         collate_fn=ds.collate)` yields dicts of int64 tensors of shapes `(b, seq_len)` and `(b,)`.
         The text is prepared first if it has not been.
         """
-        from workbench.data._datasets import TextDataset
-
-        if self.streaming:
-            return self._streamed(request).dataset(request.steps * request.global_batch)
-        self.prepare(request, progress=False)
-        store, _ = self._store(request, progress=False)
-        samples = self._samples(self._trained_on(store, request), request)
-        return TextDataset(samples, request.steps * request.global_batch)
+        return self._of(request).dataset()
 
     def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TextDataset:
         """Return held-out windows in the order of the text, each masked the same way in every experiment.
@@ -164,33 +143,13 @@ class TextData(ABC):
         They are a part of this text, or windows of all of it if the experiment is `trained_on` another text, whose
         tokeniser is used.
         """
-        from workbench.data._datasets import TextDataset
-        from workbench.data._sampling import EVALUATION_SEED, SAMPLES
-
-        assert request.evaluate is not None
-        stream: TokenStore | SplicedTokens
-        if trained_on is None and self.streaming:
-            return self._streamed(request).held_out(request.evaluate.samples, progress=False)
-        if trained_on is None:
-            _, stream = self._split(self._store(request, progress=False)[0], request)
-        else:
-            assert isinstance(trained_on, TextData)
-            if self.streaming:
-                raise DataError(
-                    f"{self.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
-                )
-            stream = _tokenised_by(self, trained_on, request)
-            self._require_a_sequence(stream, request)
-        width = request.seq_len - SAMPLES[self._objective(request)].SPECIAL_POSITIONS
-        count = min(request.evaluate.samples, stream.tokens // width)
-        order = {"in_order": count} if trained_on is not None or self.shuffle_buffer is None else {"buffer": 1}
-        return TextDataset(SAMPLES[self._objective(request)](stream, request.seq_len, EVALUATION_SEED, **order), count)
+        return self._of(request).held_out(trained_on)
 
     def tokenizer(self, request: SampleRequest) -> Tokenizer:
         """Return the trained tokeniser, which turns samples back into text."""
-        from workbench.data._tokens import tokenizer_in
+        from workbench.data._store import tokenizer_in
 
-        return tokenizer_in(self._tokenizer_folder(request))
+        return tokenizer_in(self._of(request).tokenizer_folder())
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
         """Return prompts as token ids; raise `DataError` for one that the model cannot read."""
@@ -217,77 +176,10 @@ class TextData(ABC):
             )
         return objective
 
-    def _store(self, request: SampleRequest, progress: bool, workers: int | None = None) -> tuple[TokenStore, bool]:
-        """Return the tokenised text, and True if it came from the cache."""
-        from workbench.data import _tokens
+    def _of(self, request: SampleRequest) -> ExperimentText:
+        from workbench.data._experiment_text import ExperimentText
 
-        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
-        key = self._key(tokenizer_type)
-        return _tokens.tokenised(key, self.name, self._source, progress, workers)
-
-    def _tokenizer_folder(self, request: SampleRequest) -> Path:
-        """Return the folder that holds the tokeniser of the text."""
-        if self.streaming:
-            return self._streamed(request).vocabulary(progress=False)
-        return self._store(request, progress=False)[0].folder
-
-    def _streamed(self, request: SampleRequest) -> StreamedText:
-        from workbench.data._streamed_text import StreamedText
-
-        objective = self._objective(request)
-        return StreamedText(
-            name=self.name,
-            key=self._key(TOKENIZER_OF_OBJECTIVE[objective]),
-            open=self._source,
-            objective=objective,
-            seq_len=request.seq_len,
-            seed=request.seed,
-            masked_share=self.masked_share,
-            buffer=self.shuffle_buffer or DEFAULT_BUFFER,
-            held_out_samples=request.evaluate.samples if request.evaluate and request.eval_data is None else None,
-        )
-
-    def _key(self, tokenizer_type: str) -> TokensKey:
-        from workbench.data._tokens import TokensKey
-
-        return TokensKey(self._fingerprint(), tokenizer_type, self.vocab_size, tokenizer_file=self.tokenizer_file)
-
-    def _trained_on(self, store: TokenStore, request: SampleRequest) -> TokenStore | SplicedTokens:
-        """Return the text that training reads: all of it, unless a part is held out."""
-        if request.evaluate is None or request.eval_data is not None:
-            return store
-        return self._split(store, request)[0]
-
-    def _split(self, store: TokenStore, request: SampleRequest) -> tuple[SplicedTokens, SplicedTokens]:
-        """Return the text for training and the held-out text; raise `DataError` if either is too small."""
-        from workbench.data._sampling import SAMPLES
-        from workbench.data._split import split, split_as_streamed
-
-        assert request.evaluate is not None
-        if self.shuffle_buffer is not None:
-            return split_as_streamed(store, self.name)
-        width = request.seq_len - SAMPLES[self._objective(request)].SPECIAL_POSITIONS
-        return split(store, self.name, request.evaluate.samples, width)
-
-    def _require_a_sequence(self, store: TokenStore, request: SampleRequest) -> None:
-        """Raise `DataError` if the text is shorter than one sequence."""
-        width = self._samples(store, request).width
-        if store.tokens < width:
-            raise DataError(
-                f"{self.name} holds {store.tokens} tokens, fewer than the {width} of one sequence "
-                f"(seq_len={request.seq_len}). Give more text, or a shorter seq_len.",
-                tokens=store.tokens,
-                seq_len=request.seq_len,
-            )
-
-    def _samples(self, store: TokenStore | SplicedTokens, request: SampleRequest) -> TextSamples:
-        from workbench.data._sampling import SAMPLES
-
-        sampled = SAMPLES[self._objective(request)]
-        return sampled(store, request.seq_len, request.seed, self.masked_share, buffer=self.shuffle_buffer)
-
-    def _fingerprint(self) -> str:
-        return self._source().fingerprint()
+        return ExperimentText(self, request)
 
 
 def check_sizes(data: TextData, request: SampleRequest) -> None:
@@ -324,29 +216,6 @@ def check_sizes(data: TextData, request: SampleRequest) -> None:
             f"Give the data at least vocab_size={least}.",
             vocab_size=data.vocab_size,
         )
-
-
-def _tokenised_by(data: TextData, other: TextData, request: SampleRequest) -> TokenStore:
-    """Return a text tokenised with the tokeniser of `other`."""
-    from workbench.data import _tokens
-
-    tokenizer_of = other._tokenizer_folder(request)
-    tokenizer_type = TOKENIZER_OF_OBJECTIVE[other._objective(request)]
-    key = _tokens.TokensKey(data._fingerprint(), tokenizer_type, other.vocab_size, tokenizer_of)
-    return _tokens.tokenised(key, data.name, data._source, progress=False)[0]
-
-
-def _samples_of_twin(data: Any, request: SampleRequest, progress: bool) -> int | None:
-    """Return the exact number of samples of a streamed text that is small or stored as well; None for others."""
-    from workbench.data._tokens import SMALL_BYTES, is_tokenised
-
-    if data._source().text_bytes > SMALL_BYTES:
-        key = data._key(TOKENIZER_OF_OBJECTIVE[data._objective(request)])
-        if not is_tokenised(key):
-            return None
-    stored = dataclasses.replace(data, streaming=False, shuffle_buffer=data.shuffle_buffer or DEFAULT_BUFFER)
-    samples: int | None = stored.prepare(request, progress).samples
-    return samples
 
 
 @dataclass(frozen=True, kw_only=True)

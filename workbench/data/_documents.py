@@ -16,8 +16,8 @@ from workbench.units import gib
 
 PIECE = 1 << 16
 """Characters that are written at a time."""
-_LINE = re.compile(r"\S(?:[^\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]*\S)?")
-"""A line that is not blank, without blanks around it; lines end where `str.splitlines` ends them."""
+_LINE = re.compile(r"\S(?:[^\n]*\S)?")
+"""A line that is not blank, without blanks around it; only newlines end one."""
 
 
 def write_documents(documents: Iterable[str], name: str, progress: bool) -> Path:

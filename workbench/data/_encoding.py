@@ -63,8 +63,10 @@ class Encoded:
     starts: I64
     """Offsets in `ids` at which documents begin."""
 
-    def without_first_end(self) -> Encoded:
-        """Return the block without the end of the document before, if no document comes before it."""
+    def after(self, tokens: int, encoder: Encoder) -> Encoded:
+        """Return the block as it follows so many tokens: without the end of the document before if there is none."""
+        if tokens or encoder.end is None or not len(self.ids):
+            return self
         return Encoded(self.ids[1:], self.starts - 1)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.data._corpora import TOKENIZER_OF_OBJECTIVE, TextData, check_sizes
+from workbench.data._corpora import TextData, check_sizes
 from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
 from workbench.errors import DataError
@@ -43,8 +43,7 @@ class HubText(TextData):
         check_sizes(self, request)
         from workbench.data._tokens import is_tokenised
 
-        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self._objective(request)]
-        if not is_tokenised(self._key(tokenizer_type)):
+        if not is_tokenised(self._of(request).key):
             self._require_reachable()
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.data._ring import Ring
 from workbench.data._split import SplicedTokens
-from workbench.data._tokens import TokenStore
+from workbench.data._store import TokenStore
 from workbench.data._vocabulary import CLS, MASK, SEP, SPECIAL_TOKENS
 
 U64 = NDArray[np.uint64]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import bz2
 import codecs
+import dataclasses
 import difflib
 import functools
 import gzip
@@ -48,8 +49,8 @@ BLOCK_BYTES = 1 << 20
 """Approximate size of a block of text: the unit that a process tokenises, and after which work can go on."""
 EXCERPTS = 16
 """Places of a text at which an excerpt is taken to measure how it is tokenised."""
-LONGEST_PARAGRAPH = 1 << 16
-"""Longest paragraph in characters; longer lines are cut at a space, so that one giant line does not fill memory."""
+LONGEST_LINE = 1 << 16
+"""Longest paragraph in bytes; longer lines are cut at a space, so that one giant line does not fill memory."""
 HASHED_WHOLE_BYTES = 1 << 28
 """Size up to which a whole file is hashed; of a larger one, evenly spaced samples."""
 HASHED_SAMPLES, HASHED_SAMPLE_BYTES = 64, 1 << 20
@@ -58,7 +59,7 @@ BYTE_ORDER_MARK = codecs.BOM_UTF8
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive lines of one file."""
+    """Consecutive lines of one file, or a row of a dataset."""
 
     path: str
     line: int
@@ -66,58 +67,37 @@ class Part:
     starts: bool
     """True if the first paragraph begins a document."""
     text: bytes
-    goes_on: bool = False
-    """True if the last line goes on in the next part."""
 
 
 @dataclass(frozen=True)
-class LineBlock:
-    """Lines of one file, or of several small ones."""
+class TextBlock:
+    """Lines of one file, or of several small ones, or rows of a dataset."""
 
     parts: tuple[Part, ...]
     one_document_each: bool
+    """True if a part holds no more than one document; otherwise a blank line ends one."""
     advance: int
     """Part of the source's `size` that the block covers."""
     end: Position
 
     def paragraphs(self) -> Iterator[Paragraph]:
-        """Yield every paragraph that is not blank; raise `DataError` for bytes that are not UTF-8."""
+        """Yield every line that is not blank, without blanks around it; raise `DataError` for bytes that are not UTF-8.
+
+        Lines end at newlines alone, before which a carriage return is a blank.
+        """
         for part in self.parts:
             starts = part.starts
-            lines = part.text.split(b"\n")
-            for number, line in enumerate(lines, part.line):
-                try:
-                    text = line.decode().lstrip()
-                except UnicodeDecodeError as error:
-                    raise _unreadable(part.path, error, number) from None
-                # A space before the cut of a long line belongs to its piece.
-                paragraph = text if part.goes_on and number == part.line + len(lines) - 1 else text.rstrip()
-                if not paragraph:
-                    starts = starts or not self.one_document_each
-                for piece in _pieces(paragraph):
-                    yield starts, piece
-                    starts = False
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows of a dataset: each is one document, and each of its lines one paragraph."""
-
-    texts: tuple[str, ...]
-    advance: int
-    end: Position
-
-    def paragraphs(self) -> Iterator[Paragraph]:
-        """Yield every paragraph that is not blank."""
-        for text in self.texts:
-            starts = True
-            for line in text.splitlines():
-                for piece in _pieces(line.strip()):
-                    yield starts, piece
-                    starts = False
-
-
-TextBlock = LineBlock | RowBlock
+            for number, line in enumerate(part.text.split(b"\n"), part.line):
+                for piece in _pieces(line):
+                    try:
+                        paragraph = piece.decode().strip()
+                    except UnicodeDecodeError as error:
+                        raise _unreadable(part.path, error, number) from None
+                    if paragraph:
+                        yield starts, paragraph
+                        starts = False
+                    else:
+                        starts = starts or not self.one_document_each
 
 
 class TextSource(Protocol):
@@ -174,7 +154,7 @@ class Files:
                 raise _unopened(path, error) from error
         return digest.hexdigest()
 
-    def blocks(self, after: Position = ()) -> Iterator[LineBlock]:
+    def blocks(self, after: Position = ()) -> Iterator[TextBlock]:
         """Yield the lines in blocks; several small files share one. A position is (file, byte, line, starts)."""
         first, byte, line, starts = after or (0, 0, 1, 1)
         parts: list[Part] = []
@@ -185,42 +165,52 @@ class Files:
                 parts.append(part)
                 gathered, advance = gathered + len(part.text), advance + read
                 if gathered >= BLOCK_BYTES // 2:
-                    yield LineBlock(tuple(parts), self.one_document_each, advance, (number, *end))
+                    yield TextBlock(tuple(parts), self.one_document_each, advance, (number, *end))
                     parts, gathered, advance = [], 0, 0
         if parts:
-            yield LineBlock(tuple(parts), self.one_document_each, advance, (len(self.paths), 0, 1, 1))
+            yield TextBlock(tuple(parts), self.one_document_each, advance, (len(self.paths), 0, 1, 1))
 
-    def excerpts(self) -> tuple[LineBlock, float]:
+    def excerpts(self) -> tuple[TextBlock, float]:
         """Return about a megabyte of text, taken evenly from all of it, and its share of the whole.
 
         Of a compressed file, the beginning is taken, which need not be like the rest.
         """
         if self.size <= BLOCK_BYTES and not any(path.suffix in COMPRESSED for path in self.paths):
             parts = tuple(part for block in self.blocks() for part in block.parts)
-            return LineBlock(parts, self.one_document_each, self.size, ()), 1.0
+            return TextBlock(parts, self.one_document_each, self.size, ()), 1.0
         ends = list(itertools.accumulate(path.stat().st_size for path in self.paths))
-        found: dict[tuple[Path, int], tuple[bytes, int]] = {}
+        found: dict[tuple[Path, int], tuple[Part, int]] = {}
         for number in range(EXCERPTS):
             at = number * max(0, self.size - BLOCK_BYTES // EXCERPTS) // (EXCERPTS - 1)
             file = bisect.bisect_right(ends, at)
             path, byte = self.paths[file], at - (ends[file - 1] if file else 0)
-            place = (path, 0 if path.suffix in COMPRESSED else byte)
-            found[place] = found.get(place) or _excerpt(*place)
-        parts = tuple(Part(str(path), 1, True, text) for (path, _), (text, _) in found.items())
+            is_packed = path.suffix in COMPRESSED
+            begin = (path, 0 if is_packed else byte)
+            size = BLOCK_BYTES if is_packed else BLOCK_BYTES // EXCERPTS
+            if begin not in found:
+                part, read, _ = next(self._parts(*begin, 1, True, size))
+                text = part.text[part.text.find(b"\n") + 1 if begin[1] else 0 :]  # the first line may be incomplete
+                found[begin] = dataclasses.replace(part, text=text), read if is_packed else len(text)
+        parts = tuple(part for part, _ in found.values())
         covered = sum(read for _, read in found.values())
-        return LineBlock(parts, self.one_document_each, covered, ()), min(1.0, covered / self.size)
+        return TextBlock(parts, self.one_document_each, covered, ()), min(1.0, covered / self.size)
 
-    def _parts(self, path: Path, byte: int, line: int, starts: bool) -> Iterator[tuple[Part, int, Position]]:
-        """Yield the lines of a file from a byte on, each part with the bytes of the file that were read for it."""
+    def _parts(
+        self, path: Path, byte: int, line: int, starts: bool, size: int | None = None
+    ) -> Iterator[tuple[Part, int, Position]]:
+        """Yield the lines of a file from a byte on, each part with the bytes of the file that were read for it.
+
+        `size` bytes are read at a time, `BLOCK_BYTES` by default.
+        """
         try:
             with path.open("rb") as raw:
                 unpack = COMPRESSED.get(path.suffix)
                 stream = unpack(raw) if unpack else raw
                 _skip(stream, byte, seekable=unpack is None)
                 reported = raw.tell() if byte else 0
-                for text, dropped, goes_on in _whole_lines(stream, begins=byte == 0):
+                for text, dropped in _whole_lines(stream, byte == 0, size or BLOCK_BYTES):
                     byte += dropped + len(text)
-                    part = Part(str(path), line, starts, text, goes_on)
+                    part = Part(str(path), line, starts, text)
                     starts = self._starts_after(text, starts)
                     line += text.count(b"\n")
                     now = raw.tell()
@@ -235,7 +225,7 @@ class Files:
         """Return True if the paragraph after some whole lines begins a document."""
         if self.one_document_each:
             return starts and not text.decode(errors="replace").strip()
-        last = text[text.rfind(b"\n", 0, -1) + 1 :]
+        *_, last = _pieces(text.removesuffix(b"\n").rpartition(b"\n")[2])
         return not last.decode(errors="replace").strip()
 
 
@@ -264,47 +254,31 @@ class Rows:
     def fingerprint(self) -> str:
         return self.key
 
-    def blocks(self, after: Position = ()) -> Iterator[RowBlock]:
+    def blocks(self, after: Position = ()) -> Iterator[TextBlock]:
         """Yield the rows in blocks. A position is the number of rows before it."""
         at = after[0] if after else 0
-        texts: list[str] = []
+        parts: list[Part] = []
         gathered = 0
         rows = self.dataset.select_columns([self.column]).select(range(at, self.size))
         for batch in rows.iter(batch_size=100):
             for text in batch[self.column]:
-                texts.append(text or "")
-                gathered += len(texts[-1])
+                parts.append(self._part(text))
+                gathered += len(parts[-1].text)
                 if gathered >= BLOCK_BYTES:
-                    at += len(texts)
-                    yield RowBlock(tuple(texts), len(texts), (at,))
-                    texts, gathered = [], 0
-        if texts:
-            yield RowBlock(tuple(texts), len(texts), (at + len(texts),))
+                    at += len(parts)
+                    yield TextBlock(tuple(parts), True, len(parts), (at,))
+                    parts, gathered = [], 0
+        if parts:
+            yield TextBlock(tuple(parts), True, len(parts), (at + len(parts),))
 
-    def excerpts(self) -> tuple[RowBlock, float]:
+    def excerpts(self) -> tuple[TextBlock, float]:
         """Return some hundred rows, taken evenly from all of them, and their share of the whole."""
         count = min(self.size, 32 * EXCERPTS)
         rows = self.dataset.select([number * self.size // count for number in range(count)])[self.column]
-        return RowBlock(tuple(text or "" for text in rows), count, ()), count / self.size
+        return TextBlock(tuple(map(self._part, rows)), True, count, ()), count / self.size
 
-
-def _excerpt(path: Path, byte: int) -> tuple[bytes, int]:
-    """Return some whole lines of a file after a byte, and how many bytes of the file they are."""
-    size = BLOCK_BYTES // EXCERPTS
-    try:
-        with path.open("rb") as raw:
-            unpack = COMPRESSED.get(path.suffix)
-            stream = unpack(raw) if unpack else raw
-            raw.seek(byte)
-            if byte:
-                raw.readline(size)
-            text = stream.read(BLOCK_BYTES if unpack else size)
-            read = raw.tell() if unpack else len(text)
-    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _unreadable(path, error, 1) from error
-    except OSError as error:
-        raise (_unopened(path, error) if error.errno else _unreadable(path, error, 1)) from error
-    return bytes(text.decode(errors="ignore").encode()), read
+    def _part(self, text: str | None) -> Part:
+        return Part(self.column, 1, True, (text or "").encode())
 
 
 def packaged_speeches() -> Files:
@@ -355,53 +329,39 @@ def _skip(stream: Any, byte: int, seekable: bool) -> None:
         byte -= len(read)
 
 
-def _whole_lines(stream: Any, begins: bool) -> Iterator[tuple[bytes, int, bool]]:
-    """Yield text in pieces of whole lines; a line longer than a block is cut where `_pieces` cuts it too.
+def _whole_lines(stream: Any, begins: bool, size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield text in pieces of whole lines, read `size` bytes at a time; a longer line is cut where `_pieces` cuts it.
 
-    Each comes with the number of bytes before it that are no text, those of a byte-order mark if the file `begins`,
-    and with True if its last line goes on.
+    Each comes with the number of bytes before it that are no text, those of a byte-order mark if the file `begins`.
     """
     ended, dropped, rest = False, 0, b""
     while not ended:
-        read = stream.read(BLOCK_BYTES)
+        read = stream.read(size)
         ended, rest = not read, rest + read
         if begins and rest.startswith(BYTE_ORDER_MARK):
             dropped, rest = len(BYTE_ORDER_MARK), rest[len(BYTE_ORDER_MARK) :]
         begins = False
         cut = len(rest) if ended else rest.rfind(b"\n") + 1
-        goes_on = not cut and len(rest) >= BLOCK_BYTES
-        if goes_on:
-            cut = _cut_of_line(rest)
+        if not cut:
+            *_, goes_on = _pieces(rest)
+            cut = len(rest) - len(goes_on)
         if cut:
-            yield rest[:cut], dropped, goes_on
+            yield rest[:cut], dropped
             rest, dropped = rest[cut:], 0
 
 
-def _cut_of_line(line: bytes) -> int:
-    """Return the length in bytes of the beginning of an endless line that holds whole pieces; 0 if there is none."""
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(line)
-    except UnicodeDecodeError:
-        return len(line)  # the process that reads the block reports it
-    begin, cut = len(text) - len(text.lstrip()), 0
-    end = len(text.rstrip())
-    while end - begin > LONGEST_PARAGRAPH:
-        at = text.rfind(" ", begin + 1, begin + LONGEST_PARAGRAPH)
-        cut = begin = begin + LONGEST_PARAGRAPH if at < 0 else at
-        while text[begin].isspace():
-            begin += 1
-    return len(text[:cut].encode())
-
-
-def _pieces(paragraph: str) -> Iterator[str]:
-    """Cut a paragraph into pieces of at most `LONGEST_PARAGRAPH` characters; a blank one gives none."""
-    while len(paragraph) > LONGEST_PARAGRAPH:
-        cut = paragraph.rfind(" ", 1, LONGEST_PARAGRAPH)
-        cut = LONGEST_PARAGRAPH if cut < 0 else cut
-        yield paragraph[:cut]
-        paragraph = paragraph[cut:].lstrip()
-    if paragraph:
-        yield paragraph
+def _pieces(line: bytes) -> Iterator[bytes]:
+    """Cut a line into pieces of at most `LONGEST_LINE` bytes, before a space or at least before a whole character."""
+    begin = 0
+    while len(line) - begin > LONGEST_LINE:
+        end = line.rfind(b" ", begin + 1, begin + LONGEST_LINE)
+        if end < 0:
+            end = begin + LONGEST_LINE
+            while line[end] & 0xC0 == 0x80 and end > begin + 1:  # a byte inside a character
+                end -= 1
+        yield line[begin:end]
+        begin = end
+    yield line[begin:]
 
 
 def _unreadable(path: Path | str, error: Exception, line: int) -> DataError:

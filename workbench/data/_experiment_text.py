@@ -1,0 +1,192 @@
+"""`ExperimentText`: a text as one experiment reads it, tokenised before the training or while it trains."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from workbench.data._corpora import DEFAULT_BUFFER, TOKENIZER_OF_OBJECTIVE, TextData
+from workbench.data._datasets import StreamedDataset, TextDataset
+from workbench.data._sampling import EVALUATION_SEED, SAMPLES, TextSamples
+from workbench.data._source import DataSource, Prepared, SampleRequest
+from workbench.data._split import SplicedTokens, split, split_of_stream
+from workbench.data._store import TokenStore
+from workbench.data._stream import TextStream
+from workbench.data._tokenizing_rate import tokenizing_rate
+from workbench.data._tokens import SMALL_BYTES, TokensKey, encoder_of, is_tokenised, tokenised, vocabulary_folder
+from workbench.errors import DataError
+from workbench.machine import available_cores
+
+
+@dataclass(frozen=True)
+class ExperimentText:
+    """A text, and the experiment that decides which samples are made of it."""
+
+    data: TextData
+    request: SampleRequest
+
+    @cached_property
+    def objective(self) -> str:
+        return self.data._objective(self.request)
+
+    @cached_property
+    def key(self) -> TokensKey:
+        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self.objective]
+        file = self.data.tokenizer_file
+        return TokensKey(self.data._fingerprint(), tokenizer_type, self.data.vocab_size, tokenizer_file=file)
+
+    @property
+    def width(self) -> int:
+        """Tokens of the text in one sample."""
+        return self.request.seq_len - SAMPLES[self.objective].SPECIAL_POSITIONS
+
+    @property
+    def has_own_split(self) -> bool:
+        """True if evaluations read a part of this text."""
+        return self.request.evaluate is not None and self.request.eval_data is None
+
+    def prepare(self, progress: bool, workers: int | None = None) -> Prepared:
+        """Do what `DataSource.prepare` says."""
+        if self.data.streaming:
+            return self._prepare_stream(progress)
+        store, reused = self.store(progress, workers)
+        self._require_a_sequence(store)
+        text = self._trained_on()
+        if self.request.eval_data is not None:
+            self.request.eval_data.held_out(self.request, self.data)
+        return Prepared(
+            name=self.data.name,
+            samples=text.tokens // self.width,
+            tokens=store.tokens,
+            documents=store.documents,
+            vocabulary=store.vocabulary,
+            folder=store.folder,
+            seconds=store.seconds,
+            reused=reused,
+        )
+
+    def store(self, progress: bool = False, workers: int | None = None) -> tuple[TokenStore, bool]:
+        """Return the tokenised text, and True if it came from the cache."""
+        return tokenised(self.key, self.data.name, self.data._source, progress, workers)
+
+    def tokenizer_folder(self, progress: bool = False) -> Path:
+        """Return the folder that holds the tokeniser of the text, after training one if there is none."""
+        if self.data.streaming:
+            return vocabulary_folder(self.key, self.data._source, progress)
+        return self.store(progress)[0].folder
+
+    def dataset(self) -> TextDataset | StreamedDataset:
+        """Return the samples of the training in order."""
+        length = self.request.steps * self.request.global_batch
+        if not self.data.streaming:
+            self.prepare(progress=False)
+            return TextDataset(self._samples(self._trained_on(), buffer=self.data.shuffle_buffer), length)
+        stream = self.stream()
+        values = (self.width, stream.buffer, stream.seed, stream.held_out, self.objective, self.data.masked_share)
+        identity = hashlib.sha256(repr((self.key.folder.name, *values)).encode()).hexdigest()
+        vocabulary = encoder_of(stream.encoder.file.parent, self.key.tokenizer_type)[1]
+        samples = self._samples  # a value of its own: the lambda travels to other processes without the experiment
+        return StreamedDataset(stream, length, identity, lambda ring: TextDataset(samples(ring), length), vocabulary)
+
+    def stream(self) -> TextStream:
+        """Return the windows that training reads, as a stream."""
+        source = self.data._source()
+        encoder, _ = encoder_of(self.tokenizer_folder(), self.key.tokenizer_type)
+        held_out: tuple[tuple[int, int], ...] = ()
+        if self.has_own_split:
+            part = self._parts()[1]
+            held_out = tuple(zip(part.starts.tolist(), part.ends.tolist(), strict=True))
+        workers = 0 if source.text_bytes <= SMALL_BYTES else available_cores()
+        return TextStream(source, encoder, self.width, self._buffer, self.request.seed, held_out, workers)
+
+    def held_out(self, trained_on: DataSource | None = None) -> TextDataset:
+        """Return the held-out samples, spread evenly over the part of the text, or over another text."""
+        request = self.request
+        assert request.evaluate is not None
+        if trained_on is None:
+            text: TokenStore | SplicedTokens = self._parts()[1]
+        else:
+            assert isinstance(trained_on, TextData)
+            if self.data.streaming:
+                raise DataError(
+                    f"{self.data.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
+                )
+            text = self._tokenised_by(ExperimentText(trained_on, request))
+        count = min(request.evaluate.samples, text.tokens // self.width)
+        return TextDataset(SAMPLES[self.objective](text, request.seq_len, EVALUATION_SEED, in_order=count), count)
+
+    @property
+    def _buffer(self) -> int:
+        return self.data.shuffle_buffer or DEFAULT_BUFFER
+
+    @property
+    def _samples(self) -> functools.partial[TextSamples]:
+        """Samples of the training, made from a text."""
+        return functools.partial(
+            SAMPLES[self.objective],
+            seq_len=self.request.seq_len,
+            seed=self.request.seed,
+            masked_share=self.data.masked_share,
+        )
+
+    def _trained_on(self) -> TokenStore | SplicedTokens:
+        """Return the text that training reads: all of it, unless a part is held out."""
+        return self._parts()[0] if self.has_own_split else self.store()[0]
+
+    def _tokenised_by(self, other: ExperimentText) -> TokenStore:
+        """Return the text tokenised with the tokeniser of another text."""
+        folder, kind = other.tokenizer_folder(), other.key.tokenizer_type
+        key = TokensKey(self.data._fingerprint(), kind, other.data.vocab_size, tokenizer_of=folder)
+        store, _ = tokenised(key, self.data.name, self.data._source, progress=False)
+        self._require_a_sequence(store)
+        return store
+
+    def _parts(self, progress: bool = False) -> tuple[SplicedTokens, SplicedTokens]:
+        """Return the text for training and the held-out text; raise `DataError` if either is too small."""
+        assert self.request.evaluate is not None
+        samples = self.request.evaluate.samples
+        if not self.data.streaming and self.data.shuffle_buffer is None:
+            return split(self.store(progress)[0], self.data.name, samples, self.width)
+        return split_of_stream(lambda first: self._beginning(first, progress), self.data.name, samples, self.width)
+
+    def _beginning(self, first: int, progress: bool) -> TokenStore:
+        """Return the tokenised text, or of a streamed one that is not stored more than its `first` tokens."""
+        if not self.data.streaming or is_tokenised(self.key):
+            return self.store(progress)[0]
+        key = replace(self.key, first=first, tokenizer_of=self.tokenizer_folder(progress))
+        return tokenised(key, self.data.name, self.data._source, progress)[0]
+
+    def _prepare_stream(self, progress: bool) -> Prepared:
+        """Make the vocabulary and the held-out samples; count samples exactly if the text is small or also stored."""
+        source = self.data._source()
+        samples = None
+        if source.text_bytes <= SMALL_BYTES or is_tokenised(self.key):
+            stored = replace(cast(Any, self.data), streaming=False, shuffle_buffer=self._buffer)
+            samples = ExperimentText(stored, self.request).prepare(progress).samples
+        folder = self.tokenizer_folder(progress)
+        encoder, vocabulary = encoder_of(folder, self.key.tokenizer_type)
+        rate = tokenizing_rate(self.key.folder, self.data._source, encoder)
+        held_out = self._parts(progress)[1].tokens if self.has_own_split else 0
+        return Prepared(
+            name=self.data.name,
+            samples=max(1, (rate.tokens - held_out) // self.width) if samples is None else samples,
+            tokens=rate.tokens,
+            vocabulary=vocabulary,
+            folder=folder,
+            streamed=True,
+            tokens_per_core_s=rate.tokens_per_core_s,
+        )
+
+    def _require_a_sequence(self, store: TokenStore) -> None:
+        """Raise `DataError` if the text is shorter than one sequence."""
+        if store.tokens < self.width:
+            raise DataError(
+                f"{self.data.name} holds {store.tokens} tokens, fewer than the {self.width} of one sequence "
+                f"(seq_len={self.request.seq_len}). Give more text, or a shorter seq_len.",
+                tokens=store.tokens,
+                seq_len=self.request.seq_len,
+            )
