@@ -43,7 +43,7 @@ ring.clear(0)
 feeder = Feeder(dataset.stream, ring, 0, None)
 samples = dataset.reading(ring)
 def used():
-    root = psutil.Process(feeder._process.pid)
+    root = psutil.Process(feeder._child.process.pid)
     times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
     return time.perf_counter(), sum(one.user + one.system for one in times)
 first, last = 1024, len(samples) // 1024 * 1024

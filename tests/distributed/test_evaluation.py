@@ -19,7 +19,7 @@ from tests.distributed.harness import coordinate, forced_plan, launch
 from workbench.capture import capture, spec_of
 from workbench.capture.evaluation import capture_for_evaluation, require_same_stages
 from workbench.data import held_out as held_out_of
-from workbench.data._datasets import HeldOutDataset
+from workbench.data._datasets import UserDataset
 from workbench.errors import CheckpointError, DataError, RunExists
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage, evaluation_programs
@@ -142,7 +142,7 @@ def train(
     )
     trainer = Trainer(experiment, plan, graph, stages, context, here)
     programs = evaluation_programs(plan, here, evaluated, context)
-    evaluator = Evaluator(trainer, evaluated, programs, HeldOutDataset(held_out(name), HELD_OUT), metrics)
+    evaluator = Evaluator(trainer, evaluated, programs, UserDataset(held_out(name), HELD_OUT, seed=None), metrics)
     losses: list[float] = []
     found: list[Any] = []
     expected: list[Any] = []

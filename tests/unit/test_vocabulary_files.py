@@ -105,11 +105,11 @@ def test_what_is_no_byte_level_vocabulary_is_refused(text: Path, files: dict[str
 
     refused(tmp_path / "nothing", "There is no tokeniser at .*Give the tokenizer.json")
     refused(tmp_path, "holds no tokenizer.json")
-    refused(text, "is not JSON")
+    refused(text, "cannot be loaded as a tokeniser: expected")
     bad = tmp_path / "bad.json"
     for content, words in (
-        ("[]", "holds no tokeniser"),
-        ('{"model": {"vocab": [1, 2]}}', "holds no vocabulary"),
+        ("[]", "cannot be loaded as a tokeniser"),
+        ('{"model": {"vocab": [1, 2]}}', "cannot be loaded as a tokeniser"),
         (json.dumps({"model": {"vocab": {str(n): n for n in range(400)}}}), "cannot be loaded as a tokeniser"),
     ):
         bad.write_text(content)
@@ -127,12 +127,6 @@ def test_what_is_no_byte_level_vocabulary_is_refused(text: Path, files: dict[str
     masked = wb.Experiment(model=wb.models.bert(), data=wb.data.corpus(text, tokenizer_file=files["gpt2"]))
     with pytest.raises(DataError, match="is for causal models"):
         wb.runs.tokenize(masked)
-
-
-def test_a_text_without_a_tokeniser_file_is_described_as_before(text: Path) -> None:
-    described = {"vocab_size": 30522, "objective": None, "masked_share": 0.15}
-    assert wb.data.corpus(text).to_json() == {"type": "corpus", "path": str(text), **described}
-    assert "tokenizer_file" not in wb.data.hub("name").to_json()
 
 
 @pytest.mark.usefixtures("text")

@@ -21,7 +21,6 @@ from workbench.data._source import Prepared as Prepared
 from workbench.data._source import SampleRequest
 from workbench.data._user_data import UserData as UserData
 from workbench.data._user_data import as_data as as_data
-from workbench.data._vocabulary_file import vocabulary_size
 from workbench.errors import DataError
 
 if TYPE_CHECKING:
@@ -102,8 +101,10 @@ def _chosen_vocabulary(tokenizer_file: str | Path | None, vocab_size: int | None
     """Return the absolute path of a tokeniser and the size of its vocabulary, or None and that of one to train."""
     if tokenizer_file is None:
         return None, 30522 if vocab_size is None else vocab_size
+    from workbench.data._vocabulary import load_byte_level_bpe, number_of_ids
+
     file = str(Path(tokenizer_file).expanduser().absolute())
-    found = vocabulary_size(file)
+    found = number_of_ids(load_byte_level_bpe(file))
     if vocab_size not in (None, found):
         raise DataError(
             f"The tokeniser at {file} has {found:,} ids, and vocab_size={vocab_size}. Remove vocab_size.",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any
 
 from workbench.data import _text
 from workbench.data._source import DataSource, Prepared, SampleRequest
@@ -35,17 +35,22 @@ CHECKED_WHOLE_BYTES = 1 << 20
 """Size up to which a text is tokenised when an experiment is checked, so that the check sees exact numbers."""
 
 
-class TextData(ABC):
+@dataclass(frozen=True, kw_only=True)
+class TextData(DataSource):
     """Everything that packaged, local and hub text share, which is all but the origin of the text."""
 
-    vocab_size: int
-    objective: str | None
-    masked_share: float
+    vocab_size: int = 30522
+    """Upper limit of the vocabulary; a small text does not reach it."""
+    objective: str | None = None
+    """`mlm`, `mlm_nsp` or `clm`; `None` takes the model's objective."""
+    masked_share: float = 0.15
+    """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
     tokenizer_file: str | None = None
+    """Absolute path of a byte-level BPE; None trains a vocabulary on the text."""
     streaming: bool = False
+    """Tokenise while training, in the order of the text."""
     shuffle_buffer: int | None = None
-    is_user_defined: ClassVar[bool] = False
-    is_loaded: ClassVar[bool] = True
+    """Consecutive samples that are shuffled at a time; None for all of a stored text, or 4,096 of a streamed one."""
 
     def __post_init__(self) -> None:
         least = SMALLEST_VOCABULARY["wordpiece"]
@@ -74,14 +79,6 @@ class TextData(ABC):
                 objective=self.objective,
             )
 
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
-
-    @abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """Return a description from which `workbench.data.from_json` rebuilds this value."""
-
     @abstractmethod
     def _source(self) -> _text.TextSource:
         """Return the text itself; raise `DataError` if it is missing or empty."""
@@ -91,13 +88,14 @@ class TextData(ABC):
         return self._source().fingerprint()
 
     def check(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the text cannot feed the experiment. Only small texts are tokenised for it."""
         check_sizes(self, request)
-        if self._source().text_bytes <= CHECKED_WHOLE_BYTES:
+        if self._source().text_bytes <= CHECKED_WHOLE_BYTES:  # only small texts are tokenised to check an experiment
             self.prepare(request, progress=False)
 
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
+        return self._of(request).prepare(progress, workers)
+
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
-        """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
         fields = ["input_ids", "labels"]
         if self._objective(request) == "mlm_nsp":
             fields = ["input_ids", "token_type_ids", "labels", "next_sentence_label"]
@@ -105,44 +103,15 @@ class TextData(ABC):
         return {name: TensorSpec(name, () if name == "next_sentence_label" else seq_len, "int64") for name in fields}
 
     def labelled_share(self, request: SampleRequest) -> float:
-        """Return the fraction of word labels that are not ignored: the masked positions, or 1 for causal models."""
         return 1.0 if self._objective(request) == "clm" else self.masked_share
 
     def examples(self, request: SampleRequest) -> None:  # noqa: ARG002
-        """Return None: random tokens measure the same, and need no tokenised text."""
         return
 
-    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
-        """Train the vocabulary and tokenise, unless the cache has both; with progress bars, by one worker per core.
-
-        The content of the text is part of the cache key, so a changed text is tokenised anew. If several
-        processes ask at once, one works and the others wait. Raises `DataError` for text that cannot be
-        read or holds less than one sequence.
-        """
-        return self._of(request).prepare(progress, workers)
-
-    def samples_per_epoch(self, request: SampleRequest) -> int:
-        """Return the number of windows that training reads, after tokenising the text if it has not been.
-
-        That of a streamed text is estimated, unless the text is small or stored as well.
-        """
-        return cast(int, self.prepare(request).samples)  # only iterable data have none
-
     def dataset(self, request: SampleRequest) -> TextDataset | StreamedDataset:
-        """Return every sample of the training in order, `steps * global_batch` of them.
-
-        Item i depends on the seed and on i only, never on a plan. `DataLoader(ds, batch_size=b,
-        collate_fn=ds.collate)` yields dicts of int64 tensors of shapes `(b, seq_len)` and `(b,)`.
-        The text is prepared first if it has not been.
-        """
         return self._of(request).dataset()
 
     def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TextDataset:
-        """Return held-out windows in the order of the text, each masked the same way in every experiment.
-
-        They are a part of this text, or windows of all of it if the experiment is `trained_on` another text, whose
-        tokeniser is used.
-        """
         return self._of(request).held_out(trained_on)
 
     def tokenizer(self, request: SampleRequest) -> Tokenizer:
@@ -152,7 +121,6 @@ class TextData(ABC):
         return tokenizer_in(self._of(request).tokenizer_folder())
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
-        """Return prompts as token ids; raise `DataError` for one that the model cannot read."""
         from workbench.data._prompts import encode
 
         return encode(prompts, self.tokenizer(request), self._objective(request), request.seq_len)
@@ -176,6 +144,9 @@ class TextData(ABC):
             )
         return objective
 
+    def _tokenizer_type(self, request: SampleRequest) -> str:
+        return TOKENIZER_OF_OBJECTIVE[self._objective(request)]
+
     def _of(self, request: SampleRequest) -> ExperimentText:
         from workbench.data._experiment_text import ExperimentText
 
@@ -184,7 +155,7 @@ class TextData(ABC):
 
 def check_sizes(data: TextData, request: SampleRequest) -> None:
     """Raise `DataError` if the sequence length or the vocabulary does not suit the model."""
-    tokenizer_type = TOKENIZER_OF_OBJECTIVE[data._objective(request)]
+    tokenizer_type = data._tokenizer_type(request)
     model, least = request.model, SMALLEST_VOCABULARY[tokenizer_type]
     if data.streaming and data._objective(request) == "mlm_nsp":
         raise DataError(
@@ -224,29 +195,13 @@ class Corpus(TextData):
 
     path: str
     """`demo`, or the absolute path of a text file or of a folder of text files."""
-    vocab_size: int = 30522
-    """Upper limit of the vocabulary; a small text does not reach it."""
-    objective: str | None = None
-    """`mlm`, `mlm_nsp` or `clm`; `None` takes the model's objective."""
-    masked_share: float = 0.15
-    """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
-    tokenizer_file: str | None = None
-    """Absolute path of a byte-level BPE; None trains a vocabulary on the text."""
-    streaming: bool = False
-    """Tokenise while training, in the order of the text."""
-    shuffle_buffer: int | None = None
-    """Consecutive samples that are shuffled at a time; None for all of a stored text, or 4,096 of a streamed one."""
 
     @property
     def name(self) -> str:
         return self.path if self.path == DEMO else Path(self.path).name.split(".")[0]
 
     def to_json(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        for name, absent in (("tokenizer_file", None), ("streaming", False), ("shuffle_buffer", None)):
-            if fields[name] is absent:  # described as before the field was there
-                del fields[name]
-        return {"type": "corpus", **fields}
+        return {"type": "corpus", **dataclasses.asdict(self)}
 
     def _source(self) -> _text.Files:
         return _text.packaged_speeches() if self.path == DEMO else _text.local_text(self.path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,27 +84,16 @@ class StreamedDataset(TrainingDataset):
 
 
 class UserDataset(TrainingDataset):
-    """The user's items, in a new order each epoch."""
+    """User-defined items: in a new order each epoch, or without a `seed` in their own, spread evenly over all."""
 
-    def __init__(self, items: Any, length: int, seed: int) -> None:
+    def __init__(self, items: Any, length: int, seed: int | None) -> None:
         super().__init__(length)
         self.items, self.seed = items, seed
 
     def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
-        order = shuffled(self.seed, index_B, len(self.items)).tolist()
-        return stacked([require_tensors(self.items[index], index) for index in order])
-
-
-class HeldOutDataset(TrainingDataset):
-    """Items of a user-defined held-out dataset in their order, spread evenly if it has more than are asked for."""
-
-    def __init__(self, items: Any, length: int) -> None:
-        super().__init__(min(length, len(items)))
-        self.items = items
-
-    def _batch(self, index_B: np.ndarray[Any, np.dtype[np.int64]]) -> Batch:
-        order = (index_B * len(self.items) // self.length).tolist()
-        return stacked([require_tensors(self.items[index], index) for index in order])
+        size = len(self.items)
+        order_B = index_B * size // self.length if self.seed is None else shuffled(self.seed, index_B, size)
+        return stacked([require_tensors(self.items[index], index) for index in order_B.tolist()])
 
 
 def stacked(items: Sequence[Batch]) -> Batch:
@@ -153,6 +144,18 @@ def _remedy(item: Mapping[str, Any], value: Any) -> str:
     if isinstance(value, list) and all(not isinstance(field, torch.Tensor) for field in item.values()):
         return "Convert it in the dataset: torch.as_tensor(…), or dataset.with_format('torch') of a Hugging Face one."
     return "Convert it in the dataset: torch.as_tensor(…)."
+
+
+@contextlib.contextmanager
+def untouched_generators(cuda_devices: Sequence[int]) -> Iterator[None]:
+    """Restore the state of every random generator afterwards; a user-defined dataset may draw from any of them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(cuda_devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def item_specs(item: Batch) -> dict[str, TensorSpec]:

@@ -1,9 +1,4 @@
-"""Blocks of text become token ids, in worker processes or in this one.
-
-A worker is a process of its own rather than a fork or a `multiprocessing` child, so that it neither repeats the user's
-script nor copies this process, and imports nothing but `tokenizers`. It ends when its input does, which the kernel
-closes even if the parent was killed.
-"""
+"""Blocks of text become token ids, in child processes or in this one."""
 
 from __future__ import annotations
 
@@ -11,20 +6,20 @@ import contextlib
 import os
 import pickle
 import queue
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from workbench.data._child import Child, answers
 from workbench.data._text import Paragraph, TextBlock
 from workbench.errors import DataError
 
@@ -32,7 +27,6 @@ I64 = NDArray[np.int64]
 
 CHUNK_CHARACTERS = 1 << 18
 """Characters tokenised at once; each occupies about a hundred bytes of the library's objects."""
-WORKER = "workbench.data._encoding_worker"
 AHEAD = 2
 """Blocks per worker that are read before the first of them must be done."""
 
@@ -149,34 +143,23 @@ class EncodingProcess:
     """A process that encodes one block after the other; it ends when the `with` block is left."""
 
     def __init__(self, encoder: Encoder) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
-        )
-        self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        self._child = Child("workbench.data._encoding", {**os.environ, "TOKENIZERS_PARALLELISM": "false"})
         self._send(encoder)
 
     def __enter__(self) -> EncodingProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._input.close()
-        self._process.kill()
-        self._process.wait()
-        self._output.close()
+        self._child.end()
+        self._child.output.close()
 
     def encode(self, block: TextBlock) -> Encoded:
         """Return the ids of a block; raise `DataError` for bytes that are no text, or if the process was killed."""
         try:
             self._send(block)
-            answer = pickle.load(self._output)
+            answer = pickle.load(self._child.output)
         except (EOFError, OSError, pickle.UnpicklingError):
-            code = self._process.wait()
+            code = self._child.process.wait()
             raise DataError(
                 f"A process that tokenises ended unexpectedly (exit code {code}; -9 often means that memory ran out). "
                 "What is done is kept. Run it again with fewer processes: wb.runs.tokenize(experiment, workers=1).",
@@ -188,9 +171,25 @@ class EncodingProcess:
 
     def cpu_seconds(self) -> float:
         """Return the processor time that the process has used."""
-        times = psutil.Process(self._process.pid).cpu_times()
+        times = psutil.Process(self._child.process.pid).cpu_times()
         return float(times.user + times.system)
 
     def _send(self, value: Any) -> None:
-        pickle.dump(value, self._input, protocol=pickle.HIGHEST_PROTOCOL)
-        self._input.flush()
+        pickle.dump(value, self._child.input, protocol=pickle.HIGHEST_PROTOCOL)
+        self._child.input.flush()
+
+
+def main() -> None:
+    """Encode the blocks that come after an encoder on standard input, until it ends."""
+    file = answers()
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        encoder: Encoder = pickle.load(sys.stdin.buffer)
+        tokenizer = encoder.load()
+        while True:
+            block = pickle.load(sys.stdin.buffer)
+            try:
+                answer: Any = encode(block, tokenizer, encoder)
+            except DataError as error:
+                answer = error
+            pickle.dump(answer, file, protocol=pickle.HIGHEST_PROTOCOL)
+            file.flush()

@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from workbench.data._corpora import DEFAULT_BUFFER, TOKENIZER_OF_OBJECTIVE, TextData
 from workbench.data._datasets import StreamedDataset, TextDataset
+from workbench.data._encoding import Encoder, EncodingProcess
 from workbench.data._sampling import EVALUATION_SEED, SAMPLES, TextSamples
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.data._split import SplicedTokens, split, split_of_stream
 from workbench.data._store import TokenStore
 from workbench.data._stream import TextStream
-from workbench.data._tokenizing_rate import tokenizing_rate
+from workbench.data._text import TextSource
 from workbench.data._tokens import SMALL_BYTES, TokensKey, encoder_of, is_tokenised, tokenised, vocabulary_folder
 from workbench.errors import DataError
 from workbench.machine import available_cores
+
+DEFAULT_BUFFER = 4096
+"""Samples among which a streamed text is shuffled."""
+PASSES = 3
+"""Measurements of the same excerpts; the fastest counts, because processes that share a core only slow one down."""
+HANDING_ON = 1.2
+"""Time of a stream over that of encoding its blocks alone: reading, cutting and handing the samples on take the rest.
+
+Fitted to `benchmarks/data_supply.py` on one text and two idle cores, where one core needed 1.23 times the time and two
+cores 1.34 times (`benchmarks/results/data_supply_encoding_alone_2cores.json`)."""
 
 
 @dataclass(frozen=True)
 class ExperimentText:
     """A text, and the experiment that decides which samples are made of it."""
 
-    data: TextData
+    data: Any
+    """`TextData` that describes it."""
     request: SampleRequest
 
     @cached_property
     def objective(self) -> str:
-        return self.data._objective(self.request)
+        return str(self.data._objective(self.request))
 
     @cached_property
     def key(self) -> TokensKey:
-        tokenizer_type = TOKENIZER_OF_OBJECTIVE[self.objective]
-        file = self.data.tokenizer_file
+        tokenizer_type, file = self.data._tokenizer_type(self.request), self.data.tokenizer_file
         return TokensKey(self.data._fingerprint(), tokenizer_type, self.data.vocab_size, tokenizer_file=file)
 
     @property
@@ -110,7 +122,6 @@ class ExperimentText:
         if trained_on is None:
             text: TokenStore | SplicedTokens = self._parts()[1]
         else:
-            assert isinstance(trained_on, TextData)
             if self.data.streaming:
                 raise DataError(
                     f"{self.data.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
@@ -121,7 +132,7 @@ class ExperimentText:
 
     @property
     def _buffer(self) -> int:
-        return self.data.shuffle_buffer or DEFAULT_BUFFER
+        return int(self.data.shuffle_buffer or DEFAULT_BUFFER)
 
     @property
     def _samples(self) -> functools.partial[TextSamples]:
@@ -165,20 +176,20 @@ class ExperimentText:
         source = self.data._source()
         samples = None
         if source.text_bytes <= SMALL_BYTES or is_tokenised(self.key):
-            stored = replace(cast(Any, self.data), streaming=False, shuffle_buffer=self._buffer)
+            stored = replace(self.data, streaming=False, shuffle_buffer=self._buffer)
             samples = ExperimentText(stored, self.request).prepare(progress).samples
         folder = self.tokenizer_folder(progress)
         encoder, vocabulary = encoder_of(folder, self.key.tokenizer_type)
-        rate = tokenizing_rate(self.key.folder, self.data._source, encoder)
+        tokens, tokens_per_core_s = _tokenizing_rate(self.key.folder, self.data._source, encoder)
         held_out = self._parts(progress)[1].tokens if self.has_own_split else 0
         return Prepared(
             name=self.data.name,
-            samples=max(1, (rate.tokens - held_out) // self.width) if samples is None else samples,
-            tokens=rate.tokens,
+            samples=max(1, (tokens - held_out) // self.width) if samples is None else samples,
+            tokens=tokens,
             vocabulary=vocabulary,
             folder=folder,
             streamed=True,
-            tokens_per_core_s=rate.tokens_per_core_s,
+            tokens_per_core_s=tokens_per_core_s,
         )
 
     def _require_a_sequence(self, store: TokenStore) -> None:
@@ -190,3 +201,17 @@ class ExperimentText:
                 tokens=store.tokens,
                 seq_len=self.request.seq_len,
             )
+
+
+@functools.lru_cache(maxsize=64)
+def _tokenizing_rate(folder: Path, open: Callable[[], TextSource], encoder: Encoder) -> tuple[int, float]:  # noqa: ARG001
+    """Return the tokens of a text, about, and how many a core makes in a second; measured once on its excerpts."""
+    excerpts, share = open().excerpts()
+    with EncodingProcess(encoder) as worker:
+        ids = worker.encode(excerpts).ids  # the first time loads the library
+        seconds = []
+        for _ in range(PASSES):
+            begun = worker.cpu_seconds() + time.thread_time()
+            worker.encode(excerpts)
+            seconds.append(worker.cpu_seconds() + time.thread_time() - begun)
+    return round(len(ids) / share), len(ids) / max(HANDING_ON * min(seconds), 1e-6)

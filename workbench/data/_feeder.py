@@ -10,8 +10,6 @@ import contextlib
 import json
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,8 +17,9 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
+from workbench.data._child import Child, answers
 from workbench.data._ring import Ring
 from workbench.data._stream import SampleStream
 from workbench.errors import DataError
@@ -41,19 +40,12 @@ class Feeder:
         self._ring, self._first = ring, first
         self._states: deque[Mapping[str, Any]] = deque([state] if state else ())
         others = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(ring.descriptor,),
-            env={**others, "PYTHONPATH": os.pathsep.join(filter(None, [_root(), *sys.path]))},
-        )
-        self._input, self._output = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        self._child = Child("workbench.data._feeder", others, [ring.descriptor])
         self._reader = threading.Thread(target=self._read_states, name="states of the stream", daemon=True)
         self._reader.start()
         with contextlib.suppress(BrokenPipeError):  # the readers report a process that ended
-            self._input.write(pickled("data", (stream, ring, first, state)))
-            self._input.flush()
+            self._child.input.write(pickled("data", (stream, ring, first, state)))
+            self._child.input.flush()
 
     def state(self, sample: int) -> Mapping[str, Any] | None:
         """Return the state of the stream from which that sample, or a later one, can be made again."""
@@ -63,17 +55,14 @@ class Feeder:
 
     def close(self) -> None:
         """End the process, and wait for its end."""
-        with contextlib.suppress(OSError):
-            self._input.close()
-        self._process.kill()
-        self._process.wait()
+        self._child.end()
         self._reader.join()
-        self._output.close()
+        self._child.output.close()
 
     def _read_states(self) -> None:
-        for line in self._output:
+        for line in self._child.output:
             self._states.append(json.loads(line))
-        self._process.wait()
+        self._child.process.wait()
         with contextlib.suppress(OSError):  # the ring may be closed by now
             self._ring.abandon(self._first)
 
@@ -113,14 +102,19 @@ def fed_alone(stream: SampleStream, samples: int, vocabulary: int) -> Iterator[R
 
 def main() -> None:
     """Write the samples of a stream to a ring until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process.
-    states = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # What a library prints must not stand between the states.
+    states = answers()
     stream, ring, first, state = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ring.begin(first)
     try:
-        _feed(stream, ring, first, state, states)
+        for chunk in stream.chunks(state):
+            skipped = max(0, first - chunk.first)
+            if skipped >= len(chunk.records):
+                continue
+            if chunk.state is not None:
+                states.write(json.dumps(chunk.state).encode() + b"\n")
+                states.flush()
+            ring.write(chunk.first + skipped, chunk.records[skipped:])
     except BaseException as error:
         traceback.print_exc()
         said = f"Reading the data raised {type(error).__name__}: {error}. The log of rank 0 has the traceback."
@@ -128,25 +122,6 @@ def main() -> None:
         sys.exit(1)
 
 
-def _feed(stream: SampleStream, ring: Ring, first: int, state: Mapping[str, Any] | None, states: IO[bytes]) -> None:
-    for chunk in stream.chunks(state):
-        skipped = max(0, first - chunk.first)
-        if skipped >= len(chunk.records):
-            continue
-        if chunk.state is not None:
-            states.write(json.dumps(chunk.state).encode() + b"\n")
-            states.flush()
-        ring.write(chunk.first + skipped, chunk.records[skipped:])
-
-
 def _end_with_the_parent() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
-
-
-def _root() -> str:
-    return str(Path(__file__).resolve().parents[2])
-
-
-if __name__ == "__main__":
-    main()

@@ -24,9 +24,6 @@ class HubText(TextData):
     text_column: str = "text"
     revision: str | None = None
     """Commit or tag of the dataset. Pin it if the text may change under its name."""
-    vocab_size: int = 30522
-    objective: str | None = None
-    masked_share: float = 0.15
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,10 +36,9 @@ class HubText(TextData):
         return self.repository
 
     def check(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the text cannot feed the experiment; asks the hub unless the cache has the tokens."""
-        check_sizes(self, request)
         from workbench.data._tokens import is_tokenised
 
+        check_sizes(self, request)
         if not is_tokenised(self._of(request).key):
             self._require_reachable()
 

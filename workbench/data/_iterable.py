@@ -25,8 +25,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workbench.data._datasets import Batch, StreamedDataset, TrainingDataset, described_specs, item_specs
-from workbench.data._datasets import require_tensors as required
+from workbench.data._datasets import (
+    Batch,
+    StreamedDataset,
+    TrainingDataset,
+    described_specs,
+    item_specs,
+    require_tensors,
+    untouched_generators,
+)
 from workbench.data._feeder import OF_A_RANK
 from workbench.data._ring import Ring
 from workbench.data._stream import Chunk
@@ -74,7 +81,7 @@ class IterableItems:
         with _alone():
             try:
                 for item in itertools.islice(self.begun(0, seed)[1], count):
-                    items.append(required(item, len(items)))
+                    items.append(require_tensors(item, len(items)))
                     room -= sum(field.nbytes for field in items[-1].values())
                     if room <= 0:
                         break
@@ -115,7 +122,7 @@ class RecordLayout:
 
     def packed(self, item: Any, index: int) -> NDArray[np.uint8]:
         """Return item `index` as bytes; raise `DataError` if its fields are not those of the first item."""
-        found, expected = item_specs(required(item, index)), {spec.name: spec for spec in self.specs}
+        found, expected = item_specs(require_tensors(item, index)), {spec.name: spec for spec in self.specs}
         if found != expected:
             raise DataError(
                 f"Item {index} of {self.name} has the fields {described_specs(found)}, and the first has "
@@ -241,12 +248,9 @@ def _generators() -> str:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Give the body random generators of its own, and an environment that names no rank."""
-    python, numpy = random.getstate(), np.random.get_state()
     ranks = {name: os.environ.pop(name) for name in OF_A_RANK if name in os.environ}
     try:
-        with torch.random.fork_rng(devices=[]):
+        with untouched_generators([]):
             yield
     finally:
         os.environ.update(ranks)
-        random.setstate(python)
-        np.random.set_state(numpy)

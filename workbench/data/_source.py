@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from workbench.errors import DataError
 from workbench.tensors import TensorSpec
 from workbench.units import count, duration
 
@@ -56,45 +58,72 @@ class SampleRequest(Protocol):
     def eval_data(self) -> DataSource | None: ...
 
 
-class DataSource(Protocol):
+class DataSource(ABC):
     """A description of training data, from which every process makes the same samples.
 
     Sample i depends on the experiment's seed and on i only, never on the plan.
     """
 
+    is_user_defined: ClassVar[bool] = False
+    """True for an object of the user, which JSON can only name."""
+
     @property
+    @abstractmethod
     def name(self) -> str:
         """Short name for tables and messages."""
 
     @property
-    def is_user_defined(self) -> bool:
-        """Return True if the data is user-defined: an object that JSON can only name."""
-
-    @property
     def is_loaded(self) -> bool:
-        """Return True unless only the description of the user's own object is here."""
+        """Return True unless only the description of a user-defined object is here."""
+        return True
 
+    @abstractmethod
     def check(self, request: SampleRequest) -> None:
         """Raise `DataError` if the data cannot feed the experiment."""
 
+    @abstractmethod
     def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:
-        """Do all work that training needs once, such as tokenising, with so many processes; None chooses."""
+        """Do all work that training needs once, such as tokenising, with so many processes; None chooses.
+
+        Text that the cache has is not tokenised again, unless it has changed. If several processes ask at once, one
+        works and the others wait. Raises `DataError` for data that cannot be read or hold less than one sample.
+        """
 
     def samples_per_epoch(self, request: SampleRequest) -> int:
-        """Return the number of different samples, after preparing the data if it has not been."""
+        """Return the number of different samples, after preparing the data if they have not been.
 
+        That of a streamed text is estimated, unless the text is small or stored as well. Raises `DataError` for a
+        dataset that does not say its length.
+        """
+        samples = self.prepare(request).samples
+        if samples is None:
+            raise DataError(
+                f"{self.name} has no __len__, so that epochs say nothing about the length of a training. Give steps=… "
+                "or tokens=…, or the dataset a __len__.",
+                data=self.name,
+            )
+        return samples
+
+    @abstractmethod
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:
         """Return the fields of one sample, without a batch dim, in the order in which the model takes them."""
 
+    @abstractmethod
     def labelled_share(self, request: SampleRequest) -> float:
-        """Return the fraction of labels, on average, that the loss does not ignore."""
+        """Return the fraction of labels, on average, that the loss does not ignore, or 1 if only the loss knows it."""
 
+    @abstractmethod
     def examples(self, request: SampleRequest) -> Mapping[str, torch.Tensor] | None:
         """Return a batch that stands for the rest in measurements, or None if random tokens do."""
 
+    @abstractmethod
     def dataset(self, request: SampleRequest) -> TrainingDataset:
-        """Return every sample of the training in order, `steps * global_batch` of them."""
+        """Return every sample of the training in order, `steps * global_batch` of them, after preparing the data.
 
+        `DataLoader(ds, batch_size=b, collate_fn=ds.collate)` yields dicts of tensors with a leading batch dim.
+        """
+
+    @abstractmethod
     def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> TrainingDataset:
         """Return the samples for evaluation in a fixed order, the same in every experiment on this data.
 
@@ -102,9 +131,11 @@ class DataSource(Protocol):
         `trained_on` other data.
         """
 
+    @abstractmethod
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
         """Return prompts as token ids; raise `DataError` for one that the model cannot read, or without a tokeniser."""
 
+    @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Return a description from which `workbench.data.from_json` rebuilds this value."""
 

@@ -31,8 +31,14 @@ from workbench.data._store import (
     write_facts,
 )
 from workbench.data._text import Advance, TextSource
-from workbench.data._vocabulary import end_of_text, load_byte_level_bpe, train_byte_level_bpe, train_wordpiece
-from workbench.data._vocabulary_file import vocabulary_digest
+from workbench.data._vocabulary import (
+    end_of_text,
+    load_byte_level_bpe,
+    number_of_ids,
+    train_byte_level_bpe,
+    train_wordpiece,
+    vocabulary_digest,
+)
 from workbench.errors import DataError
 from workbench.home import cache_home
 from workbench.machine import available_cores
@@ -118,7 +124,7 @@ def vocabulary_folder(key: TokensKey, source: Callable[[], TextSource], progress
 def encoder_of(folder: Path, tokenizer_type: str) -> tuple[Encoder, int]:
     """Return the encoder with the tokeniser in a folder, and the number of its ids."""
     tokenizer = tokenizer_in(folder)
-    vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
+    vocabulary = number_of_ids(tokenizer)
     end = end_of_text(tokenizer) if tokenizer_type == "bpe" else None
     return Encoder(folder / "tokenizer.json", np.dtype(dtype_of(vocabulary)).name, end), vocabulary
 

@@ -16,7 +16,7 @@ from workbench.tensors import TensorSpec
 from workbench.user_code import required_arguments
 
 if TYPE_CHECKING:
-    from workbench.data._datasets import Batch, HeldOutDataset, StreamedDataset, UserDataset
+    from workbench.data._datasets import Batch, StreamedDataset, UserDataset
     from workbench.data._iterable import IterableItems
     from workbench.data._prompts import EncodedPrompts
 
@@ -27,7 +27,7 @@ EXAMPLES_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class UserData:
+class UserData(DataSource):
     """A dataset whose items are dicts of tensors, keyed by the model's arguments; or a callable returning one.
 
     A map-style dataset (`__len__` and `__getitem__`) is read by index, in a new seeded order each epoch. Any other that
@@ -56,21 +56,20 @@ class UserData:
         return {"dataset_or_factory": self.dataset_or_factory, "name": self.name}
 
     def check(self, request: SampleRequest) -> None:
-        """Raise `DataError` if the dataset is empty, its items are not dicts of tensors, or eval_data's differ."""
         self.batch_specs(request)
         if request.eval_data is not None:
             request.eval_data.held_out(request, self)
 
+    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
+        self.check(request)
+        return Prepared(name=self.name, samples=len(self._items) if hasattr(self._items, "__len__") else None)
+
     def batch_specs(self, request: SampleRequest) -> dict[str, TensorSpec]:  # noqa: ARG002
-        """Return the fields of the first item, without a batch dim, in its own order."""
         from workbench.data._datasets import item_specs, require_tensors
 
-        if self._iterable is not None:
-            return item_specs(self._first_items[0])
-        return item_specs(require_tensors(self._items[0], 0))
+        return item_specs(self._first_items[0] if self._iterable is not None else require_tensors(self._items[0], 0))
 
     def labelled_share(self, request: SampleRequest) -> float:  # noqa: ARG002
-        """Return 1: only the loss knows which fields hold its labels and which of them it ignores; see `examples`."""
         return 1.0
 
     def examples(self, request: SampleRequest) -> Batch:  # noqa: ARG002
@@ -82,23 +81,7 @@ class UserData:
         """
         return self._examples
 
-    def prepare(self, request: SampleRequest, progress: bool = True, workers: int | None = None) -> Prepared:  # noqa: ARG002
-        """Check the dataset, which needs no other preparation."""
-        self.check(request)
-        return Prepared(name=self.name, samples=len(self._items) if hasattr(self._items, "__len__") else None)
-
-    def samples_per_epoch(self, request: SampleRequest) -> int:  # noqa: ARG002
-        """Return the number of items; raise `DataError` for a dataset that does not say it."""
-        if not hasattr(self._items, "__len__"):
-            raise DataError(
-                f"{self.name} has no __len__, so that epochs say nothing about the length of a training. Give steps=… "
-                "or tokens=…, or the dataset a __len__.",
-                data=self.name,
-            )
-        return len(self._items)
-
     def dataset(self, request: SampleRequest) -> UserDataset | StreamedDataset:
-        """Return `steps * global_batch` samples: the items in a new seeded order each epoch, or in their own."""
         from workbench.data._datasets import UserDataset
 
         length = request.steps * request.global_batch
@@ -106,17 +89,17 @@ class UserData:
             return self._iterable.dataset(length, request.seed)
         return UserDataset(self._items, length, request.seed)
 
-    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> HeldOutDataset:
+    def held_out(self, request: SampleRequest, trained_on: DataSource | None = None) -> UserDataset:
         """Return items in their own order; raise `DataError` unless their fields are those of the training data.
 
         Those of a dataset without an index are its first ones, which are kept in memory.
         """
-        from workbench.data._datasets import HeldOutDataset, described_specs
+        from workbench.data._datasets import UserDataset, described_specs
 
         assert request.evaluate is not None
         assert trained_on is not None
         own, trained = (source.batch_specs(request) for source in (self, trained_on))
-        if {spec.name: spec for spec in own.values()} != {spec.name: spec for spec in trained.values()}:
+        if own != trained:
             raise DataError(
                 f"eval_data has the fields {described_specs(own)}, and data has {described_specs(trained)}. Give both "
                 "the same fields with the same shapes and types.",
@@ -124,10 +107,10 @@ class UserData:
                 data=described_specs(trained),
             )
         count = request.evaluate.samples
-        return HeldOutDataset(self._items if self._iterable is None else self._iterable.first(count, seed=0), count)
+        items = self._items if self._iterable is None else self._iterable.first(count, seed=0)
+        return UserDataset(items, min(count, len(items)), seed=None)
 
     def encoded(self, request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:  # noqa: ARG002
-        """Raise `DataError`: a dataset of tensors has no tokeniser."""
         raise DataError(
             f"Samples of text need a tokeniser, and {self.name} is a user-defined dataset, which has none. Train on "
             "text (wb.data.corpus or wb.data.hub), or remove samples.",
@@ -152,13 +135,13 @@ class UserData:
     @cached_property
     def _items(self) -> Any:
         """The dataset itself; a callable is called once in each process, by the first access."""
-        if self.dataset_or_factory is None:
+        value = self.dataset_or_factory
+        if value is None:
             raise DataError(
                 f"Only the description of {self.name} is here, not the dataset itself. "
                 "Pass it: Experiment.from_json(…, data=my_dataset).",
                 data=self.name,
             )
-        value = self.dataset_or_factory
         if not _is_map_style(value) and not _is_iterable(value):
             try:
                 value = value()
@@ -195,15 +178,18 @@ def as_data(value: Any) -> Corpus | HubText | UserData:
         raise DataError(f"The data is the string {value!r}. Write wb.data.corpus({value!r}) for text.", data=value)
     if not callable(value) or _is_map_style(value) or _is_iterable(value):
         _require_dataset(value, f"The data, a {type(value).__name__},")
-        _require_repeatable(value)
-    else:
-        required = required_arguments(value)
-        if required:
+        if isinstance(value, Iterator):
             raise DataError(
-                f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
-                "Bind them with functools.partial or a lambda.",
-                required=required,
+                f"The data is a {type(value).__name__}, which can be read only once, and a training begins it anew in "
+                "several processes. Pass the function that makes it: data=my_function.",
+                found=type(value).__name__,
             )
+    elif required := required_arguments(value):
+        raise DataError(
+            f"The callable that returns the data needs {', '.join(required)}, but it is called without arguments. "
+            "Bind them with functools.partial or a lambda.",
+            required=required,
+        )
     return UserData(value)
 
 
@@ -213,9 +199,8 @@ def _is_map_style(value: Any) -> bool:
 
 
 def _is_iterable(value: Any) -> bool:
-    return (
-        not isinstance(value, type | Mapping | str | bytes) and hasattr(value, "__iter__") and not _is_map_style(value)
-    )
+    is_other = isinstance(value, type | Mapping | str | bytes)
+    return hasattr(value, "__iter__") and not is_other and not _is_map_style(value)
 
 
 def _is_torch(value: Any, name: str) -> bool:
@@ -231,20 +216,9 @@ def _require_dataset(value: Any, name: str) -> None:
             "data=loader.dataset.",
             found=type(value).__name__,
         )
-    if (_is_map_style(value) and not isinstance(value, dict | str)) or _is_iterable(value):
-        return
-    raise DataError(
-        f"{name} is no dataset: it has neither __len__ and __getitem__ nor __iter__. Pass a map-style dataset, one "
-        "that can be iterated, a callable that returns one, or wb.data.corpus(path) for text.",
-        found=type(value).__name__,
-    )
-
-
-def _require_repeatable(value: Any) -> None:
-    """Raise `DataError` for an iterator: it can be read once, and a training reads it in several processes."""
-    if isinstance(value, Iterator):
+    if not _is_iterable(value) and (not _is_map_style(value) or isinstance(value, dict | str)):
         raise DataError(
-            f"The data is a {type(value).__name__}, which can be read only once, and a training begins it anew in "
-            "several processes. Pass the function that makes it: data=my_function.",
+            f"{name} is no dataset: it has neither __len__ and __getitem__ nor __iter__. Pass a map-style dataset, one "
+            "that can be iterated, a callable that returns one, or wb.data.corpus(path) for text.",
             found=type(value).__name__,
         )

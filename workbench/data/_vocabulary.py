@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from workbench.data._text import Advance
-from workbench.data._vocabulary_file import REMEDY, read_json, vocabulary_files, vocabulary_size
 from workbench.errors import DataError
 
 SMALLEST_WITH_WORDS = 256
 """Vocabulary size from which WordPiece keeps at least half of its entries for pieces of words."""
+REMEDY = (
+    "Give the tokenizer.json of a byte-level BPE, such as GPT-2's or OPT's, or the folder that holds it, or one with "
+    "vocab.json and merges.txt."
+)
 PAD, UNKNOWN, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = {"wordpiece": (PAD, UNKNOWN, CLS, SEP, MASK), "bpe": (END_OF_TEXT,)}
@@ -109,11 +115,41 @@ def _counted(sample: list[str], advance: Advance) -> Iterator[list[str]]:
         advance(len(batch))
 
 
+def vocabulary_files(path: str) -> tuple[Path, ...]:
+    """Return the files of a vocabulary: a `tokenizer.json`, or a `vocab.json` and a `merges.txt`.
+
+    `path` is such a folder or a file of the first type. Raises `DataError` if there is none.
+    """
+    given = Path(path)
+    if os.path.isfile(given):  # unlike `Path.is_file` also for a name that is too long for a file
+        return (given,)
+    for names in (("tokenizer.json",), ("vocab.json", "merges.txt")):
+        if all(os.path.isfile(given / name) for name in names):
+            return tuple(given / name for name in names)
+    is_folder = os.path.isdir(given)
+    missing = f"The folder {path} holds no tokenizer.json" if is_folder else f"There is no tokeniser at {path}"
+    raise DataError(f"{missing}. {REMEDY}", tokenizer=path)
+
+
+def vocabulary_digest(path: str) -> str:
+    """Return a hash of the content of a vocabulary's files, wherever they are."""
+    digest = hashlib.sha256()
+    try:
+        for file in vocabulary_files(path):
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. {REMEDY}", tokenizer=path) from None
+    return digest.hexdigest()
+
+
+def number_of_ids(tokenizer: Tokenizer) -> int:
+    """Return the largest id that a tokeniser gives, and one more."""
+    return int(max(tokenizer.get_vocab().values(), default=-1)) + 1
+
+
 def load_byte_level_bpe(path: str) -> Tokenizer:
     """Load a byte-level BPE from a local file or folder; raise `DataError` if it is none."""
     files = vocabulary_files(path)
-    for file in files[:1]:
-        read_json(file)  # raises with the place of the mistake
     try:
         tokenizer = Tokenizer.from_file(str(files[0])) if len(files) == 1 else _from_merges(*map(str, files))
     except Exception as error:  # the library raises bare `Exception`
@@ -139,8 +175,7 @@ def require_suitable(path: str, tokenizer_type: str, size: int) -> None:
             "a WordPiece vocabulary is trained on the text.",
             tokenizer=path,
         )
-    load_byte_level_bpe(path)
-    if (found := vocabulary_size(path)) != size:
+    if (found := number_of_ids(load_byte_level_bpe(path))) != size:
         raise DataError(
             f"{path} had {size:,} ids and now has {found:,}. Describe the data again, or restore the file.",
             vocab_size=found,

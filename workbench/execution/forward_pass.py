@@ -8,16 +8,15 @@ used, and nothing that training reads is changed.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from workbench.capture import Graph
 from workbench.capture.operations import mutated_arguments
+from workbench.data._datasets import untouched_generators
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.parallel.sharding import end_forward_only
 from workbench.execution.trainer import Trainer
@@ -105,7 +104,8 @@ class ForwardPass:
                 stage.use(self.graph)
                 for module, program in zip(own, programs, strict=True):
                     module.use(program)
-            with _untouched_random_state(context.device), torch.no_grad():
+            devices = [context.device.index or 0] if context.device.type == "cuda" else []
+            with untouched_generators(devices), torch.no_grad():
                 yield
         finally:
             vars(context).update(saved)
@@ -116,13 +116,3 @@ class ForwardPass:
                 end_forward_only(stage)
             for buffer, value in buffers:
                 buffer.copy_(value)
-
-
-@contextmanager
-def _untouched_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the state of every random-number generator afterwards; a user's dataset may draw from any of them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
