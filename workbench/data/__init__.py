@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO
 from workbench.data._corpora import Corpus as Corpus
-from workbench.data._fingerprint import data_fingerprint as data_fingerprint
 from workbench.data._hub import HubText as HubText
 from workbench.data._source import DataSource as DataSource
 from workbench.data._source import Prepared as Prepared
 from workbench.data._source import SampleRequest
+from workbench.data._source import data_fingerprint as data_fingerprint
+from workbench.data._source import held_out as held_out
 from workbench.data._user_data import UserData as UserData
 from workbench.data._user_data import as_data as as_data
 from workbench.errors import DataError
 
 if TYPE_CHECKING:
-    from workbench.data._datasets import TrainingDataset
     from workbench.data._prompts import EncodedPrompts
 
 __all__ = ["corpus", "documents", "hub"]
@@ -32,17 +32,6 @@ __all__ = ["corpus", "documents", "hub"]
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def held_out(request: SampleRequest) -> TrainingDataset:
-    """Return the held-out samples of an experiment with `evaluate`, in a fixed order.
-
-    They come from `eval_data`, or from the part of the text that training does not read. Raises `DataError` if there
-    are too few of them, or if their fields differ from those of the training data.
-    """
-    if request.eval_data is not None:
-        return request.eval_data.held_out(request, request.data)
-    return request.data.held_out(request)
 
 
 def encoded_prompts(request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:

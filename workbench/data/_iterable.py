@@ -118,7 +118,7 @@ class RecordLayout:
 
     @property
     def record_bytes(self) -> int:
-        return sum(_bytes(spec) for spec in self.specs)
+        return sum(spec.nbytes for spec in self.specs)
 
     def packed(self, item: Any, index: int) -> NDArray[np.uint8]:
         """Return item `index` as bytes; raise `DataError` if its fields are not those of the first item."""
@@ -138,9 +138,9 @@ class RecordLayout:
         """Return a batch of records, shape `(B, record_bytes)`."""
         rows, begin, batch = torch.from_numpy(records.copy()), 0, {}
         for spec in self.specs:
-            own = rows[:, begin : begin + _bytes(spec)].clone(memory_format=torch.contiguous_format)
+            own = rows[:, begin : begin + spec.nbytes].clone(memory_format=torch.contiguous_format)
             batch[spec.name] = own.reshape(-1).view(getattr(torch, spec.dtype)).reshape(len(rows), *spec.shape)
-            begin += _bytes(spec)
+            begin += spec.nbytes
         return batch
 
 
@@ -216,10 +216,6 @@ class ItemStream:
         ]:
             yield np.stack(rows), state
             done, state = done + len(rows), _state(dataset, generators)
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return int(spec.numel * getattr(torch, spec.dtype).itemsize)
 
 
 def _digest(rows: NDArray[np.uint8]) -> str:

@@ -99,10 +99,9 @@ class Ring:
         rows = b"".join(os.pread(self.descriptor, self.record_bytes, self._offset(index)) for index in index_B.tolist())
         return np.frombuffer(rows, np.uint8).reshape(len(index_B), self.record_bytes)
 
-    @property
-    def ids(self) -> _RingIds:
-        """Token ids by position in the windows, the first window of the training at 0."""
-        return _RingIds(self)
+    def windows(self, index_B: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the token ids of some samples of text, shape `(B, width)`."""
+        return self.read(index_B).view(self.dtype)
 
     def _wait_for(self, index: int) -> None:
         asked = time.monotonic()
@@ -146,16 +145,3 @@ WRITER_LOST = (
     "The process that streams the data ended unexpectedly; -9 in the log of rank 0 often means that memory ran out. "
     "Resume the run, if need be with a smaller shuffle_buffer."
 )
-
-
-class _RingIds:
-    """Token ids of the windows of a ring."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-
-    def __getitem__(self, position_BS: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the ids at positions, each row of which is one window."""
-        width = self._ring.record_bytes // np.dtype(self._ring.dtype).itemsize
-        assert position_BS.shape[1:] == (width,)
-        return self._ring.read(position_BS[:, 0] // width).view(self._ring.dtype)

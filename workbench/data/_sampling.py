@@ -144,14 +144,19 @@ class TextSamples(ABC):
 
     def starts(self, index_B: I64) -> I64:
         """Return the offset in the stream of each sample's window."""
-        if isinstance(self.store, Ring):  # which holds windows in the order of training
-            return index_B * self.width
         windows = self.text.tokens // self.width
         if self.buffer is not None:
             return shuffled_in_chunks(self.seed, index_B, windows, self.buffer) * self.width
         if self.in_order is not None:
             return index_B * windows // self.in_order * self.width
         return shuffled(self.seed, index_B, windows) * self.width
+
+    def windows(self, index_B: I64) -> NDArray[Any]:
+        """Return the tokens of each sample's window."""
+        if isinstance(self.store, Ring):  # which holds windows in the order of training
+            return self.store.windows(index_B)
+        ids_BS: NDArray[Any] = self.store.ids[self.starts(index_B)[:, None] + np.arange(self.width)]
+        return ids_BS
 
     @abstractmethod
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
@@ -162,8 +167,7 @@ class CausalSamples(TextSamples):
     """Samples whose `input_ids` and `labels` are one window of the stream; the model shifts them."""
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
-        starts_B = self.starts(index_B)
-        ids_BS = self.store.ids[starts_B[:, None] + np.arange(self.seq_len)].astype(np.int64)
+        ids_BS = self.windows(index_B).astype(np.int64)
         return {"input_ids": ids_BS, "labels": ids_BS.copy()}
 
 
@@ -173,10 +177,9 @@ class MaskedSamples(TextSamples):
     SPECIAL_POSITIONS = 2
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
-        starts_B = self.starts(index_B)
         ids_BS = np.empty((len(index_B), self.seq_len), dtype=np.int64)
         ids_BS[:, 0], ids_BS[:, -1] = special_id(CLS), special_id(SEP)
-        ids_BS[:, 1:-1] = self.store.ids[starts_B[:, None] + np.arange(self.width)]
+        ids_BS[:, 1:-1] = self.windows(index_B)
         input_ids, labels = masked(ids_BS, index_B, self.seed, self.store.vocabulary, self.masked_share)
         return {"input_ids": input_ids, "labels": labels}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
     from workbench.data._datasets import TrainingDataset
     from workbench.data._prompts import EncodedPrompts
+
+
+SAMPLED = 4
+"""Samples at each end of the training that enter the fingerprint of its data."""
 
 
 class DescribedModel(Protocol):
@@ -174,3 +179,37 @@ class Prepared:
             f"Prepared({self.name}: {count(self.tokens)} tokens in {self.documents:,} documents, "
             f"vocabulary {self.vocabulary:,}, {how})"
         )
+
+
+def held_out(request: SampleRequest) -> TrainingDataset:
+    """Return the held-out samples of an experiment with `evaluate`, in a fixed order.
+
+    They come from `eval_data`, or from the part of the text that training does not read. Raises `DataError` if there
+    are too few of them, or if their fields differ from those of the training data.
+    """
+    if request.eval_data is not None:
+        return request.eval_data.held_out(request, request.data)
+    return request.data.held_out(request)
+
+
+def data_fingerprint(request: SampleRequest) -> str | None:
+    """Return SHA-256 over the first and the last samples that training will see; None for data that raises.
+
+    Equal fingerprints mean the same text, tokenisation, order and masking at both ends of the training, and of the
+    held-out samples if there are any.
+    """
+    import numpy as np
+
+    digest = hashlib.sha256()
+    try:
+        for dataset in [request.data.dataset(request), *([] if request.evaluate is None else [held_out(request)])]:
+            size, identity = len(dataset), getattr(dataset, "identity", None)
+            digest.update(f"{size}{identity or ''}".encode())
+            indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}
+            for index in sorted(indices) if identity is None else ():  # no sample of a stream is made before training
+                for name, value in sorted(dataset[index].items()):
+                    array = np.ascontiguousarray(value)
+                    digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    except Exception:  # user-defined data may raise anything; training will report it
+        return None
+    return digest.hexdigest()

@@ -133,27 +133,30 @@ def damage_of(folder: Path, every_byte: bool = True) -> str | None:
 
 @contextlib.contextmanager
 def only_process(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel releases even if the process is killed.
+    """Hold the folder's lock, which the kernel releases even if the process is killed, and write to it."""
+    with writing_to(folder.parent, "token cache"), folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-    Raises `DataError` if the folder cannot be written, or has no room.
-    """
+
+@contextlib.contextmanager
+def writing_to(folder: Path, name: str) -> Iterator[None]:
+    """Make a folder of the cache; raise `DataError` if it cannot be written, or has no room."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
-                f"The token cache at {folder.parent} cannot be written: {error.strerror}. "
-                "Point WORKBENCH_HOME at a folder that can.",
-                path=str(folder.parent),
+                f"The {name} at {folder} cannot be written: {error.strerror}. Point WORKBENCH_HOME at a folder that "
+                "can.",
+                path=str(folder),
             ) from error
-        free = shutil.disk_usage(folder.parent).free
+        free = shutil.disk_usage(folder).free
         raise DataError(
-            f"The disk of the token cache at {folder.parent} is full ({gib(free)} are free). What is tokenised is "
-            "kept, and the next attempt goes on there. Free space, or point WORKBENCH_HOME at a larger disk.",
-            path=str(folder.parent),
+            f"The disk of the {name} at {folder} is full ({gib(free)} are free). Tokens that are done are kept, and "
+            "the next attempt goes on there. Free space, or point WORKBENCH_HOME at a larger disk.",
+            path=str(folder),
             free_bytes=free,
         ) from error
 

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, ClassVar, cast
 
 from workbench.errors import DataError
 
@@ -100,51 +100,27 @@ class TextBlock:
                         starts = starts or not self.one_document_each
 
 
-class TextSource(Protocol):
-    """Text in documents and paragraphs, with the numbers that a progress bar and a cache key need."""
-
-    @property
-    def size(self) -> int:
-        """Total of the progress that blocks report as `advance`."""
-
-    @property
-    def unit(self) -> str:
-        """Unit of `size` as a progress bar shows it: bytes or documents."""
-
-    @property
-    def text_bytes(self) -> int:
-        """Upper estimate of the length of the text in bytes."""
-
-    def fingerprint(self) -> str:
-        """Return a key that changes when the text changes."""
-
-    def blocks(self, after: Position = ()) -> Iterator[TextBlock]:
-        """Yield the blocks of the text after a position."""
-
-    def excerpts(self) -> tuple[TextBlock, float]:
-        """Return about a megabyte of text, taken evenly from all of it, and its share of the whole."""
-
-
 @dataclass(frozen=True)
 class Files:
     """Local text files: several with one document each, or one whose documents are separated by empty lines."""
 
     paths: tuple[Path, ...]
     one_document_each: bool
+    unit: ClassVar[str] = "B"
+    """Unit of `size` as a progress bar shows it."""
 
     @property
     def size(self) -> int:
+        """Total of the progress that blocks report as `advance`."""
         return sum(path.stat().st_size for path in self.paths)
 
     @property
-    def unit(self) -> str:
-        return "B"
-
-    @property
     def text_bytes(self) -> int:
+        """Upper estimate of the length of the text in bytes."""
         return sum(path.stat().st_size * (COMPRESSION_RATIO if path.suffix in COMPRESSED else 1) for path in self.paths)
 
     def fingerprint(self) -> str:
+        """Return a key that changes when the text changes."""
         digest = hashlib.sha256(b"one each" if self.one_document_each else b"empty lines")
         for path in self.paths:
             try:
@@ -236,14 +212,11 @@ class Rows:
     dataset: Any
     column: str
     key: str
+    unit: ClassVar[str] = " documents"
 
     @property
     def size(self) -> int:
         return len(self.dataset)
-
-    @property
-    def unit(self) -> str:
-        return " documents"
 
     @property
     def text_bytes(self) -> int:
@@ -279,6 +252,9 @@ class Rows:
 
     def _part(self, text: str | None) -> Part:
         return Part(self.column, 1, True, (text or "").encode())
+
+
+TextSource = Files | Rows
 
 
 def packaged_speeches() -> Files:
