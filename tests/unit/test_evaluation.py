@@ -42,15 +42,21 @@ def experiment(folder, **changes) -> wb.Experiment:
 def test_training_reads_no_held_out_document(folder):
     asked = experiment(folder)
     training, evaluation = asked.data.dataset(asked).samples.store, held_out(asked).samples.store
-    assert set(training.chosen).isdisjoint(evaluation.chosen)
+    read, kept = (
+        {(begin, end) for begin, end in zip(part.starts, part.ends, strict=True)} for part in (training, evaluation)
+    )
+    edges = sorted(read | kept)
+    assert len(edges) == len(read) + len(kept)
+    assert [begin for begin, _ in edges] == [0, *(end for _, end in edges[:-1])], "nothing is in both, or in neither"
     assert training.tokens + evaluation.tokens == training.store.tokens
     assert evaluation.tokens >= 16 * 29
     whole = training.store
     starts = [training.document_starts, evaluation.document_starts]
     assert sum(map(len, starts)) == whole.documents
     for stream in (training, evaluation):
-        first = np.asarray(whole.document_starts)[stream.chosen[1]]
-        begin = stream.document_starts[1]
+        first, begin = stream.starts[1], (stream.ends - stream.starts)[0]
+        assert first in whole.document_starts
+        assert begin in stream.document_starts
         assert stream.ids[begin + np.arange(5)].tolist() == whole.ids[first : first + 5].tolist()
 
 
