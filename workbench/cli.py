@@ -220,18 +220,15 @@ def resume(
 ) -> None:
     """Continue a run from its last checkpoint, in its own directory."""
     from workbench.planning.plan import Plan
-    from workbench.runs.registry import load_run
 
     chosen = None if plan_file is None else Plan.load(plan_file)
-    _print_started(load_run(run).resume(chosen, steps=steps, accept_changed_data=accept_changed_data), wait, as_json)
+    _print_started(wb.load_run(run).resume(chosen, steps=steps, accept_changed_data=accept_changed_data), wait, as_json)
 
 
 @app.command()
 def clone(run: OneRun, settings: Settings = None, wait: Wait = False, as_json: AsJson = False) -> None:
     """Start a run's experiment again, with changes: `workbench clone bert-1 --set learning_rate=1e-4`."""
-    from workbench.runs.registry import load_run
-
-    _print_started(load_run(run).clone(**fields_from(settings or ())), wait, as_json)
+    _print_started(wb.load_run(run).clone(**fields_from(settings or ())), wait, as_json)
 
 
 @app.command()
@@ -246,9 +243,7 @@ def evaluate(
     """Print the held-out loss of a checkpoint of a run that has ended."""
     from dataclasses import asdict
 
-    from workbench.runs.registry import load_run
-
-    found = load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
+    found = wb.load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
         return
@@ -280,9 +275,7 @@ def slurm(
     to: Annotated[Path | None, typer.Option("--to", help="File to write; printed by default.")] = None,
 ) -> None:
     """Write a job file for `sbatch` that trains a run on the nodes of its plan."""
-    from workbench.runs.registry import load_run
-
-    text = load_run(run).slurm(
+    text = wb.load_run(run).slurm(
         time=time, partition=partition, account=account, cpus_per_node=cpus_per_node, options=option or ()
     )
     if to is None:
@@ -351,9 +344,7 @@ def export(
     step: Annotated[int | None, typer.Option("--step", help="Step of the checkpoint; the last by default.")] = None,
 ) -> None:
     """Write a run's model as safetensors that `from_pretrained` loads, and print the files."""
-    from workbench.runs.registry import load_run
-
-    for file in load_run(run).export(to, step=step):
+    for file in wb.load_run(run).export(to, step=step):
         typer.echo(file)
 
 
@@ -365,9 +356,7 @@ def runs(
     every: Every = 5.0,
 ) -> None:
     """List the runs in a folder, newest first."""
-    from workbench.runs.registry import list_runs
-
-    table = list_runs(root)
+    table = wb.list_runs(root)
     if follow:
         _follow([run for run in table if not run.status.final], every)
         return
@@ -383,9 +372,7 @@ def show(
     to: Annotated[Path | None, typer.Option("--to", help="Write figures of the run's plan to this HTML file.")] = None,
 ) -> None:
     """Print the state and the plan of a run, and the error of a failed one."""
-    from workbench.runs.registry import load_run
-
-    shown = load_run(run)
+    shown = wb.load_run(run)
     if to is not None:
         typer.echo(plan_page(shown, to))
         return
@@ -421,9 +408,7 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="End the runs at once, without a checkpoint.")] = False,
 ) -> None:
     """Ask runs to write a checkpoint and end."""
-    from workbench.runs.registry import load_run
-
-    handles = [load_run(run) for run in runs]
+    handles = [wb.load_run(run) for run in runs]
     ending = [run for run in handles if not run.status.final]
     for run in handles:
         _ = run.kill(wait=False) if now else run.stop()
@@ -441,9 +426,7 @@ def sync(
     ] = None,
 ) -> None:
     """Upload to Weights & Biases what it lacks of runs; exit code 1 if an upload fails."""
-    from workbench.runs.registry import list_runs, load_run
-
-    deliveries = [load_run(run).sync() for run in runs] if runs else list_runs().sync()
+    deliveries = [wb.load_run(run).sync() for run in runs] if runs else wb.list_runs().sync()
     for delivery in deliveries:
         typer.echo(str(delivery))
     if not deliveries:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from workbench.analysis.axes import X_AXES, check_axis
 from workbench.analysis.comparison import Difference, Standing, difference, standings, with_unique_names
 from workbench.analysis.curve import CurveLike, column, evaluations_of
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
+from workbench.tables import html_table
 
 LEAST_EVALUATIONS = 5
 """Smallest number of held-out losses of each run from which they are compared in place of training losses."""
@@ -40,24 +40,18 @@ class Contrast:
 
     def to_html(self) -> str:
         """Return standings and settings as HTML tables, every name escaped."""
-        rows = [_table_row(("at equal", "", *self.names, "lowest"), "th")]
+        rows = list[tuple[str, ...]]()
         for item in self.standings:
             verdict = item.best if item.sure else f"too close to call ({item.best} in {item.share:.0%})"
             intervals = (item.losses[name] for name in self.names)
             losses = (f"{loss.value:.4g} ± {(loss.high - loss.low) / 2:.2g}" for loss in intervals)
             axis = X_AXES[item.axis]
-            rows.append(_table_row((axis.label, axis.describe(item.at), *losses, verdict), "td"))
-        page = f"<table>{''.join(rows)}</table>"
+            rows.append((axis.label, axis.describe(item.at), *losses, verdict))
+        page = html_table(("at equal", "", *self.names, "lowest"), rows)
         if not self.settings:
             return f"{page}<p>Their experiments, plans and environments agree.</p>"
-        rows = [_table_row(("what differs", *self.names), "th")]
-        rows += [_table_row((name, *values), "td") for name, values in self.settings]
-        return f"{page}<table>{''.join(rows)}</table>"
-
-
-def _table_row(cells: Sequence[str], tag: str) -> str:
-    style = "text-align:left;vertical-align:top;padding:2px 10px"
-    return f"<tr>{''.join(f'<{tag} style={style!r}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+        settings = html_table(("what differs", *self.names), ((name, *values) for name, values in self.settings))
+        return f"{page}{settings}"
 
 
 def contrast(

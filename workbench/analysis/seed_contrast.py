@@ -7,7 +7,6 @@ The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2, 
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from workbench.analysis.curve import Array, CurveLike, column, evaluations_of
 from workbench.analysis.smoothing import SMOOTHING, smoothed
 from workbench.errors import UnknownParameter
 from workbench.sparsity import from_json
+from workbench.tables import html_table
 
 AXES = ("tokens", "flops", "gpu_hours")
 """Axes at whose equal values configurations are compared."""
@@ -80,20 +80,15 @@ class SeedContrast:
     def to_html(self) -> str:
         """Return the differences as an HTML table, every name escaped."""
         head = ("configuration", "compared with", "at equal", "", "losses", "difference")
-        lines = [_line((*head, f"{CONFIDENCE:.0%} interval", "verdict"), "th")]
+        rows = []
         for item in self.differences:
             axis = X_AXES[item.axis]
             verdict = ("lower" if item.value < 0 else "higher") if item.distinguishable else "not distinguishable"
             losses = " and ".join(f"{mean:.4g} (n={n})" for mean, n in zip(item.means, item.seeds, strict=True))
             interval = f"{item.low:+.3g} to {item.high:+.3g}"
-            cells = (*item.names, axis.label, axis.describe(item.at), losses, f"{item.value:+.3g}", interval, verdict)
-            lines.append(_line(cells, "td"))
-        return f"<table>{''.join(lines)}</table>"
-
-
-def _line(cells: Sequence[str], tag: str) -> str:
-    style = "text-align:left;vertical-align:top;padding:2px 10px"
-    return f"<tr>{''.join(f'<{tag} style={style!r}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+            at = (axis.label, axis.describe(item.at))
+            rows.append((*item.names, *at, losses, f"{item.value:+.3g}", interval, verdict))
+        return html_table((*head, f"{CONFIDENCE:.0%} interval", "verdict"), rows)
 
 
 def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from workbench.tables import html_table
 from workbench.tensors import TensorSpec
 from workbench.units import count, gib
 
@@ -143,16 +144,13 @@ class Graph:
         )
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{b.index}</td><td>{html.escape(b.name)}</td><td><code>{b.block_type[:8]}</code></td>"
-            f"<td style='text-align:right'>{count(sum(self.parameters[p].numel for p in b.parameters))}</td>"
-            f"<td style='text-align:right'>{gib(sum(self.values[v].nbytes for v in b.sends))}</td></tr>"
-            for b in self.blocks
-        )
-        return (
-            f"<b>{html.escape(repr(self))}</b><table><tr><th>block</th><th>module</th><th>type</th>"
-            f"<th>parameters</th><th>sends</th></tr>{rows}</table>"
-        )
+        def words(block: Block) -> tuple[str, ...]:
+            held = count(sum(self.parameters[name].numel for name in block.parameters))
+            sent = gib(sum(self.values[name].nbytes for name in block.sends))
+            return str(block.index), block.name, block.block_type[:8], held, sent
+
+        table = html_table(("block", "module", "type", "parameters", "sends"), map(words, self.blocks))
+        return f"<b>{html.escape(repr(self))}</b>{table}"
 
 
 def spec_of(name: str, value: torch.Tensor | Any) -> TensorSpec:

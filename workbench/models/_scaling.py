@@ -11,6 +11,7 @@ from typing import Any
 
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model, initial_factor
+from workbench.tables import html_table, text_table
 
 EMBEDDING, VECTOR, HIDDEN = "embedding", "bias or norm", "hidden matrix"
 ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT = "output of attention", "output of feed-forward"
@@ -81,18 +82,11 @@ class Scaling:
         return {rule.pattern: rule.rate for rule in self.rules}
 
     def __repr__(self) -> str:
-        table = self._cells()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        rows = (zip(cells, widths, strict=True) for cells in table)
-        return "\n".join([self._title(), *("  ".join(c.ljust(w) for c, w in row).rstrip() for row in rows)])
+        return f"{self._title()}\n{text_table(self._cells())}"
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
         head, *body = self._cells()
-        rows = "".join(line("td", cells) for cells in body)
-        return f"<p><b>{html.escape(self._title())}</b></p><table>{line('th', head)}{rows}</table>"
+        return f"<p><b>{html.escape(self._title())}</b></p>{html_table(head, body)}"
 
     def _title(self) -> str:
         wide, deep = self.model.hidden_size / self.base.hidden_size, self.model.num_layers / self.base.num_layers

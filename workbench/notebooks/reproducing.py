@@ -23,6 +23,7 @@ from workbench.rundir import write_json
 from workbench.runs.launching.launcher import REPLAY
 from workbench.runs.records.environment import environment
 from workbench.runs.run import Run
+from workbench.tables import html_table
 
 PathLike = str | os.PathLike[str]
 PLAN_FIELDS = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", "num_microbatches", "precision")
@@ -74,16 +75,8 @@ class Reproduction:
     def _repr_html_(self) -> str:
         runs = [(c.name, c.again, c.verdict.outcome, _describe(c.verdict)) for c in self.comparisons]
         differences = [(d.subject, d.recorded, d.here) for d in self.differences]
-        tables = [_table(("run", "repeated as", "came out", ""), runs)]
-        tables += [_table(("what differed", "recorded", "here"), differences)] if differences else []
-        return "".join(tables)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    return f"<table>{line('th', header)}{''.join(line('td', row) for row in rows)}</table>"
+        table = html_table(("run", "repeated as", "came out", ""), runs)
+        return table + (html_table(("what differed", "recorded", "here"), differences) if differences else "")
 
 
 def _describe(result: Verdict) -> str:

@@ -16,6 +16,7 @@ from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE
+from workbench.tables import text_table
 from workbench.units import MIB, gib, is_count
 
 FASTEST_SHOWN = 14
@@ -132,11 +133,9 @@ class Plans:
         )
 
     def __repr__(self) -> str:
-        table = [tuple(COLUMNS), *self._cells()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        table = text_table([tuple(COLUMNS), *self._cells()])
         legend = [f"{name}: {meaning}" for name, meaning in COLUMNS.items() if name in LEGEND]
-        return "\n".join([self._heading(), self.best.prediction.basis, *(line.rstrip() for line in lines), *legend])
+        return "\n".join([self._heading(), self.best.prediction.basis, table, *legend])
 
     def _repr_html_(self) -> str:
         style = "text-align:left;padding:2px 9px;white-space:nowrap"

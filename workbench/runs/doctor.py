@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import platform
 import shutil
@@ -22,6 +21,7 @@ from workbench.arguments import checked_arguments
 from workbench.machine import available_cores, cpu_model
 from workbench.runs.records import environment
 from workbench.runs.tracking.wandb_run import logged_in
+from workbench.tables import html_table
 from workbench.units import gib
 
 PYTHON_NEEDED = (3, 11)
@@ -63,16 +63,14 @@ class Report:
 
     def __repr__(self) -> str:
         width = max(len(finding.subject) for finding in self.findings)
-        return "\n".join(_line(finding, width) for finding in self.findings)
+        return "\n".join(
+            f"{'ok     ' if each.ok else 'missing'}  {each.subject.ljust(width)}  {each.found}"
+            f"{f'. {each.remedy}' if each.remedy else ''}"
+            for each in self.findings
+        )
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{'✓' if f.ok else '✗'}</td><td style='text-align:left'>{html.escape(f.subject)}</td>"
-            f"<td style='text-align:left'>{html.escape(f.found)}</td>"
-            f"<td style='text-align:left'>{html.escape(f.remedy)}</td></tr>"
-            for f in self.findings
-        )
-        return f"<table>{rows}</table>"
+        return html_table((), (("✓" if f.ok else "✗", f.subject, f.found, f.remedy) for f in self.findings))
 
 
 @checked_arguments
@@ -85,11 +83,6 @@ def doctor(data: bool = False) -> Report:
     packages = [_package(name) for name in SHOWN_PACKAGES]
     texts = (_texts(),) if data else ()
     return Report((*(check() for check in checks), *packages, _wandb(), _templates(), _cache(), *texts))
-
-
-def _line(finding: Finding, width: int) -> str:
-    remedy = f". {finding.remedy}" if finding.remedy else ""
-    return f"{'ok     ' if finding.ok else 'missing'}  {finding.subject.ljust(width)}  {finding.found}{remedy}"
 
 
 def _python() -> Finding:

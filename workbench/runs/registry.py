@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from workbench.errors import InvalidArgument, RunNotFound
 from workbench.rundir import RunDir, runs_root
 from workbench.runs.run import Run, step_text
 from workbench.runs.status import RunFacts, created_at, state_in_words, unreadable_facts
+from workbench.tables import html_table, text_table
 from workbench.units import count, duration
 
 if TYPE_CHECKING:
@@ -73,18 +73,10 @@ class RunTable:
     def __repr__(self) -> str:
         if not self.runs:
             return f"No runs in {self.root}."
-        table = [HEADER, *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        )
+        return text_table([HEADER, *self.cells()])
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-        body = "".join(line("td", cells) for cells in self.cells())
-        return f"<table><thead>{line('th', HEADER)}</thead><tbody>{body}</tbody></table>"
+        return html_table(HEADER, self.cells())
 
 
 @checked_arguments

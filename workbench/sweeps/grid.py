@@ -28,6 +28,7 @@ from workbench.planning.search import checked_search, uncollected
 from workbench.runs.launching.launcher import devices_for
 from workbench.strategy import Choices, Fixed
 from workbench.sweeps.measured import WARM_STEPS, MeasuredGrid, start_measuring
+from workbench.tables import html_table
 from workbench.units import duration, gib, plain
 
 MOST_CELLS = 5_000
@@ -225,12 +226,8 @@ class Grid:
         return "\n".join([self.headline(), *self.sentences()])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in (*self.varied, "step", "memory", "reason"))
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in self._row(cell))}</tr>" for cell in self
-        )
         words = "<br>".join(html.escape(line) for line in (self.headline(), *self.sentences()))
-        return f"<p>{words}</p><table><tr>{head}</tr>{rows}</table>"
+        return f"<p>{words}</p>{html_table((*self.varied, 'step', 'memory', 'reason'), map(self._row, self))}"
 
     def _row(self, cell: Cell) -> list[str]:
         values = [repr(cell.choices[name]) for name in self.varied]

@@ -20,6 +20,7 @@ from workbench.planning.plan import Plan
 from workbench.runs.run import Run
 from workbench.sweeps.directory import GRID, Entry
 from workbench.sweeps.queue import Queue, find_queue, new_queue, start_queue
+from workbench.tables import html_table, text_table
 from workbench.units import duration
 
 WARM_STEPS = 3
@@ -116,13 +117,11 @@ class MeasuredGrid(Queue):
         return lines
 
     def __repr__(self) -> str:
-        return "\n".join([*self.sentences(), *("  ".join(row) for row in self._rows())])
+        return "\n".join([*self.sentences(), text_table(self._rows())])
 
     def _repr_html_(self) -> str:
         words = "<br>".join(map(html.escape, self.sentences()))
-        head = "".join(f"<th>{name}</th>" for name in ("cell", "predicted", "measured", "state"))
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(word)}</td>' for word in row)}</tr>" for row in self._rows())
-        return f"<p>{words}</p><table><tr>{head}</tr>{rows}</table>"
+        return f"<p>{words}</p>{html_table(('cell', 'predicted', 'measured', 'state'), self._rows())}"
 
     def _rows(self) -> list[tuple[str, str, str, str]]:
         return [

@@ -15,6 +15,7 @@ from workbench.sweeps.directory import Entry, configuration_key
 from workbench.sweeps.objective import describe
 from workbench.sweeps.queue import Queue, find_queue
 from workbench.sweeps.rules import rule_from_json, why_none
+from workbench.tables import html_table, text_table
 from workbench.units import duration
 
 
@@ -109,23 +110,12 @@ class Sweep(Queue):
         )
 
     def __repr__(self) -> str:
-        table = self.cells(self.rows())
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-        return "\n".join([self.headline(), *lines, self.footline()])
+        return "\n".join([self.headline(), text_table(self.cells(self.rows())), self.footline()])
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
         head, *body = self.cells(self.rows())
-        rows = "".join(line("td", cells) for cells in body)
-        return (
-            f"<p><b>{html.escape(self.headline())}</b></p><table><thead>{line('th', head)}</thead>"
-            f"<tbody>{rows}</tbody></table><p>{html.escape(self.footline())}</p>"
-        )
+        table = html_table(head, body)
+        return f"<p><b>{html.escape(self.headline())}</b></p>{table}<p>{html.escape(self.footline())}</p>"
 
     def headline(self) -> str:
         """Return how far the sweep has come, in words."""

@@ -12,6 +12,7 @@ import numpy as np
 from workbench.arguments import checked_arguments
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
+from workbench.tables import STYLE, html_table, text_table
 from workbench.units import count, duration, gib
 
 SETTLING_STEPS = 10
@@ -62,23 +63,13 @@ class Summary:
         return list(zip(self.columns, *self.rows, strict=True))
 
     def __repr__(self) -> str:
-        table = self._transposed()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join([*lines, self.machine, *self.notes])
+        return "\n".join([text_table(self._transposed()), self.machine, *self.notes])
 
     def _repr_html_(self) -> str:
-        style = "text-align:left;padding:2px 10px;white-space:nowrap"
-
-        def line(cells: Sequence[str], tag: str) -> str:
-            head, *values = (html.escape(cell) for cell in cells)
-            data = "".join(f"<{tag} style='{style}'>{value}</{tag}>" for value in values)
-            return f"<tr><th style='{style}'>{head}</th>{data}</tr>"
-
         head, *body = self._transposed()
-        rows = line(head, "th") + "".join(line(row, "td") for row in body)
         below = "<br>".join(map(html.escape, (self.machine, *self.notes)))
-        return f"<div style='overflow-x:auto'><table>{rows}</table></div><p><small>{below}</small></p>"
+        table = html_table(head, body, f"{STYLE};white-space:nowrap")
+        return f"<div style='overflow-x:auto'>{table}</div><p><small>{below}</small></p>"
 
 
 COLUMNS = (

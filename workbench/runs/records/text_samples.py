@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from workbench.events import SamplesEvent, TextSample
+from workbench.tables import STYLE, html_table
 
 SHOWN_STEPS = 5
 """Number of steps that the table of a notebook shows: the first, the last, and some between."""
@@ -63,13 +63,7 @@ def answer(sample: TextSample) -> str:
 
 def table_html(events: list[SamplesEvent]) -> str:
     """Return a table of samples for a notebook; a rising step from top to bottom."""
-    style = "text-align:left;vertical-align:top;padding:2px 10px"
-    rows = "".join(
-        f"<tr><td style='{style};text-align:right'>{event['step']:,}</td>"
-        f"<td style='{style}'>{html.escape(sample['prompt'])}</td>"
-        f"<td style='{style};white-space:pre-wrap'>{html.escape(answer(sample))}</td></tr>"
-        for event in events
-        for sample in event["samples"]
-    )
-    heads = "".join(f"<th style='{style}'>{head}</th>" for head in ("step", "prompt", "what the model wrote"))
-    return f"<table><tr>{heads}</tr>{rows}</table>" if rows else "no samples yet"
+    rows = [(f"{event['step']:,}", sample["prompt"], answer(sample)) for event in events for sample in event["samples"]]
+    if not rows:
+        return "no samples yet"
+    return html_table(("step", "prompt", "what the model wrote"), rows, f"{STYLE};white-space:pre-wrap")
