@@ -243,18 +243,18 @@ def evaluate(
     """Print the held-out loss of a checkpoint of a run that has ended."""
     from dataclasses import asdict
 
-    found = wb.load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
+    result = wb.load_run(run).evaluate(None if data is None else wb.data.corpus(data), step)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(result), indent=2))
         return
-    metrics = "".join(f", {name} {value}" for name, value in found.metrics.items())
-    typer.echo(f"loss {found.loss:.6g}{metrics} on {found.count:,} samples after {found.step:,} steps")
+    metrics = "".join(f", {name} {value}" for name, value in result.metrics.items())
+    typer.echo(f"loss {result.loss:.6g}{metrics} on {result.count:,} samples after {result.step:,} steps")
 
 
 def _print_started(started: Run, wait: bool, as_json: bool) -> None:
     if wait:
         started.wait()
-    typer.echo(json.dumps(started.summary(), indent=2) if as_json else f"{started!r}\n{started.path}")
+    typer.echo(json.dumps(started.row(), indent=2) if as_json else f"{started!r}\n{started.path}")
 
 
 @app.command()
@@ -377,7 +377,7 @@ def show(
         typer.echo(plan_page(shown, to))
         return
     if as_json:
-        typer.echo(json.dumps(shown.summary(), indent=2))
+        typer.echo(json.dumps(shown.row(), indent=2))
         return
     if follow:
         _follow([shown], every)
@@ -608,8 +608,8 @@ def model_from(text: str) -> Any:
     if key in gpt3_sizes:
         return models.gpt3(gpt3_sizes[key], **options)
     if key not in builders:
-        known = suggestion(key, [*builders, *gpt3_sizes])
-        raise InvalidExperiment(f"There is no model {name!r}, and no file of this name. {known}", model=name)
+        near = suggestion(key, [*builders, *gpt3_sizes])
+        raise InvalidExperiment(f"There is no model {name!r}, and no file of this name. {near}", model=name)
     return builders[key](**options)
 
 

@@ -136,7 +136,7 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
         eventually(lambda left=left: stop_buttons(page).count() == left)
     eventually(lambda: all(run.status.final for run in list_runs(folder)), lambda: list_runs(folder))
     stopped = next(run for run in list_runs(folder) if run.checkpoints)
-    reached = stopped.summary()["step"]
+    reached = stopped.row()["step"]
     assert stopped.status.state == "stopped"
     page.get_by_role("button", name="Resume").first.wait_for()
     picture(page, "lab-stopped")

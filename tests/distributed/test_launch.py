@@ -103,7 +103,7 @@ def eventually(truth, seconds: float = 40.0):
 
 
 def first_step(run: Run) -> None:
-    eventually(lambda: run.summary()["step"] >= 1 or run.status.final)
+    eventually(lambda: run.row()["step"] >= 1 or run.status.final)
     assert run.status.state == "running", f"{run}\n{run.logs('launcher')}"
 
 
@@ -241,8 +241,8 @@ def test_the_run_outlives_the_kernel_that_launched_it():
     os.kill(kernel.pid, signal.SIGINT)
     os.kill(kernel.pid, signal.SIGKILL)
     kernel.wait()
-    seen = run.summary()["step"]
-    eventually(lambda: run.summary()["step"] > seen + 3)
+    seen = run.row()["step"]
+    eventually(lambda: run.row()["step"] > seen + 3)
     assert run.stop(wait=True).status.state == "stopped"
 
 
@@ -264,7 +264,7 @@ def test_what_ends_the_ranks_without_a_supervisor_has_its_last_word_before_the_r
     eventually(lambda: processes.supervisors(run.directory))
     while run.alive:
         time.sleep(0.01)
-    again = start(steps=run.summary()["step"] + 3, resume=run.path).wait(timeout=60)
+    again = start(steps=run.row()["step"] + 3, resume=run.path).wait(timeout=60)
     assert again.status.state == "finished"
     states = [event["state"] for event in read_events(run.directory.events) if event["type"] == "status"]
     told = [state for state in states if state != "running"]  # which a supervisor killed early has not written

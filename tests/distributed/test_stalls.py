@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_the_limit() -> None:
     asked = experiment(steps=1_000_000, checkpoint_every=None)
     run = Run(launch(Attempt(asked, plan(asked, pipeline=2))))
-    eventually(lambda: run.summary()["step"] >= 5 or run.status.final)
+    eventually(lambda: run.row()["step"] >= 5 or run.status.final)
     assert run.status.state == "running", run.logs("launcher")
     pids = {record["rank"]: record["pid"] for record in processes.rank_records(run.directory)}
 
@@ -56,7 +56,7 @@ def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_t
     assert re.search(r"Waiting: rank 0 \(stage 0\) in \w+ at \w+/\w+\.py:\d+\.", message)
     assert "The run ends after 8.0 s without progress." in message
     assert "torch/distributed" in run.directory.stack(0).read_text()
-    facts = run.summary()
+    facts = run.row()
     assert (facts["state"], facts["eta_s"]) == ("stalled", None)
     assert f"{run.name}  stalled" in repr(list_runs())
     snapshot = RunReader(run.path).read()
@@ -65,8 +65,8 @@ def test_a_stopped_rank_is_named_with_what_waits_for_it_and_ends_the_run_after_t
 
     os.kill(pids[1], signal.SIGCONT)
     stalled_at = facts["step"]
-    eventually(lambda: run.status.state == "running" and run.summary()["step"] > stalled_at, 30)
-    assert run.summary()["eta_s"] is not None
+    eventually(lambda: run.status.state == "running" and run.row()["step"] > stalled_at, 30)
+    assert run.row()["eta_s"] is not None
     time.sleep(1.0)
     assert run.status.state == "running"
 

@@ -134,7 +134,7 @@ def test_a_run_that_trained_on_after_its_loss_was_lost_is_no_green_finished_run(
     end(run, "finished")
     table = list_runs(tmp_path)
     assert "finished, not finite" in repr(table)
-    assert "finished, not finite" in progress_line(table[0].summary())
+    assert "finished, not finite" in progress_line(table[0].row())
     live_table, dashboard = LiveTable(table), live(table[0])
     for shown in (cells(live_table)[0], dashboard.twin()[0]):
         assert "not finite" in shown

@@ -93,7 +93,7 @@ def test_no_mutation_is_silent(
     dice, found = random.Random(mutate.__name__), 0
     for _ in range(MUTATIONS):
         finished.events.write_bytes(mutate(lines, dice))
-        history, facts = read_history(finished.events), Run(finished.path).summary()
+        history, facts = read_history(finished.events), Run(finished.path).row()
         wrong = history.loss != 7.0 / history.step
         assert not wrong.any(), history.step[wrong]
         assert np.all(np.diff(history.step) > 0)
@@ -130,7 +130,7 @@ def test_the_edges_of_a_file_are_read_as_far_as_they_are_whole(
         monkeypatch.setattr(event_lines, "BULK_BYTES", 1)
     change, steps, damaged = ENDS[damage]
     finished.events.write_bytes(change(finished.events.read_bytes()))
-    history, facts = read_history(finished.events), Run(finished.path).summary()
+    history, facts = read_history(finished.events), Run(finished.path).row()
     assert len(history) == steps
     assert (history.loss == 7.0 / history.step).all()
     assert facts["damaged_lines"] == damaged
@@ -142,7 +142,7 @@ def test_the_edges_of_a_file_are_read_as_far_as_they_are_whole(
 def test_an_intact_file_is_called_intact(finished: RunDir) -> None:
     assert len(read_history(finished.events)) == STEPS
     assert read_history(finished.events).missing == 0
-    assert Run(finished.path).summary()["damaged_lines"] == 0
+    assert Run(finished.path).row()["damaged_lines"] == 0
     assert "damaged" not in repr(Run(finished.path))
     finished.events.write_bytes(finished.events.read_bytes().replace(b'"step": 30, ', b'"step": 3, '))
     assert "1 damaged lines of events.jsonl skipped" in repr(Run(finished.path))

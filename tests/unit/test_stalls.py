@@ -136,8 +136,8 @@ def test_neither_the_first_steps_nor_a_step_of_nine_medians_is_a_stall(run: RunD
 def test_a_stalled_run_has_no_time_left_in_any_table(run: RunDir) -> None:
     for step in (1, 2):
         append_event(run.events, "step", step=step, loss=1.0, step_ms=100.0)
-    assert Run(run.path).summary()["eta_s"] == pytest.approx(9.8)
+    assert Run(run.path).row()["eta_s"] == pytest.approx(9.8)
     append_event(run.events, "status", state="stalled", message="Step 3 has made no progress.")
-    facts = Run(run.path).summary()
+    facts = Run(run.path).row()
     assert (facts["state"], facts["eta_s"]) == ("stalled", None)
     assert "stalled, step 2 of 100" in repr(Run(run.path))

@@ -33,7 +33,7 @@ class BlockView:
 
 
 @dataclass(frozen=True)
-class Cell:
+class BlockRectangle:
     """One block as a rectangle: `row` counts from the top, `start` and `width` are in ms."""
 
     index: int
@@ -90,19 +90,19 @@ def partition_height(plan: Plan) -> int:
     return max(56, lane * num_stages)
 
 
-def _cells(stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[Cell]:
+def _cells(stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[BlockRectangle]:
     """Return the stage's blocks laid out left to right, wrapped into `rows` rows of equal numbers."""
     indices = range(stage.first_block, stage.end_block)
     times = [(blocks[i].ms or 0.0) if blocks is not None else 0.0 for i in indices]
     stage_ms, total = stage.forward_ms + stage.backward_ms, sum(times)
     widths = [stage_ms * ms / total if total > 0 else stage_ms / len(indices) for ms in times]
     per_row = math.ceil(len(indices) / rows)
-    cells: list[Cell] = []
+    cells: list[BlockRectangle] = []
     start = 0.0
     for position, (index, width) in enumerate(zip(indices, widths, strict=True)):
         if position % per_row == 0:
             start = 0.0
-        cells.append(Cell(index, position // per_row, start, width))
+        cells.append(BlockRectangle(index, position // per_row, start, width))
         start += width
     return cells
 
@@ -172,7 +172,7 @@ def _lane_label(plan: Plan, stage: Stage) -> str:
 
 
 def _stage_trace(
-    plan: Plan, stage: Stage, laid: Sequence[Cell], blocks: Sequence[BlockView] | None, rows: int
+    plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], blocks: Sequence[BlockView] | None, rows: int
 ) -> go.Bar:
     lane = 0.86
     thick = lane / rows

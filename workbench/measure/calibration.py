@@ -89,8 +89,8 @@ class Calibration:
         chosen = self.devices if gpus is None else gpus
         if self.device_type == "cpu":
             return self.applied_to(detected_cluster(chosen))
-        known = known_gpu(self.device)
-        if known is None:
+        data_sheet = known_gpu(self.device)
+        if data_sheet is None:
             here = detected_cluster(None)
             if here.device.name != self.device.removeprefix("NVIDIA "):
                 raise PlanMismatch(
@@ -99,8 +99,8 @@ class Calibration:
                     calibrated=self.device,
                     found=here.device.name,
                 )
-            known = here.device, here.intra, here.inter
-        device, intra, inter = known
+            data_sheet = here.device, here.intra, here.inter
+        device, intra, inter = data_sheet
         whole = Cluster(device, chosen, self.devices, intra, inter)
         return self.applied_to(replace(whole, gpus_per_node=min(whole.gpus, self.devices)))
 
@@ -136,11 +136,11 @@ class Calibration:
         )
         return replace(cluster, device=measured, intra=self._link(cluster.intra))
 
-    def _link(self, known: Link) -> Link:
+    def _link(self, data_sheet: Link) -> Link:
         if self.link is None:
-            return known
+            return data_sheet
         # Only two devices can measure the share of bandwidth that an all-reduce of two reaches.
-        return replace(self.link, paired=known.paired) if self.devices > 2 else self.link
+        return replace(self.link, paired=data_sheet.paired) if self.devices > 2 else self.link
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON that `load` reads, and return its path."""
@@ -181,8 +181,8 @@ def _check_figures(fields: Mapping[str, Any]) -> None:
     for name in ("device", "device_type", "torch", "measured", "precision"):
         if not isinstance(figures.pop(name), str):
             raise ValueError(f"{name} is no text")
-    for name, known in (("device_type", ("cuda", "cpu")), ("precision", ("bf16", "fp32"))):
-        if fields[name] not in known:
+    for name, allowed in (("device_type", ("cuda", "cpu")), ("precision", ("bf16", "fp32"))):
+        if fields[name] not in allowed:
             raise ValueError(f"{name} is {fields[name]!r}")
     if figures["host_bandwidth"] is None:
         del figures["host_bandwidth"]

@@ -89,8 +89,8 @@ def local_gpu() -> str | None:
     if not torch.cuda.is_available() or torch.cuda.device_count() == 0:
         return None
     name = torch.cuda.get_device_name(0)
-    known = known_gpu(name)
-    return known[0].name if known else str(name).removeprefix("NVIDIA ")
+    data_sheet = known_gpu(name)
+    return data_sheet[0].name if data_sheet else str(name).removeprefix("NVIDIA ")
 
 
 def known_gpu(name: str) -> tuple[Device, Link, Link] | None:

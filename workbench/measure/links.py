@@ -23,7 +23,7 @@ REPEATS = 8
 def measure(device: torch.device) -> list[tuple[int, float]]:
     """Return bytes and seconds of an all-reduce for several sizes."""
     on_gpu = device.type == "cuda"
-    found = []
+    seconds_by_size = []
     for elements in (256, 1 << 14, 1 << 20, 1 << 24, *((1 << 27,) if on_gpu else ())):
         tensor = torch.ones(elements, device=device)
         best = float("inf")
@@ -38,8 +38,8 @@ def measure(device: torch.device) -> list[tuple[int, float]]:
                 torch.cuda.synchronize(device)
             if attempt >= 2:
                 best = min(best, time.perf_counter() - started)
-        found.append((tensor.nbytes, best))
-    return found
+        seconds_by_size.append((tensor.nbytes, best))
+    return seconds_by_size
 
 
 def main() -> None:
@@ -49,9 +49,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        found = measure(device)
+        seconds_by_size = measure(device)
         if dist.get_rank() == 0:
-            Path(sys.argv[1]).write_text(json.dumps(found))
+            Path(sys.argv[1]).write_text(json.dumps(seconds_by_size))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -147,14 +147,14 @@ def _with_kernel(notebook: Path, scratch: Path) -> Path:
 def _check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
     import papermill
 
-    known = papermill.inspect_notebook(str(notebook)) if parameters else {}
+    declared = papermill.inspect_notebook(str(notebook)) if parameters else {}
     for name in parameters:
-        if name not in known:
-            names = ", ".join(known) or "none"
-            hint = suggestion(name, known) if known else "It has no cell tagged parameters."
-            listed = "" if hint.startswith("Known names") or not known else f" It has: {names}."
+        if name not in declared:
+            names = ", ".join(declared) or "none"
+            hint = suggestion(name, declared) if declared else "It has no cell tagged parameters."
+            listed = "" if hint.startswith("Known names") or not declared else f" It has: {names}."
             raise UnknownParameter(
-                f"{notebook.name} has no parameter {name!r}. {hint}{listed}", parameter=name, known=tuple(known)
+                f"{notebook.name} has no parameter {name!r}. {hint}{listed}", parameter=name, known=tuple(declared)
             )
 
 

@@ -62,8 +62,8 @@ class Record:
     @staticmethod
     def of(notebook_runs: Sequence[Run]) -> Record:
         """Return the record of a notebook that launched these runs."""
-        facts = notebook_runs[0].environment if notebook_runs else environment()
-        public = {key: value for key, value in facts.items() if key not in (*PRIVATE, "data_fingerprint")}
+        machine = notebook_runs[0].environment if notebook_runs else environment()
+        public = {key: value for key, value in machine.items() if key not in (*PRIVATE, "data_fingerprint")}
         return Record(time.time(), public, tuple(map(RecordedRun.of, notebook_runs)))
 
     def to_json(self) -> dict[str, Any]:

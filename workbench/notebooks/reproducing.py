@@ -31,7 +31,7 @@ PLAN_FIELDS = ("pipeline", "data", "tensor", "zero", "schedule", "micro_batch", 
 
 
 @dataclass(frozen=True)
-class Difference:
+class RecordedDifference:
     """One fact that is not as it was recorded."""
 
     subject: str
@@ -53,7 +53,7 @@ class Reproduction:
     """The result of `reproduce`; a notebook shows it as tables."""
 
     comparisons: tuple[Comparison, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[RecordedDifference, ...]
     notebook: Path
     page: Path
 
@@ -200,49 +200,49 @@ def _comparisons(recorded: Sequence[RecordedRun], again: Sequence[Run]) -> Itera
             yield Comparison(run.name, again[index].name, verdict(run.curve, LossCurve.of(again[index])))
 
 
-def differences(record: Record, again: Sequence[Run]) -> list[Difference]:
+def differences(record: Record, again: Sequence[Run]) -> list[RecordedDifference]:
     """Return what differs from the record: code, versions, machine, and each run's experiment, data and plan."""
     now = dict(again[0].environment) if again else environment()
-    found = [*_environment_differences(record.environment, now)]
+    changed = [*_environment_differences(record.environment, now)]
     for run, repeated in zip(record.runs, map(RecordedRun.of, again), strict=False):
-        found += _run_differences(run, repeated)
-    return found
+        changed += _run_differences(run, repeated)
+    return changed
 
 
-def _environment_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+def _environment_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[RecordedDifference]:
     git, git_now = then.get("git") or {}, now.get("git") or {}
     if git.get("commit") != git_now.get("commit"):
-        yield Difference("git commit", _short(git.get("commit")), _short(git_now.get("commit")))
+        yield RecordedDifference("git commit", _short(git.get("commit")), _short(git_now.get("commit")))
     if (git.get("dirty"), git.get("diff_sha256")) != (git_now.get("dirty"), git_now.get("diff_sha256")):
-        yield Difference("uncommitted changes", _describe_changes(git), _describe_changes(git_now))
+        yield RecordedDifference("uncommitted changes", _describe_changes(git), _describe_changes(git_now))
     if then.get("python") != now.get("python"):
-        yield Difference("Python", str(then.get("python")), str(now.get("python")))
+        yield RecordedDifference("Python", str(then.get("python")), str(now.get("python")))
     packages, packages_now = then.get("packages") or {}, now.get("packages") or {}
     for name in sorted(packages.keys() | packages_now.keys()):
-        versions = (str(found.get(name) or "not installed") for found in (packages, packages_now))
+        versions = (str(installed.get(name) or "not installed") for installed in (packages, packages_now))
         if packages.get(name) != packages_now.get(name):
-            yield Difference(name, *versions)
+            yield RecordedDifference(name, *versions)
     for subject, key in (("processor", "cpu"), ("cores", "cores"), ("platform", "platform")):
         if then.get(key) != now.get(key):
-            yield Difference(subject, str(then.get(key)), str(now.get(key)))
+            yield RecordedDifference(subject, str(then.get(key)), str(now.get(key)))
     gpus, gpus_now = (
-        ", ".join(f"{gpu['name']} ({gpu['driver']})" for gpu in facts.get("gpus") or ()) for facts in (then, now)
+        ", ".join(f"{gpu['name']} ({gpu['driver']})" for gpu in machine.get("gpus") or ()) for machine in (then, now)
     )
     if gpus != gpus_now:
-        yield Difference("GPUs", gpus or "none", gpus_now or "none")
+        yield RecordedDifference("GPUs", gpus or "none", gpus_now or "none")
 
 
-def _run_differences(then: RecordedRun, now: RecordedRun) -> Iterator[Difference]:
+def _run_differences(then: RecordedRun, now: RecordedRun) -> Iterator[RecordedDifference]:
     for field in sorted(then.experiment.keys() | now.experiment.keys()):
         left, right = then.experiment.get(field), now.experiment.get(field)
         if left != right:
-            yield Difference(f"{then.name}: {field}", str(left), str(right))
+            yield RecordedDifference(f"{then.name}: {field}", str(left), str(right))
     if then.data_fingerprint != now.data_fingerprint:
-        yield Difference(f"{then.name}: data", _short(then.data_fingerprint), _short(now.data_fingerprint))
+        yield RecordedDifference(f"{then.name}: data", _short(then.data_fingerprint), _short(now.data_fingerprint))
     changed = [key for key in PLAN_FIELDS if then.plan.get(key) != now.plan.get(key)]
     if changed:
         described = (", ".join(f"{key} {run.plan.get(key)}" for key in changed) for run in (then, now))
-        yield Difference(f"{then.name}: plan", *described)
+        yield RecordedDifference(f"{then.name}: plan", *described)
 
 
 def _short(identity: Any) -> str:

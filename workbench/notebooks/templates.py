@@ -18,10 +18,10 @@ def template_path(template: str) -> Path:
     given = Path(template)
     if given.is_file():
         return given
-    known = templates()
-    if given.stem in known:
-        return known[given.stem]
-    hint = suggestion(given.stem, known) if known else "No templates are installed here; give the path of a notebook."
+    installed = templates()
+    if given.stem in installed:
+        return installed[given.stem]
+    hint = suggestion(given.stem, installed) if installed else "No templates are installed here; give the path of a notebook."
     raise RunNotFound(f"There is no notebook {template!r}. {hint}", template=template)
 
 

@@ -138,35 +138,35 @@ class Search:
         """Number of options, once `plan` has run."""
         self._weighed: dict[Strategy, Option] = {}
 
-    def plan(self, known: int = 1) -> Plan:
+    def plan(self, num_simulated: int = 1) -> Plan:
         """Return the fastest plan that fits.
 
-        `Plan.candidates` has the simulated step of `known` of the fastest options, and bounds of others.
+        `Plan.candidates` has the simulated step of `num_simulated` of the fastest options, and bounds of others.
         """
-        found = sorted(map(Option.of, options(self.profile, self.request)), key=lambda option: option.bound_ms)
-        self.searched = len(found)
-        if not found:
+        by_bound = sorted(map(Option.of, options(self.profile, self.request)), key=lambda option: option.bound_ms)
+        self.searched = len(by_bound)
+        if not by_bound:
             if self.profile.coupled and has_options(replace(self.profile, coupled=()), self.request):
                 division = f"which no allowed division of {self.request.cluster.gpus} devices leaves room for"
                 raise coupled_samples(self.profile, self.request, division)
             raise no_options(self.profile, self.request, lambda other: has_options(self.profile, other))
-        best = self._fastest(found)
+        best = self._fastest(by_bound)
         if best is None:
             if self.profile.coupled:
                 offer = self.request.offer()
                 raise coupled_samples(self.profile, self.request, f"which does not fit: {offer}")
-            raise self._refusal(found)
-        best = self._with_cuda_graphs(best, found)
+            raise self._refusal(by_bound)
+        best = self._with_cuda_graphs(best, by_bound)
         form = best.strategy.block_sparse
-        other = self._fastest([option for option in found if option.strategy.block_sparse != form])
-        self._settle(found, known)
-        return assemble(self.profile, self.request, best, found, other)
+        other = self._fastest([option for option in by_bound if option.strategy.block_sparse != form])
+        self._settle(by_bound, num_simulated)
+        return assemble(self.profile, self.request, best, by_bound, other)
 
-    def _fastest(self, found: list[Option]) -> Option | None:
+    def _fastest(self, by_bound: list[Option]) -> Option | None:
         """Return the fastest option that fits, of options in the order of their bounds."""
         best: Option | None = None
         best_ms = np.inf
-        for option in found:
+        for option in by_bound:
             if option.bound_ms >= best_ms:
                 break
             if option.step_ms is None and not self._is_dominated(option):
@@ -199,49 +199,49 @@ class Search:
         option.bound_ms = max(option.bound_ms, twin.least_ms)
         return True
 
-    def _with_cuda_graphs(self, best: Option, found: list[Option]) -> Option:
+    def _with_cuda_graphs(self, best: Option, by_bound: list[Option]) -> Option:
         """Return the best option with CUDA graphs if it costs little, otherwise the best option.
 
         A host-bound plan is as fast as predicted only where the host is as fast as when it was measured.
         """
         assert best.step_ms is not None
         captured = replace(best.strategy, cuda_graphs=True)
-        for option in found:
+        for option in by_bound:
             if option.strategy == captured and option is not best:
                 self._weigh(option, np.inf)
                 if option.step_ms is not None and option.step_ms <= (1 + CUDA_GRAPHS_SLACK) * best.step_ms:
                     return option
         return best
 
-    def _settle(self, found: list[Option], known: int) -> None:
-        """Weigh options whose bound may be among the fastest until `known` steps, or `MAX_SETTLED`, are simulated."""
-        queue = [(option.least_ms, number) for number, option in enumerate(found) if option.may_fit]
+    def _settle(self, by_bound: list[Option], num_simulated: int) -> None:
+        """Weigh options whose bound may be among the fastest until `num_simulated`, or `MAX_SETTLED`, are simulated."""
+        queue = [(option.least_ms, number) for number, option in enumerate(by_bound) if option.may_fit]
         heapq.heapify(queue)
         most = len(self._weighed) + MAX_SETTLED
-        while queue and known > 0 and len(self._weighed) < most:
+        while queue and num_simulated > 0 and len(self._weighed) < most:
             _, number = heapq.heappop(queue)
-            option = found[number]
+            option = by_bound[number]
             if option.step_ms is not None:
-                known -= 1
+                num_simulated -= 1
                 continue
             self._weigh(option, np.inf)
             if option.may_fit:
                 heapq.heappush(queue, (option.least_ms, number))
 
-    def _refusal(self, found: list[Option]) -> PlanInfeasible:
+    def _refusal(self, by_bound: list[Option]) -> PlanInfeasible:
         """Return the reason why no option fits, with the option that needs least memory."""
-        leanest, least, fullest = found[0], np.inf, 0
-        for option in sorted(found, key=lambda option: option.least_bytes):
+        leanest, least, fullest = by_bound[0], np.inf, 0
+        for option in sorted(by_bound, key=lambda option: option.least_bytes):
             if option.least_bytes >= least:
                 break
             needed, rank = Cutter(option.costs).leanest()
             if needed < least:
                 leanest, least, fullest = option, needed, rank
         if not np.isfinite(least):
-            host = min(Cutter(option.costs).least_host for option in found)
+            host = min(Cutter(option.costs).least_host for option in by_bound)
             return host_too_small(self.profile, self.request, host)
         strategy = replace(leanest.strategy, recompute=leanest.costs.model.modes[-1])
-        return too_large(self.profile, self.request, len(found), (strategy, float(least), fullest), self._fits)
+        return too_large(self.profile, self.request, len(by_bound), (strategy, float(least), fullest), self._fits)
 
     def _fits(self, other: Request) -> bool:
         try:

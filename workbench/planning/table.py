@@ -47,7 +47,7 @@ def weigh(profile: Profile, precision: str, request: Request) -> Plans:
     """Search as `workbench.planning.search` does, and return every option that was considered."""
     search = checked_search(profile, precision, request)
     with uncollected():
-        best = search.plan(known=FASTEST_SHOWN)
+        best = search.plan(num_simulated=FASTEST_SHOWN)
     return Plans(best, search.searched, profile, request)
 
 
@@ -161,7 +161,7 @@ class Plans:
 
 def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
     chunks = f" × {row.chunks}" if row.chunks > 1 else ""
-    known = "" if row.bubble_fraction is not None else "≥ "
+    bound_sign = "" if row.bubble_fraction is not None else "≥ "
     return (
         str(number),
         str(row.pipeline),
@@ -173,7 +173,7 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         f"{row.num_microbatches} × {row.micro_batch}"
         + (", CUDA graphs" if row.cuda_graphs else "")
         + (", block-sparse" if row.block_sparse else ""),
-        "–" if row.step_ms is None else known + _milliseconds(row.step_ms),
+        "–" if row.step_ms is None else bound_sign + _milliseconds(row.step_ms),
         "–" if row.peak_bytes is None else gib(row.peak_bytes),
         "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",
         row.verdict,

@@ -206,8 +206,8 @@ def _texts() -> Finding:
     damaged = [problem for folder in texts if (problem := damage_of(folder)) is not None]
     if not damaged:
         return Finding("Token cache", True, f"{len(texts)} texts, every file as it was written")
-    found = f"{len(damaged)} of {len(texts)} texts are damaged: {' '.join(damaged)}".removesuffix(".")
-    return Finding("Token cache", False, found, "Delete the folder: the text is then tokenised again.")
+    damage = f"{len(damaged)} of {len(texts)} texts are damaged: {' '.join(damaged)}".removesuffix(".")
+    return Finding("Token cache", False, damage, "Delete the folder: the text is then tokenised again.")
 
 
 def as_json(report: Report) -> list[dict[str, Any]]:

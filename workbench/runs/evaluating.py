@@ -57,12 +57,12 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> Evaluation:
         event = _result_event(child, checkpoint)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    facts = {name: event[name] for name in CARRIED if name in event}
+    fields = {name: event[name] for name in CARRIED if name in event}
     if data is None:
-        append_event(run.events, "evaluation", **facts)
+        append_event(run.events, "evaluation", **fields)
         return _result(event, None)
     assert experiment.eval_data is not None
-    append_event(run.events, "data_evaluation", **facts, data=experiment.eval_data.name)
+    append_event(run.events, "data_evaluation", **fields, data=experiment.eval_data.name)
     return _result(event, experiment.eval_data.name)
 
 
@@ -81,22 +81,22 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
             "run.stop(wait=True). A run with evaluate=wb.Evaluate(...) is evaluated while it trains.",
             run=str(run.path),
         )
-    found = {checkpoint.step: checkpoint.path for checkpoint in complete_checkpoints(run)}
-    if not found:
+    paths = {checkpoint.step: checkpoint.path for checkpoint in complete_checkpoints(run)}
+    if not paths:
         raise CheckpointError(
             f"{run.path.name} has no checkpoint that could be evaluated. Launch it anew, with checkpoint_every set if "
             "it may be interrupted.",
             run=str(run.path),
         )
-    if step is not None and step not in found:
-        steps = ", ".join(f"{each:,}" for each in found)
+    if step is not None and step not in paths:
+        steps = ", ".join(f"{each:,}" for each in paths)
         raise CheckpointError(
             f"{run.path.name} has no checkpoint of step {step:,}. It has those of the steps {steps}; more are kept "
             "with keep_checkpoints.",
             run=str(run.path),
             step=step,
         )
-    return found[max(found) if step is None else step]
+    return paths[max(paths) if step is None else step]
 
 
 def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:

@@ -14,7 +14,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, RunNotFound
 from workbench.rundir import RunDir, runs_root
 from workbench.runs.run import Run, step_text
-from workbench.runs.status import RunFacts, created_at, state_in_words, unreadable_facts
+from workbench.runs.status import RunRow, created_at, state_in_words, unreadable_row
 from workbench.tables import html_table, text_table
 from workbench.units import count, duration
 
@@ -52,9 +52,9 @@ class RunTable:
             return list(self.runs[key])
         return self.runs[key] if isinstance(key, int) else load_run(self.root / key)
 
-    def rows(self) -> list[RunFacts]:
-        """Return `Run.summary()` of each run; one that cannot be read has failed, with the reason as its message."""
-        return [summary_or_reason(run) for run in self.runs]
+    def rows(self) -> list[RunRow]:
+        """Return `Run.row()` of each run; one that cannot be read has failed, with the reason as its message."""
+        return [row_or_reason(run) for run in self.runs]
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the columns of `HEADER` for each run, as text."""
@@ -136,14 +136,14 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
     return names if len(set(names)) == len(runs) else [run.name for run in runs]
 
 
-def summary_or_reason(run: Run) -> RunFacts:
-    """Return `run.summary()`, or why it cannot be read: one damaged or deleted run must not hide the others."""
+def row_or_reason(run: Run) -> RunRow:
+    """Return `run.row()`, or why it cannot be read: one damaged or deleted run must not hide the others."""
     try:
-        facts = run.summary()
-        _cells(facts)  # a word where a number belongs
+        row = run.row()
+        _cells(row)  # a word where a number belongs
     except Exception as error:  # the files of a run may hold anything
-        return unreadable_facts(run.directory, error)
-    return facts
+        return unreadable_row(run.directory, error)
+    return row
 
 
 def _run_folders(root: Path) -> list[Path]:
@@ -160,7 +160,7 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _cells(row: RunFacts) -> tuple[str, ...]:
+def _cells(row: RunRow) -> tuple[str, ...]:
     devices = f"GPU {', '.join(map(str, row['gpus']))}" if row["gpus"] else str(row["devices"] or "")
     return (
         row["name"],

@@ -17,13 +17,13 @@ from workbench.runs.launching.failure import log_tail, run_failed
 from workbench.runs.status import (
     Checkpoint,
     Progress,
-    RunFacts,
+    RunRow,
     Status,
     complete_checkpoints,
     read_described,
     read_experiment,
     read_status,
-    run_facts,
+    row_of,
     wait_for_end,
 )
 from workbench.units import count, gib
@@ -275,24 +275,24 @@ class Run:
         """Return the last `tail` lines (None: all) that a rank printed, or that `"launcher"` printed."""
         return log_tail(self._dir, rank, tail)
 
-    def summary(self) -> RunFacts:
-        """Return where the run stands, as JSON: state, step, loss, speed, time left, devices, peak memory."""
+    def row(self) -> RunRow:
+        """Return the row of `wb.list_runs()`, as JSON: state, step, loss, speed, time left, devices, peak memory."""
         status = self.status
-        return run_facts(self._dir, status, self._progress)
+        return row_of(self._dir, status, self._progress)
 
     def __repr__(self) -> str:
-        return f"Run({self.name}: {_in_words(self.summary())})"
+        return f"Run({self.name}: {_in_words(self.row())})"
 
     def _repr_html_(self) -> str:
         from workbench.runs.tracking.wandb_run import tracking_note
 
-        facts = self.summary()
-        return _run_html(facts, self._progress.problems, tracking_note(self._dir))
+        row = self.row()
+        return _run_html(row, self._progress.problems, tracking_note(self._dir))
 
 
-def _in_words(facts: RunFacts) -> str:
-    parts = [facts["state"], f"step {step_text(facts)}", *_figures(facts)]
-    message = f" ({facts['message']})" if facts["message"] and facts["state"] != "finished" else ""
+def _in_words(row: RunRow) -> str:
+    parts = [row["state"], f"step {step_text(row)}", *_figures(row)]
+    message = f" ({row['message']})" if row["message"] and row["state"] != "finished" else ""
     return f"{', '.join(parts)}{message}"
 
 
@@ -332,37 +332,37 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
     launch(attempt, captured, progress=False)
 
 
-def step_text(facts: RunFacts) -> str:
+def step_text(row: RunRow) -> str:
     """Return `"40 of 100"`, or `"40"` where the number of steps is unknown."""
-    return f"{facts['step']:,} of {facts['steps']:,}" if facts["steps"] else f"{facts['step']:,}"
+    return f"{row['step']:,} of {row['steps']:,}" if row["steps"] else f"{row['step']:,}"
 
 
-def _figures(facts: RunFacts) -> list[str]:
+def _figures(row: RunRow) -> list[str]:
     """Return `["loss 6.91", "82.1 k tokens/s", "MFU 41 %", "61.2 GiB"]`, as far as known."""
     figures = []
-    if facts["loss"] is not None:
-        figures.append(f"loss {facts['loss']:.4g}")
-    if facts["tokens_per_s"]:
-        figures.append(f"{count(facts['tokens_per_s'])} tokens/s")
-    if facts["mfu"]:
-        figures.append(f"MFU {facts['mfu']:.0%}")
-    if facts["peak_bytes"]:
-        figures.append(f"{gib(facts['peak_bytes'])} at most on a device")
-    if facts["damaged_lines"]:
-        figures.append(f"{facts['damaged_lines']:,} damaged lines of events.jsonl skipped")
+    if row["loss"] is not None:
+        figures.append(f"loss {row['loss']:.4g}")
+    if row["tokens_per_s"]:
+        figures.append(f"{count(row['tokens_per_s'])} tokens/s")
+    if row["mfu"]:
+        figures.append(f"MFU {row['mfu']:.0%}")
+    if row["peak_bytes"]:
+        figures.append(f"{gib(row['peak_bytes'])} at most on a device")
+    if row["damaged_lines"]:
+        figures.append(f"{row['damaged_lines']:,} damaged lines of events.jsonl skipped")
     return figures
 
 
-def _run_html(facts: RunFacts, problems: Sequence[str], tracking: str) -> str:
-    done = min(1.0, facts["step"] / facts["steps"]) if facts["steps"] else 0.0
+def _run_html(row: RunRow, problems: Sequence[str], tracking: str) -> str:
+    done = min(1.0, row["step"] / row["steps"]) if row["steps"] else 0.0
     rows = [
-        ("status", html.escape(f"{facts['state']}. {facts['message']}" if facts["message"] else facts["state"])),
-        ("step", f"{step_text(facts)} <progress value='{done:.4f}' max='1'></progress>"),
-        ("now", html.escape(", ".join(_figures(facts)) or "no step yet")),
-        ("directory", f"<code>{html.escape(facts['path'])}</code>"),
+        ("status", html.escape(f"{row['state']}. {row['message']}" if row["message"] else row["state"])),
+        ("step", f"{step_text(row)} <progress value='{done:.4f}' max='1'></progress>"),
+        ("now", html.escape(", ".join(_figures(row)) or "no step yet")),
+        ("directory", f"<code>{html.escape(row['path'])}</code>"),
         *(("checkpoints", html.escape(problem)) for problem in problems),
         ("W&amp;B", html.escape(tracking)),
     ]
     style = "style='text-align:left'"
     cells = "".join(f"<tr><th {style}>{name}</th><td {style}>{value}</td></tr>" for name, value in rows)
-    return f"<table><caption {style}><b>{html.escape(facts['name'])}</b></caption>{cells}</table>"
+    return f"<table><caption {style}><b>{html.escape(row['name'])}</b></caption>{cells}</table>"

@@ -62,7 +62,7 @@ class Checkpoint:
     path: Path
 
 
-class RunFacts(TypedDict):
+class RunRow(TypedDict):
     """The figures that tables, lines of text and JSON output show of a run; None where a figure is unknown."""
 
     name: str
@@ -111,8 +111,8 @@ class Progress:
 
     def median(self, figure: str) -> float | None:
         """Return the median of a figure over the latest steps; a single step may have waited for a checkpoint."""
-        known: list[Any] = [value for event in self.steps if (value := event.get(figure)) is not None]
-        return float(statistics.median(known)) if known else None
+        values: list[Any] = [value for event in self.steps if (value := event.get(figure)) is not None]
+        return float(statistics.median(values)) if values else None
 
 
 def read_progress(run: RunDir, seen: Progress = Progress()) -> Progress:
@@ -262,7 +262,7 @@ def read_described(path: Path) -> dict[str, Any]:
     return value
 
 
-def run_facts(run: RunDir, status: Status, progress: Progress) -> RunFacts:
+def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     """Return the figures that are shown of a run."""
     steps = _steps_asked_for(run)
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
@@ -298,11 +298,11 @@ def state_in_words(state: str, step: int, loss: float | None) -> str:
     return f"{state}, not finite" if lost and state in ("running", "finished", "stopped") else state
 
 
-def unreadable_facts(run: RunDir, error: Exception) -> RunFacts:
+def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     """Return the figures of a run whose files cannot be read: it has failed, with the reason as its message."""
     reason = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {type(error).__name__}: {error}."
-    known = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
-    return {**dict.fromkeys(RunFacts.__annotations__), **known, "step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}  # type: ignore[typeddict-item]
+    readable = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
+    return {**dict.fromkeys(RunRow.__annotations__), **readable, "step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}  # type: ignore[typeddict-item]
 
 
 def _device_count(run: RunDir, progress: Progress) -> int | None:
@@ -316,8 +316,8 @@ def _device_count(run: RunDir, progress: Progress) -> int | None:
 def _gpu_indices(run: RunDir) -> list[int]:
     given = processes.launcher_record(run).get("devices", ())
     gpus = read_json(run.environment).get("gpus", ()) if given else ()
-    known = {gpu.get("uuid"): gpu.get("index") for gpu in gpus}
-    return [int(known[name]) for name in given if name in known]
+    indices = {gpu.get("uuid"): gpu.get("index") for gpu in gpus}
+    return [int(indices[name]) for name in given if name in indices]
 
 
 def _disk_is_full(path: Path) -> bool:

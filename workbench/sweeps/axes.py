@@ -38,9 +38,9 @@ class Axes:
     values: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        known = {field.name for field in dataclasses.fields(Experiment)}
+        fields = {field.name for field in dataclasses.fields(Experiment)}
         for name, values in self.values.items():
-            _check_axis(name, values, known)
+            _check_axis(name, values, fields)
         if not self.values:
             raise InvalidExperiment("A sweep needs an axis. Give one, such as learning_rate=[1e-4, 3e-4].")
         object.__setattr__(self, "values", {name: tuple(values) for name, values in self.values.items()})
@@ -77,10 +77,10 @@ class Axes:
             )
 
 
-def _check_axis(name: str, values: Any, known: set[str]) -> None:
-    if name not in known:
+def _check_axis(name: str, values: Any, fields: set[str]) -> None:
+    if name not in fields:
         raise UnknownParameter(
-            f"Experiment has no parameter {name!r} to sweep. {suggestion(name, known)}", parameter=name
+            f"Experiment has no parameter {name!r} to sweep. {suggestion(name, fields)}", parameter=name
         )
     if name in OTHERWISE:
         raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.", axis=name)

@@ -15,12 +15,12 @@ def follow(sweep: Sweep, every_s: float = 5.0) -> Iterator[str]:
 
     Ends when the supervisor of the sweep has left.
     """
-    follower, told = Follower(every_s), len(sweep.results())
+    follower, ended = Follower(every_s), len(sweep.results())
     while True:
         alive = sweep.alive  # asked before the last look at the runs
         yield from follower.lines(sweep.runs)
-        if len(sweep.results()) > told:
-            told = len(sweep.results())
+        if len(sweep.results()) > ended:
+            ended = len(sweep.results())
             best = sweep.rows()[0]
             values = ", ".join(f"{name} {value}" for name, value in best.values.items())
             yield sweep.headline() + ("" if best.mean is None else f"; best so far {best.mean:.4g} with {values}")

@@ -80,12 +80,12 @@ class Grid:
     @property
     def best(self) -> Cell:
         """The fastest cell; raises `PlanInfeasible` if no cell has a plan."""
-        return self._known()[0]
+        return self._checked_feasible()[0]
 
     @property
     def worst(self) -> Cell:
         """The slowest cell that has a plan; raises `PlanInfeasible` if none has."""
-        return self._known()[-1]
+        return self._checked_feasible()[-1]
 
     @property
     def ratio(self) -> float:
@@ -109,7 +109,7 @@ class Grid:
         values = "; ".join(f"{name}: {', '.join(map(repr, values))}" for name, values in self.axes.items())
         raise InvalidArgument(f"The grid has no cell {choices}. Give one value of each axis: {values}.")
 
-    def _known(self) -> tuple[Cell, ...]:
+    def _checked_feasible(self) -> tuple[Cell, ...]:
         if not self.feasible:
             raise PlanInfeasible(
                 f"None of the {len(self.cells)} cells has a plan. The first says: {self.cells[0].refusal}",
@@ -160,18 +160,18 @@ class Grid:
 
     def _chosen(self, cells: str | int | Sequence[Cell]) -> tuple[Sequence[Cell], str]:
         """Return the cells to measure, and why these."""
-        known = self._known()
+        feasible = self._checked_feasible()
         if cells == "all":
-            return known, f"Every cell that has a plan is measured: {len(known)} of {len(self)}."
+            return feasible, f"Every cell that has a plan is measured: {len(feasible)} of {len(self)}."
         if cells == "choice":
-            near = [cell for cell in known if cell.step_ms <= MAY_BE_FASTEST * known[0].step_ms]
+            near = [cell for cell in feasible if cell.step_ms <= MAY_BE_FASTEST * feasible[0].step_ms]
             return near, f"Measured are the cells predicted within {MAY_BE_FASTEST - 1:.0%} of the best: {len(near)}."
-        if isinstance(cells, int) and 1 <= cells <= len(known):
-            ranks = sorted({round(at * (len(known) - 1) / max(1, cells - 1)) for at in range(cells)})
-            return [known[rank] for rank in ranks], f"Measured are {cells} of {len(known)} cells, evenly by rank."
+        if isinstance(cells, int) and 1 <= cells <= len(feasible):
+            ranks = sorted({round(at * (len(feasible) - 1) / max(1, cells - 1)) for at in range(cells)})
+            return [feasible[rank] for rank in ranks], f"Measured are {cells} of {len(feasible)} cells, evenly by rank."
         if isinstance(cells, int | str) or not cells:
             raise InvalidArgument(
-                f"cells={cells!r} chooses no cell. Give 'all', 'choice', 1 to {len(known)}, or a list of cells."
+                f"cells={cells!r} chooses no cell. Give 'all', 'choice', 1 to {len(feasible)}, or a list of cells."
             )
         without = next((cell for cell in cells if cell.plan is None), None)
         if without is not None:
@@ -184,12 +184,12 @@ class Grid:
 
     def sentences(self) -> list[str]:
         """Return what the grid says: how many cells fit, the best and the worst, and how far they are apart."""
-        count, known = len(self.cells), self.feasible
+        count, feasible = len(self.cells), self.feasible
         fixed = [f"{name}={values[0]!r}" for name, values in self.axes.items() if name not in self.varied]
         words = f" with {', '.join(fixed)}" if fixed else ""
-        lines = [f"{count} cells{words}, {len(known)} of them with a plan."]
-        if known:
-            best, worst = known[0], known[-1]
+        lines = [f"{count} cells{words}, {len(feasible)} of them with a plan."]
+        if feasible:
+            best, worst = feasible[0], feasible[-1]
             compute = self._compute_ratio(worst) if worst.reason.startswith("compute") else ""
             lines.append(f"Best: {self.in_words(best)}.")
             lines.append(f"Worst: {self.in_words(worst)}{compute}; {self.ratio:.2f} times the best.")

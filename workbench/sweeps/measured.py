@@ -74,7 +74,7 @@ class MeasuredGrid(Queue):
         if result.state != "finished":
             return MeasuredCell(choices, plan, result.state, None, result.reason)
         step_ms = float(np.median(run.history().step_ms[WARM_STEPS:]))
-        return MeasuredCell(choices, plan, result.state, step_ms, peak_bytes=run.summary()["peak_bytes"])
+        return MeasuredCell(choices, plan, result.state, step_ms, peak_bytes=run.row()["peak_bytes"])
 
     def measured(self) -> tuple[MeasuredCell, ...]:
         """Return the cells that were measured, fastest first."""

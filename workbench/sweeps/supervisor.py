@@ -80,10 +80,10 @@ class Supervisor:
 
     def _tell_study(self) -> None:
         """Tell the study every end that a killed supervisor wrote down and did not tell it."""
-        told = self.study.ended()
+        concluded = self.study.ended()
         for entry in self.directory.queue():
             result = self.directory.result(entry)
-            if result is not None and entry.index not in told and result.state in ("finished", "stopped early"):
+            if result is not None and entry.index not in concluded and result.state in ("finished", "stopped early"):
                 self.study.begin(entry)
                 self.study.end(entry.index, result.objective, pruned=result.state == "stopped early")
 

@@ -140,5 +140,5 @@ def sampled(run: RunDir, device_type: str, devices: Sequence[str], pid: int, nod
 def write_sample(run: RunDir, device_type: str, sample: Sample, node: int | None = None) -> None:
     """Append one `device` event."""
     shares = [None if share is None else round(share, 3) for share in sample.shares]
-    facts = {"names": list(sample.names), "shares": shares, "used_bytes": list(sample.used_bytes)}
-    log_event(run.events, "device", device_type=device_type, **({} if node is None else {"node": node}), **facts)
+    columns = {"names": list(sample.names), "shares": shares, "used_bytes": list(sample.used_bytes)}
+    log_event(run.events, "device", device_type=device_type, **({} if node is None else {"node": node}), **columns)

@@ -128,8 +128,8 @@ def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker:
         device_type = plan.cluster.device.type
         needed, share = (1, cpu_share) if device_type == "cpu" else (plan.world, 1.0)
         ticket = device_queue.take_ticket(run, pool=devices, count=needed, supervisor=supervisor, share=share)
-        facts = {"world": plan.world, "device_type": device_type, "precision": plan.precision}
-        record = {"supervisor": supervisor, "ticket": str(ticket.path), "worker": worker, "plan": facts}
+        planned = {"world": plan.world, "device_type": device_type, "precision": plan.precision}
+        record = {"supervisor": supervisor, "ticket": str(ticket.path), "worker": worker, "plan": planned}
         write_json(run.launcher, record)
     except BaseException:
         process.kill()  # it waits for the record that could not be written

@@ -72,10 +72,10 @@ def _record(path: Path) -> Any:
 def live_workers(run: RunDir) -> list[ProcessRecord]:
     """Return every rank and Accelerate launcher of the run that still runs."""
     launcher = launcher_record(run)
-    known: list[ProcessRecord] = [*rank_records(run), *launcher.get("workers", ())]
+    records: list[ProcessRecord] = [*rank_records(run), *launcher.get("workers", ())]
     if "accelerate" in launcher:
-        known.append(launcher["accelerate"])
-    return [record for record in _distinct(known) if process_alive(record)]
+        records.append(launcher["accelerate"])
+    return [record for record in _distinct(records) if process_alive(record)]
 
 
 def survivors(run: RunDir) -> list[ProcessRecord]:

@@ -335,14 +335,14 @@ def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_da
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # a continuation needs none of it
         before = read_json(run.environment)
-    known: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
+    provenance: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
     if not experiment.data.is_user_defined:
-        known["data_fingerprint"] = data_fingerprint(experiment)
+        provenance["data_fingerprint"] = data_fingerprint(experiment)
     elif experiment.steps != read_json(run.experiment)["steps"]:
-        known["data_fingerprint"] = None
+        provenance["data_fingerprint"] = None
     if accepts_changed_data:
-        known["accepted_changed_data"] = True
-    return known
+        provenance["accepted_changed_data"] = True
+    return provenance
 
 
 def path_json(entries: Iterable[str]) -> bytes:

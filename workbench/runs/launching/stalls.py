@@ -68,8 +68,8 @@ class RankState:
     def frames(self) -> list[tuple[str, int, str]]:
         """File, line and function of the main thread's frames, innermost first."""
         main = (self.stack or "").rpartition("(most recent call first):")[2]
-        found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
-        return [(file, int(line), function) for file, line, function in found]
+        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
+        return [(file, int(line), function) for file, line, function in frames]
 
     @property
     def waits(self) -> bool:
@@ -145,15 +145,15 @@ class StallWatch:
 
     def _asked(self, records: list[RankRecord], beats: Mapping[int, Beat]) -> list[RankState]:
         """Ask each rank for its stacks, and return what was found about it."""
-        known = [record for record in records if int(record["rank"]) in beats]  # others would die of the signal
-        sizes = {int(record["rank"]): self._size(record) for record in known}
-        processes.send_signal(known, STACK_SIGNAL)
+        beating = [record for record in records if int(record["rank"]) in beats]  # others would die of the signal
+        sizes = {int(record["rank"]): self._size(record) for record in beating}
+        processes.send_signal(beating, STACK_SIGNAL)
         deadline = time.monotonic() + ANSWER_S
-        while any(self._size(r) == sizes[int(r["rank"])] for r in known) and time.monotonic() < deadline:
+        while any(self._size(r) == sizes[int(r["rank"])] for r in beating) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(0.1)  # an answer may be half written
         states = []
-        for record in known:
+        for record in beating:
             rank = int(record["rank"])
             answered = self._size(record) > sizes[rank]
             stack = self._run.stack(rank).read_bytes()[sizes[rank] :].decode(errors="replace") if answered else None

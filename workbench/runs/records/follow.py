@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from workbench.rundir import FINAL_STATES
-from workbench.runs.registry import summary_or_reason
+from workbench.runs.registry import row_or_reason
 from workbench.runs.run import Run
-from workbench.runs.status import RunFacts, state_in_words
+from workbench.runs.status import RunRow, state_in_words
 from workbench.units import count, duration
 
 POLL_S = 0.2
@@ -28,11 +28,11 @@ class Follower:
         if steps_are_due:
             self._due = time.monotonic() + self._every_s
         for run in runs:
-            facts = summary_or_reason(run)
-            now, before = (facts["state"], facts["message"], facts["step"]), self._reported.get(facts["path"])
+            row = row_or_reason(run)
+            now, before = (row["state"], row["message"], row["step"]), self._reported.get(row["path"])
             if before is None or now[:2] != before[:2] or (steps_are_due and now != before):
-                self._reported[facts["path"]] = now
-                yield progress_line(facts)
+                self._reported[row["path"]] = now
+                yield progress_line(row)
 
     def saw_the_end(self, runs: Sequence[Run]) -> bool:
         """Return True if the last line of each run said that it has ended."""
@@ -52,20 +52,20 @@ def follow(runs: Sequence[Run], every_s: float = 5.0) -> Iterator[str]:
         time.sleep(POLL_S)
 
 
-def progress_line(facts: RunFacts) -> str:
+def progress_line(row: RunRow) -> str:
     """Return `"09:41:07  bert-1  running  40 of 300 (13%)  loss 6.5  82.1 k tokens/s  MFU 41.0%  2 min 05 s left"`."""
-    parts = [time.strftime("%H:%M:%S"), facts["name"]]
-    parts.append(state_in_words(facts["state"], facts["step"], facts["loss"]))
-    if facts["steps"]:
-        parts.append(f"{facts['step']:,} of {facts['steps']:,} ({facts['step'] / facts['steps']:.0%})")
-    if facts["loss"] is not None:
-        parts.append(f"loss {facts['loss']:.4g}")
-    if facts["tokens_per_s"]:
-        parts.append(f"{count(facts['tokens_per_s'])} tokens/s")
-    if facts["mfu"]:
-        parts.append(f"MFU {facts['mfu']:.1%}")
-    if facts["eta_s"] is not None:
-        parts.append(f"{duration(facts['eta_s'])} left")
-    if facts["message"] and facts["state"] != "finished":
-        parts.append(facts["message"])
+    parts = [time.strftime("%H:%M:%S"), row["name"]]
+    parts.append(state_in_words(row["state"], row["step"], row["loss"]))
+    if row["steps"]:
+        parts.append(f"{row['step']:,} of {row['steps']:,} ({row['step'] / row['steps']:.0%})")
+    if row["loss"] is not None:
+        parts.append(f"loss {row['loss']:.4g}")
+    if row["tokens_per_s"]:
+        parts.append(f"{count(row['tokens_per_s'])} tokens/s")
+    if row["mfu"]:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if row["eta_s"] is not None:
+        parts.append(f"{duration(row['eta_s'])} left")
+    if row["message"] and row["state"] != "finished":
+        parts.append(row["message"])
     return "  ".join(parts)

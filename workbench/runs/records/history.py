@@ -272,8 +272,8 @@ class HistoryTail:
         self._texts = {step: event for step, event in self._texts.items() if resumed and step <= resumed}
         self._patterns = {step: event for step, event in self._patterns.items() if resumed and step <= resumed}
         seconds, hours = self._steps.view()[[_SECONDS, -1]]
-        known = np.flatnonzero(np.isfinite(hours))
-        self._before = (float(seconds[known[-1]]), float(hours[known[-1]])) if len(known) else (0.0, 0.0)
+        finite = np.flatnonzero(np.isfinite(hours))
+        self._before = (float(seconds[finite[-1]]), float(hours[finite[-1]])) if len(finite) else (0.0, 0.0)
         last = self._steps.view()[_TIME, -1] if self._steps.length else -np.inf
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
 

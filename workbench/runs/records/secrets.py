@@ -92,12 +92,12 @@ def masked_words(text: str) -> str:
     return PRINTED.sub(_without_value, text)
 
 
-def _without_value(found: re.Match[str]) -> str:
-    name = found["name"].removeprefix("export ")
-    if not is_secret(name, surely=True) or os.path.exists(found["value"]) or found["value"].lower() in ORDINARY:
-        return found[0]
-    quote = found.groupdict().get("quote") or ""
-    return f"{found['name']}{found['between']}{quote}{MASK}{quote}"
+def _without_value(match: re.Match[str]) -> str:
+    name = match["name"].removeprefix("export ")
+    if not is_secret(name, surely=True) or os.path.exists(match["value"]) or match["value"].lower() in ORDINARY:
+        return match[0]
+    quote = match.groupdict().get("quote") or ""
+    return f"{match['name']}{match['between']}{quote}{MASK}{quote}"
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:

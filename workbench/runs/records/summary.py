@@ -41,8 +41,8 @@ def data_wait(run: Run) -> float:
     history = run.history()
     settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
     share, step_ms = history.data_wait[settled], history.step_ms[settled]
-    known = np.isfinite(share) & np.isfinite(step_ms)
-    return float(np.average(share[known], weights=step_ms[known])) if known.any() else float("nan")
+    finite = np.isfinite(share) & np.isfinite(step_ms)
+    return float(np.average(share[finite], weights=step_ms[finite])) if finite.any() else float("nan")
 
 
 def _median(values: Any) -> float:
@@ -103,18 +103,18 @@ def summary(runs: Runs) -> Summary:
     """
     runs = load_runs(runs)
     computed = [run.evaluations().metrics for run in runs]
-    metrics = tuple(dict.fromkeys(name for found in computed for name in found))
+    metrics = tuple(dict.fromkeys(name for metrics_of_run in computed for name in metrics_of_run))
     at = COLUMNS.index("held-out loss") + 1
     patterns = [run.patterns() for run in runs]
     sparse = SPARSE_COLUMNS if any(map(len, patterns)) else {}
     rows = [
         (
             *row[:at],
-            *(_number(_last(found.get(name)), "{:.4g}") for name in metrics),
+            *(_number(_last(metrics_of_run.get(name)), "{:.4g}") for name in metrics),
             *(_number(100 * _last(moved[name]), "{:.3g} %") for name in sparse.values()),
             *row[at:],
         )
-        for row, found, moved in zip(map(_row, runs), computed, patterns, strict=True)
+        for row, metrics_of_run, moved in zip(map(_row, runs), computed, patterns, strict=True)
     ]
     columns = (*COLUMNS[:at], *metrics, *sparse, *COLUMNS[at:])
     return Summary(columns, tuple(rows), machine(runs[0]), notes_of_plans(runs))
@@ -170,22 +170,23 @@ def _degrees(plan: Any) -> str:
 
 def machine(run: Run) -> str:
     """Return one line about the machine: devices, processor, versions, and the commit that was launched."""
-    facts = run.environment
-    if "gpus" not in facts:
+    environment = run.environment
+    if "gpus" not in environment:
         return f"{run.name} does not say which machine it ran on"
     try:
-        return _machine(facts)
+        return _machine(environment)
     except (AttributeError, LookupError, TypeError):
         return f"the environment.json of {run.name} is damaged, and does not say which machine it ran on"
 
 
-def _machine(facts: Mapping[str, Any]) -> str:
-    gpus = [gpu["name"] for gpu in facts["gpus"]]
-    devices = f"{len(gpus)} × {gpus[0]}, driver {facts['gpus'][0]['driver']}" if gpus else "no GPU"
+def _machine(environment: Mapping[str, Any]) -> str:
+    gpus = [gpu["name"] for gpu in environment["gpus"]]
+    devices = f"{len(gpus)} × {gpus[0]}, driver {environment['gpus'][0]['driver']}" if gpus else "no GPU"
     packages = ", ".join(
-        f"{name} {facts['packages'][name]}"
+        f"{name} {environment['packages'][name]}"
         for name in ("torch", "accelerate", "transformers", "wandb")
-        if facts["packages"].get(name)
+        if environment["packages"].get(name)
     )
-    commit = f", commit {facts['git']['commit'][:10]}" if facts.get("git") else ""
-    return f"{devices}; {facts['cores']} cores {facts['cpu']}; Python {facts['python']}, {packages}{commit}"
+    commit = f", commit {environment['git']['commit'][:10]}" if environment.get("git") else ""
+    cores = f"{environment['cores']} cores {environment['cpu']}"
+    return f"{devices}; {cores}; Python {environment['python']}, {packages}{commit}"

@@ -154,9 +154,9 @@ def _open(run: RunDir, mode: str) -> Any:
         x_disable_meta=True,
         x_save_requirements=False,
     )
-    known = read_json(run.tracker)
+    settings = read_json(run.tracker)
     return wandb.init(
-        **known,
+        **settings,
         job_type="train",
         dir=str(run.tracking),
         config=config_of(run),
@@ -262,13 +262,13 @@ class StepTail:
 
     def evaluations_before(self, step: int) -> list[EvaluationEvent]:
         """Return the evaluations of earlier steps that no call has returned yet, in order."""
-        known = sorted(number for number in self._evaluations if number < step)
-        return [self._evaluations.pop(number) for number in known]
+        due = sorted(number for number in self._evaluations if number < step)
+        return [self._evaluations.pop(number) for number in due]
 
     def samples_before(self, step: int) -> list[SamplesEvent]:
         """Return the samples of text of earlier steps that no call has returned yet, in order."""
-        known = sorted(number for number in self._samples if number < step)
-        return [self._samples.pop(number) for number in known]
+        due = sorted(number for number in self._samples if number < step)
+        return [self._samples.pop(number) for number in due]
 
 
 def _up_to(rows: list[StepEvent], step: int) -> list[StepEvent]:
@@ -327,8 +327,8 @@ def _deadline(run: RunDir) -> threading.Timer:
     return timer
 
 
-def _report(run: RunDir, state: str, message: str, **facts: Any) -> None:
-    append_event(run.events, "tracking", state=state, message=message, **facts)
+def _report(run: RunDir, state: str, message: str, **fields: Any) -> None:
+    append_event(run.events, "tracking", state=state, message=message, **fields)
 
 
 def first_line(error: Exception) -> str:

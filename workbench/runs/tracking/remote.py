@@ -70,8 +70,8 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
 
 def _devices(plan: Any) -> int:
     degrees = ("pipeline", "data", "tensor")
-    known = isinstance(plan, Mapping) and all(degree in plan for degree in degrees)
-    return math.prod(int(plan[degree]) for degree in degrees) if known else 1
+    is_planned = isinstance(plan, Mapping) and all(degree in plan for degree in degrees)
+    return math.prod(int(plan[degree]) for degree in degrees) if is_planned else 1
 
 
 def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices: int) -> None:
@@ -90,12 +90,12 @@ def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices
 def _step(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of W&B as a step event, with the nearest names of W&B where Workbench did not write the row."""
     metrics = {key: _number(value) for key, value in row.items() if not key.startswith("_")}
-    known = {
+    renamed = {
         name: next((_number(row[key]) for key in column.wandb if key in row), None)
         for name, column in COLUMNS.items()
         if column.wandb
     }
-    return {**metrics, **known, "step": int(row["_step"]), "time": row.get("_timestamp")}
+    return {**metrics, **renamed, "step": int(row["_step"]), "time": row.get("_timestamp")}
 
 
 def _number(value: Any) -> float | None:

@@ -50,10 +50,10 @@ def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
     """
     if os.environ.get("WANDB_MODE") == "disabled" or not experiment.project:
         return None
-    known = read_json(run.tracker) if run.tracker.exists() else {}
+    recorded = read_json(run.tracker) if run.tracker.exists() else {}
     return {
         "project": experiment.project,
-        "id": known.get("id") or uuid.uuid4().hex[:8],
+        "id": recorded.get("id") or uuid.uuid4().hex[:8],
         "name": run.path.name,
         "group": str(experiment.name),
         "tags": list(experiment.tags),
@@ -134,8 +134,8 @@ def pending(run: RunDir) -> bool:
     events = [event for event in read_events(run.events) if event["type"] in ("tracking", "step", "status")]
     if not events or events[-1]["type"] != "tracking" or events[-1]["state"] != "synced":
         return True
-    known = events[-1].get("files", {})
-    return any(path.stat().st_mtime != known.get(name) for name, path in attachments(run).items())
+    uploaded = events[-1].get("files", {})
+    return any(path.stat().st_mtime != uploaded.get(name) for name, path in attachments(run).items())
 
 
 def attachments(run: RunDir) -> dict[str, Path]:
