@@ -143,7 +143,7 @@ def test_no_step_is_lost_or_doubled_and_nothing_is_left_behind(node, monkeypatch
         attempt.settle()
         killed += attempt.killed
         assert not of_this_test(node), f"seed {seed}: left after {attempt.killed}"
-        queue = next((node / "home" / "turns").iterdir())
+        queue = next((node / "home" / "device_queue").iterdir())
         assert not device_queue._live_tickets(queue), f"seed {seed}: the queue is blocked"
     monkeypatch.setenv("STANDIN_STEP_S", "0")
     last = run.checkpoints[-1].step + 25

@@ -51,7 +51,7 @@ def node(tmp_path, monkeypatch):
 def prepare(replace=setattr) -> None:
     """Let this process start the stand-in worker, on a machine of two processes whose speed need not be measured."""
     replace(processes, "WORKER", "sweep_worker")
-    replace(start, "_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
+    replace(start, "local_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
 
 
 def experiment(**changes) -> wb.Experiment:

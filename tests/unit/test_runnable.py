@@ -100,6 +100,7 @@ def test_a_plan_from_a_file_needs_a_capture_only_where_the_experiment_does(captu
 
 def test_a_sweep_captures_each_model_once(captures, monkeypatch):
     monkeypatch.setattr(import_module("workbench.sweeps.queue"), "start_supervisor", lambda _: None)
+    monkeypatch.setattr(import_module("workbench.sweeps.start"), "local_cluster", lambda: CLUSTER)
     wb.sweep(evaluated_and_sparse(), learning_rate=[1e-3, 2e-3], global_batch=[4, 8])
     assert captures == [True, False]
 

@@ -212,7 +212,7 @@ def no_processes(tmp_path, monkeypatch):
     """Let sweeps plan for two processes and start none."""
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(start, "_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
+    monkeypatch.setattr(start, "local_cluster", lambda: Cluster(DEVICE, 2, 2, LINK, LINK))
     monkeypatch.setattr(queue, "start_supervisor", lambda _: None)
 
 

@@ -134,13 +134,10 @@ class Calibration:
             host_bandwidth=self.host_bandwidth or device.host_bandwidth,
             basis=CALIBRATED,
         )
-        return replace(cluster, device=measured, intra=self._link(cluster.intra))
-
-    def _link(self, data_sheet: Link) -> Link:
-        if self.link is None:
-            return data_sheet
-        # Only two devices can measure the share of bandwidth that an all-reduce of two reaches.
-        return replace(self.link, paired=data_sheet.paired) if self.devices > 2 else self.link
+        link = self.link or cluster.intra
+        if self.devices > 2:  # Only two devices can measure the share of bandwidth that an all-reduce of two reaches.
+            link = replace(link, paired=cluster.intra.paired)
+        return replace(cluster, device=measured, intra=link)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON that `load` reads, and return its path."""

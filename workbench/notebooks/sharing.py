@@ -68,7 +68,9 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
         notes.append(f"Figures that only a browser draws have a table beside them instead of a picture. {reason}")
     notes += _remove_scripts(value)
     notes += _shrink(value)
-    _mask(value)
+    for cell in value.cells:  # before JSON escapes the quotes and line ends that a secret may contain
+        cell.update(_masked(dict(cell), masked_words))
+    value.metadata.update(_masked(dict(value.metadata), masked))
     text = _notebook_text(value)
     for secret in secrets():
         text = text.replace(secret, MASK)
@@ -145,13 +147,6 @@ def _notebook_text(notebook: Any) -> str:
     import nbformat
 
     return str(nbformat.writes(notebook))
-
-
-def _mask(notebook: Any) -> None:
-    """Remove secrets from every text, before JSON escapes the quotes and line ends that a secret may contain."""
-    for cell in notebook.cells:
-        cell.update(_masked(dict(cell), masked_words))
-    notebook.metadata.update(_masked(dict(notebook.metadata), masked))
 
 
 def _masked(value: Any, mask: Callable[[str], str]) -> Any:

@@ -49,7 +49,11 @@ def assemble(
         prediction=predict(costs, cut, costs.times(cut.stages), request),
         notes=(
             *profile.notes,
-            *map(_kept_whole, profile.coupled),
+            *(
+                f"The loss compares samples of one batch ({operation}), so that the plan keeps the global batch in one "
+                "micro-batch on one replica."
+                for operation in profile.coupled
+            ),
             *weights_note(profile, request, best, other),
         ),
         candidates=_rows(best, options, request),
@@ -57,13 +61,6 @@ def assemble(
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
-
-
-def _kept_whole(operation: str) -> str:
-    return (
-        f"The loss compares samples of one batch ({operation}), so that the plan keeps the global batch in one "
-        f"micro-batch on one replica."
-    )
 
 
 def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from workbench.arguments import checked_arguments
-from workbench.cost.device import FRAGMENTATION, Efficiency, Link
+from workbench.cost.device import FRAGMENTATION, Link
 from workbench.cost.profile import Profile
 from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
@@ -211,7 +211,10 @@ def _loosened_hardware(request: Request) -> Iterator[Loosened]:
     wider = on(memory_bandwidth=2 * device.memory_bandwidth)
     yield "memory bandwidth", "compute", "memory were read and written twice as fast", wider
     if device.type != "cpu":
-        yield "host", "compute", "the host were twice as fast", on(efficiency=_faster_host(device.efficiency))
+        of_blocks = ("block_forward_s", "block_backward_s", "host_in_step", "sharded_block_s", "captured_block_s")
+        times = (*of_blocks, "action_s", "captured_action_s", "collective_s")
+        halved = {name: getattr(device.efficiency, name) / 2 for name in times}
+        yield "host", "compute", "the host were twice as fast", on(efficiency=replace(device.efficiency, **halved))
     if request.memory_limit_bytes is not None:
         words = f"the memory limit of {gib(request.memory_limit_bytes)} were lifted"
         yield MEMORY_LIMIT, "memory", words, replace(request, memory_limit_bytes=None)
@@ -223,12 +226,6 @@ def _loosened_hardware(request: Request) -> Iterator[Loosened]:
     if cluster.nodes > 1:
         between = replace(request, cluster=replace(cluster, inter=twice(cluster.inter)))
         yield "links between nodes", "link", "links between nodes were twice as fast", between
-
-
-def _faster_host(tuned: Efficiency) -> Efficiency:
-    of_blocks = ("block_forward_s", "block_backward_s", "host_in_step", "sharded_block_s", "captured_block_s")
-    times = (*of_blocks, "action_s", "captured_action_s", "collective_s")
-    return replace(tuned, **{name: getattr(tuned, name) / 2 for name in times})
 
 
 def _loosened_batch(request: Request) -> Iterator[Loosened]:

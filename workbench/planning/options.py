@@ -95,6 +95,9 @@ def _forms_of_weights(profile: Profile, request: Request) -> Iterator[tuple[bool
 def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
     """Yield every strategy without CUDA graphs."""
     fixed, batch = request.fixed, request.global_batch
+    offloads = (False,) if request.cluster.device.type == "cpu" else (False, True)
+    if fixed.offload_optimizer is not None:
+        offloads = (fixed.offload_optimizer,)
     for pipeline, data, tensor in _meshes(profile, request):
         for micro_batch in [fixed.micro_batch] if fixed.micro_batch else divisors(batch // data):
             num_microbatches, rest = divmod(batch // data, micro_batch)
@@ -102,7 +105,7 @@ def _strategies(profile: Profile, request: Request) -> Iterator[Strategy]:
                 continue
             for schedule, chunks in _schedules(profile, request, pipeline, num_microbatches):
                 for zero in _zero_stages(request, data, num_microbatches):
-                    for offload in _offloads(request):
+                    for offload in offloads:
                         yield Strategy(
                             pipeline=pipeline,
                             data=data,
@@ -166,9 +169,3 @@ def _zero_stages(request: Request, data: int, num_microbatches: int) -> tuple[in
     if num_microbatches == 1 and 1 in wanted:
         return tuple(stage for stage in wanted if stage != 2)
     return wanted
-
-
-def _offloads(request: Request) -> tuple[bool, ...]:
-    if request.fixed.offload_optimizer is not None:
-        return (request.fixed.offload_optimizer,)
-    return (False,) if request.cluster.device.type == "cpu" else (False, True)

@@ -57,6 +57,7 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
         has_nvidia_gpus,
         measure_blocks,
     )
+    from workbench.measure.detection import local_gpu
     from workbench.measure.local_cluster import local_cluster
 
     experiment.data.check(experiment)
@@ -66,7 +67,8 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
         if cluster is None:
             cluster = local_cluster()
         check_cluster(cluster)
-        request = probe_request(experiment, cluster) if _is_here(cluster) else None
+        is_here = cluster.device.type == "cuda" and local_gpu() == cluster.device.name
+        request = probe_request(experiment, cluster) if is_here else None
         if request is None:
             probes = None
             stack.close()
@@ -138,13 +140,6 @@ def _sparse_matrices(experiment: Experiment, graph: Graph) -> SparseMatrices | N
     if experiment.sparsity is None:
         return None
     return SparseMatrices.of(graph, experiment.sparsity, block_sparse_obstacle(experiment, graph))
-
-
-def _is_here(cluster: Cluster) -> bool:
-    """Return True if this machine has the cluster's GPU."""
-    from workbench.measure.detection import local_gpu
-
-    return cluster.device.type == "cuda" and local_gpu() == cluster.device.name
 
 
 def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:

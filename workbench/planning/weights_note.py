@@ -22,13 +22,17 @@ def weights_note(profile: Profile, request: Request, best: Option, other: Option
         how = "block-sparse (only present blocks are stored, multiplied and optimised)"
     else:
         how = "dense and masked"
-    why = _comparison(best, other) if other is not None else _reason(profile, sparse, request, best)
-    return (f"{what} {how}{why}.{_break_even(sparse)}",)
-
-
-def _comparison(best: Option, other: Option) -> str:
-    name = "dense and masked" if best.strategy.block_sparse else "block-sparse"
-    return f": {_figures(best)} are predicted, and {_figures(other)} for the best plan with {name} ones"
+    why = _reason(profile, sparse, request, best)
+    if other is not None:
+        name = "dense and masked" if best.strategy.block_sparse else "block-sparse"
+        why = f": {_figures(best)} are predicted, and {_figures(other)} for the best plan with {name} ones"
+    break_even = ""
+    if sparse.break_even_sparsity is not None:
+        break_even = (
+            f" By rates measured on one H200, products with blocks of {sparse.block} are faster than dense ones from a "
+            f"sparsity of {sparse.break_even_sparsity:.2f}."
+        )
+    return (f"{what} {how}{why}.{break_even}",)
 
 
 def _figures(option: Option) -> str:
@@ -42,12 +46,3 @@ def _reason(profile: Profile, sparse: SparseCosts, request: Request, best: Optio
         return ", because block_sparse is False"
     obstacle = sparse.obstacle or no_kernels(request.cluster.device) or unknown_rates(profile.precision)
     return f", because {obstacle or 'every plan that fits divides them over devices'}"
-
-
-def _break_even(sparse: SparseCosts) -> str:
-    if sparse.break_even_sparsity is None:
-        return ""
-    return (
-        f" By rates measured on one H200, products with blocks of {sparse.block} are faster than dense ones from a "
-        f"sparsity of {sparse.break_even_sparsity:.2f}."
-    )

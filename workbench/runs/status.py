@@ -159,8 +159,9 @@ def read_status(run: RunDir, seen: Progress = Progress()) -> tuple[Status, Progr
         recorded = replace(recorded, message=recorded.message or progress.problems[-1])
     if recorded.final or supervised or run.remote.exists() or runs_elsewhere(run):
         return recorded, progress
-    if not supervisor_record(run) and (workers or _is_prepared(run)):
-        return recorded, progress
+    is_prepared = run.launcher.exists() and not (processes.launcher_record(run) or processes.rank_records(run))
+    if not supervisor_record(run) and (workers or is_prepared):
+        return recorded, progress  # somebody else starts it
     if workers:
         message = "The launcher vanished, its ranks train on; stop() ends them."
         return Status("running", message, recorded.time), progress
@@ -222,11 +223,6 @@ def written_elsewhere(run: RunDir, status: Status) -> bool:
         with contextlib.suppress(OSError):
             return time.time() - run.events.stat().st_mtime < SILENCE_S
     return False
-
-
-def _is_prepared(run: RunDir) -> bool:
-    """Return True if the run directory waits for somebody to start it."""
-    return run.launcher.exists() and not (processes.launcher_record(run) or processes.rank_records(run))
 
 
 def complete_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:

@@ -190,7 +190,11 @@ class Grid:
         lines = [f"{count} cells{words}, {len(feasible)} of them with a plan."]
         if feasible:
             best, worst = feasible[0], feasible[-1]
-            compute = self._compute_ratio(worst) if worst.reason.startswith("compute") else ""
+            assert worst.plan is not None
+            assert best.plan is not None
+            times = worst.plan.prediction.compute_ms / best.plan.prediction.compute_ms
+            is_compute = worst.reason.startswith("compute") and worst is not best
+            compute = f", {times:.2f} times that of the best" if is_compute else ""
             lines.append(f"Best: {self.in_words(best)}.")
             lines.append(f"Worst: {self.in_words(worst)}{compute}; {self.ratio:.2f} times the best.")
         return lines
@@ -201,12 +205,6 @@ class Grid:
         if cell.plan is None:
             return f"{choices}: {cell.reason}"
         return f"{choices}: {duration(cell.step_ms / 1e3)} a step, {cell.reason}"
-
-    def _compute_ratio(self, cell: Cell) -> str:
-        assert cell.plan is not None
-        assert self.best.plan is not None
-        times = cell.plan.prediction.compute_ms / self.best.plan.prediction.compute_ms
-        return f", {times:.2f} times that of the best" if cell is not self.best else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a plain dictionary for each cell, in the order of the axes: for a data frame, or JSON."""

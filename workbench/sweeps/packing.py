@@ -14,6 +14,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan_profiled
 from workbench.planning.profiling import profile
+from workbench.planning.request import divisors
 from workbench.units import duration
 
 
@@ -57,7 +58,8 @@ def choose(
             profiles[profiled_as[key]] = profile(experiment, cluster)
     asked = {key: (experiment, profiles[profiled_as[key]]) for key, experiment in experiments.items()}
     options, refusal = [], None
-    for each in (count for count in range(cluster.gpus, 0, -1) if cluster.gpus % count == 0):
+    counts = divisors(cluster.gpus)
+    for each in reversed(counts):
         try:
             options.append(_packing(asked, runs, cluster, each))
         except PlanInfeasible as error:
@@ -68,13 +70,9 @@ def choose(
     best = min(options, key=lambda option: option.seconds)  # of equals, the one with fewer runs side by side
     others = [f"{option.describe(len(runs))}" for option in options if option is not best]
     beside = f"; {'; '.join(others)}" if others else ""
-    missing = len(_divisors(cluster.gpus)) - len(options)
+    missing = len(counts) - len(options)
     tight = f"; {missing} other division{'s' * (missing > 1)} would not fit in memory" if missing else ""
     return best, f"Predicted training time on {cluster.describe()}: {best.describe(len(runs))}{beside}{tight}."
-
-
-def _divisors(count: int) -> list[int]:
-    return [one for one in range(1, count + 1) if count % one == 0]
 
 
 def _packing(

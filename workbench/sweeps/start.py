@@ -9,6 +9,7 @@ from typing import Any
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
 from workbench.experiment import Experiment
+from workbench.measure.local_cluster import local_cluster
 from workbench.planning.runnable import captured_model, check_runnable
 from workbench.sweeps import packing
 from workbench.sweeps.axes import LARGEST_GRID, Axes, Choice
@@ -73,7 +74,7 @@ def sweep(
     ]
     experiments = {key: chosen for key, (_, chosen) in needed.items()}
     profiled_as = {key: profile_key(choice) for key, (choice, _) in needed.items()}
-    packed, why = packing.choose(experiments, runs, _cluster(), profiled_as)
+    packed, why = packing.choose(experiments, runs, local_cluster(), profiled_as)
     for key, plan in packed.plans.items():
         check_runnable(experiments[key], plan, captured_model(experiments[key], plan), progress=True)
     folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
@@ -91,12 +92,6 @@ def sweep(
     plans = (packed.plans[plan_key(choice)] for choice in choices)
     start_queue(folder, settings, entries, zip(choices, asked, plans, strict=True))
     return Sweep(folder.path)
-
-
-def _cluster() -> Any:
-    from workbench.measure.local_cluster import local_cluster
-
-    return local_cluster()
 
 
 def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any) -> None:

@@ -142,7 +142,7 @@ def queue_folder() -> Path:
     """Return the folder of this host's tickets, made if needed; raises `WorkbenchError` if it cannot be written."""
     from workbench.home import cache_home
 
-    folder = cache_home() / "turns" / socket.gethostname()
+    folder = cache_home() / "device_queue" / socket.gethostname()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):

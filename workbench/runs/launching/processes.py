@@ -32,12 +32,10 @@ def rank_records(run: RunDir) -> list[RankRecord]:
 def launcher_record(run: RunDir) -> LauncherRecord:
     """Return the content of `launcher.json` without fields of a wrong type, `{}` where there is none."""
     record: Any = _record(run.launcher)
-    whole: LauncherRecord = {name: value for name, value in record.items() if _FIELDS.get(name, _any)(value)}  # type: ignore[assignment]
+    whole: LauncherRecord = {
+        name: value for name, value in record.items() if name not in _FIELDS or _FIELDS[name](value)
+    }  # type: ignore[assignment]
     return whole
-
-
-def _any(_value: Any) -> bool:
-    return True
 
 
 def _is_process(record: Any) -> bool:

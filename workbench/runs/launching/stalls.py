@@ -125,7 +125,10 @@ class StallWatch:
                 self._states = []
                 append_event(self._run.events, "status", state="running", message="")
         lasted_s = time.monotonic() - self._changed_at
-        if not self._is_timed(beats) or lasted_s < self._limit_s():
+        is_timed = self._known >= KNOWN_STEPS and bool(beats) and all(b.activity in TIMED for b in beats.values())
+        if not is_timed or lasted_s < max(
+            _seconds("WORKBENCH_STALL_S", STALL_S), STALL_FACTOR * statistics.median(self._step_ms) / 1e3
+        ):
             return False
         if not self._states:
             self._states = self._asked(records, beats)
@@ -134,14 +137,6 @@ class StallWatch:
             self._write_error(lasted_s)
             self._ends = True
         return self._ends
-
-    def _is_timed(self, beats: Mapping[int, Beat]) -> bool:
-        """Return True if every rank is in a step, and enough steps are known to judge it."""
-        return self._known >= KNOWN_STEPS and bool(beats) and all(beat.activity in TIMED for beat in beats.values())
-
-    def _limit_s(self) -> float:
-        """Return the seconds from which the present step counts as stalled."""
-        return max(_seconds("WORKBENCH_STALL_S", STALL_S), STALL_FACTOR * statistics.median(self._step_ms) / 1e3)
 
     def _asked(self, records: list[RankRecord], beats: Mapping[int, Beat]) -> list[RankState]:
         """Ask each rank for its stacks, and return what was found about it."""

@@ -139,10 +139,12 @@ def _row(run: Run) -> tuple[str, ...]:
     steps, held_out = len(history), run.evaluations().eval_loss
     peak = max(measured["peak_bytes"].values(), default=None)
     loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
+    sharding = f", ZeRO {plan.zero}" if plan.zero else ""
+    recompute = ", recompute" if plan.recompute != "none" else ""
     return (
         run.name,
         count(start["parameters"]) if start else "–",
-        _degrees(plan),
+        f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}",
         count(history["tokens"][-1]) if steps else "–",
         f"{history['flops'][-1]:.3g}" if steps else "–",
         "not finite" if steps and not np.isfinite(loss) else _number(loss, "{:.3f}"),
@@ -160,12 +162,6 @@ def _row(run: Run) -> tuple[str, ...]:
 
 def _number(value: float, form: str) -> str:
     return "–" if np.isnan(value) else form.format(value)
-
-
-def _degrees(plan: Any) -> str:
-    sharding = f", ZeRO {plan.zero}" if plan.zero else ""
-    recompute = ", recompute" if plan.recompute != "none" else ""
-    return f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
 
 
 def machine(run: Run) -> str:

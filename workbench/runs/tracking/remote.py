@@ -56,7 +56,7 @@ def _fetch(path: str) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
-    config = _plain(dict(remote.config))
+    config = json.loads(json.dumps(dict(remote.config), default=str))  # the client answers with types of its own
     plan, environment = config.pop("plan", None), config.pop("environment", None)
     steps = [_step(row) for row in rows]
     last = max((step["step"] for step in steps), default=0)
@@ -65,13 +65,10 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
     if isinstance(plan, Mapping) and "stages" in plan:
         write_json(run.plan, {**plan, "candidates": []})
     write_json(run.environment, environment if isinstance(environment, Mapping) else {})
-    _write_events(run, remote, steps, devices=_devices(plan))
-
-
-def _devices(plan: Any) -> int:
     degrees = ("pipeline", "data", "tensor")
     is_planned = isinstance(plan, Mapping) and all(degree in plan for degree in degrees)
-    return math.prod(int(plan[degree]) for degree in degrees) if is_planned else 1
+    devices = math.prod(int(plan[degree]) for degree in degrees) if is_planned else 1
+    _write_events(run, remote, steps, devices=devices)
 
 
 def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices: int) -> None:
@@ -104,8 +101,3 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _plain(value: Any) -> Any:
-    """Return the client's config as JSON; the client answers with types of its own."""
-    return json.loads(json.dumps(value, default=str))
