@@ -329,7 +329,7 @@ def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data:
         )
     provenance = continued_provenance(run._dir, experiment, accept_changed_data)
     attempt = Attempt(experiment, plan or run.plan, resume=run.path, code={}, provenance=provenance)
-    launch(attempt, captured, progress=False)
+    launch(attempt, captured, progress=None if plan is None else False)
 
 
 def step_text(row: RunRow) -> str:

@@ -102,7 +102,7 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     captured = None if is_checked else captured_model(experiment, plan)
     code = code_of_clone(run, experiment, changes)
     attempt = Attempt(experiment, plan, code=code, provenance={"cloned_from": run.path.name})
-    return launch(attempt, captured, progress=False, worker=worker)
+    return launch(attempt, captured, progress=None if is_checked else False, worker=worker)
 
 
 def devices_for(plan: Plan) -> tuple[str, ...]:
