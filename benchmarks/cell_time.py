@@ -34,8 +34,8 @@ EXPERIMENT = wb.Experiment(
     global_batch=16,
     seq_len=64,
     steps=10,
-    keep_checkpoints=0,
-    project="",
+    checkpoints=wb.Checkpoints(keep=0),
+    tracking=wb.Tracking(project=""),
 )
 MODULES = {"supervisor": supervisor.__name__, "launcher": local_launch.__name__, "ranks": worker.__name__}
 IMPORTED = {

@@ -188,7 +188,7 @@ def replicas_of(kind: str, world: int) -> int:
 
 def _built(turn: Turn, experiment: wb.Experiment, device: torch.device) -> Any:
     if turn.kind == "ours":
-        return Ours(replace(experiment, deterministic=turn.deterministic), wb.Plan.from_json(turn.plan), device)
+        return Ours(experiment.replace(deterministic=turn.deterministic), wb.Plan.from_json(turn.plan), device)
     return family_of(turn.kind).Peer(turn.kind, experiment.model.build, turn.micro_batch, device)
 
 

@@ -139,7 +139,7 @@ def _experiment(case: Case, arguments: argparse.Namespace) -> wb.Experiment:
         steps=1000,
         global_batch=case.samples,
         seq_len=32 if arguments.tiny else case.seq_len,
-        deterministic=arguments.deterministic,
+        numerics={"deterministic": arguments.deterministic},
     )
 
 

@@ -59,9 +59,9 @@ def demo(seed: int, folder: Path, execute: bool) -> list[Run]:
 def losses(run: Run, seed: int) -> dict[str, Any]:
     """Return the curves of one model."""
     history, held_out = run.history(), run.evaluations()
-    assert run.experiment["seed"] == seed, f"{run.name} has another seed"
+    assert run.experiment.seed == seed, f"{run.name} has another seed"
     return {
-        "model": run.experiment["name"],
+        "model": run.experiment.name,
         "seed": seed,
         "steps": int(history.step[-1]),
         "tokens": int(history.tokens[-1]),
@@ -76,7 +76,7 @@ def losses(run: Run, seed: int) -> dict[str, Any]:
 
 def unigram_entropy(run: Run) -> float:
     """Return the entropy in nats of a token of the text on which a run trains."""
-    experiment = wb.Experiment.from_json(run.experiment)
+    experiment = run.experiment
     store = experiment.data.dataset(experiment).samples.store
     counts = np.bincount(store.ids[np.arange(store.tokens)])
     shares = counts[counts > 0] / counts.sum()

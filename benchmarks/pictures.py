@@ -233,9 +233,7 @@ def curves() -> go.Figure:
 
 def evaluation() -> go.Figure:
     """Draw training and held-out loss of one run for each rate of the sweep."""
-    runs = [
-        run for run in recorded_sweep().runs if run.experiment["seed"] == 0 and run.experiment["global_batch"] == 16
-    ]
+    runs = [run for run in recorded_sweep().runs if run.experiment.seed == 0 and run.experiment.global_batch == 16]
     figure = wb.compare(runs, x="tokens", title="Two learning rates, held-out loss with markers")
     figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
     return figure.update_layout(margin={"t": 64})

@@ -66,7 +66,7 @@ def trained(case: Case, arguments: argparse.Namespace) -> str:
         global_batch=case.global_batch,
         seq_len=case.seq_len,
         learning_rate=1e-4,
-        warmup_steps=WARM_UP,
+        optimizer=wb.Optimizer(warmup_steps=WARM_UP),
     )
     experiment.data.prepare(experiment)
     here = wb.measure.local_cluster()

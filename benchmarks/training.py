@@ -26,7 +26,7 @@ from workbench.planning.plan import Plan
 
 def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> Trainer:
     """This rank's trainer; the default process group must exist and be as large as the plan."""
-    if experiment.deterministic:
+    if experiment.numerics.deterministic:
         use_deterministic_kernels()
     context = StepContext(experiment.seed, device)
     if device.type == "cuda":
@@ -43,7 +43,7 @@ def trainer_for(experiment: wb.Experiment, plan: Plan, device: torch.device) -> 
         model,
         graph,
         context,
-        compile=device.type == "cuda" and experiment.compile is not False,
+        compile=device.type == "cuda" and experiment.numerics.compile is not False,
         autocast=lambda: torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext(),
         compact=block_sparse_parameters(experiment, plan, coordinate, graph, device),
     )

@@ -119,8 +119,8 @@ def experiment(size: tuple[int, int], rule: bool, position: int) -> wb.Experimen
         global_batch=BATCH,
         seq_len=SEQ_LEN,
         learning_rate=rate(position),
-        rate_scale=scaled.rate_scale if rule else None,
-        evaluate=wb.Evaluate(samples=HELD_OUT),
+        optimizer=wb.Optimizer(rate_scale=scaled.rate_scale if rule else None),
+        evaluation=wb.Evaluation(samples=HELD_OUT),
     )
 
 

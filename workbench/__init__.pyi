@@ -14,9 +14,12 @@ from . import sparsity as sparsity
 from . import sweeps as sweeps
 from .analysis.run_contrast import contrast as contrast
 from .cost.cluster import Cluster as Cluster
-from .experiment import Evaluate as Evaluate
+from .experiment import Checkpoints as Checkpoints
+from .experiment import Evaluation as Evaluation
 from .experiment import Experiment as Experiment
+from .experiment import Optimizer as Optimizer
 from .experiment import Samples as Samples
+from .experiment import Tracking as Tracking
 from .figures.run_views import compare as compare
 from .figures.run_views import show as show
 from .notebooks.reproducing import reproduce as reproduce

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import workbench as wb
-from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, checked_keywords, suggestion
+from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
 
 if TYPE_CHECKING:
     from workbench.cost.cluster import Cluster
@@ -542,9 +542,9 @@ def _report(line: str) -> None:
 
 
 def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Experiment:
-    """Return the experiment of a JSON file or of a model's description, with the fields that `settings` set.
+    """Return the experiment of a JSON file or of a model's description, with the values that `settings` set.
 
-    `settings` holds pairs such as `steps=40`, or fields of the experiment.
+    `settings` holds pairs such as `steps=40`, or values of the experiment by their short names.
     """
     from workbench import data
     from workbench.experiment import Experiment
@@ -554,7 +554,7 @@ def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = (
     if file.suffix != ".json" and not file.is_file():
         fields = {"model": model_from(source), **fields}
         fields.setdefault("data", data.corpus())
-        return Experiment(**fields)
+        return Experiment.of(**fields)
     try:
         value = json.loads(file.read_text())
     except OSError as error:
@@ -565,20 +565,17 @@ def experiment_from(source: str, settings: Sequence[str] | Mapping[str, Any] = (
 
 
 def fields_from(settings: Sequence[str]) -> dict[str, Any]:
-    """Return fields of an experiment from pairs such as `steps=40`."""
+    """Return values of an experiment from pairs such as `steps=40`."""
     return described(values_from(settings, "--set"))
 
 
 def described(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of an experiment in which `model`, `data` and `evaluate` are what their descriptions stand for."""
-
+    """Return values of an experiment in which `model` and `data` are what their descriptions stand for."""
     made = dict(fields)
     if "model" in fields:
         made["model"] = model_from(str(fields["model"]))
     if "data" in fields:
         made["data"] = corpus_from(str(fields["data"]))
-    if isinstance(fields.get("evaluate"), Mapping):
-        made["evaluate"] = checked_keywords(wb.Evaluate)(**fields["evaluate"])
     return made
 
 

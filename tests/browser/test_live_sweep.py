@@ -74,7 +74,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     row.get_by_role("button", name="Stop").last.click()
     page.get_by_role("cell", name="1 stopped").first.wait_for()
     [stopped] = [run for run in sweep.runs if run.status.state == "stopped"]
-    assert stopped.experiment["steps"] == LONG
+    assert stopped.experiment.steps == LONG
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     wait_for(page, f"{CELLS_FILLED} >= 2")
     picture(page, "sweep-dark")

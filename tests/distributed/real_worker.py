@@ -50,7 +50,7 @@ def experiment(dropout: float = 0.1, **changes: Any) -> Experiment:
     sizes = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "vocab_size": VOCAB, "max_positions": SEQ}
     model = models.bert(**sizes, dropout=dropout, next_sentence=False)
     fields = {"data": Words(), "steps": 40, "global_batch": 8, "seq_len": SEQ, "learning_rate": 3e-3, "warmup_steps": 5}
-    return Experiment(**{"model": model, "name": "small", "project": "", **fields, **changes})
+    return Experiment.of(**{"model": model, "name": "small", "project": "", **fields, **changes})
 
 
 def plan(asked: Experiment, tensor: int = 1, device: Device = DEVICE, **degrees: Any) -> Plan:
@@ -67,7 +67,7 @@ def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None =
         folder.mkdir(parents=True, exist_ok=True)
     write_json(run.experiment, asked.to_json())
     write_json(run.plan, chosen.to_json())
-    run.data_code.write_bytes(cloudpickle.dumps(getattr(asked.data, "dataset_or_factory", None)))
+    (run.code / "data.pkl").write_bytes(cloudpickle.dumps(getattr(asked.data, "dataset_or_factory", None)))
     run.resume.unlink(missing_ok=True)
     if resume is not None:
         write_json(run.resume, {"checkpoint": str(resume), "step": int(resume.name.removeprefix("step-"))})

@@ -43,7 +43,7 @@ def _train(run: RunDir, rank: int, world: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     experiment = read_json(run.experiment)
     first = read_json(run.resume)["step"] if run.resume.exists() else 0
-    built = pickle.loads(run.model_code.read_bytes())() if run.model_code.exists() else None
+    built = pickle.loads((run.code / "model.pkl").read_bytes())() if (run.code / "model.pkl").exists() else None
     print(f"rank {rank} of {world} built {built} with {os.environ.get('OMP_NUM_THREADS')} threads", flush=True)
     if rank == 0:
         append_event(run.events, "start", devices=world, world=world, tokens_per_step=8, resumed_from=first)

@@ -80,7 +80,7 @@ def outcome(case: Case, block_sparse: bool) -> Outcome:
         block_sparse=block_sparse,
     )
     plan = dataclasses.replace(plan, precision=case.precision)
-    experiment = Experiment(
+    experiment = Experiment.of(
         model=zoo.MODELS[case.model],
         data=lambda: None,
         global_batch=plan.global_batch,
@@ -153,7 +153,7 @@ def test_a_block_sparse_run_evaluates_samples_and_exports_as_a_masked_one(tmp_pa
         seq_len=16,
         global_batch=4,
         steps=3,
-        evaluate=wb.Evaluate(every=3, samples=4),
+        evaluation=wb.Evaluation(every=3, samples=4),
         samples=wb.Samples(("The",), every=3, tokens=4),
         sparsity=Dynamic(sparsity=0.5, block=16, updates=1, scope="h"),
     )

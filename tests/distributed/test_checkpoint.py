@@ -84,7 +84,7 @@ def test_a_run_killed_at_random_steps_has_the_loss_curve_of_an_unbroken_one_to_t
         assert chosen.recompute == "mixed"
     unbroken = curve(trained(tmp_path / "unbroken", asked, chosen))
     assert len(unbroken) == STEPS
-    saving = dataclasses.replace(asked, checkpoint_every=EVERY)
+    saving = asked.replace(checkpoint_every=EVERY)
     run, killed_at = killed_and_resumed(tmp_path / "killed", saving, chosen, KILLS, seed=len(division))
     assert curve(run) == unbroken, f"killed at {killed_at}"
 

@@ -258,14 +258,14 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
         (folder / f"{index}.txt").write_text(
             f"Document {index} says that {index} birds sing in tree {index % 7}.\n" * 20
         )
-    experiment = wb.Experiment(
+    experiment = wb.Experiment.of(
         model=wb.models.bert(vocab_size=200, hidden_size=16, num_layers=2, num_heads=2, max_positions=32),
         data=wb.data.corpus(folder, vocab_size=200),
         steps=4,
         global_batch=4,
         seq_len=32,
         checkpoint_every=2,
-        evaluate=wb.Evaluate(every=2, samples=9),
+        evaluation=wb.Evaluation(every=2, samples=9),
         metrics={"known": lambda outputs, batch: ((batch["labels"] >= 0).sum(), outputs.prediction_logits.shape[0])},
     )
     plan = wb.plan(experiment, pipeline=2, data=1, micro_batch=2)

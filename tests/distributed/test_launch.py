@@ -359,7 +359,7 @@ def test_a_model_defined_in_a_cell_travels_to_its_one_rank_and_to_a_changed_clon
     assert clone.wait(timeout=60).status.state == "finished", clone.logs("launcher")
     assert "built built from the cell" in clone.logs()
     assert (clone.history().step.tolist(), run.history().step.tolist()) == ([1, 2, 3, 4], [1])
-    assert (clone.experiment["learning_rate"], run.experiment["learning_rate"]) == (5e-5, 1e-4)
+    assert (clone.experiment.learning_rate, run.experiment.learning_rate) == (5e-5, 1e-4)
     assert (clone.environment["cloned_from"], clone.plan) == (run.name, run.plan)
     with pytest.raises(PlanMismatch, match="global_batch"):
         run.clone(run.plan, global_batch=128)

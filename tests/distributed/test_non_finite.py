@@ -146,15 +146,15 @@ class Fields:
 
 
 def test_a_run_that_diverges_names_step_stage_and_block_and_keeps_the_checkpoint_before(tmp_path: Path) -> None:
-    asked = Experiment(
+    asked = Experiment.of(
         model=Fragile, data=Fields(-1), steps=8, global_batch=8, seq_len=8, checkpoint_every=1, name="fragile"
     )
     order = asked.data.dataset(asked)
     [broken] = [int(i) for i in range(64) if (order[37]["x"] == Fields(-1)[i]["x"]).all()]  # of step 5
     chosen = plan(asked, pipeline=2)
     run = directory(tmp_path / "run", asked, chosen)
-    run.model_code.write_bytes(cloudpickle.dumps(Fragile))
-    run.data_code.write_bytes(cloudpickle.dumps(Fields(broken)))
+    (run.code / "model.pkl").write_bytes(cloudpickle.dumps(Fragile))
+    (run.code / "data.pkl").write_bytes(cloudpickle.dumps(Fields(broken)))
     ranks = Ranks(run, 2)
     for process in ranks.processes:
         process.join(60)

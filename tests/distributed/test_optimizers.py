@@ -25,7 +25,7 @@ from workbench.cost.memory import FP32, PREFETCHED_BLOCKS, ParameterTable, stage
 from workbench.cost.optimizer_cost import with_optimizer
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
-from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
@@ -197,7 +197,7 @@ def trainer_of(division: Division, optimizer: str) -> Trainer:
 
 
 def experiment_of(optimizer: str) -> Experiment:
-    return Experiment(
+    return Experiment.of(
         model=zoo.bert_pretraining,
         data=lambda: None,
         global_batch=GLOBAL_BATCH,
@@ -247,13 +247,13 @@ def trained(case: Case) -> tuple[Tensors, tuple[int, int, int]]:
     trainer = trainer_of(case.division, case.optimizer)
     if case.load_from is not None:
         path = RunDir(case.load_from).checkpoint(case.steps.start)
-        assert Checkpoints(trainer, RunDir(case.load_from)).load(path).step == case.steps.start
+        assert CheckpointStore(trainer, RunDir(case.load_from)).load(path).step == case.steps.start
     for step in case.steps:
         first = trainer.coordinate.data_rank * trainer.samples
         mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
         trainer.step(step, mine)
     if case.save_to is not None:
-        checkpoints = Checkpoints(trainer, RunDir(case.save_to))
+        checkpoints = CheckpointStore(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
         checkpoints.finish()
     own = {name: trainer.full(name, p) for name, p in trainer.stages.model_parameters().items()}

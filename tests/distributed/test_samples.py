@@ -51,7 +51,7 @@ def experiment(name: str, folder: Path, seed: int | None, **changes: Any) -> wb.
         "seq_len": SEQ,
         "learning_rate": 1e-2,
     }
-    return wb.Experiment(**{**fields, **changes})
+    return wb.Experiment.of(**{**fields, **changes})
 
 
 def train(name: str, division: Division, folder: Path, seed: int | None, samples: bool) -> tuple[Any, Any, Any, Any]:

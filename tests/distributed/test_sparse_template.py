@@ -23,11 +23,11 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     done = notebooks.execute(notebooks.template_path("sparse_pareto"), tmp_path, small)
     losses, flops = {}, {}
     for run in done.runs:
-        experiment = run.load_experiment()
-        name = run.experiment["model"]["name"], experiment.sparsity.label if experiment.sparsity else "dense"
+        experiment = run.experiment
+        name = experiment.model.name, experiment.sparsity.label if experiment.sparsity else "dense"
         losses.setdefault(name, []).append(float(run.evaluations().eval_loss[-1]))
         flops[name] = wb.analysis.layer_flops(experiment) / 1e9
-        assert run.experiment["learning_rate"] == (
+        assert experiment.learning_rate == (
             learning_rate(2.5e-3, 0.9) if experiment.sparsity else {"Narrow": 5e-3, "Wide": 2.5e-3}[name[0]]
         )
     assert {name: len(values) for name, values in losses.items()} == dict.fromkeys(

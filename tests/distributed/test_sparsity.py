@@ -23,7 +23,7 @@ from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import block_sparse_parameters, build_stage
-from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import local
 from workbench.execution.sparse_weights import MaskedWeights
 from workbench.execution.trainer import Trainer
@@ -178,7 +178,7 @@ def trainer_of(case: Case) -> Trainer:
         num_microbatches=GLOBAL_BATCH // MICRO_BATCH // division.data,
         schedule="interleaved" if division.chunks > 1 else "1f1b",
     )
-    experiment = Experiment(
+    experiment = Experiment.of(
         model=zoo.bert_pretraining,
         data=lambda: None,
         global_batch=GLOBAL_BATCH,
@@ -204,7 +204,7 @@ def trained(case: Case) -> Outcome:
     """Return the whole weights and patterns of all stages; checks that ranks agree and that absent blocks are zero."""
     trainer, losses, norms = trainer_of(case), [], []
     if case.load_from is not None:
-        Checkpoints(trainer, RunDir(case.load_from)).load(RunDir(case.load_from).checkpoint(case.steps.start))
+        CheckpointStore(trainer, RunDir(case.load_from)).load(RunDir(case.load_from).checkpoint(case.steps.start))
     for step in case.steps:
         first = trainer.coordinate.data_rank * trainer.samples
         mine = {key: value[first : first + trainer.samples] for key, value in batch_of(step).items()}
@@ -215,7 +215,7 @@ def trained(case: Case) -> Outcome:
         check_absent(trainer)
         check_regrown(trainer, before)
     if case.save_to is not None:
-        checkpoints = Checkpoints(trainer, RunDir(case.save_to))
+        checkpoints = CheckpointStore(trainer, RunDir(case.save_to))
         checkpoints.save(TrainingProgress(case.steps.stop, 0.0))
         checkpoints.finish()
     return Outcome(

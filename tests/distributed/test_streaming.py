@@ -56,8 +56,8 @@ def asked(text: Path, streaming: bool, **changes: Any) -> Experiment:
         "learning_rate": 3e-3,
         "project": "",
     }
-    fields["evaluate"] = wb.Evaluate(every=7, samples=8)
-    return wb.Experiment(model=wb.models.opt(**sizes), data=data, **{**fields, **changes})
+    fields["evaluation"] = wb.Evaluation(every=7, samples=8)
+    return wb.Experiment.of(model=wb.models.opt(**sizes), data=data, **{**fields, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def read_by(rank: int, experiment: Experiment, state: Any, first: int, end: int)
 
 
 def test_no_sample_is_lost_or_seen_twice_when_two_replicas_go_on_after_one(text: Path) -> None:
-    experiment = asked(text, streaming=True, steps=10**6, evaluate=None)
-    stored = asked(text, streaming=False, steps=10**6, evaluate=None)
+    experiment = asked(text, streaming=True, steps=10**6, evaluation=None)
+    stored = asked(text, streaming=False, steps=10**6, evaluation=None)
     windows = stored.data.samples_per_epoch(stored)
     middle, end = windows // 2 // BATCH, windows // BATCH
     one, state = launch(read_by, 1, experiment, None, 0, middle)

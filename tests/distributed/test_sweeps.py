@@ -58,7 +58,7 @@ def experiment(**changes) -> wb.Experiment:
     sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "vocab_size": VOCAB, "max_positions": SEQ}
     model = wb.models.bert(**sizes, next_sentence=False)
     fields = {"steps": 20, "global_batch": 4, "seq_len": SEQ, "name": "tiny", **changes}
-    return wb.Experiment(model=model, data=Words(), **fields)
+    return wb.Experiment.of(model=model, data=Words(), **fields)
 
 
 def eventually(truth, seconds: float = 60.0):
@@ -110,10 +110,10 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     assert again.complete
     assert {result.state for _, result in again.results()} == {"finished"}, again.results()
     runs = [run.experiment for run in again.runs]
-    trained = [(run["learning_rate"], run["global_batch"], run["seed"]) for run in runs]
+    trained = [(run.learning_rate, run.global_batch, run.seed) for run in runs]
     assert len(trained) == len(set(trained)) == 12
     assert started <= {run.path for run in again.runs}
-    assert {run["name"] for run in runs} == {"sweep"}, "one group on W&B"
+    assert {run.name for run in runs} == {"sweep"}, "one group on W&B"
     assert [len(run.history()) for run in again.runs] == [20] * 12
     storage = JournalStorage(JournalFileBackend(str(again.directory.journal)))
     [study] = optuna.get_all_study_summaries(storage)
@@ -123,7 +123,7 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     assert sorted(told) == sorted(trained)
 
     assert again.rows()[0].values == {"learning_rate": 1e-3, "global_batch": 4}
-    assert [run.experiment["global_batch"] for run in again.best(1)] == [4, 4, 4]
+    assert [run.experiment.global_batch for run in again.best(1)] == [4, 4, 4]
     assert again.rows()[0].mean == pytest.approx(1.04 + 0.001 + (1 / 19 + 1 / 20) / 2)
     assert again.rows()[0].spread == pytest.approx(0.001)
     assert "mean training loss" in repr(again)

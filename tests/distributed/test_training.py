@@ -20,7 +20,7 @@ from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
 from workbench.execution.checkpoint.files import COMPLETE
-from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.parallel.sharding import full
 from workbench.execution.trainer import Trainer
 from workbench.experiment import Experiment
@@ -97,7 +97,7 @@ def batch_of(name: str, step: int) -> Tensors:
 
 def experiment_of(name: str, **changes: Any) -> Experiment:
     fields: dict[str, Any] = {"steps": STEPS, "warmup_steps": 2, "learning_rate": 3e-3, "weight_decay": 0.1, "eps": EPS}
-    return Experiment(
+    return Experiment.of(
         model=MODELS[name], data=lambda: None, global_batch=GLOBAL_BATCH, name=name, **{**fields, **changes}
     )
 
@@ -134,7 +134,7 @@ def train(
     """Train some steps of a run; the batch of a step depends only on its number."""
     trainer = trainer_of(name, division)
     if load_from is not None:
-        loaded = Checkpoints(trainer, RunDir(load_from.parent.parent)).load(load_from)
+        loaded = CheckpointStore(trainer, RunDir(load_from.parent.parent)).load(load_from)
         assert loaded == TrainingProgress(steps.start, float(steps.start))
     losses, norms = [], []
     for step in steps:
@@ -142,7 +142,7 @@ def train(
         losses.append(loss)
         norms.append(squared_norm**0.5)
     if save_to is not None:
-        checkpoints = Checkpoints(trainer, RunDir(save_to))
+        checkpoints = CheckpointStore(trainer, RunDir(save_to))
         checkpoints.save(TrainingProgress(steps.stop, float(steps.stop)))
         checkpoints.finish()
     return gathered(trainer, losses, norms)
@@ -344,7 +344,7 @@ def refusal(_rank: int, path: Path, signature: str | None) -> str:
         trainer.plan = dataclasses.replace(trainer.plan, signature=signature)
     before = {name: parameter.clone() for name, parameter in trainer.stages.model_parameters().items()}
     try:
-        Checkpoints(trainer, RunDir(path.parent.parent)).load(path)
+        CheckpointStore(trainer, RunDir(path.parent.parent)).load(path)
     except CheckpointError as error:
         assert all(torch.equal(before[name], p) for name, p in trainer.stages.model_parameters().items())
         return str(error)

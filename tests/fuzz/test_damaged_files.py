@@ -33,7 +33,7 @@ from workbench.data import data_fingerprint
 from workbench.errors import WorkbenchError
 from workbench.execution.checkpoint import files, save_load
 from workbench.execution.checkpoint.model_export import describe_model
-from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, check_unedited, read_json, write_json
 from workbench.runs.launching import launcher, processes, run_directory
@@ -191,7 +191,7 @@ class World:
         write_json(run.resume, {"checkpoint": str(run.checkpoint(SAVED[0])), "step": SAVED[0]})
         return run
 
-    def checkpoints(self, run: RunDir) -> Checkpoints:
+    def checkpoints(self, run: RunDir) -> CheckpointStore:
         trainer = SimpleNamespace(
             plan=self.plan,
             optimizer=None,
@@ -202,7 +202,7 @@ class World:
             sparse_weights=None,
         )
         extras = CheckpointExtras(describe_model(self.model).to_json())
-        return Checkpoints(trainer, run, extras=extras)  # type: ignore[arg-type]
+        return CheckpointStore(trainer, run, extras=extras)  # type: ignore[arg-type]
 
     def _save(self, run: RunDir, step: int) -> None:
         self._fill(float(step))
@@ -259,7 +259,7 @@ class World:
         found = {"plan": decisive(Plan.load(self.run.plan)), "experiment": read_json(self.run.experiment)}
         wanted = {"plan": decisive(self.plan), "experiment": json.loads(json.dumps(self.experiment.to_json()))}
         differing = [name for name in found if found[name] != wanted[name]]
-        wb.load_run(self.run.path).load_experiment()
+        _ = wb.load_run(self.run.path).experiment
         start = files.requested_checkpoint(self.run)
         if start not in (self.run.checkpoint(SAVED[0]), None) and start.exists():
             differing.append("resume.json")

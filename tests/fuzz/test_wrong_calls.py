@@ -23,6 +23,7 @@ import pytest
 import workbench as wb
 from tests.unit.test_runs import make_run
 from workbench.errors import WorkbenchError
+from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import reproducing
 from workbench.rundir import append_event, write_json
@@ -92,7 +93,7 @@ PLANNED = {
     "offload_optimizer": {("True",): "a choice"},
     "cuda_graphs": {("True",): "a choice"},
 }
-PATHS = ("empty text", "unknown name", "long text")
+FILES = ("empty text", "unknown name", "long text")
 MODEL_WORDS = {
     "dropout": {("0",): "no dropout"},
     "initializer_range": {("1.5",): "a deviation"},
@@ -113,7 +114,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         },
     },
     "Grid.cell": {"zero": {("0", "True"): "a cell of the grid"}},
-    "MeasuredGrid": {"path": {PATHS: "a handle, which is read when it is used"}},
+    "MeasuredGrid": {"path": {FILES: "a handle, which is read when it is used"}},
     "tokenize": {"progress": {("True",): "a choice"}},
     "scaling": {"depth_rule": {("True",): "a choice"}},
     "left_plateau": {"level": {("1.5", "10**18"): "a loss"}},
@@ -132,7 +133,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "dense": {("1.5", "10**18"): "a rate"},
         "sparsity": {("0",): "the rate of a dense model"},
     },
-    "Run.evaluations": {"data": {PATHS: "data that the run was never evaluated on have no rows"}},
+    "Run.evaluations": {"data": {FILES: "data that the run was never evaluated on have no rows"}},
     "search": PLANNED,
     "prepare": {"directory": {("unknown name",): "a new directory"}, "progress": {("True",): "a choice"}},
     "compare": {
@@ -141,14 +142,14 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     },
     "live": {"smoothing": {("0",): "the raw curve alone"}},
     "contrast": {"smoothing": {("0",): "the raw values"}},
-    "list_runs": {"root": {PATHS: "a folder without runs"}},
+    "list_runs": {"root": {FILES: "a folder without runs"}},
     "diverged": {
         "above": {("-1", "0", "-0.5", "1.5", "10**18", "2**70"): "a loss"},
         "after": {("0", "10**18", "2**70", "10**400"): "a step"},
     },
     "calibrate": {"again": {("True",): "a choice"}},
-    "Run": {"path": {PATHS: "a handle, which is read when it is used"}},
-    "Sweep": {"path": {PATHS: "a handle, which is read when it is used"}},
+    "Run": {"path": {FILES: "a handle, which is read when it is used"}},
+    "Sweep": {"path": {FILES: "a handle, which is read when it is used"}},
     "Plan.save": {"path": {("unknown name",): "a new file"}},
     "Run.slurm": {
         "time": {},
@@ -211,7 +212,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 128, "max_positions": 16}
         right = {"steps": 4, "global_batch": 8, "seq_len": 16, "precision": "fp32"}
         data = wb.data.corpus(text, vocab_size=128)
-        experiment = wb.Experiment(model=wb.models.bert(**sizes), data=data, name="small", **right)
+        experiment = wb.Experiment.of(model=wb.models.bert(**sizes), data=data, name="small", **right)
         cluster = wb.Cluster.of("h200", gpus=2)
         costs = wb.planning.profile(experiment, cluster)  # once, because a second call would take as long again
         names = ("planning.planner", "planning.profiling", "widgets.what_if", "sweeps.grid")
@@ -242,6 +243,10 @@ def _run(folder: Path, experiment: wb.Experiment, plan: wb.Plan) -> wb.Run:
     return wb.Run(run.path)
 
 
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
 def _targets(world: Mapping[str, Any]) -> list[Target]:
     """Return every function of the API that takes arguments."""
     experiment, cluster, plan, run = world["experiment"], world["cluster"], world["plan"], world["run"]
@@ -251,9 +256,10 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
     grid = wb.grid(experiment, cluster, zero=[0, 1])
     functions: list[tuple[str, Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         ("Experiment", wb.Experiment, of_experiment, tuple(of_experiment)),
-        ("Experiment.replace", experiment.replace, {}, tuple(of_experiment)),
+        ("Experiment.replace", experiment.replace, {}, tuple(PATHS)),
+        ("Experiment.of", wb.Experiment.of, of_experiment, tuple(PATHS)),
         ("Experiment.from_json", wb.Experiment.from_json, {"value": experiment.to_json()}, ("value",)),
-        ("Evaluate", wb.Evaluate, {}, ("every", "samples")),
+        *((kind.__name__, kind, {}, _names_of(kind)) for kind in GROUPS.values() if kind is not wb.Samples),
         ("Cluster.of", wb.Cluster.of, {"name": "h200"}, ("name", "gpus", "nodes")),
         ("Cluster.resized", cluster.resized, {"gpus": 2}, ("gpus",)),
         ("local_cluster", wb.measure.local_cluster, {}, ("processes",)),
@@ -287,8 +293,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("Plan.load", wb.Plan.load, {}, ()),
         ("Plan.save", plan.save, {}, ()),
         ("Plan.from_json", wb.Plan.from_json, {}, ("value",)),
-        ("Run.clone", run.clone, {}, ("plan", *of_experiment)),
-        ("Run.load_experiment", run.load_experiment, {}, tuple(of_experiment)),
+        ("Run.clone", run.clone, {}, ("plan", *PATHS)),
         ("Run.resume", run.resume, {}, ()),
         ("Run.export", run.export, {"to": "exported"}, ()),
         ("Run.slurm", run.slurm, {}, ()),
@@ -331,7 +336,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("pattern", wb.figures.pattern, {"run": run}, ()),
         ("exploration", wb.figures.exploration, {"runs": [run]}, ()),
         ("layer_flops", wb.analysis.layer_flops, {"experiment": experiment}, ()),
-        ("Samples", wb.Samples, {"prompts": ["Hello"]}, ("prompts", "every", "tokens", "seed")),
+        ("Samples", wb.Samples, {"prompts": ["Hello"]}, _names_of(wb.Samples)),
         ("sparsity.Static", wb.sparsity.Static, {}, ("sparsity", "block", "scope")),
         (
             "sparsity.Dynamic",
@@ -358,7 +363,7 @@ SWEEP = ("experiment", "seeds", "sampler", "trials", "stop", "directory")
 
 def _reason(target: Target, parameter: str, label: str) -> str:
     """Return why a call may be accepted, or an empty text."""
-    of_experiment = target.name.startswith("Experiment") or target.name in ("Run.clone", "Run.load_experiment")
+    of_experiment = target.name.startswith("Experiment") or target.name == "Run.clone"
     known = OF_EXPERIMENT.get(parameter, {}) if of_experiment else ACCEPTED.get(target.name, {}).get(parameter, {})
     signature = inspect.signature(target.call).parameters
     default = signature[parameter].default if parameter in signature else None

@@ -24,7 +24,7 @@ from tests.gpu.machine import DEVICE, DEVICES, here, needs
 from tests.gpu.test_equivalence import case, trainer_on_device
 from workbench.cost.device import Device
 from workbench.execution.checkpoint.files import complete_checkpoints
-from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.execution.step_timeline import FIRST_RECORDED, ActionLog
 from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, error_message
@@ -45,7 +45,7 @@ DATA: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 """What is reduced by `DistributedDataParallel`, by FSDP2 and by hand; not compiled, to be quick, and compiled, as
 training is by default."""
-pytestmark = [pytest.mark.gpu, needs(1)]
+pytestmark = [pytest.mark.gpu, needs(2)]
 
 
 def experiment(precision: str, compiled: bool = False) -> Experiment:
@@ -80,9 +80,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
     return Unbroken(tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=needs(2 if degrees["zero"] else 1)) for kind, (_, degrees, _) in DATA.items()]
-)
+@pytest.mark.parametrize("kind", DATA)
 def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     kind: str, unbroken: Unbroken, tmp_path: Path
 ) -> None:
@@ -101,7 +99,6 @@ def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     assert curve(run) == expected
 
 
-@needs(2)
 def test_every_rank_has_a_device_of_its_own(unbroken: Unbroken) -> None:
     for run in (unbroken[kind] for kind in DATA):
         devices = {event["device"] for event in read_events(run.events) if event["type"] == "memory"}
@@ -111,7 +108,7 @@ def test_every_rank_has_a_device_of_its_own(unbroken: Unbroken) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the host's memory is not capped")
 def test_a_memory_limit_holds_on_the_device() -> None:
-    below, above = launch(_allocated_under_a_limit, 1, device=DEVICE)
+    below, above = launch(_allocated_under_a_limit, 2, device=DEVICE)
     assert below
     assert "memory_limit_gib=" in above
 
@@ -128,7 +125,6 @@ def _allocated_under_a_limit(_rank: int) -> tuple[bool, str]:
     return fits, ""
 
 
-@needs(2)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """Steps reduce over the devices' group while the save talks over its own; what is saved is where it began."""
     steps, continued, repeated = launch(_steps_beside_a_save, 2, tmp_path, device=DEVICE)
@@ -142,14 +138,14 @@ def _steps_beside_a_save(rank: int, path: Path) -> tuple[int, list[float], list[
     first, second = trainer_on_device(case(data=2)), trainer_on_device(case(data=2))
     for step in range(3):
         _loss(first, step)
-    checkpoints = Checkpoints(first, RunDir(path), extras=ballast)
+    checkpoints = CheckpointStore(first, RunDir(path), extras=ballast)
     checkpoints.save(TrainingProgress(1, 0.0))
     done, losses = 0, []
     for step in range(3):
         losses.append(_loss(first, step))
         done += not checkpoints.is_idle
     checkpoints.finish()
-    loaded = Checkpoints(second, RunDir(path), extras=ballast).load(RunDir(path).checkpoint(1))
+    loaded = CheckpointStore(second, RunDir(path), extras=ballast).load(RunDir(path).checkpoint(1))
     assert loaded == TrainingProgress(1, 0.0)
     return done, losses, [_loss(second, step) for step in range(3)]
 
@@ -166,7 +162,6 @@ def resumed_from_the_last_leg(unbroken: RunDir, path: Path, asked: Experiment, c
     return directory(path, asked, chosen, RunDir(path).checkpoint(LAST_LEG))
 
 
-@needs(2)
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Unbroken, tmp_path: Path) -> None:
     asked, chosen = divided("shards")
     run = resumed_from_the_last_leg(unbroken["shards"], tmp_path, asked, chosen)
@@ -196,7 +191,6 @@ def repartitioned(unbroken: Unbroken, tmp_path_factory: pytest.TempPathFactory) 
     return chosen, run
 
 
-@needs(2)
 def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: tuple[Plan, RunDir]) -> None:
     """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped."""
     found, expected = curve(repartitioned[1]), curve(unbroken["replicas"])
@@ -207,7 +201,6 @@ def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: 
         assert expected[step] == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-3), rate), step
 
 
-@needs(2)
 def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Plan, RunDir]) -> None:
     chosen, run = repartitioned
     events = read_events(run.events)

@@ -53,6 +53,7 @@ HOMES = {
     "matplotlib": {"figures"},
     "cloudpickle": {"user_code"},
     "pyarrow": {"runs", "data"},
+    "pydantic": {"validation", "experiment"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},
     "yaml": {"sweeps"},

@@ -154,7 +154,7 @@ def test_degrees_that_would_divide_a_coupled_batch_are_refused_with_the_way_out(
 
 def _experiment(**fields: Any) -> Experiment:
     samples = [{key: value[0] for key, value in BATCH.items()}] * 8
-    return Experiment(model=lambda: Pairs(clip), data=samples, steps=1, global_batch=8, seq_len=1, **fields)
+    return Experiment.of(model=lambda: Pairs(clip), data=samples, steps=1, global_batch=8, seq_len=1, **fields)
 
 
 def test_a_coupled_batch_is_divided_where_the_experiment_allows_it() -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from workbench import data, models
 from workbench.data import _sampling, _store, _tokens, _vocabulary
 from workbench.errors import DataError, UnknownParameter
-from workbench.experiment import Evaluate
+from workbench.experiment import Evaluation
 
 CLS, SEP, MASK = 2, 3, 4
 MLM = models.bert(vocab_size=2000, next_sentence=False)
@@ -612,7 +612,7 @@ def test_describing_data_and_models_imports_nothing_heavy():
 
 def test_a_larger_masked_share_hides_more_in_training_and_the_same_in_evaluations(text):
     more = replace(text, masked_share=0.3)
-    asked = Training(model=MLM, data=text, evaluate=Evaluate(every=1, samples=8))
+    asked = Training(model=MLM, data=text, evaluation=Evaluation(every=1, samples=8))
     for corpus, hidden in ((text, 10), (more, 19)):  # 0.15 and 0.3 of 64 positions
         labels = corpus.dataset(asked).__getitems__([0, 1])["labels"]
         assert (labels != -100).sum(dim=1).tolist() == [hidden, hidden]

@@ -35,8 +35,8 @@ def home(tmp_path_factory, monkeypatch):
 
 
 def experiment(folder, **changes) -> wb.Experiment:
-    fields = {"steps": 200, "global_batch": 4, "seq_len": 32, "evaluate": wb.Evaluate(every=10, samples=16)}
-    return wb.Experiment(model=BERT, data=wb.data.corpus(folder, vocab_size=200), **{**fields, **changes})
+    fields = {"steps": 200, "global_batch": 4, "seq_len": 32, "evaluation": wb.Evaluation(every=10, samples=16)}
+    return wb.Experiment.of(model=BERT, data=wb.data.corpus(folder, vocab_size=200), **{**fields, **changes})
 
 
 def test_training_reads_no_held_out_document(folder):
@@ -70,7 +70,7 @@ def test_held_out_samples_are_the_same_for_every_seed_and_length(folder):
 
 
 def test_without_evaluation_the_samples_are_those_of_the_whole_text(folder):
-    plain, split = experiment(folder, evaluate=None), experiment(folder)
+    plain, split = experiment(folder, evaluation=None), experiment(folder)
     own = experiment(folder, eval_data=wb.data.corpus(folder, vocab_size=200))
     batches = [asked.data.dataset(asked).__getitems__(range(8))["input_ids"] for asked in (plain, own, split)]
     assert torch.equal(batches[0], batches[1])
@@ -87,7 +87,7 @@ def test_other_text_is_read_with_the_tokeniser_of_the_training_text(folder, tmp_
 
 def test_a_text_that_is_too_small_or_of_one_document_is_refused(folder, tmp_path):
     with pytest.raises(DataError, match=r"5,000 held-out samples of 29 tokens need 145,000 of the .* more than half"):
-        held_out(experiment(folder, evaluate=wb.Evaluate(samples=5000)))
+        held_out(experiment(folder, evaluation=wb.Evaluation(samples=5000)))
     one = tmp_path / "one.txt"
     one.write_text("\n".join(f"Paragraph {index} of one document." for index in range(2000)))
     with pytest.raises(DataError, match=r"1 document of .* too few to hold out"):
@@ -114,24 +114,22 @@ def build() -> torch.nn.Module:
 
 
 def test_held_out_items_come_in_their_order():
-    asked = wb.Experiment(build, dataset(8), eval_data=dataset(40), evaluate=wb.Evaluate(samples=10))
+    asked = wb.Experiment(build, dataset(8), evaluation=wb.Evaluation(samples=10, data=dataset(40)))
     assert held_out(asked).__getitems__(range(10))["x"][:, 0].tolist() == [4.0 * index for index in range(10)]
-    assert len(held_out(asked.replace(evaluate=wb.Evaluate()))) == 40
+    assert len(held_out(asked.replace(eval_samples=2048))) == 40
 
 
 def test_bad_evaluations_are_refused_before_anything_starts():
     with pytest.raises(InvalidExperiment, match="every=0 must be 1 or more"):
-        wb.Evaluate(every=0)
-    with pytest.raises(InvalidExperiment, match=r"Give held-out samples: eval_data="):
-        wb.Experiment(build, dataset(8), evaluate=wb.Evaluate())
-    with pytest.raises(InvalidExperiment, match=r"Add evaluate=wb.Evaluate"):
-        wb.Experiment(build, dataset(8), eval_data=dataset(4))
-    with pytest.raises(InvalidExperiment, match="evaluate=100 is no Evaluate"):
-        wb.Experiment(build, dataset(8), eval_data=dataset(4), evaluate=100)
-    other = wb.Experiment(build, dataset(8), eval_data=dataset(4, "y"), evaluate=wb.Evaluate())
+        wb.Evaluation(every=0)
+    with pytest.raises(InvalidExperiment, match=r"Give held-out samples: evaluation=wb.Evaluation\(data="):
+        wb.Experiment(build, dataset(8), evaluation=wb.Evaluation())
+    with pytest.raises(InvalidExperiment, match=r"evaluation=100 is no Evaluation\. Write evaluation=wb\.Evaluation"):
+        wb.Experiment(build, dataset(8), evaluation=100)
+    other = wb.Experiment(build, dataset(8), evaluation=wb.Evaluation(data=dataset(4, "y")))
     with pytest.raises(DataError, match=r"eval_data has the fields y \[3\] float32, and data has x \[3\] float32"):
         other.data.check(other)
-    few = wb.Experiment(build, dataset(8), eval_data=dataset(1), evaluate=wb.Evaluate(), global_batch=4, seq_len=3)
+    few = wb.Experiment(build, dataset(8), evaluation=wb.Evaluation(data=dataset(1)), global_batch=4, seq_len=3)
     plan = wb.plan(few, micro_batch=2)
     with pytest.raises(DataError, match=r"1 held-out samples, fewer than the 2 of one micro-batch"):
         check_runnable(few, plan, None, progress=False)
@@ -140,7 +138,7 @@ def test_bad_evaluations_are_refused_before_anything_starts():
 def test_the_experiment_and_its_evaluation_survive_json(folder):
     asked = experiment(folder, eval_data=wb.data.corpus(folder, vocab_size=200))
     assert wb.Experiment.from_json(asked.to_json()) == asked
-    assert wb.Experiment.from_json(experiment(folder, evaluate=None).to_json()).evaluate is None
+    assert wb.Experiment.from_json(experiment(folder, evaluation=None).to_json()).evaluation is None
 
 
 def evaluated(path: Path, *steps: int, loss: float = 5.0) -> None:

@@ -30,7 +30,7 @@ from workbench.errors import (
     UnknownParameter,
     WorkbenchError,
 )
-from workbench.experiment import Experiment
+from workbench.experiment import GROUPS, PATHS, Experiment
 
 TINY = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
 
@@ -69,12 +69,12 @@ class NoPoints(Points):
 
 
 def own(**changes: Any) -> Experiment:
-    return Experiment(**{"model": build_my_net, "data": Points(), "steps": 2, "global_batch": 4, **changes})
+    return Experiment.of(**{"model": build_my_net, "data": Points(), "steps": 2, "global_batch": 4, **changes})
 
 
 def text(**changes: Any) -> Experiment:
     fields = {"model": wb.models.bert(**TINY), "data": wb.data.corpus("demo", vocab_size=400), "seq_len": 32}
-    return Experiment(**{**fields, **changes})
+    return Experiment.of(**{**fields, **changes})
 
 
 CPU = wb.Cluster.of("h200", gpus=1)
@@ -133,6 +133,35 @@ def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywh
         assert error.facts["parameter"] == "global_bach"
 
 
+def test_an_experiment_has_at_most_twenty_fields_and_a_short_name_for_each_value() -> None:
+    assert len(dataclasses.fields(Experiment)) <= 20
+    held = [
+        dataclasses.fields(GROUPS[field.name]) if field.name in GROUPS else [field]
+        for field in dataclasses.fields(Experiment)
+    ]
+    assert len(PATHS) == len(set(PATHS.values())) == sum(map(len, held)), "a short name stands for two values"
+
+
+def test_a_value_of_a_group_is_answered_with_its_place() -> None:
+    refused(
+        UnknownParameter, lambda: Experiment(build_my_net, Points(), weight_decay=0.1), "wb.Optimizer(weight_decay="
+    )
+    refused(UnknownParameter, lambda: Experiment(build_my_net, Points(), eval_every=5), "wb.Evaluation(every=")
+    refused(UnknownParameter, lambda: wb.Optimizer("lamb", learning_rate=1e-3), "wb.Experiment(learning_rate=")
+
+
+def test_short_names_reach_every_value_and_keep_the_others() -> None:
+    first = own(optimizer="lamb", eval_data=Points())
+    changed = first.replace(
+        weight_decay=0.5, eval_every=7, optimizer="sgd", keep_checkpoints=1, project="", prompts=None
+    )
+    assert (changed.optimizer.name, changed.optimizer.weight_decay) == ("sgd", 0.5)
+    assert (changed.evaluation.every, changed.eval_data, changed.samples) == (7, first.eval_data, None)
+    assert (changed.checkpoints.keep, changed.tracking.project) == (1, "")
+    assert first.optimizer == wb.Optimizer("lamb"), "the first experiment has changed"
+    assert changed.replace(optimizer=wb.Optimizer()).optimizer == wb.Optimizer()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -146,8 +175,8 @@ def test_a_misspelt_parameter_of_an_experiment_is_the_same_kind_of_error_everywh
         ({"warmup_steps": 3}, ("warmup_steps=3", "2 steps", "Choose 0 to 2")),
         ({"precision": "fp16"}, ("precision='fp16'", "Did you mean 'bf16'?")),
         ({"lr_schedule": "cosin"}, ("lr_schedule='cosin'", "Did you mean 'cosine'?")),
-        ({"betas": (0.9,)}, ("betas=(0.9,)", "two numbers")),
-        ({"betas": (0.9, 1.5)}, ("betas=(0.9, 1.5)", "below 1")),
+        ({"betas": (0.9,)}, ("betas=(0.9,)", "too few values")),
+        ({"betas": (0.9, 1.5)}, ("betas=1.5", "below 1")),
         ({"deterministic": "yes"}, ("deterministic='yes'", "True nor False")),
         ({"stop_on_non_finite": 1}, ("stop_on_non_finite=1", "True nor False")),
         ({"weight_decay": -0.1}, ("weight_decay=-0.1", "0 or more")),
@@ -210,7 +239,7 @@ def test_a_global_batch_that_no_micro_batch_divides_is_refused() -> None:
 
 
 def test_a_plan_made_for_another_model_is_refused() -> None:
-    plan = wb.plan(own(), CPU)
+    plan = wb.plan(own())
     wider = own(model=functools.partial(Net, width=16))
     refused(PlanMismatch, lambda: wb.launch(wider, plan), "Plan again")
 
@@ -231,7 +260,7 @@ def test_an_experiment_of_ones_own_parts_survives_json_given_the_parts() -> None
     experiment = own(tags=["x"], warmup_steps=1)
     value = json.loads(json.dumps(experiment.to_json()))
     assert "def build_my_net" in value["model"]["source"]
-    rebuilt = Experiment.from_json(value, model=build_my_net, data=experiment.data.dataset_or_factory)
+    rebuilt = Experiment.from_json(value, {"model": build_my_net, "data": experiment.data.dataset_or_factory})
     assert rebuilt == experiment
     assert rebuilt.model.build()(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).ndim == 0
 

@@ -21,7 +21,7 @@ from workbench.widgets.live_sweep import show_sweep
 def sweep(tmp_path: Path) -> Sweep:
     """Return a sweep of two rates and two seeds, whose first two runs train and whose supervisor is this process."""
     directory = QueueDir(tmp_path / "sweep <1>")
-    settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4]}, "stop": None}
+    settings = {"experiment": {"evaluation": None}, "axes": {"learning_rate": [1e-3, 1e-4]}, "stop": None}
     settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "packing": {"why": "Because."}}
     write_json(directory.settings_file, settings)
     write_json(directory.supervisor, this_process())

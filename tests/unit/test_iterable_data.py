@@ -118,7 +118,7 @@ SAME_EACH_EPOCH = {"torch", "with a state", "with a wrong state", "a function", 
 
 
 def asked(data: Any, **changes: Any) -> Experiment:
-    return Experiment(**{"model": MODEL, "data": data, "steps": 50, "global_batch": 4, "seq_len": 8, **changes})
+    return Experiment.of(**{"model": MODEL, "data": data, "steps": 50, "global_batch": 4, "seq_len": 8, **changes})
 
 
 def stream_of(data: Any) -> Any:
@@ -235,24 +235,24 @@ def test_the_planner_sees_the_first_items_and_the_callers_generators_stay() -> N
 
 
 def test_held_out_items_are_the_first_ones() -> None:
-    experiment = asked(Numbers(), eval_data=generated, evaluate=wb.Evaluate(samples=6))
+    experiment = asked(Numbers(), eval_data=generated, evaluation=wb.Evaluation(samples=6))
     assert held_out(experiment).__getitems__(range(6))["x"][:, 0].tolist() == list(range(6))
-    assert len(held_out(experiment.replace(evaluate=wb.Evaluate(samples=1000)))) == ITEMS
-    with pytest.raises(wb.errors.InvalidExperiment, match="eval_data=my_validation_dataset"):
-        asked(Numbers(), evaluate=wb.Evaluate(samples=6))
+    assert len(held_out(experiment.replace(eval_samples=1000))) == ITEMS
+    with pytest.raises(wb.errors.InvalidExperiment, match=r"Evaluation\(data=my_validation_dataset"):
+        asked(Numbers(), evaluation=wb.Evaluation(samples=6))
 
 
 def test_epochs_need_a_length() -> None:
     assert "unknown number of samples" in repr(asked(generated).data.prepare(asked(generated)))
     with pytest.raises(DataError, match=r"generated has no __len__.*steps=… or tokens=…"):
-        print(asked(generated, steps=None, epochs=2).steps)
+        print(asked(generated, steps=None, epochs=2).resolved().steps)
     assert asked(generated, steps=None, tokens=8 * 4 * 7).steps == 7
 
     class Counted(Numbers):
         def __len__(self) -> int:
             return ITEMS
 
-    assert asked(Counted(), steps=None, epochs=2).steps == 2 * ITEMS // 4
+    assert asked(Counted(), steps=None, epochs=2).resolved().steps == 2 * ITEMS // 4
     assert stream_of(Counted()).record_bytes == 21, "a length does not make an iterable dataset map-style"
 
 

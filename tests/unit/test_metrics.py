@@ -94,13 +94,11 @@ def test_a_metric_that_cannot_be_summed_is_refused(metric, said):
 
 
 def experiment(**changes) -> wb.Experiment:
-    fields = {"model": Classifier, "data": [BATCH], "eval_data": [BATCH], "evaluate": wb.Evaluate()}
-    return wb.Experiment(**{**fields, **changes})
+    fields = {"model": Classifier, "data": [BATCH], "eval_data": [BATCH], "evaluation": wb.Evaluation()}
+    return wb.Experiment.of(**{**fields, **changes})
 
 
-def test_metrics_without_evaluation_or_with_a_taken_name_are_refused():
-    with pytest.raises(InvalidExperiment, match=r"evaluate is None\. Add evaluate=wb\.Evaluate"):
-        experiment(metrics={"correct": correct}, evaluate=None, eval_data=None)
+def test_metrics_with_a_taken_name_are_refused():
     for name in ("loss", "two words", 3):
         with pytest.raises(InvalidExperiment, match="is no name for a metric"):
             experiment(metrics={name: correct})
@@ -112,12 +110,12 @@ def test_metrics_without_evaluation_or_with_a_taken_name_are_refused():
 def test_metrics_survive_the_way_through_json():
     asked = experiment(metrics={"correct": correct})
     value = asked.to_json()
-    assert value["metrics"]["correct"]["name"] == "correct"
+    assert value["evaluation"]["metrics"]["correct"]["name"] == "correct"
     again = wb.Experiment.from_json(
-        value, model=Classifier, data=[BATCH], eval_data=[BATCH], functions={"metrics": {"correct": correct}}
+        value, {"model": Classifier, "data": [BATCH], "eval_data": [BATCH], "metrics": {"correct": correct}}
     )
     assert again.metrics["correct"].function is correct
-    assert experiment().to_json()["metrics"] is None
+    assert experiment().to_json()["evaluation"]["metrics"] is None
 
 
 def test_a_metric_has_its_curve_and_its_panel(tmp_path):

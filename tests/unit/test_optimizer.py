@@ -66,13 +66,13 @@ def test_a_fused_update_is_left_out_on_the_device_and_is_otherwise_the_same() ->
 def tiny(**changes: Any) -> wb.Experiment:
     fields = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 400, "max_positions": 32}
     data = wb.data.corpus("demo", vocab_size=400)
-    return wb.Experiment(**{"model": wb.models.bert(**fields), "data": data, "seq_len": 32, **changes})
+    return wb.Experiment.of(**{"model": wb.models.bert(**fields), "data": data, "seq_len": 32, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "adam"}, "optimizer='adam' is not one of the choices"),
+        ({"optimizer": "adam"}, "optimizer.algorithm='adam' is not one of the choices"),
         ({"lr_schedule": "steps"}, "lr_schedule='steps' is not one of the choices"),
         ({"lr_schedule": lambda _step: -1.0}, "lr_schedule returned -1.0 for step 0"),
         ({"lr_schedule": lambda: 1.0}, "lr_schedule raised TypeError for step 0"),
@@ -105,10 +105,10 @@ def test_rates_go_by_the_first_pattern_that_matches() -> None:
 def test_a_schedule_of_ones_own_is_described_and_rebuilt() -> None:
     experiment = tiny(lr_schedule=half, rate_scale={"*": 0.5}, optimizer="sgd")
     described = json.loads(json.dumps(experiment.to_json()))
-    assert described["lr_schedule"]["name"] == "half"
-    assert wb.Experiment.from_json(described, functions={"lr_schedule": half}) == experiment
+    assert described["optimizer"]["lr_schedule"]["name"] == "half"
+    assert wb.Experiment.from_json(described, {"lr_schedule": half}) == experiment
     with pytest.raises(InvalidExperiment, match="Only the description of half is here"):
-        learning_rate_factor(0, 1, 2, wb.Experiment.from_json(described).lr_schedule)
+        learning_rate_factor(0, 1, 2, wb.Experiment.from_json(described).optimizer.lr_schedule)
 
 
 def half(_step: int) -> float:
@@ -241,9 +241,9 @@ def test_plans_divide_only_what_an_optimizer_of_ones_own_allows() -> None:
 def test_an_optimizer_of_ones_own_is_described_and_rebuilt() -> None:
     experiment = tiny(optimizer=torch.optim.RMSprop)
     described = json.loads(json.dumps(experiment.to_json()))
-    assert described["optimizer"]["name"] == experiment.optimizer_name == "RMSprop"
+    assert described["optimizer"]["algorithm"]["name"] == experiment.optimizer.name == "RMSprop"
     functions = {"optimizer": torch.optim.RMSprop}
-    assert wb.Experiment.from_json(described, functions=functions).optimizer == experiment.optimizer
+    assert wb.Experiment.from_json(described, functions).optimizer == experiment.optimizer
 
 
 class TinyModel(nn.Module):

@@ -136,12 +136,12 @@ def choose(outputs: Any, _batch: Any) -> Any:
 def test_the_choice_survives_json(loss: Any) -> None:
     experiment = _experiment(loss)
     value = experiment.to_json()
-    assert Experiment.from_json(value, model=Net, data=experiment.data).loss == loss
+    assert Experiment.from_json(value, {"model": Net, "data": experiment.data}).loss == loss
 
 
 def test_a_function_survives_json_by_its_name_and_comes_from_the_stored_code() -> None:
     experiment = _experiment(choose)
     again = Experiment.from_json(
-        experiment.to_json(), model=Net, data=experiment.data, functions={"loss": experiment.loss.function}
+        experiment.to_json(), {"model": Net, "data": experiment.data, "loss": experiment.loss.function}
     )
     assert again.loss("outputs", None) == "outputs"

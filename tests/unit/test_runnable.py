@@ -49,11 +49,11 @@ class Stack(nn.Module):
 
 def experiment(model=Stack, **changes) -> wb.Experiment:
     fields = {"model": model, "data": Words(), "global_batch": 8, "seq_len": 8, "steps": 3}
-    return wb.Experiment(**{**fields, **changes})
+    return wb.Experiment.of(**{**fields, **changes})
 
 
 def evaluated_and_sparse(model=Stack) -> wb.Experiment:
-    return experiment(model, eval_data=Words(), evaluate=wb.Evaluate(samples=8), sparsity=Static(0.5, 8, "layers"))
+    return experiment(model, eval_data=Words(), evaluation=wb.Evaluation(samples=8), sparsity=Static(0.5, 8, "layers"))
 
 
 @pytest.fixture
@@ -109,7 +109,10 @@ def test_a_clone_is_captured_only_for_a_change_that_its_graphs_depend_on(capture
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {i} brown foxes jump over {i * i} dogs." for i in range(300)))
     small = models.bert(hidden_size=16, num_layers=2, num_heads=2, vocab_size=64, max_positions=16)
     asked = experiment(
-        small, data=wb.data.corpus(tmp_path / "text.txt", vocab_size=64), seq_len=16, evaluate=wb.Evaluate(samples=8)
+        small,
+        data=wb.data.corpus(tmp_path / "text.txt", vocab_size=64),
+        seq_len=16,
+        evaluation=wb.Evaluation(samples=8),
     )
     run = wb.launch(asked)
     captures.clear()

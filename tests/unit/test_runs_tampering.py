@@ -23,7 +23,9 @@ from workbench.runs.launching.run_directory import Attempt
 def small(text: Path, **changes: Any) -> Experiment:
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 128, "max_positions": 16}
     fields = {"steps": 4, "global_batch": 8, "seq_len": 16, "precision": "fp32", **changes}
-    return Experiment(model=wb.models.bert(**sizes), data=wb.data.corpus(text, vocab_size=128), name="small", **fields)
+    return Experiment.of(
+        model=wb.models.bert(**sizes), data=wb.data.corpus(text, vocab_size=128), name="small", **fields
+    )
 
 
 @pytest.fixture

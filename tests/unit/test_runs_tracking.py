@@ -13,12 +13,13 @@ from fake_wandb import FakeWandb
 from wandb_log import offline_history
 
 from workbench.errors import RunNotFound, WorkbenchError
+from workbench.experiment import Tracking
 from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
 from workbench.runs.registry import load_run
 from workbench.runs.tracking import wandb_run as tracking
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENT = SimpleNamespace(name="bert", project="bert-scaling", tags=("trial",))
+EXPERIMENT = SimpleNamespace(name="bert", tracking=Tracking(project="bert-scaling", tags=("trial",)))
 KEY = "a" * 40
 DEAD_PORT = "http://127.0.0.1:9"
 
@@ -33,7 +34,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = RunDir(tmp_path / "bert-1")
     run.logs.mkdir(parents=True)
-    write_json(run.experiment, {"name": "bert", "steps": 30, "learning_rate": 1e-3, "project": EXPERIMENT.project})
+    write_json(
+        run.experiment, {"name": "bert", "steps": 30, "learning_rate": 1e-3, "project": EXPERIMENT.tracking.project}
+    )
     write_json(run.environment, {"packages": {"torch": "2.13.0"}, "command": ["train.py", "--secret"]})
     write_json(run.tracker, tracking.tracker_settings(run, EXPERIMENT))
     write_json(run.launcher, {"supervisor": this_process()})
@@ -185,14 +188,14 @@ def test_a_colleagues_run_is_read_with_its_curve_config_and_plan(run, server, mo
     fake.histories["other"] = [{"_step": i, "_timestamp": 1e9 + i, "train/loss": 5.0 / (i + 1)} for i in range(4)]
     fake.histories["other"][2]["train/loss"] = "NaN"
     fake.buckets["other"] = {"displayName": "<b>plain</b>", "config": '{"lr": {"value": 0.1}}', "project": "p"}
-    mine = load_run(f"wandb:tester/{EXPERIMENT.project}/{read_json(run.tracker)['id']}")
+    mine = load_run(f"wandb:tester/{EXPERIMENT.tracking.project}/{read_json(run.tracker)['id']}")
     assert mine.history().loss.tolist() == EXPECTED
     assert mine.history().gpu_hours[-1] > 0
-    assert (mine.status.state, mine.experiment["learning_rate"]) == ("finished", 1e-3)
+    assert (mine.status.state, mine.config["learning_rate"]) == ("finished", 1e-3)
     other = load_run("wandb:tester/p/other")
     assert other.history().loss.tolist()[:2] == [5.0, 2.5]
     assert len(other.history()) == 4
-    assert (other.experiment["lr"], other.alive, other.status.state) == (0.1, False, "running")
+    assert (other.config["lr"], other.alive, other.status.state) == (0.1, False, "running")
     assert "<b>plain" not in other._repr_html_()
     with pytest.raises(RunNotFound, match="not planned by Workbench"):
         _ = other.plan

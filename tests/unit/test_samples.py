@@ -39,7 +39,7 @@ def home(tmp_path_factory, monkeypatch):
 def experiment(folder, prompts, model=None, objective=None, **changes) -> wb.Experiment:
     data = wb.data.corpus(folder, vocab_size=300, objective=objective)
     fields = {"model": model or wb.models.gpt2(**SIZES), "data": data, "seq_len": 16, "global_batch": 4}
-    return wb.Experiment(**fields, samples=wb.Samples(prompts, **changes))
+    return wb.Experiment.of(**fields, samples=wb.Samples(prompts, **changes))
 
 
 class OnlyLoss(nn.Module):

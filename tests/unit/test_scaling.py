@@ -75,7 +75,7 @@ def test_folded_multipliers_train_as_explicit_ones(family):
             module.register_forward_hook(lambda _module, _inputs, output: output / deep)
         if name in READ_OUTS:
             module.register_forward_pre_hook(lambda _module, inputs: (inputs[0] / wide,))
-    experiment = wb.Experiment(
+    experiment = wb.Experiment.of(
         model=rule.model, data=wb.data.corpus(), seq_len=16, learning_rate=1e-2, rate_scale=rule.rate_scale
     )
     scaled = [

@@ -79,7 +79,7 @@ def resumed(path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     monkeypatch.setattr(save_load, "_entries", lambda _: [("model.weight", "weight", weight)])
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        save_load.Checkpoints(trainer, RunDir(path.parent.parent)).load(path)  # type: ignore[arg-type]
+        save_load.CheckpointStore(trainer, RunDir(path.parent.parent)).load(path)  # type: ignore[arg-type]
     finally:
         dist.destroy_process_group()
     return weight

@@ -59,7 +59,7 @@ def plan(block: int, sparsity: float, **changes: Any) -> Plan:
 def experiment(**changes: Any) -> Experiment:
     model = wb.models.bert(hidden_size=64, num_layers=1, num_heads=4, max_positions=64)
     fields = {"model": model, "data": wb.data.corpus("demo", vocab_size=400), "seq_len": 32, "steps": 200}
-    return Experiment(**{**fields, "sparsity": Static(0.5, 16), **changes})
+    return Experiment.of(**{**fields, "sparsity": Static(0.5, 16), **changes})
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])

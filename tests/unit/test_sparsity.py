@@ -33,7 +33,7 @@ SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 64
 
 def experiment(**changes: object) -> Experiment:
     fields = {"model": wb.models.bert(**SIZES), "data": wb.data.corpus("demo", vocab_size=400), "seq_len": 32}
-    return Experiment(**{**fields, **changes})
+    return Experiment.of(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("block", [1, 2, 8])

@@ -48,19 +48,19 @@ def asked(path: Path, streaming: bool, buffer: int | None = None, model: str = "
     sizes = {**SIZES, **({"next_sentence": False} if model == "bert" else {})}
     data = wb.data.corpus(path, vocab_size=400, streaming=streaming, shuffle_buffer=buffer)
     fields = {"steps": 50, "global_batch": 8, "seq_len": SEQ, **changes}
-    return wb.Experiment(model=getattr(wb.models, model)(**sizes), data=data, **fields)
+    return wb.Experiment.of(model=getattr(wb.models, model)(**sizes), data=data, **fields)
 
 
 def dataset(experiment: Experiment) -> Any:
     return experiment.data.dataset(experiment)
 
 
-@pytest.mark.parametrize("evaluate", [None, wb.Evaluate(samples=40)], ids=["everything", "held out"])
+@pytest.mark.parametrize("evaluate", [None, wb.Evaluation(samples=40)], ids=["everything", "held out"])
 @pytest.mark.parametrize("buffer", [5, 10**6])
 def test_a_stream_gives_the_windows_of_the_store_over_two_epochs_from_any_state(
     text: Path, buffer: int, evaluate: Any
 ) -> None:
-    streamed, stored = (asked(text, streaming, buffer, evaluate=evaluate) for streaming in (True, False))
+    streamed, stored = (asked(text, streaming, buffer, evaluation=evaluate) for streaming in (True, False))
     windows = stored.data.samples_per_epoch(stored)
     chunks = list(itertools.takewhile(lambda chunk: chunk.first < 2 * windows, dataset(streamed).stream.chunks(None)))
     found = np.concatenate([chunk.records for chunk in chunks])
@@ -80,7 +80,7 @@ def held_out_windows(experiment: Experiment) -> Any:
 
 
 def test_a_small_text_holds_out_the_same_documents_however_it_is_read(text: Path) -> None:
-    evaluate = wb.Evaluate(samples=40)
+    evaluate = wb.Evaluation(samples=40)
     streamed, in_chunks, stored = (
         held_out_windows(asked(text, streaming, buffer, evaluate=evaluate))
         for streaming, buffer in ((True, 5), (False, 5), (False, None))
@@ -97,7 +97,7 @@ def test_a_stream_holds_out_documents_of_the_beginning_as_the_stored_text_does(
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
     monkeypatch.setattr("workbench.data._split.SMALLEST_BEGINNING", tokens)
     monkeypatch.setattr("workbench.data._experiment_text.SMALL_BYTES", 0)
-    streamed, stored = (asked(text, streaming, 20, evaluate=wb.Evaluate(samples=2)) for streaming in (True, False))
+    streamed, stored = (asked(text, streaming, 20, evaluation=wb.Evaluation(samples=2)) for streaming in (True, False))
     windows = held_out_windows(streamed)
     assert (windows == held_out_windows(stored)).all()
     count = stored.data.samples_per_epoch(stored)
@@ -198,10 +198,10 @@ def test_what_cannot_be_streamed_is_refused_with_a_way_out(text: Path, tmp_path:
     single = tmp_path / "single.txt"
     single.write_text(text.read_text().replace("\n\n", "\n"))
     with pytest.raises(DataError, match="too few to hold out"):
-        held_out(asked(single, True, evaluate=wb.Evaluate(samples=8)))
+        held_out(asked(single, True, evaluation=wb.Evaluation(samples=8)))
     with pytest.raises(DataError, match="streaming=False"):
         dataset(asked(text, True))[0]
-    both = asked(text, False, evaluate=wb.Evaluate(samples=8), eval_data=asked(text, True).data)
+    both = asked(text, False, evaluation=wb.Evaluation(samples=8), eval_data=asked(text, True).data)
     with pytest.raises(DataError, match="Remove streaming=True"):
         held_out(both)
 
@@ -219,7 +219,7 @@ def test_epochs_of_a_small_text_are_exact_and_those_of_a_large_one_estimated(
     text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     exact = asked(text, True, 13, steps=None, epochs=2)
-    assert exact.steps == asked(text, False, 13, steps=None, epochs=2).steps
+    assert exact.resolved().steps == asked(text, False, 13, steps=None, epochs=2).resolved().steps
     large = tmp_path / "large.txt"
     large.write_text("\n\n".join(text.read_text() for _ in range(4)))
     monkeypatch.setattr("workbench.data._experiment_text.SMALL_BYTES", 1 << 10)
@@ -229,7 +229,7 @@ def test_epochs_of_a_small_text_are_exact_and_those_of_a_large_one_estimated(
     assert "streamed, about" in repr(prepared)
     monkeypatch.undo()
     stored = asked(large, False, 13, steps=None, epochs=2)
-    assert estimated.steps == pytest.approx(stored.steps, rel=0.05)
+    assert estimated.resolved().steps == pytest.approx(stored.resolved().steps, rel=0.05)
 
 
 def test_excerpts_come_from_everywhere(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

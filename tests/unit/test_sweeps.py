@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -187,7 +186,7 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
 def test_the_predicted_time_of_a_sweep_counts_the_evaluations():
     cluster, runs = Cluster(DEVICE, 1, 1, LINK, LINK), [("all", 100)] * 3
     without, _ = packing.choose({"all": experiment()}, runs, cluster, {"all": "all"})
-    asked = experiment(evaluate=wb.Evaluate(every=40), eval_data=Words())
+    asked = experiment(evaluation=wb.Evaluation(every=40), eval_data=Words())
     placed, _ = packing.choose({"all": asked}, runs, cluster, {"all": "all"})
     each = placed.plans["all"].prediction.evaluation_s
     assert each > 0
@@ -218,7 +217,7 @@ def no_processes(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("no_processes")
 def test_what_no_plan_of_a_sweep_can_compute_is_refused_before_anything_is_written(tmp_path):
-    asked = experiment(evaluate=wb.Evaluate(), eval_data=torch.utils.data.Subset(Words(), [0]))
+    asked = experiment(evaluation=wb.Evaluation(), eval_data=torch.utils.data.Subset(Words(), [0]))
     with pytest.raises(DataError, match="There are 1 held-out samples, fewer than the"):
         wb.sweep(asked, learning_rate=[1e-3, 2e-3], directory=tmp_path / "rates")
     assert not (tmp_path / "rates").exists()
@@ -226,7 +225,7 @@ def test_what_no_plan_of_a_sweep_can_compute_is_refused_before_anything_is_writt
 
 @pytest.mark.usefixtures("no_processes")
 def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_hold_every_value(tmp_path):
-    asked = dataclasses.replace(experiment(steps=7), project="trials")
+    asked = experiment(steps=7).replace(project="trials")
     directory = wb.sweep(asked, learning_rate=[1e-3, 2e-3], seeds=2, directory=tmp_path / "rates").directory
     runs = []
     for entry in directory.queue():
@@ -244,7 +243,7 @@ def test_on_weights_and_biases_the_runs_of_a_sweep_are_one_group_whose_configs_h
 def sweep(tmp_path) -> wb.sweeps.Sweep:
     """A sweep of two rates, two batches and two seeds, of which one configuration was not trained."""
     directory = QueueDir(tmp_path / "sweep")
-    settings = {"experiment": {"evaluate": None}, "axes": {"learning_rate": [1e-3, 1e-4], "global_batch": [8, 16]}}
+    settings = {"experiment": {"evaluation": None}, "axes": {"learning_rate": [1e-3, 1e-4], "global_batch": [8, 16]}}
     settings |= {"sampler": "grid", "trials": None, "seeds": [0, 1], "stop": None, "packing": {"why": "Because."}}
     write_json(directory.settings_file, settings)
     choices = [(0, 0), (0, 1), (1, 0), (1, 1)]

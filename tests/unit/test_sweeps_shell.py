@@ -20,7 +20,7 @@ experiment: bert:hidden_size=64,num_layers=2,num_heads=4
 set:
   data: demo
   steps: 40
-  evaluate: {every: 10, samples: 64}
+  evaluation: {every: 10, samples: 64}
 axes:
   learning_rate: [1e-4, 3e-4]
   model: ["bert:hidden_size=64,num_layers=2,num_heads=4", "gpt2"]
@@ -39,7 +39,7 @@ def test_a_file_starts_the_sweep_that_it_describes(tmp_path: Path, monkeypatch: 
     [(asked, named)] = started
     model = wb.models.bert(hidden_size=64, num_layers=2, num_heads=4)
     assert asked == wb.Experiment(
-        model=model, data=wb.data.corpus("demo"), steps=40, evaluate=wb.Evaluate(every=10, samples=64)
+        model=model, data=wb.data.corpus("demo"), steps=40, evaluation=wb.Evaluation(every=10, samples=64)
     )
     rule = wb.sweeps.diverged(above=6.5, after=20)
     axes = {"learning_rate": [1e-4, 3e-4], "model": [model, wb.models.gpt2()]}
@@ -58,7 +58,7 @@ def test_a_file_starts_the_sweep_that_it_describes(tmp_path: Path, monkeypatch: 
         ("experiment: gpt2\naxes: {model: [gpt9]}", InvalidExperiment, "no model 'gpt9'"),
         ("experiment: gpt9\naxes: {steps: [1]}", InvalidExperiment, "no model 'gpt9'"),
         ("experiment: gpt2\nset: {step: 3}\naxes: {steps: [1]}", UnknownParameter, "Did you mean 'steps'?"),
-        ("experiment: gpt2\nset: {evaluate: {ever: 1}}\naxes: {steps: [1]}", UnknownParameter, "'every'"),
+        ("experiment: gpt2\nset: {evaluation: {ever: 1}}\naxes: {steps: [1]}", UnknownParameter, "'every'"),
         ("experiment: gpt2\naxes: {steps: [1]}\nseed: 3", UnknownParameter, "Did you mean 'seeds'?"),
         ("experiment: gpt2\naxes: {steps: [1], steps: [2]}", InvalidExperiment, "'steps' stands twice in line 2"),
         ("experiment: gpt2\naxes: {steps: [1]}\nstop: {abov: 3}", InvalidExperiment, "stop: median"),

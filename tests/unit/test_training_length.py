@@ -30,22 +30,27 @@ class Points:
 
 def tiny(**changes: Any) -> Experiment:
     settings: dict[str, Any] = {"global_batch": 4, "seq_len": 16, **changes}
-    return wb.Experiment(model=wb.models.gpt2(**TINY), data=Points(), **settings)
+    return wb.Experiment.of(model=wb.models.gpt2(**TINY), data=Points(), **settings)
 
 
 def test_tokens_and_epochs_become_the_steps_that_cover_them() -> None:
     assert tiny().steps == 1000
     assert [tiny(tokens=tokens).steps for tokens in (1, 64, 65, 128)] == [1, 1, 2, 2]
-    assert [tiny(epochs=epochs).steps for epochs in (0.01, 0.4, 1, 2, 3)] == [1, 1, 3, 5, 8]
-    assert tiny(epochs=4, warmup_steps=None).warmup == 1
+    counted = [tiny(epochs=epochs).resolved().steps for epochs in (0.01, 0.4, 1, 2, 3)]
+    assert counted == [1, 1, 3, 5, 8]
+    assert tiny(epochs=4, warmup_steps=None).resolved().warmup == 1
 
 
-def test_epochs_are_counted_only_when_somebody_asks() -> None:
+def test_only_resolved_counts_epochs() -> None:
     Points.reads = 0
     experiment = tiny(epochs=2)
     repr(experiment), experiment.replace(seed=3), pickle.dumps(experiment)
+    assert experiment.steps is None
+    with pytest.raises(InvalidExperiment, match=r"experiment\.resolved\(\)"):
+        _ = experiment.total_steps
     assert Points.reads == 0
-    assert experiment.steps == 5
+    assert experiment.resolved().steps == 5
+    assert experiment.steps is None, "a frozen value has changed"
 
 
 def test_lengths_that_contradict_or_cannot_be_are_refused() -> None:
@@ -65,26 +70,28 @@ def test_lengths_that_contradict_or_cannot_be_are_refused() -> None:
     with pytest.raises(InvalidExperiment, match="must be at most"):
         tiny(tokens=2**62)
     with pytest.raises(InvalidExperiment, match="outside the 3 steps"):
-        _ = tiny(epochs=1, warmup_steps=4).steps
+        tiny(epochs=1, warmup_steps=4).resolved()
     with pytest.raises(InvalidExperiment, match=r"lr_schedule returned -1\.0 for step 4"):
-        _ = tiny(epochs=2, lr_schedule=lambda step: -1.0 if step == 4 else 1.0).steps
+        tiny(epochs=2, lr_schedule=lambda step: -1.0 if step == 4 else 1.0).resolved()
 
 
 def test_a_change_keeps_the_kind_of_length_or_replaces_it() -> None:
     by_tokens, by_epochs = tiny(tokens=256), tiny(epochs=2)
     assert by_tokens.replace(global_batch=8).steps == 2
-    assert by_epochs.replace(global_batch=10).steps == 2
+    assert by_epochs.replace(global_batch=10).resolved().steps == 2
+    assert by_epochs.resolved().replace(learning_rate=1.0).steps == 5
+    assert by_epochs.resolved().replace(global_batch=10).steps is None
     assert by_epochs.replace(steps=7).steps == 7
     assert by_epochs.replace(tokens=64).steps == 1
-    assert by_tokens.replace(epochs=1).steps == 3
+    assert by_tokens.replace(epochs=1).resolved().steps == 3
     assert by_tokens.replace(steps=9).tokens is None
-    assert [Axes(tiny(), {"epochs": [1, 2]}).experiment_of({"epochs": at}).steps for at in (0, 1)] == [3, 5]
+    axes = Axes(tiny(), {"epochs": [1, 2]})
+    assert [axes.experiment_of({"epochs": at}).resolved().steps for at in (0, 1)] == [3, 5]
 
 
 def test_a_description_keeps_the_number_that_was_counted() -> None:
-    assert not {"epochs", "tokens"} & tiny(steps=5).to_json().keys()
     for lengths in ({"epochs": 2}, {"tokens": 320}):
-        described = tiny(**lengths).to_json()
+        described = tiny(**lengths).resolved().to_json()
         assert (described["steps"], {name: described[name] for name in lengths}) == (5, lengths)
         again = Experiment.from_json(described)  # without the dataset
         assert again.steps == 5
@@ -97,5 +104,6 @@ def test_epochs_of_text_count_the_windows_that_are_not_held_out(tmp_path: Path) 
     data = wb.data.corpus(path, vocab_size=400)
     whole = wb.Experiment(model=wb.models.gpt2(**TINY), data=data, epochs=2, global_batch=4, seq_len=16)
     windows = data.prepare(whole, progress=False).samples
-    assert whole.steps == -(-2 * windows // 4)
-    assert whole.replace(evaluate=wb.Evaluate(samples=8)).steps < whole.steps
+    steps = whole.resolved().total_steps
+    assert steps == -(-2 * windows // 4)
+    assert whole.replace(eval_samples=8).resolved().total_steps < steps

@@ -33,7 +33,9 @@ class Rows:
 
 
 def asked(value: Callable[[int], float], **changes: Any) -> Experiment:
-    return Experiment(**{"model": MODEL, "data": Rows(value), "steps": 10, "global_batch": 4, "seq_len": 8, **changes})
+    return Experiment.of(
+        **{"model": MODEL, "data": Rows(value), "steps": 10, "global_batch": 4, "seq_len": 8, **changes}
+    )
 
 
 def continued(run: RunDir) -> RunDir:

@@ -48,7 +48,7 @@ def files(tmp_path: Path, speeches: list[str]) -> dict[str, Path]:
 
 def experiment(data: Any, **options: Any) -> wb.Experiment:
     model = wb.models.opt(vocab_size=options.pop("vocab_size", data.vocab_size))
-    return wb.Experiment(model=model, data=data, seq_len=64, global_batch=4, steps=2, **options)
+    return wb.Experiment.of(model=model, data=data, seq_len=64, global_batch=4, steps=2, **options)
 
 
 @pytest.mark.parametrize(("name", "size", "end"), [("opt", 600, 2), ("gpt2", 500, 0)])

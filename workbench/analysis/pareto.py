@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from workbench.analysis.flops import layer_flops
 from workbench.errors import InvalidExperiment
-from workbench.experiment import Experiment
+from workbench.experiment import values_by_name
 from workbench.models import CustomModel
 from workbench.runs.run import Run
 
@@ -44,35 +43,29 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
     for run in runs:
         if not len(run.evaluations()):
             raise InvalidExperiment(
-                f"{run.name} has no held-out loss. Train with evaluate=wb.Evaluate(every=100), or leave the run out."
+                f"{run.name} has no held-out loss. Train with evaluation=wb.Evaluation(every=100), or leave it out."
             )
-        fields = {name: value for name, value in run.experiment.items() if name not in NOT_COMPARED}
+        fields = {name: value for name, value in values_by_name(run.config).items() if name not in NOT_COMPARED}
         groups.setdefault(json.dumps(fields, sort_keys=True), []).append(run)
     return [_point(same) for same in groups.values()]
 
 
 def _point(runs: Sequence[Run]) -> ParetoPoint:
-    described = runs[0].experiment
-    sparsity, model = described.get("sparsity"), described["model"].get("name") or "model"
-    experiment = _rebuilt(described, runs[0].name)
-    label = "dense" if experiment.sparsity is None else experiment.sparsity.label
+    experiment = runs[0].experiment
+    if isinstance(experiment.model, CustomModel) or experiment.data.is_user_defined:
+        raise InvalidExperiment(
+            f"{runs[0].name} trains a model or data of your own, which the run's description does not contain, so that "
+            "the FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."
+        )
+    sparsity = experiment.sparsity
+    label = "dense" if sparsity is None else sparsity.label
     return ParetoPoint(
-        f"{model}, {label}",
-        "dense" if sparsity is None else sparsity["type"],
+        f"{experiment.model.name}, {label}",
+        "dense" if sparsity is None else type(sparsity).__name__.lower(),
         layer_flops(experiment) / 1e9,
         float(np.mean([run.history().seconds[-1] for run in runs])),
         tuple(float(run.evaluations().eval_loss[-1]) for run in runs),
     )
-
-
-def _rebuilt(described: Mapping[str, Any], run: str) -> Experiment:
-    experiment = Experiment.from_json(described)
-    if isinstance(experiment.model, CustomModel) or experiment.data.is_user_defined:
-        raise InvalidExperiment(
-            f"{run} trains a model or data of your own, which the run's description does not contain, so that the "
-            "FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."
-        )
-    return experiment
 
 
 def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -93,7 +93,7 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
     while undecided:
         for run in list(undecided):
             final, history = run.status.final, run.history()  # in this order, so that no step is missed
-            needed = math.ceil(share * run.experiment["steps"])
+            needed = math.ceil(share * run.experiment.total_steps)
             reached = int(history.step[-1]) if len(history) else 0
             if reached < needed and not final:
                 continue
@@ -104,8 +104,8 @@ def stop_on_plateau(runs: Sequence[Run], level: float, share: float = 1 / 3) -> 
             if not mean <= level - MARGIN:
                 run.stop()
                 sentences.append(
-                    f"{run.name} was stopped at step {reached} of {run.experiment['steps']}: its loss of {mean:.3g} is "
-                    f"not {MARGIN} below the {level:.3g} nats of context-free prediction. Try half or twice the "
+                    f"{run.name} was stopped at step {reached} of {run.experiment.total_steps}: its loss of {mean:.3g} "
+                    f"is not {MARGIN} below the {level:.3g} nats of context-free prediction. Try half or twice the "
                     f"learning rate, or a longer warm-up; run.resume() would train on."
                 )
         time.sleep(POLL_S if undecided else 0)

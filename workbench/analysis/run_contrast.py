@@ -11,6 +11,7 @@ from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, group
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment
+from workbench.experiment import values_by_name
 from workbench.rundir import read_json
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
@@ -31,7 +32,7 @@ def contrast(runs: Runs | Sweep, x: str = "tokens", *, smoothing: float = SMOOTH
     with the best.
     """
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
-    described = [{"experiment": run.experiment, "plan": _plan_json(run)} for run in handles]
+    described = [{"experiment": values_by_name(run.config), "plan": _plan_json(run)} for run in handles]
     groups, curves = seed_groups(described), curves_of(handles)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
         names = group_names([described[group[0]] for group in groups])

@@ -53,7 +53,7 @@ class CapturedModel:
 
     def evaluation(self, experiment: Experiment) -> Graph:
         """Return the graph of the model in eval mode, with what the experiment's metrics read."""
-        return self._evaluation(tuple((experiment.metrics or {}).items()))
+        return self._evaluation(tuple(experiment.metrics.items()))
 
     @memoised
     def _evaluation(self, metrics: tuple[tuple[str, Metric], ...]) -> Graph:

@@ -96,8 +96,8 @@ def block_sparse_obstacle(experiment: Experiment, graph: Graph) -> str:
         return f"there are kernels for blocks of {', '.join(map(str, BLOCKS))}, and none for blocks of {sparsity.block}"
     if isinstance(sparsity, Dynamic) and sparsity.regrow == "gradient":
         return "regrow='gradient' needs the gradients of absent blocks"
-    if experiment.optimizer not in COMPACT_OPTIMIZERS:
-        return f"the update of {experiment.optimizer_name} may need the whole of a weight"
+    if experiment.optimizer.algorithm not in COMPACT_OPTIMIZERS:
+        return f"the update of {experiment.optimizer.name} may need the whole of a weight"
     names = sparse_matrices(graph, sparsity)
     readers = Counter(name for block in graph.blocks for name in block.parameters if name in names)
     for block in graph.blocks:

@@ -26,11 +26,11 @@ SIDE = 128
 
 def with_optimizer(profile: Profile, experiment: Experiment, captured: Graph) -> Profile:
     """Return the profile with the cost of the experiment's optimiser; AdamW's is that of its fused kernel."""
-    if experiment.optimizer == "adamw":
+    if experiment.optimizer.algorithm == "adamw":
         return profile
-    if experiment.optimizer == "muon":
+    if experiment.optimizer.algorithm == "muon":
         return replace(profile, parameter_updates=_muon_updates(experiment, captured))
-    if isinstance(experiment.optimizer, UserFunction):
+    if isinstance(experiment.optimizer.algorithm, UserFunction):
         return _with_user_defined(profile, experiment, captured)
     cost = optimizer_cost(experiment)
     return replace(profile, optimizer_state_bytes=cost.state_bytes, optimizer_update_bytes=cost.update_bytes)
@@ -85,7 +85,7 @@ def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
     Matrix products, which Muon makes, are not counted.
     """
     weight = nn.Parameter(torch.ones(SIDE, SIDE))
-    matrices = {"weight"} if experiment.optimizer == "muon" else set[str]()
+    matrices = {"weight"} if experiment.optimizer.algorithm == "muon" else set[str]()
     optimizer = build_optimizer({"weight": weight}, experiment.replace(rate_scale=None), matrices=matrices)
     weight.grad = torch.ones_like(weight)
     optimizer.step()

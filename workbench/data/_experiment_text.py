@@ -59,7 +59,7 @@ class ExperimentText:
     @property
     def has_own_split(self) -> bool:
         """True if evaluations read a part of this text."""
-        return self.request.evaluate is not None and self.request.eval_data is None
+        return self.request.evaluation is not None and self.request.eval_data is None
 
     def prepare(self, progress: bool, workers: int | None = None) -> Prepared:
         """Do what `DataSource.prepare` says."""
@@ -93,7 +93,7 @@ class ExperimentText:
 
     def dataset(self) -> TextDataset | StreamedDataset:
         """Return the samples of the training in order."""
-        length = self.request.steps * self.request.global_batch
+        length = self.request.total_steps * self.request.global_batch
         if not self.data.streaming:
             self.prepare(progress=False)
             return TextDataset(self._samples(self._trained_on(), buffer=self.data.shuffle_buffer), length)
@@ -118,7 +118,7 @@ class ExperimentText:
     def held_out(self, trained_on: DataSource | None = None) -> TextDataset:
         """Return the held-out samples, spread evenly over the part of the text, or over another text."""
         request = self.request
-        assert request.evaluate is not None
+        assert request.evaluation is not None
         if trained_on is None:
             text: TokenStore | SplicedTokens = self._parts()[1]
         else:
@@ -127,7 +127,7 @@ class ExperimentText:
                     f"{self.data.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
                 )
             text = self._tokenised_by(ExperimentText(trained_on, request))
-        count = min(request.evaluate.samples, text.tokens // self.width)
+        count = min(request.evaluation.samples, text.tokens // self.width)
         return TextDataset(SAMPLES[self.objective](text, request.seq_len, EVALUATION_SEED, in_order=count), count)
 
     @property
@@ -158,8 +158,8 @@ class ExperimentText:
 
     def _parts(self, progress: bool = False) -> tuple[SplicedTokens, SplicedTokens]:
         """Return the text for training and the held-out text; raise `DataError` if either is too small."""
-        assert self.request.evaluate is not None
-        samples = self.request.evaluate.samples
+        assert self.request.evaluation is not None
+        samples = self.request.evaluation.samples
         if not self.data.streaming and self.data.shuffle_buffer is None:
             return split(self.store(progress)[0], self.data.name, samples, self.width)
         return split_of_stream(lambda first: self._beginning(first, progress), self.data.name, samples, self.width)

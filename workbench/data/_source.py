@@ -36,7 +36,7 @@ class DescribedModel(Protocol):
 
 
 class HeldOutSamples(Protocol):
-    """The field of an experiment's `Evaluate` that a data source reads."""
+    """The field of an experiment's `Evaluation` that a data source reads."""
 
     @property
     def samples(self) -> int: ...
@@ -48,7 +48,7 @@ class SampleRequest(Protocol):
     @property
     def model(self) -> DescribedModel: ...
     @property
-    def steps(self) -> int: ...
+    def total_steps(self) -> int: ...
     @property
     def global_batch(self) -> int: ...
     @property
@@ -58,7 +58,7 @@ class SampleRequest(Protocol):
     @property
     def data(self) -> DataSource: ...
     @property
-    def evaluate(self) -> HeldOutSamples | None: ...
+    def evaluation(self) -> HeldOutSamples | None: ...
     @property
     def eval_data(self) -> DataSource | None: ...
 
@@ -182,7 +182,7 @@ class Prepared:
 
 
 def held_out(request: SampleRequest) -> TrainingDataset:
-    """Return the held-out samples of an experiment with `evaluate`, in a fixed order.
+    """Return the held-out samples of an experiment with an `evaluation`, in a fixed order.
 
     They come from `eval_data`, or from the part of the text that training does not read. Raises `DataError` if there
     are too few of them, or if their fields differ from those of the training data.
@@ -202,7 +202,7 @@ def data_fingerprint(request: SampleRequest) -> str | None:
 
     digest = hashlib.sha256()
     try:
-        for dataset in [request.data.dataset(request), *([] if request.evaluate is None else [held_out(request)])]:
+        for dataset in [request.data.dataset(request), *([] if request.evaluation is None else [held_out(request)])]:
             size, identity = len(dataset), getattr(dataset, "identity", None)
             digest.update(f"{size}{identity or ''}".encode())
             indices = {*range(min(SAMPLED, size)), *range(max(0, size - SAMPLED), size)}

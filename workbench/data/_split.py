@@ -129,7 +129,7 @@ def _divided(
         raise DataError(
             f"{samples:,} held-out samples of {width} tokens need {samples * width:,} of the {total:,} tokens of "
             f"{name}, more than half. "
-            + (f"Ask for at most evaluate=wb.Evaluate(samples={most}), or give" if most else "Give")
+            + (f"Ask for at most evaluation=wb.Evaluation(samples={most}), or give" if most else "Give")
             + " other text as eval_data.",
             tokens=total,
             samples=samples,

@@ -84,7 +84,7 @@ class UserData(DataSource):
     def dataset(self, request: SampleRequest) -> UserDataset | StreamedDataset:
         from workbench.data._datasets import UserDataset
 
-        length = request.steps * request.global_batch
+        length = request.total_steps * request.global_batch
         if self._iterable is not None:
             return self._iterable.dataset(length, request.seed)
         return UserDataset(self._items, length, request.seed)
@@ -96,7 +96,7 @@ class UserData(DataSource):
         """
         from workbench.data._datasets import UserDataset, described_specs
 
-        assert request.evaluate is not None
+        assert request.evaluation is not None
         assert trained_on is not None
         own, trained = (source.batch_specs(request) for source in (self, trained_on))
         if own != trained:
@@ -106,7 +106,7 @@ class UserData(DataSource):
                 eval_data=described_specs(own),
                 data=described_specs(trained),
             )
-        count = request.evaluate.samples
+        count = request.evaluation.samples
         items = self._items if self._iterable is None else self._iterable.first(count, seed=0)
         return UserDataset(items, min(count, len(items)), seed=None)
 

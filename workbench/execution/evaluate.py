@@ -164,8 +164,8 @@ class EvaluationLog:
 
     def is_due(self, step: int) -> bool:
         """Return True if the loss is to be computed after `step` steps."""
-        evaluate = self._experiment.evaluate
-        return evaluate is not None and (step % evaluate.every == 0 or step == self._experiment.steps)
+        evaluate = self._experiment.evaluation
+        return evaluate is not None and (step % evaluate.every == 0 or step == self._experiment.total_steps)
 
     def run(self, step: int, log: StepLog) -> None:
         """Compute the loss after `step` steps, and write it; a collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from workbench.execution.checkpoint.save_load import Checkpoints, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointStore, TrainingProgress
 from workbench.execution.evaluate import EvaluationLog
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
@@ -18,7 +18,7 @@ class EvaluationWorker(TrainingWorker):
     def _train(
         self,
         trainer: Trainer,  # noqa: ARG002 - its evaluators are in `between`
-        checkpoints: Checkpoints,  # noqa: ARG002 - a training saves
+        checkpoints: CheckpointStore,  # noqa: ARG002 - a training saves
         progress: TrainingProgress,
         between: Sequence[BetweenSteps],
     ) -> TrainingProgress:

@@ -145,7 +145,7 @@ class SampleLog:
     def is_due(self, step: int) -> bool:
         """Return True if samples are to be written after `step` steps."""
         samples = self._experiment.samples
-        return samples is not None and (step % samples.every == 0 or step == self._experiment.steps)
+        return samples is not None and (step % samples.every == 0 or step == self._experiment.total_steps)
 
     def run(self, step: int, log: StepLog) -> None:
         """Let the model write after `step` steps; a collective."""

@@ -57,7 +57,7 @@ class SparseWeights(ABC):
     ) -> None:
         assert experiment.sparsity is not None
         self.sparsity: Static = experiment.sparsity
-        self._seed, self._steps = experiment.seed, experiment.steps
+        self._seed, self._steps = experiment.seed, experiment.total_steps
         self._whole, self._coordinate, self._optimizer = whole, coordinate, optimizer
         shapes = sparse_matrices(graph, self.sparsity)
         self.names = tuple(shapes)

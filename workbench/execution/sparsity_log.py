@@ -26,7 +26,7 @@ class SparsityLog:
         here = trainer.coordinate
         is_first = self._sparse.names[0] in self._owned and here.data_rank == here.tensor_rank == 0
         self._events = events if is_first else None
-        self._update_steps = self._sparse.sparsity.update_steps(trainer.experiment.steps)
+        self._update_steps = self._sparse.sparsity.update_steps(trainer.experiment.total_steps)
 
     def is_due(self, step: int) -> bool:
         """Return True if the pattern has just moved, after `step` steps."""
@@ -43,7 +43,7 @@ class SparsityLog:
                 "sparsity",
                 step=step,
                 update=sum(each <= step for each in self._update_steps),
-                prune_ratio=sparsity.ratio(step, experiment.steps) if isinstance(sparsity, Dynamic) else 0.0,
+                prune_ratio=sparsity.ratio(step, experiment.total_steps) if isinstance(sparsity, Dynamic) else 0.0,
                 blocks=counts.blocks,
                 present=counts.present,
                 explored=counts.explored,

@@ -80,7 +80,9 @@ class StepLog:
         self.seconds += step_s
         done, experiment, plan = pending.step + 1, self._experiment, self._plan
         is_finite = math.isfinite(loss) and math.isfinite(squared_norm)
-        is_logged = done % experiment.log_every == 0 or done == experiment.steps or stops > 0 or not is_finite
+        is_logged = (
+            done % experiment.tracking.log_every == 0 or done == experiment.total_steps or stops > 0 or not is_finite
+        )
         if self._events is not None and is_logged:
             finished = FinishedStep(
                 step=done,
@@ -98,7 +100,7 @@ class StepLog:
                 world=plan.world,
             )
             log_event(self._events, "step", **logged_columns(finished))
-        if experiment.stop_on_non_finite and not is_finite:
+        if experiment.numerics.stop_on_non_finite and not is_finite:
             raise _non_finite(done, loss, squared_norm**0.5)
         return bool(stops > 0)
 

@@ -67,7 +67,7 @@ class Trainer:
             experiment,
             offload=plan.offload_optimizer,
             whole=self._whole,
-            matrices=hidden_matrices(graph) if experiment.optimizer == "muon" else frozenset(),
+            matrices=hidden_matrices(graph) if experiment.optimizer.algorithm == "muon" else frozenset(),
         )
         self.sparse_weights: SparseWeights | None = None
         if experiment.sparsity is not None:
@@ -149,12 +149,12 @@ class Trainer:
         """
         scalars = self.measure(step, batch, stop, label_counts)
         experiment = self.experiment
-        if experiment.clip_norm is not None:
-            clip(self._parameters.values(), scalars[1].sqrt(), experiment.clip_norm)
-        factor = learning_rate_factor(step, experiment.warmup, experiment.steps, experiment.lr_schedule)
+        if experiment.optimizer.clip_norm is not None:
+            clip(self._parameters.values(), scalars[1].sqrt(), experiment.optimizer.clip_norm)
+        factor = learning_rate_factor(step, experiment.warmup, experiment.total_steps, experiment.optimizer.lr_schedule)
         for group, rate in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
             group["lr"] = rate * factor
-        if not experiment.stop_on_non_finite or self._may_update(scalars):
+        if not experiment.numerics.stop_on_non_finite or self._may_update(scalars):
             self.optimizer.step()
         if self.sparse_weights is not None:
             self.sparse_weights.mask_weights()

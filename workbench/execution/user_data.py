@@ -32,7 +32,9 @@ def check_user_data(run: RunDir, experiment: Experiment) -> None:
             _compare(source, experiment, recorded)
             if source.path.resolve() == run.path.resolve():
                 return
-    write_json(run.user_data, {"names": names, "steps": experiment.steps, "fingerprint": _fingerprint(experiment)})
+    write_json(
+        run.user_data, {"names": names, "steps": experiment.total_steps, "fingerprint": _fingerprint(experiment)}
+    )
 
 
 def _compare(source: RunDir, experiment: Experiment, recorded: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ from workbench.execution.build import (
 )
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model
-from workbench.execution.checkpoint.save_load import CheckpointExtras, Checkpoints, SaveResult, TrainingProgress
+from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
 from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
 from workbench.execution.evaluate import EvaluationLog, Evaluator
 from workbench.execution.feeding import Feed, feed, own_batches
@@ -59,7 +59,7 @@ from workbench.execution.step_log import StepLog, peak_flops
 from workbench.execution.step_timeline import Timestamp, record_actions
 from workbench.execution.trainer import Trainer
 from workbench.execution.user_data import check_user_data
-from workbench.experiment import METRICS, USER_FUNCTIONS, Experiment
+from workbench.experiment import USER_PARTS, Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_runnable
 from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
@@ -98,7 +98,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
         enter("starting")
     try:
         worker = (worker_type or TrainingWorker)(run, plan)
-        steps, target = worker.run(), worker.experiment.steps
+        steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
@@ -125,7 +125,7 @@ class TrainingWorker:
         check_unedited(run_dir)
         self.experiment = _read_experiment(run_dir)
         started = time.perf_counter()
-        if self.experiment.deterministic:
+        if self.experiment.numerics.deterministic:
             use_deterministic_kernels()
         if plan.cuda_graphs:
             os.environ.setdefault(*NCCL_SETTING)
@@ -156,8 +156,8 @@ class TrainingWorker:
         if self.is_main:
             check_user_data(self.run_dir, self.experiment)
         trainer, extras, between = self._build()
-        checkpoints = Checkpoints(
-            trainer, self.run_dir, self.experiment.keep_checkpoints, extras, self._report_checkpoint
+        checkpoints = CheckpointStore(
+            trainer, self.run_dir, self.experiment.checkpoints.keep, extras, self._report_checkpoint
         )
         progress, resumed_from = TrainingProgress(0, 0.0), None
         requested = requested_checkpoint(self.run_dir)
@@ -181,7 +181,7 @@ class TrainingWorker:
     def _build(self) -> tuple[Trainer, CheckpointExtras, list[BetweenSteps]]:
         """Build and capture the model, and return a trainer of this rank's stages; the rest of the model is freed."""
         context = StepContext(self.experiment.seed, self.device)
-        compile = self.experiment.compile if self.experiment.compile is not None else _on_gpu()
+        compile = self.experiment.numerics.compile if self.experiment.numerics.compile is not None else _on_gpu()
         if compile:
             prepare_compiler()
         with build_lock(self.plan.model_bytes, self.device, self.accelerator.local_process_index):
@@ -198,8 +198,8 @@ class TrainingWorker:
             programs = evaluation_programs(
                 self.plan, self.coordinate, evaluated, context, compile=compile, compact=stages.compact
             )
-            metrics = self.experiment.metrics or {}
-            evaluator = Evaluator(trainer, evaluated, programs, held_out(self.experiment), metrics)
+            held = held_out(self.experiment)
+            evaluator = Evaluator(trainer, evaluated, programs, held, self.experiment.metrics)
             between.append(EvaluationLog(evaluator, events))
         if trainer.sparse_weights is not None:
             between.append(SparsityLog(trainer, self.run_dir.events))
@@ -217,7 +217,7 @@ class TrainingWorker:
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
             graph = captured.graph
-            evaluated = None if experiment.evaluate is None else captured.evaluation(experiment)
+            evaluated = None if experiment.evaluation is None else captured.evaluation(experiment)
             sampled = captured.samples(experiment)
         check_runnable(experiment, plan, captured)
         with self._timed_phase("stage"):
@@ -239,13 +239,13 @@ class TrainingWorker:
     def _train(
         self,
         trainer: Trainer,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointStore,
         progress: TrainingProgress,
         between: Sequence[BetweenSteps],
     ) -> TrainingProgress:
         """Train from `progress` to the last step or to a request to stop, and write the checkpoints that are due."""
         self._stream_state = progress.stream_state
-        steps, every = self.experiment.steps, self.experiment.checkpoint_every
+        steps, every = self.experiment.total_steps, self.experiment.checkpoints.every
         events = self.run_dir.events if self.is_main else None
         log = StepLog(self.experiment, self.plan, self.device, events, progress.seconds)
         step, begin = progress.step, self.heartbeat.begin
@@ -270,7 +270,7 @@ class TrainingWorker:
                         observation.run(step, log)
                 if is_last or (every is not None and step % every == 0):
                     log.flush()
-                    if self.experiment.keep_checkpoints:
+                    if self.experiment.checkpoints.keep:
                         begin("checkpoint")
                         checkpoints.save(TrainingProgress(step, log.seconds, self._stream_state_at(step)))
                     log.restart_clock()
@@ -349,15 +349,8 @@ class TrainingWorker:
 
 def _read_experiment(run_dir: RunDir) -> Experiment:
     """Return the experiment of a run, with the user's own code."""
-    code = (run_dir.model_code, run_dir.data_code, run_dir.eval_data_code)
-    user_model, user_data, user_eval_data = map(_unpickled, code)
-    return Experiment.from_json(
-        read_json(run_dir.experiment),
-        model=user_model,
-        data=user_data,
-        eval_data=user_eval_data,
-        functions={name: _unpickled(run_dir.code / f"{name}.pkl") for name in (*USER_FUNCTIONS, METRICS)},
-    )
+    code = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in USER_PARTS}
+    return Experiment.from_json(read_json(run_dir.experiment), code)
 
 
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:

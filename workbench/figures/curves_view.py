@@ -108,7 +108,7 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
     if without:
         raise UnknownParameter(
             f"y={y!r} was not recorded by {', '.join(without)}. Compare runs that were launched with "
-            "evaluate=wb.Evaluate(), or draw y='loss'.",
+            "evaluation=wb.Evaluation(), or draw y='loss'.",
             parameter="y",
             value=y,
         )

@@ -39,7 +39,7 @@ class RecordedRun:
         """Return the record of a run."""
         plan = {key: value for key, value in run.plan.to_json().items() if key != "candidates"}
         fingerprint = run.environment.get("data_fingerprint")
-        return RecordedRun(run.name, run.experiment, plan, fingerprint, run.status.state, LossCurve.of(run))
+        return RecordedRun(run.name, run.config, plan, fingerprint, run.status.state, LossCurve.of(run))
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON."""

@@ -32,16 +32,16 @@ def build_optimizer(
     memory. `matrices` are the parameters that Muon updates.
     """
     groups = parameter_groups(parameters, experiment, matrices) or [{"params": [], "names": [], "orthogonal": False}]
-    rate, betas, eps = experiment.learning_rate, experiment.betas, experiment.eps
-    if isinstance(experiment.optimizer, UserFunction):
-        return ShardwiseOptimizer(experiment.optimizer, groups)
-    if experiment.optimizer == "sgd":
+    rate, betas, eps = experiment.learning_rate, experiment.optimizer.betas, experiment.optimizer.eps
+    if isinstance(experiment.optimizer.algorithm, UserFunction):
+        return ShardwiseOptimizer(experiment.optimizer.algorithm, groups)
+    if experiment.optimizer.algorithm == "sgd":
         return PartwiseSGD(groups, lr=rate, momentum=MOMENTUM)
-    if experiment.optimizer == "lamb":
+    if experiment.optimizer.algorithm == "lamb":
         return Lamb(groups, lr=rate, betas=betas, eps=eps, whole=whole)
     on_gpu = any(p.device.type == "cuda" for group in groups for p in group["params"])
     fused = True if on_gpu and not offload else None
-    if experiment.optimizer == "muon":
+    if experiment.optimizer.algorithm == "muon":
         return MuonAndAdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused, whole=whole)
     adamw = OffloadedAdamW if offload else PartwiseAdamW
     return adamw(groups, lr=rate, betas=betas, eps=eps, fused=fused)

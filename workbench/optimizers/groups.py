@@ -28,14 +28,14 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         decays = parameter.ndim >= DECAYED_DIMS
-        scale = rate_scale(name, experiment.rate_scale)
+        scale = rate_scale(name, experiment.optimizer.rate_scale)
         group = groups.setdefault(
             (not decays, scale, name in orthogonal),
             {
                 "params": [],
                 "names": [],
                 "lr": experiment.learning_rate * scale,
-                "weight_decay": experiment.weight_decay if decays else 0.0,
+                "weight_decay": experiment.optimizer.weight_decay if decays else 0.0,
                 "orthogonal": name in orthogonal,
             },
         )

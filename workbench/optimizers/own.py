@@ -149,7 +149,7 @@ class _Probe:
             return {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
 
         self._experiment = experiment
-        self._function: Any = experiment.optimizer
+        self._function: Any = experiment.optimizer.algorithm
         self._weights, self._gradients = drawn(), [drawn() for _ in range(STEPS)]
         self._name = getattr(self._function, "name", "")
 

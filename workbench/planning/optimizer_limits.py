@@ -26,7 +26,7 @@ def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
     cannot train.
     """
     chosen: dict[str, Any] = dict(choices)
-    if isinstance(experiment.optimizer, UserFunction):
+    if isinstance(experiment.optimizer.algorithm, UserFunction):
         from workbench.capture import build_meta
 
         named = build_meta(experiment.model.build).named_parameters()
@@ -34,18 +34,18 @@ def choices_for_optimizer(experiment: Experiment, choices: Choices) -> Choices:
         for name, needed in whole.items():
             if chosen.get(name) not in (None, needed):
                 raise PlanInfeasible(
-                    f"{name}={chosen[name]} divides what the optimizer of {experiment.optimizer_name} needs whole: "
+                    f"{name}={chosen[name]} divides what the optimizer of {experiment.optimizer.name} needs whole: "
                     f"{_NEEDED_WHOLE[name]}. Choose {name}={needed}, or leave it out.",
                     **{name: chosen[name]},
                 )
         chosen |= whole
-    if experiment.optimizer != "adamw":
+    if experiment.optimizer.algorithm != "adamw":
         if chosen.get("offload_optimizer") is True:
             raise PlanInfeasible(
                 f"offload_optimizer=True keeps AdamW's moments in the host's memory, and the experiment trains with "
-                f"{experiment.optimizer_name}, whose state stays on the device. Leave offload_optimizer out, or choose "
+                f"{experiment.optimizer.name}, whose state stays on the device. Leave offload_optimizer out, or choose "
                 "optimizer='adamw'.",
-                optimizer=experiment.optimizer_name,
+                optimizer=experiment.optimizer.name,
             )
         if chosen.get("offload_optimizer") is None:
             chosen["offload_optimizer"] = False
@@ -58,13 +58,13 @@ def check_optimizer(experiment: Experiment, plan: Plan, trained_shapes: Callable
     `trained_shapes` returns those of the trained parameters, by name. Raises `InvalidExperiment` for an optimiser that
     cannot train.
     """
-    if not isinstance(experiment.optimizer, UserFunction):
+    if not isinstance(experiment.optimizer.algorithm, UserFunction):
         return
     for name, needed in _needed_whole(experiment, trained_shapes()).items():
         if getattr(plan, name) > needed and plan.world > 1:
             raise PlanMismatch(
                 f"The plan has {name}={getattr(plan, name)}, which divides what the optimizer of "
-                f"{experiment.optimizer_name} needs whole: {_NEEDED_WHOLE[name]}. Plan again with wb.plan(experiment).",
+                f"{experiment.optimizer.name} needs whole: {_NEEDED_WHOLE[name]}. Plan again with wb.plan(experiment).",
                 **{name: getattr(plan, name)},
             )
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidArgument, InvalidExperiment, suggestion
-from workbench.experiment import LARGEST_COUNT, Experiment
+from workbench.experiment import Experiment
 from workbench.planning.request import check_cluster
+from workbench.validation import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
@@ -92,7 +93,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     from workbench.cost.optimizer_cost import with_optimizer
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
-    graph = _with_coupling_allowed(captured.graph) if experiment.batch_coupling == "allow" else captured.graph
+    graph = _with_coupling_allowed(captured.graph) if experiment.numerics.batch_coupling == "allow" else captured.graph
     _check_rate_scale(experiment, graph)
     costs = profile_graph(
         graph,
@@ -102,7 +103,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         labelled_share=(
             experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
         ),
-        deterministic=experiment.deterministic,
+        deterministic=experiment.numerics.deterministic,
         sparse=_sparse_matrices(experiment, graph),
     )
     return replace(with_optimizer(costs, experiment, graph), captured=captured)
@@ -122,7 +123,7 @@ def _with_coupling_allowed(graph: Graph) -> Graph:
 def _check_rate_scale(experiment: Experiment, graph: Graph) -> None:
     """Raise `InvalidExperiment` for a pattern of `rate_scale` that matches no parameter of the model."""
     names = list(graph.parameters)
-    for pattern in experiment.rate_scale or {}:
+    for pattern in experiment.optimizer.rate_scale or {}:
         if not fnmatch.filter(names, pattern):
             raise InvalidExperiment(
                 f"The pattern {pattern!r} of rate_scale matches none of the {len(names)} parameters of "
@@ -155,7 +156,7 @@ def probe_request(experiment: Experiment, cluster: Cluster) -> ProbeRequest:
         experiment.data.labelled_share(experiment),
         resolved_precision(experiment, cluster),
         _is_compiled(experiment, cluster),
-        experiment.deterministic,
+        experiment.numerics.deterministic,
         likely_micro_batches(cluster, experiment.global_batch),
         experiment.data.examples(experiment),
         experiment.loss,
@@ -170,4 +171,4 @@ def resolved_precision(experiment: Experiment, cluster: Cluster) -> str:
 
 
 def _is_compiled(experiment: Experiment, cluster: Cluster) -> bool:
-    return cluster.device.type == "cuda" if experiment.compile is None else experiment.compile
+    return cluster.device.type == "cuda" if experiment.numerics.compile is None else experiment.numerics.compile

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 CAPTURED_FIELDS = (
     *("model", "data", "eval_data", "seq_len", "loss", "batch_coupling"),
-    *("evaluate", "metrics", "samples", "sparsity", "optimizer"),
+    *("evaluation", "metrics", "samples", "sparsity", "optimizer"),
 )
-"""Fields of an experiment for which the gate may need the model's graphs."""
+"""Values of an experiment, by short name, for which the gate may need the model's graphs."""
 
 
 def check_runnable(
@@ -78,7 +78,7 @@ def captured_model(experiment: Experiment, plan: Plan) -> CapturedModel | None:
 
 def _is_loaded(experiment: Experiment) -> bool:
     """Return True unless an object of the user's is only described, because its code is stored with a run."""
-    functions = (experiment.loss, experiment.optimizer, *(experiment.metrics or {}).values())
+    functions = (experiment.loss, experiment.optimizer.algorithm, *experiment.metrics.values())
     return (
         experiment.model.is_loaded
         and _has_loaded_data(experiment)
@@ -110,13 +110,13 @@ def _check_division(experiment: Experiment, plan: Plan) -> None:
             experiment=experiment.precision,
             plan=plan.precision,
         )
-    if plan.offload_optimizer and experiment.optimizer != "adamw":
+    if plan.offload_optimizer and experiment.optimizer.algorithm != "adamw":
         raise PlanMismatch(
             f"The plan for {plan.model} keeps AdamW's moments in the host's memory, and the experiment "
-            f"{experiment.name} trains with {experiment.optimizer_name}, whose state stays on the device. Plan it "
+            f"{experiment.name} trains with {experiment.optimizer.name}, whose state stays on the device. Plan it "
             "anew: wb.plan(experiment).",
             field="optimizer",
-            experiment=experiment.optimizer_name,
+            experiment=experiment.optimizer.name,
             plan="adamw",
         )
 
@@ -146,7 +146,7 @@ def check_coupling(experiment: Experiment, plan: Plan, graph: Graph) -> None:
 
     The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
     """
-    if graph.coupled and experiment.batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
+    if graph.coupled and experiment.numerics.batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
         raise PlanMismatch(
             f"The loss of {plan.model} compares samples of one batch ({graph.coupled[0]}), and the plan divides the "
             f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
@@ -186,13 +186,13 @@ def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
         supply = supply_of(experiment.data.prepare(experiment, progress=progress), plan)
         if supply is not None and not supply.keeps_up:
             warnings.warn(repr(supply), stacklevel=5)
-    if experiment.evaluate is None:
+    if experiment.evaluation is None:
         return
-    samples = len(held_out(experiment)) if is_loaded else experiment.evaluate.samples
+    samples = len(held_out(experiment)) if is_loaded else experiment.evaluation.samples
     if samples < plan.micro_batch:
         raise DataError(
             f"There are {samples:,} held-out samples, fewer than the {plan.micro_batch:,} of one micro-batch of the "
-            "plan. Give more eval_data, raise Evaluate.samples, or plan with a smaller micro_batch.",
+            "plan. Give more eval_data, raise Evaluation.samples, or plan with a smaller micro_batch.",
             samples=samples,
             micro_batch=plan.micro_batch,
         )
@@ -203,7 +203,7 @@ def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedMo
     from workbench.capture.evaluation import require_same_stages
 
     cuts = [stage.first_block for stage in plan.stages[1:]]
-    if experiment.evaluate is not None:
+    if experiment.evaluation is not None:
         require_same_stages(captured.graph, captured.evaluation(experiment), cuts, plan.tensor)
     for graph in captured.samples(experiment):
         require_same_stages(captured.graph, graph, cuts, plan.tensor, same_shapes=False)

@@ -29,7 +29,7 @@ CARRIED = ("step", "loss", "metrics", "evaluated", "tokens", "samples", "flops",
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """The result of `run.evaluate`."""
 
     loss: float
@@ -43,13 +43,13 @@ class Evaluation:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def evaluate(run: RunDir, data: Any, step: int | None) -> Evaluation:
+def evaluate(run: RunDir, data: Any, step: int | None) -> EvaluationResult:
     """Evaluate a checkpoint of a run and record the result; `Run.evaluate` describes the arguments and errors."""
     from workbench.planning.plan import Plan
 
     checkpoint = _checkpoint(run, step)
     experiment, plan = _evaluated_experiment(run, data), Plan.load(run.plan)
-    code = code_of_clone(run, experiment, () if data is None else ("eval_data",))
+    code = code_of_clone(run, experiment)
     directory = _new_folder(run.path / "evaluations")
     try:
         attempt = Attempt(experiment, plan, directory, resume=checkpoint, code=code)
@@ -66,8 +66,10 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> Evaluation:
     return _result(event, experiment.eval_data.name)
 
 
-def _result(event: Mapping[str, Any], data: str | None) -> Evaluation:
-    return Evaluation(event["loss"], int(event["evaluated"]), int(event["step"]), data, event.get("metrics") or {})
+def _result(event: Mapping[str, Any], data: str | None) -> EvaluationResult:
+    return EvaluationResult(
+        event["loss"], int(event["evaluated"]), int(event["step"]), data, event.get("metrics") or {}
+    )
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Path:
@@ -78,7 +80,7 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
     if not status.final or processes.run_alive(run):
         raise RunExists(
             f"{run.path.name} is still {status.state}, and its devices are busy. Wait for it, run.wait(), or stop it, "
-            "run.stop(wait=True). A run with evaluate=wb.Evaluate(...) is evaluated while it trains.",
+            "run.stop(wait=True). A run with evaluation=wb.Evaluation(...) is evaluated while it trains.",
             run=str(run.path),
         )
     paths = {checkpoint.step: checkpoint.path for checkpoint in complete_checkpoints(run)}
@@ -101,18 +103,18 @@ def _checkpoint(run: RunDir, step: int | None) -> Path:
 
 def _evaluated_experiment(run: RunDir, data: Any) -> Experiment:
     """Return the experiment whose held-out samples are those to evaluate."""
-    from workbench.experiment import Evaluate, Experiment
+    from workbench.experiment import Experiment, counted
 
     experiment = Experiment.from_json(read_experiment(run)).replace(samples=None)
     if data is not None:
-        given = experiment.replace(eval_data=data, evaluate=experiment.evaluate or Evaluate())
+        given = counted(experiment.replace(eval_data=data), experiment.steps)
         if given.eval_data is None or not given.eval_data.is_user_defined:
             return given
         samples = given.eval_data.prepare(given).samples
-        return given if samples is None else given.replace(evaluate=Evaluate(samples=samples))
-    if experiment.evaluate is None:
+        return given if samples is None else counted(given.replace(eval_samples=samples), experiment.steps)
+    if experiment.evaluation is None:
         raise WorkbenchError(
-            f"{run.path.name} was trained without evaluate, so that it held no samples out. Give data of the same "
+            f"{run.path.name} was trained without evaluation, so that it held no samples out. Give data of the same "
             "kind: run.evaluate(my_validation_data)."
         )
     return experiment

@@ -130,7 +130,7 @@ def load_runs(runs: Runs) -> list[Run]:
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """Return the names of the runs' experiments if they differ and can be read, else the names of the runs."""
     try:
-        names = [str(run.experiment["name"]) for run in runs]
+        names = [str(run.config["name"]) for run in runs]
     except (RunNotFound, KeyError):
         names = []
     return names if len(set(names)) == len(runs) else [run.name for run in runs]

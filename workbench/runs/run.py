@@ -31,7 +31,7 @@ from workbench.units import count, gib
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
-    from workbench.runs.evaluating import Evaluation
+    from workbench.runs.evaluating import EvaluationResult
     from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization
     from workbench.runs.records.patterns import Patterns
     from workbench.runs.records.text_samples import TextSamples
@@ -65,8 +65,15 @@ class Run:
         return self._dir
 
     @property
-    def experiment(self) -> dict[str, Any]:
-        """Return what was asked for, as JSON: reading a run never executes anyone's code."""
+    def experiment(self) -> Experiment:
+        """Return what was asked for; user-defined code is only named in it, because reading a run executes nothing."""
+        from workbench.experiment import Experiment
+
+        return Experiment.from_json(self.config)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return what was asked for, as JSON: that of the experiment, or the config of a W&B run."""
         return read_experiment(self._dir)
 
     @property
@@ -167,17 +174,10 @@ class Run:
         if plan is None and changes.keys() & PLANNED_FIELDS:
             from workbench.planning.planner import plan as make_plan
 
-            experiment = self.load_experiment(**changes)
+            experiment = _buildable_experiment(self, changes)
             experiment.data.check(experiment)
             plan = make_plan(experiment)
         return Run(clone(self._dir, self.plan if plan is None else plan, changes))
-
-    def load_experiment(self, **changes: Any) -> Experiment:
-        """Return the run's experiment with `changes`.
-
-        Raises `WorkbenchError` where the model or the dataset is the user's own: stored code is never loaded.
-        """
-        return _load_experiment(self, changes)
 
     @checked_arguments
     def export(self, to: str | os.PathLike[str], step: int | None = None) -> tuple[Path, ...]:
@@ -243,7 +243,7 @@ class Run:
         return read_tail(self._dir.events)
 
     @checked_arguments
-    def evaluate(self, data: Any = None, step: int | None = None) -> Evaluation:
+    def evaluate(self, data: Any = None, step: int | None = None) -> EvaluationResult:
         """Return the loss of a checkpoint on held-out samples, once this run has ended; blocks, and records the result.
 
         `data` replaces the samples that the run held out, and `step` names a checkpoint other than the last one;
@@ -296,10 +296,9 @@ def _in_words(row: RunRow) -> str:
     return f"{', '.join(parts)}{message}"
 
 
-def _load_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
-    from workbench.experiment import Experiment
-
-    experiment = Experiment.from_json(run.experiment).replace(**changes)
+def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
+    """Return the run's experiment with `changes`; raises `WorkbenchError` for stored code, which is never loaded."""
+    experiment = run.experiment.replace(**changes)
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
     if any(part is not None and part.is_user_defined and name not in changes for name, part in parts.items()):
         raise WorkbenchError(
@@ -311,14 +310,12 @@ def _load_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
 
 def _resume(run: Run, plan: Plan | None, steps: int | None, accept_changed_data: bool) -> None:
     """Launch the run again from its last checkpoint; what it passed before it started is not checked again."""
-    from workbench.experiment import Experiment
     from workbench.planning.runnable import captured_model
     from workbench.runs.launching.launcher import launch
     from workbench.runs.launching.run_directory import Attempt, continued_provenance
 
     check_unedited(run._dir)
-    changed = {} if steps is None else {"steps": steps, "epochs": None, "tokens": None}
-    experiment = Experiment.from_json({**run.experiment, **changed})
+    experiment = run.experiment if steps is None else run.experiment.replace(steps=steps)
     captured = None if plan is None else captured_model(experiment, plan)
     if plan is not None and captured is None and plan.signature != run.plan.signature:
         raise PlanMismatch(

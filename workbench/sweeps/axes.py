@@ -1,4 +1,4 @@
-"""Axes of a sweep: fields of an experiment with the values to try, checked by building every experiment of the grid."""
+"""Axes of a sweep: values of an experiment with those to try, checked by building every experiment of the grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
-from workbench.experiment import Experiment
+from workbench.experiment import GROUPS, PATHS, Experiment, json_value
 from workbench.sparsity import TYPES as SPARSITIES
 from workbench.sparsity import from_json as sparsity_from_json
 
@@ -18,13 +18,14 @@ OTHERWISE = {
     "name": "Runs of a sweep are named after their values",
     "tags": "Give the tags to the experiment",
     "project": "Give the project to the experiment",
+    "tracking": "Give the tracking to the experiment",
 }
-"""Fields of an experiment that are no axes, and what to do instead."""
+"""Values of an experiment that are no axes, and what to do instead."""
 PLAN_FREE = frozenset(
     {"learning_rate", "warmup_steps", "lr_schedule", "rate_scale", "betas", "eps", "weight_decay", "steps", "log_every"}
-    | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "stop_on_non_finite"}
+    | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "checkpoints", "stop_on_non_finite"}
 )
-"""Fields of an experiment that change no plan; runs that differ in no other field share one."""
+"""Values of an experiment that change no plan; runs that differ in no other value share one."""
 LARGEST_GRID = 10_000
 Choice = Mapping[str, int]
 """Position of the chosen value on each axis, by the axis' name."""
@@ -38,9 +39,8 @@ class Axes:
     values: Mapping[str, Sequence[Any]]
 
     def __post_init__(self) -> None:
-        fields = {field.name for field in dataclasses.fields(Experiment)}
         for name, values in self.values.items():
-            _check_axis(name, values, fields)
+            _check_axis(name, values)
         if not self.values:
             raise InvalidExperiment("A sweep needs an axis. Give one, such as learning_rate=[1e-4, 3e-4].")
         object.__setattr__(self, "values", {name: tuple(values) for name, values in self.values.items()})
@@ -66,7 +66,8 @@ class Axes:
         """Return the values of an axis as `Experiment.to_json` writes them."""
         first = dict.fromkeys(self.values, 0)
         one_axis = ({**first, name: position} for position in range(len(self.values[name])))
-        return [self.experiment_of(choice).to_json().get(name) for choice in one_axis]
+        given = zip(one_axis, self.values[name], strict=True)
+        return [json_value(self.experiment_of(choice), name, value) for choice, value in given]
 
     def _check_distinct(self, name: str) -> None:
         written = [json.dumps(value, sort_keys=True, default=str) for value in self.json_values(name)]
@@ -77,11 +78,10 @@ class Axes:
             )
 
 
-def _check_axis(name: str, values: Any, fields: set[str]) -> None:
-    if name not in fields:
-        raise UnknownParameter(
-            f"Experiment has no parameter {name!r} to sweep. {suggestion(name, fields)}", parameter=name
-        )
+def _check_axis(name: str, values: Any) -> None:
+    if name not in PATHS and name not in GROUPS:
+        hint = suggestion(name, {*PATHS, *GROUPS})
+        raise UnknownParameter(f"Experiment has no parameter {name!r} to sweep. {hint}", parameter=name)
     if name in OTHERWISE:
         raise InvalidExperiment(f"{name} is no axis of a sweep. {OTHERWISE[name]}.", axis=name)
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):

@@ -24,10 +24,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workbench.experiment import Experiment
+from workbench.experiment import USER_PARTS, Experiment, counted
 from workbench.planning.plan import Plan
 from workbench.rundir import read_json, write_json
-from workbench.runs.launching.run_directory import OWN_CODE
 from workbench.sweeps.axes import PLAN_FREE, label
 
 SWEEP, GRID = "sweep.json", "grid.json"
@@ -95,7 +94,8 @@ class QueueDir:
         """Return the experiment of a run; the user's own code is only named in it."""
         chosen = self.values(entry) if self.settings_file.name == SWEEP else {}
         named = {"name": self.path.name, "seed": entry.seed}  # runs of one name are a group on W&B
-        return Experiment.from_json({**self.settings["experiment"], **chosen, **named})
+        experiment = Experiment.from_json(self.settings["experiment"]).replace(**chosen, **named)
+        return counted(experiment, self.settings.get("counted", {}).get(configuration_key(entry.choice)))
 
     def run(self, entry: Entry) -> Path:
         """Return the directory of a run."""
@@ -109,7 +109,7 @@ class QueueDir:
         return Plan.load(self.plan_file(entry.choice))
 
     def code_folder(self, choice: Mapping[str, int]) -> Path:
-        return self.path / "code" / _key(choice, {name for name in choice if name in OWN_CODE})
+        return self.path / "code" / _key(choice, {name for name in choice if name in USER_PARTS})
 
     def code(self, entry: Entry) -> dict[str, bytes]:
         """Return the files of `code/` for a run."""

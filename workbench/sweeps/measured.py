@@ -148,7 +148,7 @@ def start_measuring(
         for index, (choices, _) in enumerate(cells)
     ]
     settings = {
-        "experiment": experiment.to_json(),
+        "experiment": experiment.resolved().to_json(),
         "axes": axes,
         "seeds": [experiment.seed],
         "sampler": "grid",

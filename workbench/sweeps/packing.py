@@ -89,5 +89,5 @@ def _packing(
 
 def _run_seconds(experiment: Experiment, plan: Plan, steps: int) -> float:
     """Return the predicted time of the steps of a run, and of its evaluations: before, every so many steps, after."""
-    evaluations = 0 if experiment.evaluate is None else 1 + math.ceil(steps / experiment.evaluate.every)
+    evaluations = 0 if experiment.evaluation is None else 1 + math.ceil(steps / experiment.evaluation.every)
     return steps * plan.prediction.step_ms / 1e3 + evaluations * plan.prediction.evaluation_s

@@ -13,7 +13,7 @@ from workbench.measure.local_cluster import local_cluster
 from workbench.planning.runnable import captured_model, check_runnable
 from workbench.sweeps import packing
 from workbench.sweeps.axes import LARGEST_GRID, Axes, Choice
-from workbench.sweeps.directory import Entry, plan_key, profile_key
+from workbench.sweeps.directory import Entry, configuration_key, plan_key, profile_key
 from workbench.sweeps.queue import new_queue, start_queue
 from workbench.sweeps.rules import Rule, check_rule, rule_to_json
 from workbench.sweeps.sweep import Sweep
@@ -65,10 +65,11 @@ def sweep(
         needed.setdefault(plan_key(choice), (choice, chosen))
     for _, chosen in needed.values():
         chosen.data.prepare(chosen)
+    asked = [chosen.resolved() for chosen in asked]
     seed_list = [experiment.seed + offset for offset in range(seeds)]
     count = len(choices) if trials is None else trials
     runs = [
-        (plan_key(choice), chosen.steps)
+        (plan_key(choice), chosen.total_steps)
         for _ in seed_list
         for choice, chosen in zip(choices[:count], asked, strict=False)
     ]
@@ -79,7 +80,12 @@ def sweep(
         check_runnable(experiments[key], plan, captured_model(experiments[key], plan), progress=True)
     folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
     settings = {
-        "experiment": experiment.to_json(),
+        "experiment": experiment.resolved().to_json(),
+        "counted": {
+            configuration_key(choice): chosen.steps
+            for choice, chosen in zip(choices, asked, strict=True)
+            if chosen.epochs is not None
+        },
         "axes": {name: grid.json_values(name) for name in grid.values},
         "seeds": seed_list,
         "sampler": sampler,

@@ -46,7 +46,7 @@ class _Active:
 
     def __post_init__(self) -> None:
         self.tail = HistoryTail(self.run.directory.events)
-        self.steps = int(self.run.experiment["steps"])
+        self.steps = self.run.experiment.total_steps
 
 
 class Supervisor:
@@ -56,7 +56,7 @@ class Supervisor:
         self.directory = directory
         settings = directory.settings
         self.rule = rule_from_json(settings["stop"])
-        self.evaluates = bool(settings["experiment"].get("evaluate"))
+        self.evaluates = bool(settings["experiment"].get("evaluation"))
         self.sampled = settings["sampler"] != "grid"
         self.slots = int(settings["packing"]["side_by_side"])
         self.ahead = int(settings["ahead"])

@@ -60,7 +60,7 @@ class Sweep(Queue):
     @property
     def evaluates(self) -> bool:
         """Return True if the objective is the held-out loss."""
-        return bool(self.directory.settings["experiment"].get("evaluate"))
+        return bool(self.directory.settings["experiment"].get("evaluation"))
 
     def rows(self) -> list[Row]:
         """Return a row for each configuration, the best first; those without a finished run keep their order."""

@@ -98,7 +98,7 @@ class _Reader:
         self.born = born
         """Inode of the run directory."""
         self._reader = RunReader(run.path)
-        values = {**row.values, "seed": run.experiment["seed"]}
+        values = {**row.values, "seed": run.experiment.seed}
         self._name = ", ".join(f"{name} {value}" for name, value in values.items())
         self._row = RunRow(self._reader, theme.series_color(row.index), name_px=name_width([self._name]))
         self.box = self._row.box

@@ -71,7 +71,7 @@ class SaveResult:
     """Reason why the save failed; None if it succeeded."""
 
 
-class Checkpoints:
+class CheckpointStore:
     """Saves and restores one trainer. Every rank must call the same methods in the same order.
 
     `report` is called on rank 0 at the end of each save, from the thread that writes.

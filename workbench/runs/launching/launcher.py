@@ -77,8 +77,12 @@ def prepare(attempt: Attempt, captured: CapturedModel | None = None, *, progress
 
 
 def _checked(attempt: Attempt, captured: CapturedModel | None, progress: bool | None) -> Attempt:
-    """Return an attempt that may be started, with the fingerprint of its data if they were checked here."""
+    """Return an attempt that may be started, with its length in steps.
+
+    It has the fingerprint of its data if they were checked here.
+    """
     check_runnable(attempt.experiment, attempt.plan, captured, progress=progress)
+    attempt = replace(attempt, experiment=attempt.experiment.resolved())
     if progress is None or "data_fingerprint" in attempt.provenance or not attempt.experiment.data.is_loaded:
         return attempt
     provenance = {"data_fingerprint": data_fingerprint(attempt.experiment), **attempt.provenance}
@@ -90,17 +94,17 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
 
     What the run passed before it started is not checked again: its model is captured only for a change that needs it.
     """
-    from workbench.experiment import Experiment
+    from workbench.experiment import Experiment, value_of
     from workbench.planning.plan import Plan as Stored
 
     check_unedited(run)
     before = Experiment.from_json(read_json(run.experiment))
     experiment = before.replace(**changes)
     is_checked = plan == Stored.load(run.plan) and all(
-        getattr(before, name) == getattr(experiment, name) for name in CAPTURED_FIELDS
+        value_of(before, name) == value_of(experiment, name) for name in CAPTURED_FIELDS
     )
     captured = None if is_checked else captured_model(experiment, plan)
-    code = code_of_clone(run, experiment, changes)
+    code = code_of_clone(run, experiment)
     attempt = Attempt(experiment, plan, code=code, provenance={"cloned_from": run.path.name})
     return launch(attempt, captured, progress=None if is_checked else False, worker=worker)
 

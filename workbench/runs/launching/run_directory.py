@@ -12,20 +12,20 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
-from workbench.experiment import METRICS, USER_FUNCTIONS
+from workbench.experiment import user_parts
 from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json
 from workbench.runs.launching import processes
 from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
-from workbench.user_code import UserFunction, as_user_function, pickled, user_path
+from workbench.user_code import pickled, user_path
 
 if TYPE_CHECKING:
     from workbench.experiment import Experiment
@@ -35,8 +35,6 @@ OWNER_ONLY = 0o700
 """Mode of a run directory: experiments, commands and logs are for nobody else, unless the owner says so by chmod."""
 LONGEST_NAME = 100
 """Letters of an experiment's name that its directory takes over; file systems end at 255."""
-OWN_CODE = ("model", "data", "eval_data", *USER_FUNCTIONS, METRICS)
-"""Fields of an experiment that may hold objects of the user, which travel in `code/`."""
 CODE_PATH = "path.json"
 """File in `code/` that lists where the modules of a model or dataset lie; the run may be continued from elsewhere."""
 
@@ -65,12 +63,12 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
     with _unwritable_named():
         checkpoint = None if resume is None else checkpoint_of(Path(resume))
     step = 0 if checkpoint is None else step_of(checkpoint)
-    if step > experiment.steps:
+    if step > experiment.total_steps:
         raise CheckpointError(
-            f"{checkpoint} is of step {step:,}, after the {experiment.steps:,} steps asked for. Ask for more steps, or "
-            "launch the experiment anew.",
+            f"{checkpoint} is of step {step:,}, after the {experiment.total_steps:,} steps asked for. Ask for more "
+            "steps, or launch the experiment anew.",
             step=step,
-            steps=experiment.steps,
+            steps=experiment.total_steps,
         )
     if checkpoint is not None:
         _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
@@ -292,36 +290,24 @@ def _has_user_data(experiment: Experiment) -> bool:
     return any(data is not None and data.is_user_defined for data in (experiment.data, experiment.eval_data))
 
 
-def user_code(experiment: Experiment, only: Sequence[str] = OWN_CODE) -> dict[str, bytes]:
-    """Return the files of `code/`: the user's own model factory, datasets and functions, pickled, and their source."""
-    from workbench.data import UserData
-    from workbench.models import CustomModel
-
-    model = experiment.model
-    own: dict[str, Any] = {"model": model.factory} if isinstance(model, CustomModel) and "model" in only else {}
-    for name, data in (("data", experiment.data), ("eval_data", experiment.eval_data)):
-        if isinstance(data, UserData) and name in only:
-            own[name] = data.dataset_or_factory
-    for name in USER_FUNCTIONS:
-        if isinstance(function := getattr(experiment, name), UserFunction) and name in only:
-            own[name] = function.function
-    if experiment.metrics and METRICS in only:
-        own[METRICS] = {name: as_user_function(metric).function for name, metric in experiment.metrics.items()}
+def user_code(experiment: Experiment) -> dict[str, bytes]:
+    """Return the files of `code/`: the user-defined parts that are here, pickled, and their source."""
     files = {}
-    for name, value in own.items():
-        files[f"{name}.pkl"] = pickled(name, value)
-        files[f"{name}.py"] = _source(value).encode()
+    for name, value in user_parts(experiment).items():
+        if value is not None:
+            files[f"{name}.pkl"] = pickled(name, value)
+            files[f"{name}.py"] = _source(value).encode()
     if files:
         files[CODE_PATH] = path_json(user_path())
     return files
 
 
-def code_of_clone(run: RunDir, experiment: Experiment, changed: Iterable[str]) -> dict[str, bytes]:
-    """Return the files of `code/` for a clone: stored code of the run, and new code of what `changed` names."""
-    changed = set(changed) & set(OWN_CODE)
-    names = [f"{part}.{ending}" for part in OWN_CODE if part not in changed for ending in ("pkl", "py")]
+def code_of_clone(run: RunDir, experiment: Experiment) -> dict[str, bytes]:
+    """Return the files of `code/` for a clone: those that the run stored of the parts that are only described here."""
+    described = [name for name, value in user_parts(experiment).items() if value is None]
+    names = [f"{part}.{ending}" for part in described for ending in ("pkl", "py")]
     code = {name: path.read_bytes() for name in names if (path := run.code / name).exists()}
-    code |= user_code(experiment, only=sorted(changed))
+    code |= user_code(experiment)
     if code:
         code[CODE_PATH] = path_json([*_code_path(run), *user_path()])
     return code
@@ -338,7 +324,7 @@ def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_da
     provenance: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
     if not experiment.data.is_user_defined:
         provenance["data_fingerprint"] = data_fingerprint(experiment)
-    elif experiment.steps != read_json(run.experiment)["steps"]:
+    elif experiment.total_steps != read_json(run.experiment)["steps"]:
         provenance["data_fingerprint"] = None
     if accepts_changed_data:
         provenance["accepted_changed_data"] = True

@@ -48,15 +48,15 @@ def tracker_settings(run: RunDir, experiment: Any) -> dict[str, Any] | None:
     `WANDB_MODE=disabled` or `project=""` switches it off. A run that is continued keeps its id. Runs of one
     experiment (of the same name) are a group.
     """
-    if os.environ.get("WANDB_MODE") == "disabled" or not experiment.project:
+    if os.environ.get("WANDB_MODE") == "disabled" or not experiment.tracking.project:
         return None
     recorded = read_json(run.tracker) if run.tracker.exists() else {}
     return {
-        "project": experiment.project,
+        "project": experiment.tracking.project,
         "id": recorded.get("id") or uuid.uuid4().hex[:8],
         "name": run.path.name,
         "group": str(experiment.name),
-        "tags": list(experiment.tags),
+        "tags": list(experiment.tracking.tags),
     }
 
 

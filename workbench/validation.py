@@ -1,0 +1,151 @@
+"""Values that check themselves: frozen dataclasses whose fields are checked by their types.
+
+Pydantic checks and converts. What it refuses becomes one sentence with the name, the value, and a way out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, Strict
+from pydantic import ValidationError as Refusal
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from workbench.arguments import LARGEST_INTEGER
+from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError, suggestion
+from workbench.units import plain
+from workbench.user_code import UserFunction, as_user_function
+
+LARGEST_COUNT = 2**31 - 1
+"""Largest number of steps, samples or tokens: two of them multiplied still fit into 64 bits."""
+WORDS = {
+    "int_type": "is not a whole number. Give a whole number.",
+    "float_type": "is not a number. Give a number.",
+    "finite_number": "is not finite. Give a finite number.",
+    "greater_than": "must be greater than {gt}.",
+    "greater_than_equal": "must be {ge} or more.",
+    "less_than": "must be below {lt}.",
+    "less_than_equal": "must be at most {le:,}.",
+    "bool_type": "is neither True nor False. Give one of them.",
+    "string_type": "is not a text. Give a text.",
+    "tuple_type": "is not a list. Give a list.",
+    "missing": "has too few values. Give more.",
+    "too_short": "has too few values. Give at least {min_length}.",
+    "too_long": "has too many values. Give {max_length}.",
+    "dataclass_type": "is no {class_name}. Write {name}=wb.{class_name}(…).",
+}
+"""Ends of the sentence on a refused value, by Pydantic's type of the error."""
+
+T = TypeVar("T")
+Whole = Annotated[int, BeforeValidator(plain), Strict()]
+FromZero = Annotated[Whole, Field(ge=0, le=LARGEST_COUNT)]
+Count = Annotated[Whole, Field(ge=1, le=LARGEST_COUNT)]
+Seed = Annotated[Whole, Field(ge=0, le=LARGEST_INTEGER)]
+Real = Annotated[float, BeforeValidator(plain), Strict(), Field(allow_inf_nan=False)]
+TokenCount = Annotated[Whole, Field(ge=1, le=LARGEST_INTEGER)]
+Share = Annotated[Real, Field(ge=0, lt=1)]
+Positive = Annotated[Real, Field(gt=0)]
+TrueOrFalse = Annotated[bool, Strict()]
+
+
+def refused(sentence: str, **facts: Any) -> PydanticCustomError:
+    """Return the error of a check; the sentence goes on after the name and the value."""
+    return PydanticCustomError("refused", sentence, facts or None)
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise refused("is not a name. Give a text of one line.")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_one_line)]
+LineOrNothing = Annotated[str, AfterValidator(lambda text: text and _one_line(text))]
+
+
+def known(choices: Collection[str]) -> Callable[[Any], Any]:
+    """Return the check of a word that is one of `choices`."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or value not in choices:
+            raise refused("is not one of the choices. {hint}", hint=suggestion(value, choices))
+        return value
+
+    return check
+
+
+def function_or(check: Callable[[Any], Any]) -> PlainValidator:
+    """Return the check of a function of the user, which becomes a `UserFunction`, or of what `check` allows."""
+
+    def checked(value: Any) -> Any:
+        made = as_user_function(value)
+        return made if isinstance(made, UserFunction) else check(made)
+
+    return PlainValidator(checked)
+
+
+WRITTEN = PlainSerializer(lambda value: value.to_json() if hasattr(value, "to_json") else value)
+"""Writes a value that has a `to_json` by it."""
+
+
+@dataclass_transform(frozen_default=True)
+def checked_value(elsewhere: Callable[[str], str | None] = lambda _: None) -> Callable[[type[T]], type[T]]:
+    """Return the decorator of a frozen dataclass whose fields are checked, and whose errors are sentences.
+
+    `elsewhere` says where a parameter belongs that the class does not have, or returns None for one that nobody has.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = dataclass(frozen=True, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True))(cls)
+        unchecked = made.__init__
+
+        @functools.wraps(unchecked)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                unchecked(self, *args, **kwargs)
+            except Refusal as error:
+                raise _in_words(error, made, elsewhere) from None
+
+        made.__init__ = init  # type: ignore[method-assign]
+        made.__repr__ = _repr  # type: ignore[method-assign]
+        return cast(type[T], made)
+
+    return decorate
+
+
+def _repr(value: Any) -> str:
+    """Return the class and the fields that differ from their defaults."""
+    given = {field.name: getattr(value, field.name) for field in fields(value)}
+    shown = [f"{field.name}={given[field.name]!r}" for field in fields(value) if given[field.name] != field.default]
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
+def _in_words(error: Refusal, cls: Any, elsewhere: Callable[[str], str | None]) -> WorkbenchError:
+    """Return the first problem as a sentence; a parameter that there is not comes before wrong values."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "unexpected_keyword_argument")
+    kind, where, value = problems[0]["type"], problems[0]["loc"], problems[0]["input"]
+    facts = problems[0].get("ctx") or {}
+    if isinstance(own := facts.get("error"), WorkbenchError):
+        return own
+    if where and isinstance(where[0], int):  # the position of an argument
+        where = (fields(cls)[where[0]].name, *where[1:])
+    path = [str(part) for part in where if not isinstance(part, int)]
+    name = path[-1] if path else ""
+    if kind == "unexpected_keyword_argument":
+        for part in path[:-1]:  # to the value that holds the parameter
+            kinds = cls.__pydantic_fields__[part].annotation
+            cls = next(each for each in (kinds, *get_args(kinds)) if is_dataclass(each))
+        hint = elsewhere(name) or suggestion(name, [field.name for field in fields(cls)])
+        return UnknownParameter(f"{cls.__name__} has no parameter {name!r}. {hint}", parameter=name)
+    if kind == "missing" and not isinstance(where[-1], int):
+        return InvalidExperiment(f"{'.'.join([cls.__name__, *path])} is missing. Give {name}=….", parameter=name)
+    said = (
+        problems[0]["msg"]
+        if kind == "refused"
+        else WORDS.get(kind, "").format(**facts, name=name) or f"{problems[0]['msg']}."
+    )
+    return InvalidExperiment(f"{'.'.join([cls.__name__, *path])}={value!r} {said}", parameter=name, value=value)
