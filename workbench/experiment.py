@@ -33,13 +33,13 @@ from workbench.validation import (
     WRITTEN,
     Count,
     FromZero,
+    LargeCount,
     Line,
     LineOrNothing,
     Positive,
     Real,
     Seed,
     Share,
-    TokenCount,
     TrueOrFalse,
     checked_value,
     function_or,
@@ -270,7 +270,7 @@ class Experiment:
 
     `model` is one of `wb.models.…`, or any callable that returns an `nn.Module`; `data` is one of `wb.data.…`, a
     dataset whose items are dicts of tensors, map-style or iterable, or a callable that returns one. Callables and
-    datasets become a `CustomModel` and a `UserData`. The model must return its loss: as `.loss`, `["loss"]`, the
+    datasets become a `UserModel` and a `UserData`. The model must return its loss: as `.loss`, `["loss"]`, the
     first item of a tuple, or the only scalar of what it returns; `loss` chooses among several.
 
     One *step* consumes `global_batch` samples (sequences of `seq_len` tokens for text) over all devices, however a
@@ -288,7 +288,7 @@ class Experiment:
     """Steps of the training; 1,000 unless `epochs` or `tokens` is given, None while epochs have not been counted."""
     epochs: Annotated[Positive, Field(le=LARGEST_COUNT)] | None = None
     """Passes over the data instead of `steps`; fractions are allowed."""
-    tokens: TokenCount | None = None
+    tokens: LargeCount | None = None
     """Tokens to train on instead of `steps`, counted as `seq_len` for each sample."""
     global_batch: Count = 64
     seq_len: Count = 128
@@ -406,7 +406,7 @@ class Experiment:
 
     @staticmethod
     def from_json(value: Mapping[str, Any], code: Mapping[str, Any] = MappingProxyType({})) -> Experiment:
-        """Rebuild an experiment; `code` supplies the user's own objects, which the JSON only names, by short name."""
+        """Rebuild an experiment; `code` supplies the user-defined objects, which the JSON only names, by short name."""
         if not isinstance(value, Mapping) or not {"model", "data", "optimizer"} <= value.keys():
             raise InvalidExperiment(
                 "This JSON describes no experiment: it is no object with a model, data and an optimizer. Give what "
@@ -459,7 +459,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that lead to a value, by its short name: `("optimizer", "weight_decay")` of `weight_decay`."""
 USER_PARTS = ("model", "data", "eval_data", "lr_schedule", "loss", "optimizer", "metrics")
-"""Short names of what may be the user's own code, which travels to the workers in `code/<name>.pkl`."""
+"""Short names of what may be user-defined, whose code travels to the workers in `code/<name>.pkl`."""
 _COUNTED_FROM = {"model", "data", "seq_len", "global_batch", "evaluation", "eval_samples", "eval_data"}
 """Values that the number of steps of an epoch depends on."""
 
@@ -496,7 +496,7 @@ def user_parts(experiment: Experiment) -> dict[str, Any]:
         value = value_of(experiment, name)
         if isinstance(value, UserFunction):
             parts[name] = value.function
-        elif isinstance(value, _models.CustomModel):
+        elif isinstance(value, _models.UserModel):
             parts[name] = value.factory
         elif isinstance(value, _data.UserData):
             parts[name] = value.dataset_or_factory

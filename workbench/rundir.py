@@ -7,8 +7,8 @@ Everything that a run leaves lies in one folder, readable without importing torc
     started.json         copy of what determines the training in the two files above, as the run was started
     environment.json     machine, versions, git state
     user_data.json       fingerprint of a user-defined dataset, computed by the ranks
-    code/                the user's own model or dataset: model.pkl, data.pkl for the workers, their source beside
-                         them, and path.json, which lists the folders of their modules
+    code/                user-defined models, datasets and functions: model.pkl, data.pkl, … for the workers, their
+                         source beside them, and path.json, which lists the folders of their modules
     wandb.json           the W&B project and id of the run, for its recorder; absent when tracking is off
     resume.json          checkpoint (absolute path) and step to start from; absent for a fresh start
     events.jsonl         one JSON object a line, appended as it happens; live figures read it

@@ -1,4 +1,4 @@
-"""The user's own code on its way to other processes: pickled objects, and the path from which they import."""
+"""User-defined code on its way to other processes: pickled objects, and the path from which they import."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class UserFunction:
         return self.function(*arguments)
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "custom", "name": self.name, "source": self.source}
+        return {"type": "user_defined", "name": self.name, "source": self.source}
 
 
 def as_user_function(value: Any, function: Callable[..., Any] | None = None) -> Any:
     """Wrap a callable, or the description of one with its `function`, in a `UserFunction`; return others unchanged."""
     if isinstance(value, UserFunction):
         return value
-    if isinstance(value, Mapping) and value.get("type") == "custom":
+    if isinstance(value, Mapping) and value.get("type") == "user_defined":
         return UserFunction(function, value["name"], value["source"])
     return UserFunction(value) if callable(value) else value
 

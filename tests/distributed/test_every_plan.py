@@ -36,7 +36,7 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
 from workbench.execution.parallel.sharding import local
 from workbench.execution.trainer import Trainer
-from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
+from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.planning.plan import Plan
 from workbench.planning.search import search
 
@@ -306,7 +306,7 @@ def _trained(_rank: int, cases: tuple[Case, ...]) -> dict[Case, Outcome]:
         model, graph = captured("bert")
         trainer = trainer_of(model, graph, plan_of(graph, case))
         scalars = [trainer.step(step, part_of(trainer, batch_of("bert", step))).scalars.tolist() for step in range(3)]
-        assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else PartwiseAdamW)
+        assert type(trainer.optimizer) is (OffloadedAdamW if case.offload_optimizer else ShardedAdamW)
         mine = {name: trainer.full(name, parameter) for name, parameter in trainer.stages.model_parameters().items()}
         parts: list[Any] = [None] * case.world
         torch.distributed.all_gather_object(parts, mine)

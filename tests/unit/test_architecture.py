@@ -53,7 +53,7 @@ HOMES = {
     "matplotlib": {"figures"},
     "cloudpickle": {"user_code"},
     "pyarrow": {"runs", "data"},
-    "pydantic": {"validation", "experiment"},
+    "pydantic": {"validation", "experiment", "sparsity"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},
     "yaml": {"sweeps"},

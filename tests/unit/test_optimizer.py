@@ -17,16 +17,16 @@ from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.cost.optimizer_cost import optimizer_cost
 from workbench.cost.profile import ADAMW
 from workbench.errors import InvalidExperiment, PlanInfeasible, PlanMismatch
-from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
+from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.groups import parameter_groups
-from workbench.optimizers.own import ELEMENT, MODEL, TENSOR, reach_of_update
 from workbench.optimizers.schedules import learning_rate_factor
+from workbench.optimizers.user_optimizer import ELEMENT, MODEL, TENSOR, reach_of_update
 from workbench.tensors import TensorSpec
 
 
 @pytest.mark.parametrize(
-    ("optimizer_type", "fused"), [(PartwiseAdamW, None), (PartwiseAdamW, True), (OffloadedAdamW, None)]
+    ("optimizer_type", "fused"), [(ShardedAdamW, None), (ShardedAdamW, True), (OffloadedAdamW, None)]
 )
 def test_updates_and_state_equal_those_of_torch(optimizer_type: Any, fused: bool | None) -> None:
     def trained(make: Any) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -51,7 +51,7 @@ def test_updates_and_state_equal_those_of_torch(optimizer_type: Any, fused: bool
 def test_a_fused_update_is_left_out_on_the_device_and_is_otherwise_the_same() -> None:
     def trained(*skips: float | None) -> tuple[torch.Tensor, dict[str, Any]]:
         weight = nn.Parameter(torch.linspace(-1, 1, 8))
-        optimizer = PartwiseAdamW([weight], lr=1e-2, fused=True)
+        optimizer = ShardedAdamW([weight], lr=1e-2, fused=True)
         for index, skip in enumerate(skips):
             weight.grad = torch.linspace(0, 1, 8) if not skip else torch.full((8,), torch.nan)
             optimizer.skips_update = None if skip is None else torch.tensor(skip)

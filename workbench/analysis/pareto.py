@@ -11,7 +11,7 @@ import numpy as np
 from workbench.analysis.flops import layer_flops
 from workbench.errors import InvalidExperiment
 from workbench.experiment import values_by_name
-from workbench.models import CustomModel
+from workbench.models import UserModel
 from workbench.runs.run import Run
 
 NOT_COMPARED = ("seed", "name", "tags", "project")
@@ -52,7 +52,7 @@ def pareto_points(runs: Sequence[Run]) -> list[ParetoPoint]:
 
 def _point(runs: Sequence[Run]) -> ParetoPoint:
     experiment = runs[0].experiment
-    if isinstance(experiment.model, CustomModel) or experiment.data.is_user_defined:
+    if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
         raise InvalidExperiment(
             f"{runs[0].name} trains a model or data of your own, which the run's description does not contain, so that "
             "the FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."

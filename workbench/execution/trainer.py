@@ -28,7 +28,7 @@ from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.execution.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
 from workbench.experiment import Experiment
-from workbench.optimizers.adamw import PartwiseAdamW
+from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
@@ -186,7 +186,7 @@ class Trainer:
         """
         is_bad = ~scalars[:2].isfinite().all()
         self._diverged = is_bad if self._diverged is None else self._diverged | is_bad
-        if isinstance(self.optimizer, PartwiseAdamW) and self.optimizer.defaults["fused"]:
+        if isinstance(self.optimizer, ShardedAdamW) and self.optimizer.defaults["fused"]:
             self.optimizer.skips_update = self._diverged.float()
             return True
         return not bool(self._diverged)

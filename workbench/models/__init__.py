@@ -1,6 +1,6 @@
-"""Descriptions of models: named configurations of `transformers` architectures, and the user's own callables.
+"""Descriptions of models: named configurations of `transformers` architectures, and user-defined callables.
 
-A `Model` or a `CustomModel` is no module but knows how to build one, so that every rank can build its own.
+A `Model` or a `UserModel` is no module but knows how to build one, so that every rank can build its own.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any, TypedDict, Unpack
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidExperiment, suggestion
-from workbench.models._custom import CustomModel as CustomModel
-from workbench.models._custom import as_model as as_model
 from workbench.models._named import Model as Model
 from workbench.models._scaling import Rule as Rule
 from workbench.models._scaling import Scaling as Scaling
 from workbench.models._scaling import at_width as at_width
 from workbench.models._scaling import scaling
 from workbench.models._source import ModelSource as ModelSource
+from workbench.models._user_model import UserModel as UserModel
+from workbench.models._user_model import as_model as as_model
 
 __all__ = ["bert", "bert_large", "gpt2", "gpt3", "opt", "scaling"]
 
@@ -136,12 +136,12 @@ def gpt3(size: str = "1.3B", dropout: float = 0.1, max_positions: int = 2048) ->
     return gpt2(hidden_size, num_layers, num_heads, max_positions=max_positions, dropout=dropout, name=name)
 
 
-def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | CustomModel:
+def from_json(value: Mapping[str, Any], factory: Callable[[], Any] | None = None) -> Model | UserModel:
     """Rebuild the model that `to_json` described; `factory` supplies the user's callable, which JSON only names.
 
-    A custom model that is rebuilt without it shows its name and source, and raises `InvalidExperiment` when built.
+    Without it, a user-defined model shows its name and source, and raises `InvalidExperiment` when it is built.
     """
     fields = dict(value)
-    if fields.pop("type") == "custom":
-        return CustomModel(factory=factory, name=fields["name"], source=fields["source"])
+    if fields.pop("type") == "user_defined":
+        return UserModel(factory=factory, name=fields["name"], source=fields["source"])
     return Model(**fields)

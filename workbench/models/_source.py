@@ -29,11 +29,11 @@ class ModelSource(Protocol):
 
     @property
     def is_user_defined(self) -> bool:
-        """Return True if the user's own callable builds the model, which JSON can only name."""
+        """Return True if a user-defined callable builds the model, which JSON can only name."""
 
     @property
     def is_loaded(self) -> bool:
-        """Return True unless only the description of the user's own callable is here."""
+        """Return True unless only the description of a user-defined callable is here."""
 
     def build(self) -> nn.Module:
         """Return the module in train mode, with fresh weights, on the ambient device."""

@@ -30,7 +30,7 @@ def batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield batch
 
 
-class PartwiseAdamW(torch.optim.AdamW):
+class ShardedAdamW(torch.optim.AdamW):
     """AdamW that updates this rank's shard of each parameter as a plain tensor.
 
     The numbers are those of `torch.optim.AdamW`, in a fifth of the host's time, most of which the dispatch of hundreds
@@ -69,7 +69,7 @@ class PartwiseAdamW(torch.optim.AdamW):
         return torch.zeros_like(parameter)
 
 
-class OffloadedAdamW(PartwiseAdamW):
+class OffloadedAdamW(ShardedAdamW):
     """AdamW whose moments stay in the host's (pinned) memory and are copied to the device, some at a time, for updates.
 
     Weights and gradients stay on the device, which computes the same update as without offloading. A step moves 8 bytes

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from workbench.experiment import Experiment
-from workbench.optimizers.adamw import OffloadedAdamW, PartwiseAdamW
+from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.groups import parameter_groups
 from workbench.optimizers.lamb import Lamb
 from workbench.optimizers.muon import MuonAndAdamW
-from workbench.optimizers.own import ShardwiseOptimizer
-from workbench.optimizers.sgd import MOMENTUM, PartwiseSGD
+from workbench.optimizers.sgd import MOMENTUM, ShardedSGD
 from workbench.optimizers.shards import WholeTensors
+from workbench.optimizers.user_optimizer import ShardedUserOptimizer
 from workbench.user_code import UserFunction
 
 
@@ -34,14 +34,14 @@ def build_optimizer(
     groups = parameter_groups(parameters, experiment, matrices) or [{"params": [], "names": [], "orthogonal": False}]
     rate, betas, eps = experiment.learning_rate, experiment.optimizer.betas, experiment.optimizer.eps
     if isinstance(experiment.optimizer.algorithm, UserFunction):
-        return ShardwiseOptimizer(experiment.optimizer.algorithm, groups)
+        return ShardedUserOptimizer(experiment.optimizer.algorithm, groups)
     if experiment.optimizer.algorithm == "sgd":
-        return PartwiseSGD(groups, lr=rate, momentum=MOMENTUM)
+        return ShardedSGD(groups, lr=rate, momentum=MOMENTUM)
     if experiment.optimizer.algorithm == "lamb":
         return Lamb(groups, lr=rate, betas=betas, eps=eps, whole=whole)
     on_gpu = any(p.device.type == "cuda" for group in groups for p in group["params"])
     fused = True if on_gpu and not offload else None
     if experiment.optimizer.algorithm == "muon":
         return MuonAndAdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused, whole=whole)
-    adamw = OffloadedAdamW if offload else PartwiseAdamW
+    adamw = OffloadedAdamW if offload else ShardedAdamW
     return adamw(groups, lr=rate, betas=betas, eps=eps, fused=fused)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from workbench.optimizers.adamw import PartwiseAdamW
+from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.shards import WholeTensors, local
 
 MOMENTUM = 0.95
@@ -24,7 +24,7 @@ ADAMW_RMS = 0.2
 (arXiv:2502.16982; `adjust_lr_fn="match_rms_adamw"` of `torch.optim.Muon`)."""
 
 
-class MuonAndAdamW(PartwiseAdamW):
+class MuonAndAdamW(ShardedAdamW):
     """Muon for the groups that have `orthogonal=True`, and AdamW for the others.
 
     The momentum of a matrix stays sharded. Each update all-gathers the direction in bf16, which is the precision of

@@ -14,8 +14,8 @@ def learning_rate_factor(step: int, warmup: int, steps: int, schedule: str | Cal
 
     A linear warm-up reaches 1 at update `warmup`. Then the schedule decays to 0 at `steps` (`linear`, `cosine`), stays
     (`constant`), stays and decays linearly in the last fifth of the steps (`wsd`: warm-up, stable, decay,
-    arXiv:2404.06395), or falls with the square root of the step (`inverse_sqrt`, arXiv:1706.03762). A function of the
-    user's own gives the factor of every step, and there is no warm-up.
+    arXiv:2404.06395), or falls with the square root of the step (`inverse_sqrt`, arXiv:1706.03762). A user-defined
+    function gives the factor of every step, and there is no warm-up.
     """
     if not isinstance(schedule, str):
         return float(schedule(step))

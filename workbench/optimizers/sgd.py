@@ -14,7 +14,7 @@ MOMENTUM = 0.9
 """Momentum of `optimizer="sgd"`."""
 
 
-class PartwiseSGD(torch.optim.SGD):
+class ShardedSGD(torch.optim.SGD):
     """SGD that updates this rank's shard of each parameter as a plain tensor, with the numbers of `torch.optim.SGD`.
 
     Weight decay is added to the gradient, as there. The momentum of a `DTensor` is a `DTensor`.

@@ -10,16 +10,16 @@ and `workbench.sparsity.kernels` has products that leave absent blocks out.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any
 
-from workbench.arguments import LARGEST_INTEGER, checked_arguments
-from workbench.errors import InvalidExperiment, checked_keywords, suggestion
+from pydantic import Field, PlainValidator
+
+from workbench.arguments import checked_arguments
+from workbench.errors import InvalidExperiment
+from workbench.validation import LargeCount, Line, Positive, Share, checked_value, known
 
 __all__ = ["Dynamic", "Static", "learning_rate"]
 
@@ -31,26 +31,17 @@ def __dir__() -> list[str]:
 REGROWTH = ("random", "gradient")
 
 
-@dataclass(frozen=True)
+@checked_value()
 class Static:
     """A random pattern of blocks that stays as it is throughout the training."""
 
-    sparsity: float = 0.9
+    sparsity: Share = 0.9
     """Share of the blocks of each weight that are absent."""
-    block: int = 16
+    block: LargeCount = 16
     """Rows and columns of a block."""
-    scope: str = "encoder"
+    scope: Line = "encoder"
     """Weights that become sparse: matrices whose name contains this word between dots, or matches this pattern
     (`fnmatch`, such as `"*.mlp.*"`). Embedding tables and output heads always stay dense."""
-
-    def __post_init__(self) -> None:
-        _require_sparsity(self.sparsity)
-        _require_count("block", self.block)
-        if not isinstance(self.scope, str) or not self.scope.strip() or not self.scope.isprintable():
-            raise InvalidExperiment(
-                f"scope={self.scope!r} is no word of a parameter's name. Give one, such as 'encoder', or '*' for all.",
-                parameter="scope",
-            )
 
     @property
     def label(self) -> str:
@@ -71,10 +62,10 @@ class Static:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, and the type, for `from_json`."""
-        return {"type": type(self).__name__.lower(), **dataclasses.asdict(self)}
+        return {"type": type(self).__name__.lower(), **vars(self)}
 
 
-@dataclass(frozen=True)
+@checked_value()
 class Dynamic(Static):
     """A pattern that moves: at each update the smallest blocks are pruned, and equally many others regrow from zero.
 
@@ -82,27 +73,13 @@ class Dynamic(Static):
     to 0 as a half cosine over the training. Regrown weights begin without optimiser state.
     """
 
-    updates: int = 160
+    updates: LargeCount = 160
     """Number of updates of the pattern, at equal distances between the first step and the last."""
-    prune_ratio: float = 0.5
+    prune_ratio: Annotated[Positive, Field(le=1)] = 0.5
     """Share of the present blocks that an update at the start would prune."""
-    regrow: str = "random"
+    regrow: Annotated[str, PlainValidator(known(REGROWTH))] = "random"
     """Choice of the blocks that regrow among the absent ones: `random` without replacement, or `gradient` for those
     with the largest sum of absolute gradients of the weights, as if these were present."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_count("updates", self.updates)
-        if not _is_number(self.prune_ratio) or not 0 < self.prune_ratio <= 1:
-            raise InvalidExperiment(
-                f"prune_ratio={self.prune_ratio!r} is no share of blocks. Give a number above 0 and up to 1.",
-                parameter="prune_ratio",
-            )
-        if self.regrow not in REGROWTH:
-            raise InvalidExperiment(
-                f"regrow={self.regrow!r} is not one of the choices. {suggestion(self.regrow, REGROWTH)}",
-                parameter="regrow",
-            )
 
     @property
     def label(self) -> str:
@@ -138,26 +115,9 @@ def learning_rate(dense: float, sparsity: float) -> float:
         raise InvalidExperiment(
             f"dense={dense!r} is no learning rate. Give one above 0, such as 2e-4.", parameter="dense"
         )
-    _require_sparsity(sparsity)
-    return dense * math.exp(1.969 * sparsity**2 + 0.2905 * sparsity)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _require_sparsity(value: Any) -> None:
-    if not _is_number(value) or not 0 <= value < 1:
+    if not 0 <= sparsity < 1:
         raise InvalidExperiment(
-            f"sparsity={value!r} is no share of blocks. Give a number from 0 to below 1, such as 0.9.",
+            f"sparsity={sparsity!r} is no share of blocks. Give a number from 0 to below 1, such as 0.9.",
             parameter="sparsity",
         )
-
-
-def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= LARGEST_INTEGER:
-        raise InvalidExperiment(f"{name}={value!r} is no whole number of at least 1. Give one.", parameter=name)
-
-
-Static.__init__ = checked_keywords(Static.__init__)  # type: ignore[method-assign]
-Dynamic.__init__ = checked_keywords(Dynamic.__init__)  # type: ignore[method-assign]
+    return dense * math.exp(1.969 * sparsity**2 + 0.2905 * sparsity)

@@ -1,4 +1,4 @@
-"""`CustomModel`: a callable of the user that returns an `nn.Module`."""
+"""`UserModel`: a callable of the user that returns an `nn.Module`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CustomModel:
+class UserModel:
     """A callable (function, class, partial or lambda) with which every rank builds the model."""
 
     factory: Callable[[], Any] | None = field(repr=False)
@@ -27,7 +27,7 @@ class CustomModel:
     source: str | None = field(default=None, repr=False, compare=False)
     """Source code of the callable, if Python can find it."""
     objective: ClassVar[None] = None
-    """Training objective, unknown here: give the corpus an `objective`, or bring your own dataset."""
+    """Training objective, unknown here: give the corpus an `objective`, or give a user-defined dataset."""
     vocab_size: ClassVar[None] = None
     max_positions: ClassVar[None] = None
     is_user_defined: ClassVar[bool] = True
@@ -76,15 +76,15 @@ class CustomModel:
         return module.train()
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "custom", "name": self.name, "source": self.source}
+        return {"type": "user_defined", "name": self.name, "source": self.source}
 
 
-def as_model(value: Any) -> Model | CustomModel:
-    """Return `value` if it is one of `wb.models.…`, else wrap the user's callable in a `CustomModel`.
+def as_model(value: Any) -> Model | UserModel:
+    """Return `value` if it is one of `wb.models.…`, else wrap the user's callable in a `UserModel`.
 
     Raises `InvalidExperiment` if the value cannot build a model on another rank.
     """
-    if isinstance(value, Model | CustomModel):
+    if isinstance(value, Model | UserModel):
         return value
     torch = sys.modules.get("torch")  # A module cannot exist before torch was imported.
     if torch is not None and isinstance(value, torch.nn.Module):
@@ -108,7 +108,7 @@ def as_model(value: Any) -> Model | CustomModel:
             model=name,
             required=required,
         )
-    return CustomModel(value)
+    return UserModel(value)
 
 
 def _name_of(factory: Callable[..., Any]) -> str:

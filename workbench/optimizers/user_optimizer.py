@@ -1,4 +1,4 @@
-"""An optimiser that a function of the user's own builds: the checks before a run, and its updates of shards."""
+"""User-defined optimisers: checks before a run, and updates of shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIDE, STEPS = 8, 3
 Tensors = dict[str, torch.Tensor]
 
 
-def build_own(function: Callable[[list[Group]], Any], groups: list[Group]) -> torch.optim.Optimizer:
+def built_by_user(function: Callable[[list[Group]], Any], groups: list[Group]) -> torch.optim.Optimizer:
     """Return what the function makes of the groups; raise `InvalidExperiment` unless it optimises all parameters."""
     name = getattr(function, "name", "the function")
     optimizer = function(groups)
@@ -55,8 +55,8 @@ def build_own(function: Callable[[list[Group]], Any], groups: list[Group]) -> to
     return optimizer
 
 
-class ShardwiseOptimizer(torch.optim.Optimizer):
-    """Lets an optimiser of the user's own update this rank's shards as plain tensors.
+class ShardedUserOptimizer(torch.optim.Optimizer):
+    """Lets a user-defined optimiser update this rank's shards as plain tensors.
 
     Its `state` goes by the model's parameters, and holds what is sharded as `DTensor`s over the same memory and
     numbers as tensors, so that checkpoints can write it and load into it.
@@ -66,8 +66,8 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
         self._parameters = [parameter for group in groups for parameter in group["params"]]
         shards = {p: nn.Parameter(local(p.detach()), requires_grad=True) for p in self._parameters}
         self._shards = shards
-        own_groups = [{**group, "params": [shards[p] for p in group["params"]]} for group in groups]
-        self._inner = build_own(function, own_groups)
+        shard_groups = [{**group, "params": [shards[p] for p in group["params"]]} for group in groups]
+        self._inner = built_by_user(function, shard_groups)
         self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.param_groups = self._inner.param_groups
         self.defaults = self._inner.defaults
@@ -88,7 +88,7 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
     def state(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:  # type: ignore[override]
         """State of every parameter, to be written or loaded into."""
         self._restore_numbers()
-        found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for parameter, shard in self._shards.items():
             slots = self._inner.state.get(shard, {})
             for slot, value in slots.items():
@@ -100,8 +100,8 @@ class ShardwiseOptimizer(torch.optim.Optimizer):
                     value = number
                 elif isinstance(parameter, DTensor) and value.ndim:
                     value = DTensor(value, parameter._spec, requires_grad=False)
-                found.setdefault(parameter, {})[slot] = value
-        return found
+                state.setdefault(parameter, {})[slot] = value
+        return state
 
     def _restore_numbers(self) -> None:
         """Give the numbers among the state the values that a checkpoint loaded into their tensors."""
@@ -118,14 +118,14 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     saved: list[dict[str, Any]] = [
         {name: group[name] for name in ("lr", "weight_decay") if name in group} for group in optimizer.param_groups
     ]
-    for group, own in zip(optimizer.param_groups, saved, strict=True):
-        group.update(dict.fromkeys(own, 0.0))
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update(dict.fromkeys(values, 0.0))
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, own in zip(optimizer.param_groups, saved, strict=True):
-        group.update(own)
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update(values)
 
 
 def reach_of_update(experiment: Experiment, shapes: Mapping[str, Sequence[int]]) -> str:
@@ -211,7 +211,7 @@ class _Probe:
         return {name: parameter.detach() - weights[name] for name, parameter in parameters.items()}
 
     def _built(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return ShardwiseOptimizer(self._function, parameter_groups(parameters, self._experiment))
+        return ShardedUserOptimizer(self._function, parameter_groups(parameters, self._experiment))
 
     def _continued(
         self, parameters: Mapping[str, nn.Parameter], before: torch.optim.Optimizer
