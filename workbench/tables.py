@@ -8,6 +8,12 @@ from collections.abc import Iterable, Sequence
 STYLE = "text-align:left;vertical-align:top;padding:2px 10px"
 
 
+class Html(str):
+    """HTML for a cell, which is not escaped: whoever makes one escapes what is in it."""
+
+    __slots__ = ()
+
+
 def text_table(rows: Iterable[Sequence[str]]) -> str:
     """Return the rows as lines whose columns are two spaces apart."""
     table = list(rows)
@@ -15,11 +21,29 @@ def text_table(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], style: str = STYLE) -> str:
-    """Return an HTML table; `head` may be empty, and `style` is that of every cell."""
+def html_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    style: str = STYLE,
+    row_styles: Iterable[str] = (),
+    attributes: str = "",
+) -> str:
+    """Return an HTML table in which every cell is escaped unless it is `Html`.
 
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag} style={style!r}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    Args:
+        head: titles of the columns; it may be empty.
+        rows: the cells.
+        style: style of every cell.
+        row_styles: a style for each row; by default none has one.
+        attributes: attributes of the table, as HTML.
+    """
+
+    def line(tag: str, cells: Sequence[str], look: str = "") -> str:
+        words = (cell if isinstance(cell, Html) else html.escape(cell) for cell in cells)
+        row = "".join(f"<{tag} style={style!r}>{word}</{tag}>" for word in words)
+        return f"<tr style={look!r}>{row}</tr>" if look else f"<tr>{row}</tr>"
 
     titles = f"<thead>{line('th', head)}</thead>" if head else ""
-    return f"<table>{titles}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+    looks = iter(row_styles)
+    body = "".join(line("td", row, next(looks, "")) for row in rows)
+    return f"<table {attributes}>".replace(" >", ">") + f"{titles}<tbody>{body}</tbody></table>"

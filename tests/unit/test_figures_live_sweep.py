@@ -57,7 +57,7 @@ def test_table_heat_map_and_curves_grow_while_the_sweep_runs(sweep: Sweep) -> No
     eventually(lambda: len(widget._at_work.children) == 1)
     eventually(lambda: drawn(widget._heat_map)[0]["text"] == [["", "4.5"]])
     eventually(lambda: [trace["meta"] for trace in drawn(widget._curves)] == ["band", "mean", "other"])
-    assert "<td style='text-align:left;padding:1px 12px 1px 0'>4.5</td>" in widget._table.value
+    assert ">4.5</td>" in widget._table.value
     train(begin(sweep.directory, sweep.directory.queue()[2]), 1, 10)
     eventually(lambda: len(widget._at_work.children) == 2)
     finish(sweep, 1, 3.5)

@@ -147,7 +147,7 @@ def test_without_a_browser_a_shared_notebook_has_tables_and_says_so(tmp_path):
     nbformat.write(notebook_with({PLOTLY_MIME: drawn}), path)
     shared = notebooks.share(path, tmp_path / "to")
     table = nbformat.read(shared.notebook, as_version=4).cells[0].outputs[0]["data"]["text/html"]
-    cells = re.findall(r"<td>(.*?)</td>", table)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", table)
     assert list(map(html.unescape, cells)) == ["<b>a</b>", "50", "7", "5", "5", "7"]
     assert "<b>" not in table
     assert any("have a table beside them" in note for note in shared.notes)

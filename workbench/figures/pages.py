@@ -18,6 +18,7 @@ import plotly.io
 from workbench.errors import DataError
 from workbench.figures import theme
 from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
+from workbench.tables import html_table
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -209,14 +210,13 @@ def _decoded(value: Any) -> Any:
 def figure_table(figure: Mapping[str, Any]) -> str:
     """Return an HTML table of a figure's traces: number of points; first, last, least and greatest value."""
     names = ("trace", "points", "first", "last", "least", "greatest")
-    rows = ["".join(f"<th>{name}</th>" for name in names)]
+    rows = []
     for trace in figure["data"]:
         if trace.get("type", "scatter") in ("scatter", "bar"):
             numbers = [value for value in trace.get("y") or () if isinstance(value, int | float)]
             values = [value for value in numbers if math.isfinite(value)]
             ends = [values[0], values[-1], min(values), max(values)] if values else []
-            cells = [html.escape(str(trace.get("name", ""))), f"{len(values):,}", *(f"{value:.5g}" for value in ends)]
-            rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+            rows.append([str(trace.get("name", "")), f"{len(values):,}", *(f"{value:.5g}" for value in ends)])
     title = figure["layout"].get("title", {})
     caption = html.escape(re.sub(r"<[^>]*>", " ", str(title.get("text", "") if isinstance(title, Mapping) else title)))
-    return f"<table><caption>{caption}</caption>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    return f"<p>{caption}</p>{html_table(names, ([*row, *[''] * (len(names) - len(row))] for row in rows))}"

@@ -16,7 +16,7 @@ from workbench.planning.plan import Candidate, Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE
-from workbench.tables import text_table
+from workbench.tables import STYLE, Html, html_table, text_table
 from workbench.units import MIB, gib, is_count
 
 FASTEST_SHOWN = 14
@@ -138,23 +138,19 @@ class Plans:
         return "\n".join([self._heading(), self.best.prediction.basis, table, *legend])
 
     def _repr_html_(self) -> str:
-        style = "text-align:left;padding:2px 9px;white-space:nowrap"
-        head = "".join(
-            f'<th style="{style}" title="{html.escape(meaning, quote=True)}">{html.escape(name)}</th>'
-            for name, meaning in COLUMNS.items()
-        )
-        rows = []
-        for (_, row), cells in zip(self.shown(), self._cells(), strict=True):
-            weight = "font-weight:600" if row.verdict == "chosen" else ""
-            muted = "opacity:0.6" if row.step_ms is None else ""
-            tds = "".join(f'<td style="{style}">{html.escape(cell)}</td>' for cell in cells)
-            rows.append(f'<tr style="{weight}{muted}">{tds}</tr>')
+        titles = [
+            Html(f"<span title='{html.escape(words)}'>{html.escape(name)}</span>") for name, words in COLUMNS.items()
+        ]
+        looks = [
+            "font-weight:600" * (row.verdict == "chosen") + "opacity:0.6" * (row.step_ms is None)
+            for _, row in self.shown()
+        ]
+        table = html_table(titles, self._cells(), f"{STYLE};white-space:nowrap", looks)
         legend = " · ".join(
             f"<b>{html.escape(name)}</b> {html.escape(meaning)}" for name, meaning in COLUMNS.items() if name
         )
         return (
-            f"<p><b>{html.escape(self._heading())}</b><br>{html.escape(self.best.prediction.basis)}</p><table><thead><tr>{head}</tr></thead>"
-            f"<tbody>{''.join(rows)}</tbody></table>"
+            f"<p><b>{html.escape(self._heading())}</b><br>{html.escape(self.best.prediction.basis)}</p>{table}"
             f'<p style="font-size:85%;opacity:0.75;max-width:70em">{legend}</p>'
         )
 

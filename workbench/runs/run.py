@@ -26,6 +26,7 @@ from workbench.runs.status import (
     row_of,
     wait_for_end,
 )
+from workbench.tables import Html, html_table
 from workbench.units import count, gib
 
 if TYPE_CHECKING:
@@ -353,13 +354,12 @@ def _figures(row: RunRow) -> list[str]:
 def _run_html(row: RunRow, problems: Sequence[str], tracking: str) -> str:
     done = min(1.0, row["step"] / row["steps"]) if row["steps"] else 0.0
     rows = [
-        ("status", html.escape(f"{row['state']}. {row['message']}" if row["message"] else row["state"])),
-        ("step", f"{step_text(row)} <progress value='{done:.4f}' max='1'></progress>"),
-        ("now", html.escape(", ".join(_figures(row)) or "no step yet")),
-        ("directory", f"<code>{html.escape(row['path'])}</code>"),
-        *(("checkpoints", html.escape(problem)) for problem in problems),
-        ("W&amp;B", html.escape(tracking)),
+        ("status", f"{row['state']}. {row['message']}" if row["message"] else row["state"]),
+        ("step", Html(f"{step_text(row)} <progress value='{done:.4f}' max='1'></progress>")),
+        ("now", ", ".join(_figures(row)) or "no step yet"),
+        ("directory", Html(f"<code>{html.escape(row['path'])}</code>")),
+        *(("checkpoints", problem) for problem in problems),
+        ("W&B", tracking),
     ]
-    style = "style='text-align:left'"
-    cells = "".join(f"<tr><th {style}>{name}</th><td {style}>{value}</td></tr>" for name, value in rows)
-    return f"<table><caption {style}><b>{html.escape(row['name'])}</b></caption>{cells}</table>"
+    titled = ((Html(f"<b>{html.escape(name)}</b>"), words) for name, words in rows)
+    return f"<b>{html.escape(row['name'])}</b>{html_table((), titled)}"

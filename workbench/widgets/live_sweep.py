@@ -18,6 +18,7 @@ from workbench.figures.seed_bands_view import Record, draw_seed_bands, read_reco
 from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
+from workbench.tables import Html, html_table
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_reader import RunReader, Snapshot
@@ -98,7 +99,7 @@ class _Reader:
         self.born = born
         """Inode of the run directory."""
         self._reader = RunReader(run.path)
-        values = {**row.values, "seed": run.experiment.seed}
+        values = {**row.values, "seed": run.config["seed"]}
         self._name = ", ".join(f"{name} {value}" for name, value in values.items())
         self._row = RunRow(self._reader, theme.series_color(row.index), name_px=name_width([self._name]))
         self.box = self._row.box
@@ -143,18 +144,13 @@ def static_html(sweep: Sweep, rows: Sequence[Row]) -> str:
 
 def table_html(sweep: Sweep, rows: Sequence[Row]) -> str:
     """Return the best configurations as an HTML table, each with the colour of its curve."""
-    style = "style='text-align:left;padding:1px 12px 1px 0'"
     head, *cells = sweep.cells(rows[:MAX_ROWS])
-    lines = ["".join(f"<th {style}>{html.escape(name)}</th>" for name in ("", *head))]
-    for row, texts in zip(rows, cells, strict=False):
-        key = f"<td {style}><span style='{swatch(theme.series_color(row.index))}'></span></td>"
-        lines.append(key + "".join(f"<td {style}>{html.escape(text)}</td>" for text in texts))
+    keys = [Html(f"<span style='{swatch(theme.series_color(row.index))}'></span>") for row in rows]
+    lines = [(key, *texts) for key, texts in zip(keys, cells, strict=False)]
+    look = "style='margin:4px 0;font-size:12px;white-space:nowrap'"
+    table = html_table(("", *head), lines, "text-align:left;padding:1px 12px 1px 0", attributes=look)
     more = _small(f"and {len(rows) - MAX_ROWS} other configurations") if len(rows) > MAX_ROWS else ""
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return (
-        "<div style='max-height:360px;overflow:auto;line-height:1.4'>"
-        f"<table style='margin:4px 0;font-size:12px;white-space:nowrap'>{body}</table>{more}</div>"
-    )
+    return f"<div style='max-height:360px;overflow:auto;line-height:1.4'>{table}{more}</div>"
 
 
 def _small(text: str) -> str:

@@ -11,6 +11,7 @@ import ipywidgets as widgets
 
 from workbench.figures import theme
 from workbench.runs.status import state_in_words
+from workbench.tables import Html, html_table
 from workbench.widgets.run_reader import RunReader, Snapshot
 from workbench.widgets.static_twin import ROWS_CLASS
 
@@ -168,15 +169,17 @@ def name_width(names: Sequence[str]) -> int:
 
 def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str]) -> str:
     """Return the rows of all runs as static HTML; a run's full name shows on hover."""
-    cell = 'style="text-align:left;padding:2px 12px 2px 0"'
-    rows = "".join(
-        f"<tr><td {cell}><span style='{swatch(theme.series_color(index))}'></span></td>"
-        f"<td {cell}>{badge(_state_of(snapshot))}</td>"
-        f"<td {cell} title='{html.escape(name)}'><b>{html.escape(snapshot.name)}</b></td>"
-        f"<td {cell}>{html.escape(_describe(snapshot))}</td></tr>"
+    rows = [
+        (
+            Html(f"<span style='{swatch(theme.series_color(index))}'></span>"),
+            Html(badge(_state_of(snapshot))),
+            Html(f"<b title='{html.escape(name)}'>{html.escape(snapshot.name)}</b>"),
+            _describe(snapshot),
+        )
         for index, (snapshot, name) in enumerate(zip(snapshots, full_names, strict=True))
-    )
-    table = f'<table class="{ROWS_CLASS}" style="margin:0 0 4px 0;font-size:12px">{rows}</table>'
+    ]
+    look = f'class="{ROWS_CLASS}" style="margin:0 0 4px 0;font-size:12px"'
+    table = html_table((), rows, "text-align:left;padding:2px 12px 2px 0", attributes=look)
     return table + failures_html(snapshots)
 
 
