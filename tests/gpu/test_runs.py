@@ -45,7 +45,7 @@ DATA: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 """What is reduced by `DistributedDataParallel`, by FSDP2 and by hand; not compiled, to be quick, and compiled, as
 training is by default."""
-pytestmark = [pytest.mark.gpu, needs(2)]
+pytestmark = [pytest.mark.gpu, needs(1)]
 
 
 def experiment(precision: str, compiled: bool = False) -> Experiment:
@@ -80,7 +80,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
     return Unbroken(tmp_path_factory.mktemp)
 
 
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(2 if degrees["zero"] else 1)) for kind, (_, degrees, _) in DATA.items()]
+)
 def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     kind: str, unbroken: Unbroken, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_killed_run_repeats_the_curve_of_an_unbroken_one_to_the_last_bit(
     assert curve(run) == expected
 
 
+@needs(2)
 def test_every_rank_has_a_device_of_its_own(unbroken: Unbroken) -> None:
     for run in (unbroken[kind] for kind in DATA):
         devices = {event["device"] for event in read_events(run.events) if event["type"] == "memory"}
@@ -108,7 +111,7 @@ def test_every_rank_has_a_device_of_its_own(unbroken: Unbroken) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the host's memory is not capped")
 def test_a_memory_limit_holds_on_the_device() -> None:
-    below, above = launch(_allocated_under_a_limit, 2, device=DEVICE)
+    below, above = launch(_allocated_under_a_limit, 1, device=DEVICE)
     assert below
     assert "memory_limit_gib=" in above
 
@@ -125,6 +128,7 @@ def _allocated_under_a_limit(_rank: int) -> tuple[bool, str]:
     return fits, ""
 
 
+@needs(2)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     """Steps reduce over the devices' group while the save talks over its own; what is saved is where it began."""
     steps, continued, repeated = launch(_steps_beside_a_save, 2, tmp_path, device=DEVICE)
@@ -162,6 +166,7 @@ def resumed_from_the_last_leg(unbroken: RunDir, path: Path, asked: Experiment, c
     return directory(path, asked, chosen, RunDir(path).checkpoint(LAST_LEG))
 
 
+@needs(2)
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(unbroken: Unbroken, tmp_path: Path) -> None:
     asked, chosen = divided("shards")
     run = resumed_from_the_last_leg(unbroken["shards"], tmp_path, asked, chosen)
@@ -191,6 +196,7 @@ def repartitioned(unbroken: Unbroken, tmp_path_factory: pytest.TempPathFactory) 
     return chosen, run
 
 
+@needs(2)
 def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: tuple[Plan, RunDir]) -> None:
     """Optimiser, learning rate, place in the data and dropout are those of the run that never stopped."""
     found, expected = curve(repartitioned[1]), curve(unbroken["replicas"])
@@ -201,6 +207,7 @@ def test_a_run_of_replicas_goes_on_as_stages(unbroken: Unbroken, repartitioned: 
         assert expected[step] == (pytest.approx(loss, rel=1e-4), pytest.approx(norm, rel=1e-3), rate), step
 
 
+@needs(2)
 def test_recorded_actions_are_ordered_and_cover_the_step(repartitioned: tuple[Plan, RunDir]) -> None:
     chosen, run = repartitioned
     events = read_events(run.events)
