@@ -42,10 +42,11 @@ class GradientAccumulator:
             allocated = [weight.grad for weight, _ in new if weight.grad is not None]
             # Between dtypes this is twice as fast as `copy_` for each.
             torch._foreach_copy_(allocated, [gradient for _, gradient in new])
+        if not later:
+            return
         totals, values = [total for total, _ in later], [gradient for _, gradient in later]
         if not self._compiles or sum(tensor.numel() for tensor in totals) < MIN_COMPILED_ELEMENTS:
-            if later:
-                torch._foreach_add_(totals, values)
+            torch._foreach_add_(totals, values)
             return
         tensors = totals + values
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
