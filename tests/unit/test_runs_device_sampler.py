@@ -162,7 +162,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatc
 
 def test_a_busy_device_is_no_sign_of_life_of_the_ranks(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    attempt = supervisor._Attempt(run, EventTail(run.events))
+    attempt = supervisor._Supervised(run, EventTail(run.events))
     attempt.last_sign = 0.0
     write_sample(run, "cuda", Sample(("GPU 0",), (1.0,), (1,)))
     attempt.read()

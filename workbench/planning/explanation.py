@@ -13,7 +13,7 @@ from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.plan import Plan
 from workbench.planning.request import Request
 from workbench.planning.search import Search, check_profile
-from workbench.units import duration, gib
+from workbench.units import gib, milliseconds
 
 MEMORY_LIMIT = "memory limit"
 NOTHING = 1e-9
@@ -75,7 +75,7 @@ class Explanation:
         lines = [f"{plan.model} on {plan.cluster.describe()}: {plan.describe()}."]
         lines += [plan.prediction.basis] if plan.prediction.basis else []
         lines += plan.notes
-        lines += [f"{part.name}: {_milliseconds(part.ms)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
+        lines += [f"{part.name}: {milliseconds(part.ms)} ({part.share:.1%}), {part.meaning}." for part in self.parts]
         lines.append(self._memory())
         if not self.changes:
             lines.append("To learn what would change it, give the model's profile: wb.planning.explain(plan, profile).")
@@ -98,7 +98,7 @@ class Explanation:
         step = change.plan.prediction.step_ms * self.plan.global_batch / change.plan.global_batch
         return (
             f"Binding constraint: {name}. If {change.loosened}, {self.plan.global_batch} samples would take "
-            f"{_milliseconds(step)} instead of {_milliseconds(self.plan.prediction.step_ms)}."
+            f"{milliseconds(step)} instead of {milliseconds(self.plan.prediction.step_ms)}."
         )
 
     def _memory(self) -> str:
@@ -236,10 +236,3 @@ def _loosened_batch(request: Request) -> Iterator[Loosened]:
         even = max(1, round(batch / gpus)) * gpus
         words = f"the global batch were {even}, a multiple of {gpus} devices"
         yield "divisibility", "divisibility", words, replace(request, global_batch=even)
-
-
-def _milliseconds(ms: float) -> str:
-    """Return `"1,421 ms"`: as exact as the difference between two plans."""
-    if ms >= 1e5:
-        return duration(ms / 1e3)
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

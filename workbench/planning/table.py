@@ -17,7 +17,7 @@ from workbench.planning.request import Request
 from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE
 from workbench.tables import STYLE, Html, html_table, text_table
-from workbench.units import MIB, gib, is_count
+from workbench.units import MIB, gib, is_count, milliseconds
 
 FASTEST_SHOWN = 14
 """Number of rows shown of options that fit, fastest first."""
@@ -169,7 +169,7 @@ def _cells(number: int, row: Candidate, best: Plan) -> tuple[str, ...]:
         f"{row.num_microbatches} × {row.micro_batch}"
         + (", CUDA graphs" if row.cuda_graphs else "")
         + (", block-sparse" if row.block_sparse else ""),
-        "–" if row.step_ms is None else bound_sign + _milliseconds(row.step_ms),
+        "–" if row.step_ms is None else bound_sign + milliseconds(row.step_ms),
         "–" if row.peak_bytes is None else gib(row.peak_bytes),
         "–" if row.bubble_fraction is None else f"{row.bubble_fraction:.1%}",
         row.verdict,
@@ -186,7 +186,3 @@ def _recompute(row: Candidate, blocks: int) -> str:
         if count
     ]
     return f"{', '.join(each)} of {blocks}" if each else row.recompute
-
-
-def _milliseconds(ms: float) -> str:
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

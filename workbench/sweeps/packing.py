@@ -83,11 +83,8 @@ def _packing(
     plans = {key: plan_profiled(experiment, costs, part) for key, (experiment, costs) in asked.items()}
     slots = [0.0] * (cluster.gpus // each)
     for key, steps in runs:
-        heapq.heapreplace(slots, slots[0] + _run_seconds(asked[key][0], plans[key], steps))
+        evaluation, predicted = asked[key][0].evaluation, plans[key].prediction
+        evaluations = 0 if evaluation is None else 1 + math.ceil(steps / evaluation.every)  # one is before training
+        run_s = steps * predicted.step_ms / 1e3 + evaluations * predicted.evaluation_s
+        heapq.heapreplace(slots, slots[0] + run_s)
     return Packing(len(slots), each, plans, max(slots))
-
-
-def _run_seconds(experiment: Experiment, plan: Plan, steps: int) -> float:
-    """Return the predicted time of the steps of a run, and of its evaluations: before, every so many steps, after."""
-    evaluations = 0 if experiment.evaluation is None else 1 + math.ceil(steps / experiment.evaluation.every)
-    return steps * plan.prediction.step_ms / 1e3 + evaluations * plan.prediction.evaluation_s

@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
@@ -50,7 +50,8 @@ class Study:
             pruner=_pruner(rule, interval),
         )
         before = self._study.get_trials(deepcopy=False)
-        self._study.sampler = _sampler(settings["sampler"], seed=len(before))
+        sampler = TPESampler if settings["sampler"] == "tpe" else RandomSampler
+        self._study.sampler = sampler(seed=len(before))
         self._trials: dict[int, Trial] = {}
         self._reported: dict[int, int] = {}
         study_id = storage.get_study_id_from_name(NAME)
@@ -127,10 +128,6 @@ class Study:
 def _plain(value: Any) -> Any:
     """Return a value that Optuna's categories accept: plain values as they are, others as JSON text."""
     return value if value is None or isinstance(value, bool | int | float | str) else json.dumps(value, sort_keys=True)
-
-
-def _sampler(name: str, seed: int) -> BaseSampler:
-    return TPESampler(seed=seed) if name == "tpe" else RandomSampler(seed=seed)
 
 
 def _pruner(rule: Rule, interval: int) -> BasePruner:

@@ -29,6 +29,11 @@ def rank_records(run: RunDir) -> list[RankRecord]:
     return sorted((r for r in records if str(r.get("rank")).isdigit()), key=lambda record: int(record["rank"]))
 
 
+def seconds_of(variable: str, default: float) -> float:
+    """Return the seconds in an environment variable, or `default` where it is unset or empty."""
+    return float(os.environ.get(variable) or default)
+
+
 def launcher_record(run: RunDir) -> LauncherRecord:
     """Return the content of `launcher.json` without fields of a wrong type, `{}` where there is none."""
     record: Any = _record(run.launcher)

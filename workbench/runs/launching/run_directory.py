@@ -275,7 +275,8 @@ def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, An
     if then.get("data") != json.loads(json.dumps(experiment.data.to_json())):
         return
     before = Read.from_json(then)
-    found = None if _has_user_data(before) else data_fingerprint(before)
+    is_named = not any(data is not None and data.is_user_defined for data in (before.data, before.eval_data))
+    found = data_fingerprint(before) if is_named else None
     if found is not None and found != recorded:
         raise DataError(
             f"{experiment.data.name} has changed since {run.path.name} was trained on it: its first and last samples "
@@ -284,10 +285,6 @@ def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, An
             recorded=recorded,
             found=found,
         )
-
-
-def _has_user_data(experiment: Experiment) -> bool:
-    return any(data is not None and data.is_user_defined for data in (experiment.data, experiment.eval_data))
 
 
 def user_code(experiment: Experiment) -> dict[str, bytes]:

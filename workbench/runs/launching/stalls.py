@@ -8,7 +8,6 @@ compiling before the first steps, evaluations, checkpoints and the end of a run 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import statistics
 import time
@@ -127,7 +126,7 @@ class StallWatch:
         lasted_s = time.monotonic() - self._changed_at
         is_timed = self._known >= KNOWN_STEPS and bool(beats) and all(b.activity in TIMED for b in beats.values())
         if not is_timed or lasted_s < max(
-            _seconds("WORKBENCH_STALL_S", STALL_S), STALL_FACTOR * statistics.median(self._step_ms) / 1e3
+            processes.seconds_of("WORKBENCH_STALL_S", STALL_S), STALL_FACTOR * statistics.median(self._step_ms) / 1e3
         ):
             return False
         if not self._states:
@@ -194,7 +193,7 @@ class StallWatch:
 
 def end_s() -> float:
     """Return the seconds without progress after which a stalled run is ended."""
-    return _seconds("WORKBENCH_STALL_LIMIT_S", STALL_LIMIT_S)
+    return processes.seconds_of("WORKBENCH_STALL_LIMIT_S", STALL_LIMIT_S)
 
 
 def _process_state(record: RankRecord) -> str:
@@ -205,7 +204,3 @@ def _process_state(record: RankRecord) -> str:
 
 def _capital(name: str) -> str:
     return name[:1].upper() + name[1:]
-
-
-def _seconds(variable: str, default: float) -> float:
-    return float(os.environ.get(variable) or default)

@@ -70,7 +70,7 @@ class Nodes:
 
 
 @dataclass
-class _Attempt:
+class _Supervised:
     """The running attempt, as far as the supervisor has seen it."""
 
     run: RunDir
@@ -157,7 +157,7 @@ def _last_words(run: RunDir) -> Iterator[None]:
 def reap(directory: str) -> int:
     """End the ranks of a run whose supervisor is gone, and write the final status in its place."""
     run = RunDir(Path(directory))
-    attempt = _Attempt(run, EventTail(run.events), started=True)
+    attempt = _Supervised(run, EventTail(run.events), started=True)
     attempt.read()
     attempt.steps = None
     workers = processes.survivors(run)
@@ -166,7 +166,7 @@ def reap(directory: str) -> int:
     processes.send_signal(processes.rank_records(run), signal.SIGTERM)
     while not processes.wait_gone(workers, POLL_S):
         attempt.read()
-        if time.monotonic() - attempt.last_sign > _seconds("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+        if time.monotonic() - attempt.last_sign > processes.seconds_of("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
             processes.kill_trees(workers)
     attempt.read()
     saved = f" at step {attempt.steps}" if attempt.steps is not None else ""
@@ -201,7 +201,7 @@ def _train(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
     log_start = log.stat().st_size if log.exists() else 0
     events = EventTail(run.events)
     events.read()
-    attempt = _Attempt(run, events)
+    attempt = _Supervised(run, events)
     start_recorder(run)
     process = start_ranks(run, launcher, nodes)
     launcher |= {"accelerate": process_record(process.pid), "command": process.args}
@@ -289,7 +289,7 @@ def worker_environment(base: dict[str, str], world: int, device_type: str, devic
     return environment
 
 
-def _watch(process: subprocess.Popen[bytes], attempt: _Attempt, launcher: LauncherRecord, nodes: Nodes) -> int:
+def _watch(process: subprocess.Popen[bytes], attempt: _Supervised, launcher: LauncherRecord, nodes: Nodes) -> int:
     """Return the exit code of Accelerate's launcher once it has gone; never wait for ranks that cannot come back."""
     next_census = 0.0
     while True:
@@ -310,7 +310,7 @@ def _watch(process: subprocess.Popen[bytes], attempt: _Attempt, launcher: Launch
         _enforce_stop(attempt)
 
 
-def _enforce_failure(attempt: _Attempt) -> None:
+def _enforce_failure(attempt: _Supervised) -> None:
     """Kill the ranks a short while after one has reported an error; the others may wait for it in a collective."""
     if attempt.failed_at is None:
         if any(attempt.run.errors.glob("*.json")):
@@ -320,7 +320,7 @@ def _enforce_failure(attempt: _Attempt) -> None:
         processes.kill_trees(_ranks(attempt.run))
 
 
-def _enforce_stop(attempt: _Attempt) -> None:
+def _enforce_stop(attempt: _Supervised) -> None:
     """Kill the ranks if KILL exists; if STOP does, send SIGTERM, then SIGKILL, to ranks that do not leave in time."""
     if attempt.run.kill_file.exists():
         attempt.forced = True
@@ -332,10 +332,10 @@ def _enforce_stop(attempt: _Attempt) -> None:
     if not attempt.stopping:
         attempt.stopping, attempt.last_sign = True, now
     if attempt.terminated_at is None:
-        if now - attempt.last_sign > _seconds("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
+        if now - attempt.last_sign > processes.seconds_of("WORKBENCH_STOP_GRACE_S", STOP_GRACE_S):
             processes.send_signal(_ranks(attempt.run), signal.SIGTERM)
             attempt.terminated_at = now
-    elif now - attempt.terminated_at > _seconds("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
+    elif now - attempt.terminated_at > processes.seconds_of("WORKBENCH_TERMINATE_GRACE_S", TERMINATE_GRACE_S):
         attempt.forced = True
         processes.kill_trees(_ranks(attempt.run))
 
@@ -355,7 +355,7 @@ def _end(survivors: list[ProcessRecord], grace_s: float) -> None:
     processes.kill_trees(survivors)
 
 
-def _conclude(attempt: _Attempt, exit_code: int, launcher_output: str) -> int:
+def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int:
     """Write the final status, deduced from the exit code, the error files and the `end` event."""
     run = attempt.run
     if root_cause(run) is None:
@@ -374,7 +374,7 @@ def _conclude(attempt: _Attempt, exit_code: int, launcher_output: str) -> int:
     return 1
 
 
-def _orderly_ending(attempt: _Attempt, exit_code: int) -> tuple[str, str] | None:
+def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | None:
     """Return state and message if the ranks left of their own accord, or because a stop was asked for.
 
     A scheduler, a terminal that closes, or a machine that shuts down, sends a signal to every process: the ranks
@@ -408,11 +408,7 @@ def _status(run: RunDir, state: str, message: str) -> None:
 
 def failure_grace_s() -> float:
     """Return `$WORKBENCH_FAILURE_GRACE_S`, or its default."""
-    return _seconds("WORKBENCH_FAILURE_GRACE_S", FAILURE_GRACE_S)
-
-
-def _seconds(variable: str, default: float) -> float:
-    return float(os.environ.get(variable) or default)
+    return processes.seconds_of("WORKBENCH_FAILURE_GRACE_S", FAILURE_GRACE_S)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ def measurements(run: Run) -> dict[str, Any]:
     """
     history = run.history()
     settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
-    medians: dict[str, Any] = {name: _median(history[name][settled]) for name in ("step_ms", "tokens_per_s", "mfu")}
+    columns = {name: history[name][settled] for name in ("step_ms", "tokens_per_s", "mfu")}
+    medians: dict[str, Any] = {name: float(np.median(c)) if len(c) else float("nan") for name, c in columns.items()}
     peaks: dict[int, int] = {}
     for event in run.milestones():
         if event["type"] == "memory":
@@ -43,10 +44,6 @@ def data_wait(run: Run) -> float:
     share, step_ms = history.data_wait[settled], history.step_ms[settled]
     finite = np.isfinite(share) & np.isfinite(step_ms)
     return float(np.average(share[finite], weights=step_ms[finite])) if finite.any() else float("nan")
-
-
-def _median(values: Any) -> float:
-    return float(np.median(values)) if len(values) else float("nan")
 
 
 @dataclass(frozen=True)
