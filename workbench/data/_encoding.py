@@ -117,26 +117,23 @@ def encode_all(blocks: Iterable[TextBlock], encoder: Encoder, workers: int) -> I
         idle: queue.SimpleQueue[EncodingProcess] = queue.SimpleQueue()
         for _ in range(workers):
             idle.put(stack.enter_context(EncodingProcess(encoder)))
+
+        def encode_by_any(block: TextBlock) -> Encoded:
+            worker = idle.get()
+            try:
+                return worker.encode(block)
+            finally:
+                idle.put(worker)
+
         # The pool is left before the workers end, and so waits for the blocks that they have.
         pool = stack.enter_context(ThreadPoolExecutor(workers))
         stack.callback(pool.shutdown, cancel_futures=True)
         waiting: deque[tuple[TextBlock, Future[Encoded]]] = deque()
         for block in blocks:
-            waiting.append((block, pool.submit(_encode_by_any, idle, block)))
+            waiting.append((block, pool.submit(encode_by_any, block)))
             while len(waiting) > workers * AHEAD or (waiting and waiting[0][1].done()):
-                done, future = waiting.popleft()
-                yield done, future.result()
-        while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
-
-
-def _encode_by_any(idle: queue.SimpleQueue[EncodingProcess], block: TextBlock) -> Encoded:
-    worker = idle.get()
-    try:
-        return worker.encode(block)
-    finally:
-        idle.put(worker)
+                yield waiting[0][0], waiting.popleft()[1].result()
+        yield from ((block, future.result()) for block, future in waiting)
 
 
 class EncodingProcess:

@@ -104,7 +104,7 @@ def main() -> None:
     """Write the samples of a stream to a ring until the input ends."""
     states = answers()
     stream, ring, first, state = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()  # with the parent
     ring.begin(first)
     try:
         for chunk in stream.chunks(state):
@@ -120,8 +120,3 @@ def main() -> None:
         said = f"Reading the data raised {type(error).__name__}: {error}. The log of rank 0 has the traceback."
         ring.fail(str(error) if isinstance(error, DataError) else said)
         sys.exit(1)
-
-
-def _end_with_the_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(0)

@@ -39,8 +39,21 @@ class HubText(TextData):
         from workbench.data._tokens import is_tokenised
 
         check_sizes(self, request)
-        if not is_tokenised(self._of(request).key):
-            self._require_reachable()
+        if is_tokenised(self._of(request).key):
+            return
+        import datasets
+
+        try:
+            builder = datasets.load_dataset_builder(self.repository, self.config, revision=self.revision)
+        except Exception as error:
+            raise self._unavailable(error) from error
+        splits = builder.info.splits or {}
+        if splits and self.split.split("[")[0] not in splits:
+            raise DataError(
+                f"{self.repository} has no split {self.split!r}. It has: {', '.join(splits)}.", split=self.split
+            )
+        if builder.info.features:
+            self._require_column(builder.info.features)
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "hub", **dataclasses.asdict(self)}
@@ -64,22 +77,6 @@ class HubText(TextData):
         if len(dataset) == 0:
             raise DataError(f"Split {self.split!r} of {self.repository} is empty. Choose another.", rows=0)
         return Rows(dataset, self.text_column, self._fingerprint())
-
-    def _require_reachable(self) -> None:
-        """Ask for the description of the dataset without its rows, and compare split and column with it."""
-        import datasets
-
-        try:
-            builder = datasets.load_dataset_builder(self.repository, self.config, revision=self.revision)
-        except Exception as error:
-            raise self._unavailable(error) from error
-        splits = builder.info.splits or {}
-        if splits and self.split.split("[")[0] not in splits:
-            raise DataError(
-                f"{self.repository} has no split {self.split!r}. It has: {', '.join(splits)}.", split=self.split
-            )
-        if builder.info.features:
-            self._require_column(builder.info.features)
 
     def _require_column(self, features: Any) -> None:
         if self.text_column not in features:

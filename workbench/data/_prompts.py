@@ -52,20 +52,17 @@ class EncodedPrompts:
         A causal model reads all prompts together, padded to the longest with the `tokens` that it writes. A masked
         model would also read padding, so that only prompts of equal length go together.
         """
-        longest = max(map(len, self.ids))
-        room = min(seq_len, longest + tokens)
-        lengths = [room if self.is_causal else len(ids) for ids in self.ids]
-        return [
-            self._group(tuple(at for at, own in enumerate(lengths) if own == length), length)
-            for length in dict.fromkeys(lengths)
-        ]
-
-    def _group(self, prompts: tuple[int, ...], length: int) -> PromptGroup:
         import torch
 
-        fields = self.fields(torch.empty(len(prompts), length, dtype=torch.int64))
-        specs = {name: TensorSpec(name, tuple(field.shape), "int64") for name, field in fields.items()}
-        return PromptGroup(prompts, length, specs)
+        room = min(seq_len, max(map(len, self.ids)) + tokens)
+        lengths = [room if self.is_causal else len(ids) for ids in self.ids]
+        groups = []
+        for length in dict.fromkeys(lengths):
+            prompts = tuple(at for at, own in enumerate(lengths) if own == length)
+            fields = self.fields(torch.empty(len(prompts), length, dtype=torch.int64))
+            specs = {name: TensorSpec(name, tuple(field.shape), "int64") for name, field in fields.items()}
+            groups.append(PromptGroup(prompts, length, specs))
+        return groups
 
     def masks(self, prompt: int) -> tuple[int, ...]:
         """Return the positions of the masks in a prompt."""

@@ -65,7 +65,8 @@ class Ring:
         """Write records, one a row, as the samples from `first` on; waits for the slowest reader."""
         rows = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), self.record_bytes)
         while len(rows):
-            room = self._first_needed() + self.capacity - first
+            needed = struct.unpack(f"<{self.readers}q", os.pread(self.descriptor, 8 * self.readers, _READERS))
+            room = min(needed) + self.capacity - first
             count = min(len(rows), room, self.capacity - first % self.capacity)
             if count <= 0:
                 time.sleep(_POLL_S)
@@ -95,7 +96,12 @@ class Ring:
 
         Raises `DataError` with the writer's message if it has ended without them.
         """
-        self._wait_for(int(index_B.max()))
+        last, looked = int(index_B.max()), time.monotonic()
+        while self._get(_PRODUCED) <= last:
+            time.sleep(_POLL_S)
+            if time.monotonic() - looked > _ALIVE_S:
+                looked = time.monotonic()
+                self._require_writer(last)
         rows = b"".join(os.pread(self.descriptor, self.record_bytes, self._offset(index)) for index in index_B.tolist())
         return np.frombuffer(rows, np.uint8).reshape(len(index_B), self.record_bytes)
 
@@ -103,16 +109,8 @@ class Ring:
         """Return the token ids of some samples of text, shape `(B, width)`."""
         return self.read(index_B).view(self.dtype)
 
-    def _wait_for(self, index: int) -> None:
-        asked = time.monotonic()
-        while self._get(_PRODUCED) <= index:
-            time.sleep(_POLL_S)
-            if time.monotonic() - asked > _ALIVE_S:
-                asked = time.monotonic()
-                self._require_writer(index)
-
     def _require_writer(self, index: int) -> None:
-        """Raise `DataError` if the writer has begun and has ended."""
+        """Raise `DataError` if the writer has begun and has ended before that sample."""
         if self._get(_PRODUCED) == _STARTED:
             return
         try:
@@ -121,15 +119,10 @@ class Ring:
             return
         with contextlib.suppress(OSError):
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1)
-        if self._get(_PRODUCED) > index:
-            return
-        size = struct.unpack("<H", os.pread(self.descriptor, 2, _MESSAGE))[0]
-        message = os.pread(self.descriptor, size, _MESSAGE + 2).decode(errors="replace")
-        raise DataError(message or WRITER_LOST, sample=index)
-
-    def _first_needed(self) -> int:
-        raw = os.pread(self.descriptor, 8 * self.readers, _READERS)
-        return int(min(struct.unpack(f"<{self.readers}q", raw)))
+        if self._get(_PRODUCED) <= index:
+            size = struct.unpack("<H", os.pread(self.descriptor, 2, _MESSAGE))[0]
+            message = os.pread(self.descriptor, size, _MESSAGE + 2).decode(errors="replace")
+            raise DataError(message or WRITER_LOST, sample=index)
 
     def _offset(self, index: int) -> int:
         return HEADER_BYTES + index % self.capacity * self.record_bytes

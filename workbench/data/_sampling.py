@@ -221,21 +221,16 @@ class PairedSamples(TextSamples):
         """Return the offset of each second segment, and True for those that do not continue the first."""
         split_B = starts_B + length_B
         length_B = self.width - length_B
-        document_B, end_B = self._document(split_B - 1)
+        starts = self.text.document_starts
+        after_B = np.searchsorted(starts, split_B - 1, side="right")
+        after_last_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.text.tokens)
         coin_B = hashed(self.seed, CONTINUE, index_B) & np.uint64(1)
-        wanted_B = coin_B.astype(bool) | (end_B == split_B)
+        wanted_B = coin_B.astype(bool) | (after_last_B == split_B)
         # B avoids the document in which A ends or, in a corpus of one document, the window of A.
-        other_B, has_other_B = self._clear_of(document_B, end_B, length_B, index_B)
+        other_B, has_other_B = self._clear_of(starts[after_B - 1], after_last_B, length_B, index_B)
         apart_B, has_apart_B = self._clear_of(starts_B, starts_B + self.width, length_B, index_B)
         random_B = wanted_B & (has_other_B | has_apart_B)
         return np.where(random_B, np.where(has_other_B, other_B, apart_B), split_B), random_B
-
-    def _document(self, offset_B: I64) -> tuple[I64, I64]:
-        """Return the first offset of the document around each offset, and the offset after its last."""
-        starts = self.text.document_starts
-        after_B = np.searchsorted(starts, offset_B, side="right")
-        end_B = np.where(after_B < len(starts), starts[np.minimum(after_B, len(starts) - 1)], self.text.tokens)
-        return starts[after_B - 1], end_B
 
     def _clear_of(self, first_B: I64, end_B: I64, length_B: I64, index_B: I64) -> tuple[I64, NDArray[np.bool_]]:
         """Return a random offset whose `length_B` tokens do not touch first … end - 1, and True if there is one."""

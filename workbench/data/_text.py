@@ -182,7 +182,11 @@ class Files:
             with path.open("rb") as raw:
                 unpack = COMPRESSED.get(path.suffix)
                 stream = unpack(raw) if unpack else raw
-                _skip(stream, byte, seekable=unpack is None)
+                if unpack is None:
+                    stream.seek(byte)
+                before = byte if unpack else 0
+                while before > 0 and (read := stream.read(min(before, BLOCK_BYTES))):  # it is unpacked again
+                    before -= len(read)
                 reported = raw.tell() if byte else 0
                 for text, dropped in _whole_lines(stream, byte == 0, size or BLOCK_BYTES):
                     byte += dropped + len(text)
@@ -294,15 +298,6 @@ def local_text(name: str) -> Files:
             tokens=0,
         )
     return files
-
-
-def _skip(stream: Any, byte: int, seekable: bool) -> None:
-    """Move a stream to a byte of its text; of a compressed file everything before it is read again."""
-    if seekable:
-        stream.seek(byte)
-        return
-    while byte > 0 and (read := stream.read(min(byte, BLOCK_BYTES))):
-        byte -= len(read)
 
 
 def _whole_lines(stream: Any, begins: bool, size: int) -> Iterator[tuple[bytes, int]]:

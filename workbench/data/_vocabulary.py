@@ -71,26 +71,22 @@ def _untrained_wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
 
 def _alphabet(sample: list[str], tokenizer: Tokenizer, limit: int) -> tuple[list[str], list[str]]:
     """Return the `limit` most frequent characters after normalisation, and those of them that can continue a word."""
-    frequency: Counter[str] = Counter()
-    continuing: set[str] = set()
-    for raw, times in _character_counts(sample).items():
-        words = tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str("a" + raw))
-        for character in "".join(word for word, _ in words)[1:]:
-            frequency[character] += times
-        if len(words) == 1:
-            continuing.update(words[0][0][1:])
-    ranked = sorted(frequency, key=lambda character: (-frequency[character], character))
-    alphabet = sorted(ranked[:limit])
-    return alphabet, [character for character in alphabet if character in continuing]
-
-
-def _character_counts(sample: list[str]) -> dict[str, int]:
     counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
     for first in range(0, len(sample), 1024):
         text = "".join(sample[first : first + 1024])
         codes, times = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), return_counts=True)
         counts[codes] += times
-    return {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
+    frequency: Counter[str] = Counter()
+    continuing: set[str] = set()
+    for code in np.flatnonzero(counts).tolist():
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str("a" + chr(code)))
+        for character in "".join(word for word, _ in words)[1:]:
+            frequency[character] += int(counts[code])
+        if len(words) == 1:
+            continuing.update(words[0][0][1:])
+    ranked = sorted(frequency, key=lambda character: (-frequency[character], character))
+    alphabet = sorted(ranked[:limit])
+    return alphabet, [character for character in alphabet if character in continuing]
 
 
 def train_byte_level_bpe(sample: list[str], vocab_size: int, advance: Advance) -> Tokenizer:
