@@ -35,12 +35,12 @@ class Training:
     """The fields of an `Experiment` that a corpus reads."""
 
     model: object = MLM_NSP
-    steps: int = 6
+    total_steps: int = 6
     global_batch: int = 8
     seq_len: int = 64
     seed: int = 0
     data: object = None
-    evaluate: object = None
+    evaluation: object = None
     eval_data: object = None
 
 
@@ -93,7 +93,7 @@ def test_every_split_into_batches_sees_the_same_samples(text, model):
 def test_specs_describe_the_samples(text, model):
     training = Training(model)
     dataset, specs = text.dataset(training), text.batch_specs(training)
-    assert len(dataset) == training.steps * training.global_batch
+    assert len(dataset) == training.total_steps * training.global_batch
     sample = dataset[0]
     assert list(specs) == list(sample)
     for name, spec in specs.items():
@@ -141,10 +141,10 @@ def test_shuffling_scatters_neighbours():
 
 
 def test_one_epoch_of_causal_windows_is_the_whole_stream(text):
-    training = Training(CLM, steps=1)
+    training = Training(CLM, total_steps=1)
     store = store_of(text, training)
     windows = store.tokens // training.seq_len
-    dataset = text.dataset(replace(training, steps=windows, global_batch=1))
+    dataset = text.dataset(replace(training, total_steps=windows, global_batch=1))
     ids = dataset.__getitems__(range(windows))["input_ids"].numpy()
     stream = store.ids[: windows * training.seq_len].reshape(windows, -1)
     assert sorted(map(tuple, ids.tolist())) == sorted(map(tuple, stream.tolist()))
@@ -186,7 +186,7 @@ def test_the_shortest_sample_has_a_label(text, seq_len):
 def test_masking_differs_from_one_epoch_to_the_next(text):
     training = Training(MLM)
     windows = text.prepare(training).samples
-    dataset = text.dataset(replace(training, steps=2 * windows, global_batch=1))
+    dataset = text.dataset(replace(training, total_steps=2 * windows, global_batch=1))
     epochs = dataset.__getitems__(range(2 * windows))["labels"] != -100
     assert not torch.equal(epochs[:windows].sort(dim=0).values, epochs[windows:].sort(dim=0).values)
 
@@ -194,7 +194,7 @@ def test_masking_differs_from_one_epoch_to_the_next(text):
 @pytest.fixture(scope="module")
 def pairs(text):
     """512 unmasked pairs: A, B, label, and the offset of A in the stream."""
-    training = Training(MLM_NSP, steps=64)
+    training = Training(MLM_NSP, total_steps=64)
     dataset = text.dataset(training)
     store = dataset.samples.store
     index = np.arange(len(dataset))
@@ -254,7 +254,7 @@ def test_a_corpus_of_one_document_still_has_both_kinds_of_pairs(tmp_path, speech
     path = tmp_path / "one.txt"
     path.write_text("\n".join(speeches[:8]))
     corpus = data.corpus(path, vocab_size=500)
-    training = Training(models.bert(vocab_size=500), steps=20)
+    training = Training(models.bert(vocab_size=500), total_steps=20)
     assert corpus.prepare(training, progress=False).documents == 1
     labels = corpus.dataset(training).__getitems__(range(160))["next_sentence_label"]
     assert labels.float().mean().item() == pytest.approx(0.5, abs=0.15)
@@ -513,7 +513,7 @@ class Pictures(Dataset):
 
 @pytest.mark.parametrize("value", [Pictures(), Pictures, lambda: Pictures()], ids=["dataset", "class", "lambda"])
 def test_items_of_a_user_defined_dataset_come_once_per_epoch(value):
-    custom, training = data.as_data(value), Training(steps=5, global_batch=4)
+    custom, training = data.as_data(value), Training(total_steps=5, global_batch=4)
     specs = custom.batch_specs(training)
     assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
         "image": ((3, 2), "float32"),
