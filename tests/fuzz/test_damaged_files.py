@@ -290,7 +290,7 @@ class World:
         rejected: list[Path] = []
         progress, used = self.checkpoints(self.run).load_newest(start, lambda path, _: rejected.append(path))
         step = progress.step
-        if step != save_load.step_of(used) or (step != SAVED[-1] and start == used and start.name == "step-00000040"):
+        if step != files.step_of(used) or (step != SAVED[-1] and start == used and start.name == "step-00000040"):
             return f"step {step} of {used}"
         different = [key for key, _, tensor in self.entries if not (tensor == step).all()]
         return wrong or (f"{different[:3]} of step {step}" if different else None)

@@ -82,7 +82,7 @@ def held_out_windows(experiment: Experiment) -> Any:
 def test_a_small_text_holds_out_the_same_documents_however_it_is_read(text: Path) -> None:
     evaluate = wb.Evaluation(samples=40)
     streamed, in_chunks, stored = (
-        held_out_windows(asked(text, streaming, buffer, evaluate=evaluate))
+        held_out_windows(asked(text, streaming, buffer, evaluation=evaluate))
         for streaming, buffer in ((True, 5), (False, 5), (False, None))
     )
     assert (streamed == stored).all()
