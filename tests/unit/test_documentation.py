@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import workbench as wb
+from workbench import errors
+from workbench.cli import app
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -28,6 +31,24 @@ def test_the_page_of_each_tier_documents_its_public_names_and_no_others(module):
 def test_everyday_takes_at_most_32_names_and_completion_shows_no_others():
     assert len(wb.__all__) <= 32
     assert sorted(dir(wb)) == sorted(wb.__all__)
+
+
+def test_the_page_of_the_command_line_has_every_command_with_its_options():
+    page = (DOCS / "reference" / "cli.md").read_text()
+    for name, command in get_command(app).commands.items():
+        section = page.partition(f"### workbench {name} ")[2] or page.partition(f"### workbench {name}\n")[2]
+        options = {option for parameter in command.params for option in parameter.opts if option.startswith("-")}
+        assert set(re.findall(r"(?<=[`\s])--?[a-z-]+(?=[`,])", section.partition("\n##")[0])) >= options, name
+
+
+def test_every_error_type_has_a_cause_and_a_remedy():
+    types = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.WorkbenchError)
+    }
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", (DOCS / "reference" / "errors.md").read_text(), re.MULTILINE)
+    assert set(rows) == types - {"WorkbenchError"}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)

@@ -38,7 +38,7 @@ The supervisor of a healthy run samples devices every two seconds.
 
 @dataclass(frozen=True)
 class Status:
-    """A run's state, one of queued, starting, running, finished, stopped, failed, with a message for people."""
+    """A run's state (queued, starting, running, stalled, finished, stopped or failed), with a message for people."""
 
     state: str
     message: str = ""

@@ -1,0 +1,88 @@
+"""Pages run as they are printed: every Python block of the tutorial, the how-tos and troubleshooting, in order.
+
+Each page runs in a process of its own. What a page takes as given, such as `experiment`, is small here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GIVEN = """
+import torch, workbench as wb
+sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 512, "max_positions": 32}
+experiment = wb.Experiment(
+    model=wb.models.gpt2(**sizes), data=wb.data.corpus("demo", vocab_size=512), steps=10, global_batch=512, seq_len=16
+)
+class Net(torch.nn.Linear):
+    def __init__(self): super().__init__(256, 10)
+    def forward(self, x, labels): return torch.nn.functional.cross_entropy(super().forward(x), labels)
+my_dataset = [{"x": torch.ones(256) * n, "labels": torch.tensor(n % 10)} for n in range(512)]
+"""
+FURTHER_GIVEN = {
+    "runs": "experiment = experiment.replace(global_batch=8)\nplan = wb.plan(experiment, wb.measure.local_cluster(1))",
+}
+"""What else a how-to takes as given."""
+AFTERWARDS = {
+    "tutorial": "assert [run.status.state for run in runs] == ['finished'] * 2, runs",
+    "runs": "assert [each.status.state for each in (run, other)] == ['stopped', 'finished']",
+    "plan-elsewhere": "assert cluster.gpus == 8",
+}
+"""What is true after a page."""
+RAISES = """
+try:
+    exec({block!r})
+except WorkbenchError as error:
+    assert re.search({pattern!r}, str(error)), error
+else:
+    raise AssertionError("no error: " + {title!r})
+"""
+
+
+def blocks_of(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+def run(script: str, folder: Path) -> str:
+    (folder / "page.py").write_text(script)
+    settings = {"PYTHONPATH": str(ROOT), "WORKBENCH_RUNS": str(folder / "runs"), "WANDB_MODE": "disabled"}
+    answer = subprocess.run(
+        [sys.executable, "page.py"], env={**os.environ, **settings}, cwd=folder, capture_output=True, text=True
+    )
+    assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-4000:]
+    return answer.stdout
+
+
+def test_every_block_of_the_tutorial_runs_in_order(tmp_path: Path) -> None:
+    blocks = blocks_of((DOCS / "tutorial.md").read_text())
+    assert len(blocks) >= 5
+    assert "finished" in run("\n".join([*blocks, AFTERWARDS["tutorial"]]), tmp_path)
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("how-to/*.md")), ids=lambda page: page.stem)
+def test_every_block_of_a_how_to_runs_in_order(page: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(page.read_text())
+    if not blocks:
+        pytest.skip("the page has commands of a shell only")
+    run("\n".join([GIVEN, FURTHER_GIVEN.get(page.stem, ""), *blocks, AFTERWARDS.get(page.stem, "")]), tmp_path)
+
+
+def test_each_message_of_troubleshooting_is_raised_and_its_remedy_works(tmp_path: Path) -> None:
+    given, *entries = re.split(r"^### ", (DOCS / "reference" / "troubleshooting.md").read_text(), flags=re.M)
+    script = ["import re", "from workbench.errors import WorkbenchError", *blocks_of(given)]
+    for entry in entries:
+        title, blocks = entry.partition("\n")[0].strip("`"), blocks_of(entry)
+        if blocks:
+            pattern = ".*".join(map(re.escape, title.split("…")))
+            script.append(RAISES.format(block=blocks[0], pattern=pattern, title=title))
+            script += blocks[1:]
+            assert len(blocks) == 2, title
+    assert len(script) > 30
+    run("\n".join(script), tmp_path)
