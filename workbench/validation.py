@@ -117,6 +117,12 @@ def checked_value(elsewhere: Callable[[str], str | None] = lambda _: None) -> Ca
     return decorate
 
 
+def first_problem(error: Refusal) -> str:
+    """Return where the first refused value stands in a JSON document, and why it is refused."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc'])) or 'it'}: {problem['msg']}"
+
+
 def _repr(value: Any) -> str:
     """Return the class and the fields that differ from their defaults."""
     given = {field.name: getattr(value, field.name) for field in fields(value)}

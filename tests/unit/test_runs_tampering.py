@@ -58,7 +58,7 @@ def started(text: Path, plan: Plan) -> RunDir:
         ("micro_batch", 1, "samples a step"),
         ("data", 7, "samples a step"),
         ("micro_batch", 0, "whole number from 1"),
-        ("micro_batch", "2", "whole number from 1"),
+        ("micro_batch", "2", "micro_batch: Input should be a valid integer"),
         ("schedule", "none", "no schedule"),
         ("block_names", [], "each of the 0 blocks"),
         ("stages", [], "0 stages"),

@@ -5,11 +5,16 @@ Plans are pure values. They are stored as JSON with every run.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import ConfigDict, PlainValidator, TypeAdapter
+from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
@@ -21,12 +26,22 @@ from workbench.planning.request import Request
 from workbench.rundir import read_json, write_json
 from workbench.strategy import RECOMPUTE, Strategy
 from workbench.units import duration, gib
+from workbench.validation import WRITTEN, first_problem
 
 FORMAT = 4
 """Version of a stored plan's fields; plans of other versions are refused."""
 BUILD_SHARE = 0.6
 """Fraction of a GPU's memory up to which a rank initialises the whole model on the GPU; larger models are initialised
 on the host. Beside the model there is never more than one rank's part of one weight, but initialisers need room too."""
+
+
+if TYPE_CHECKING:
+    Origin = tuple[Profile, Request] | None
+else:
+    Origin = Any  # is not stored, so that nothing checks it
+StoredCluster = Annotated[
+    Cluster, PlainValidator(lambda value: value if isinstance(value, Cluster) else Cluster.from_json(value)), WRITTEN
+]
 
 
 @dataclass(frozen=True)
@@ -125,10 +140,11 @@ class Candidate(Strategy):
 class Plan(Strategy):
     """A strategy with its stages, its predicted time and memory, and the candidates that it was chosen from."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     model: str
     signature: str
     """`Graph.signature` of the model that the plan was made for."""
-    cluster: Cluster
+    cluster: StoredCluster
     global_batch: int
     seq_len: int
     precision: str
@@ -146,7 +162,7 @@ class Plan(Strategy):
     """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
     chunks: int = field(init=False)
     recompute: str = field(init=False)
-    origin: tuple[Profile, Request] | None = field(default=None, init=False, repr=False, compare=False)
+    origin: Origin = field(default=None, init=False, repr=False, compare=False)
     """Profile and request of the search that made this plan in this process; not stored."""
 
     def __post_init__(self) -> None:
@@ -193,16 +209,8 @@ class Plan(Strategy):
         return BUILD_SHARE * self.cluster.device.memory_bytes
 
     def to_json(self) -> dict[str, Any]:
-        derived = ("chunks", "recompute", "origin")
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in derived}
-        rows = {name: [asdict(row) for row in fields[name]] for name in ("stages", "candidates")}
-        for row in rows["stages"]:
-            if not row["host_bytes"]:
-                del row["host_bytes"]
-        if not self.notes:
-            del fields["notes"]
-        values = {"cluster": self.cluster.to_json(), "prediction": asdict(self.prediction)}
-        return {"format": FORMAT, **fields, **rows, **values}
+        derived = {"chunks", "recompute", "origin"}
+        return {"format": FORMAT, **_stored().dump_python(self, mode="json", exclude=derived)}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Plan:
@@ -215,20 +223,15 @@ class Plan(Strategy):
                     f"wb.plan(experiment).",
                     format=stored,
                 )
-            fields["cluster"] = Cluster.from_json(fields["cluster"])
-            fields["notes"] = tuple(fields.get("notes", ()))
-            fields["block_names"] = tuple(fields["block_names"])
-            fields["stages"] = tuple(Stage(**{**s, "memory": Memory(**s["memory"])}) for s in fields["stages"])
-            fields["prediction"] = Prediction(**fields["prediction"])
-            fields["candidates"] = tuple(Candidate(**c) for c in fields["candidates"])
-            plan = Plan(**fields)
+            plan = _stored().validate_json(json.dumps(fields), strict=True)
             problem = _arithmetic_problem(plan)
-        except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             if isinstance(error, WorkbenchError):
                 raise
+            said = first_problem(error) if isinstance(error, Refusal) else f"{type(error).__name__}: {error}"
             raise PlanMismatch(
-                f"This is not a whole plan ({type(error).__name__}: {error}). Give what plan.save(path) or a run "
-                f"directory holds, or plan again with wb.plan(experiment)."
+                f"This is not a whole plan ({said}). Give what plan.save(path) or a run directory holds, or plan again "
+                "with wb.plan(experiment)."
             ) from error
         if problem is not None:
             raise PlanMismatch(f"The plan contradicts itself: {problem} Plan again: wb.plan(experiment).")
@@ -295,13 +298,17 @@ class Plan(Strategy):
         return f"Plan({self.model} on {self.cluster.describe()}: {self.describe()})"
 
 
+@functools.cache
+def _stored() -> TypeAdapter[Plan]:
+    """Return what writes plans and checks the type of everything in one that is read."""
+    return TypeAdapter(Plan)
+
+
 def _arithmetic_problem(plan: Plan) -> str | None:
     """Return a sentence on the first number of a plan that does not fit the others, or None if all fit."""
-    counts = ("pipeline", "data", "tensor", "num_microbatches", "micro_batch", "global_batch", "seq_len")
-    for name in counts:
-        value = getattr(plan, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{name} is {value!r} and must be a whole number from 1."
+    for name in ("pipeline", "data", "tensor", "num_microbatches", "micro_batch", "global_batch", "seq_len"):
+        if getattr(plan, name) < 1:
+            return f"{name} is {getattr(plan, name)} and must be a whole number from 1."
     samples = plan.data * plan.num_microbatches * plan.micro_batch
     if samples != plan.global_batch:
         return (
