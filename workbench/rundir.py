@@ -40,6 +40,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import zlib
@@ -192,6 +193,17 @@ def check_unedited(run: RunDir) -> None:
 
 def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def redirect_output(log: Path) -> None:
+    """Send everything that this process prints from now on, C++ included, to a log of the run."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def this_process() -> ProcessRecord:

@@ -62,7 +62,16 @@ from workbench.execution.user_data import check_user_data
 from workbench.experiment import USER_PARTS, Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_runnable
-from workbench.rundir import RunDir, append_event, check_unedited, log_event, read_json, this_process, write_json
+from workbench.rundir import (
+    RunDir,
+    append_event,
+    check_unedited,
+    log_event,
+    read_json,
+    redirect_output,
+    this_process,
+    write_json,
+)
 from workbench.units import GIB, gib
 
 BetweenSteps = EvaluationLog | SampleLog | SparsityLog
@@ -78,7 +87,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
     run = RunDir(Path(directory))
     _complete_environment()
     rank = int(os.environ["RANK"])
-    _redirect_output(run.log(rank))
+    redirect_output(run.log(rank))
     is_supervised = run.launcher.exists() and "supervisor" in read_json(run.launcher)
 
     def enter(state: str, message: str = "") -> None:
@@ -164,7 +173,19 @@ class TrainingWorker:
         if requested is not None:
             with self._timed_phase("resume"):
                 progress, resumed_from = checkpoints.load_newest(requested, self._report_rejected)
-        self._start_event(trainer, resumed_from)
+        if self.is_main:
+            log_event(
+                self.run_dir.events,
+                "start",
+                devices=self.plan.world,
+                world=self.plan.world,
+                parameters=trainer.graph.parameter_count,
+                flops_per_step=self.plan.flops_per_step,
+                peak_flops=peak_flops(self.plan),
+                tokens_per_step=self.experiment.tokens_per_step,
+                samples_per_step=self.experiment.global_batch,
+                resumed_from=None if resumed_from is None else str(resumed_from),
+            )
         try:
             progress = self._train(trainer, checkpoints, progress, between)
             dist.barrier()
@@ -310,21 +331,6 @@ class TrainingWorker:
 
     # Events
 
-    def _start_event(self, trainer: Trainer, resumed_from: Path | None) -> None:
-        if self.is_main:
-            log_event(
-                self.run_dir.events,
-                "start",
-                devices=self.plan.world,
-                world=self.plan.world,
-                parameters=trainer.graph.parameter_count,
-                flops_per_step=self.plan.flops_per_step,
-                peak_flops=peak_flops(self.plan),
-                tokens_per_step=self.experiment.tokens_per_step,
-                samples_per_step=self.experiment.global_batch,
-                resumed_from=None if resumed_from is None else str(resumed_from),
-            )
-
     def _phase_event(self, name: str, seconds: float) -> None:
         if self.is_main:
             log_event(self.run_dir.events, "phase", name=name, seconds=seconds)
@@ -413,17 +419,6 @@ def _complete_environment() -> None:
         # Otherwise torch would open a store that listens on every address.
         port = str(loopback_store().port)
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-
-
-def _redirect_output(log: Path) -> None:
-    """Send everything that this process prints, C++ included, to its own log."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def _device_name(rank: int) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from workbench.events import LauncherRecord
 from workbench.execution.checkpoint.files import complete_checkpoints, step_of
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, read_json, this_process, write_json
+from workbench.rundir import FINAL_STATES, EventTail, RunDir, read_json, redirect_output, this_process, write_json
 from workbench.runs.launching import processes, supervisor
 from workbench.runs.launching.device_queue import node_devices
 from workbench.runs.launching.failure import record_silent_death
@@ -48,22 +48,13 @@ def main(arguments: list[str]) -> int:
         parser.error("give --node-rank, since this is no task of Slurm")
     run = RunDir(asked.run.absolute())
     nodes = Nodes(asked.nodes, asked.node_rank, asked.address, asked.port)
-    _redirect_output(run.log(nodes.log))
+    redirect_output(run.log(nodes.log))
     signal.signal(signal.SIGTERM, lambda *_: run.stop_file.touch())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if nodes.rank == 0:
         _continue_earlier_attempt(run)
         return supervisor.supervise(run, _launcher_record(run, nodes, asked.worker), nodes)
     return _follow(run, _launcher_record(run, nodes, asked.worker), nodes)
-
-
-def _redirect_output(log: Path) -> None:
-    """Send what this process prints to a log of the run, as for a run on one node."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 def _launcher_record(run: RunDir, nodes: Nodes, worker: str) -> LauncherRecord:
