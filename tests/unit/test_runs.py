@@ -66,7 +66,7 @@ def test_a_run_is_what_its_events_say_while_its_supervisor_lives(tmp_path):
     handle = Run(run.path)
     assert handle.alive
     assert repr(handle) == (
-        "Run(bert-1: running, step 40 of 100, loss 6.5, 82.1 k tokens/s, MFU 41%, 61.0 GiB at most on a device)"
+        "Run(bert-1: running, step 40 of 100, loss 6.5, 82.1 k tokens/s, MFU 41.0%, 61.0 GiB at most on a device)"
     )
     assert "<progress value='0.4000'" in handle._repr_html_()
 

@@ -335,15 +335,15 @@ def step_text(row: RunRow) -> str:
     return f"{row['step']:,} of {row['steps']:,}" if row["steps"] else f"{row['step']:,}"
 
 
+def progress_words(row: RunRow) -> list[str]:
+    """Return `["loss 6.91", "82.1 k tokens/s", "MFU 41.0%"]`, as far as known."""
+    words = [] if row["loss"] is None else [f"loss {row['loss']:.4g}"]
+    words += [f"{count(row['tokens_per_s'])} tokens/s"] if row["tokens_per_s"] else []
+    return [*words, f"MFU {row['mfu']:.1%}"] if row["mfu"] else words
+
+
 def _figures(row: RunRow) -> list[str]:
-    """Return `["loss 6.91", "82.1 k tokens/s", "MFU 41 %", "61.2 GiB"]`, as far as known."""
-    figures = []
-    if row["loss"] is not None:
-        figures.append(f"loss {row['loss']:.4g}")
-    if row["tokens_per_s"]:
-        figures.append(f"{count(row['tokens_per_s'])} tokens/s")
-    if row["mfu"]:
-        figures.append(f"MFU {row['mfu']:.0%}")
+    figures = progress_words(row)
     if row["peak_bytes"]:
         figures.append(f"{gib(row['peak_bytes'])} at most on a device")
     if row["damaged_lines"]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from workbench.rundir import FINAL_STATES
 from workbench.runs.registry import row_or_reason
-from workbench.runs.run import Run
+from workbench.runs.run import Run, progress_words
 from workbench.runs.status import RunRow, state_in_words
-from workbench.units import count, duration
+from workbench.units import duration
 
 POLL_S = 0.2
 
@@ -58,12 +58,7 @@ def progress_line(row: RunRow) -> str:
     parts.append(state_in_words(row["state"], row["step"], row["loss"]))
     if row["steps"]:
         parts.append(f"{row['step']:,} of {row['steps']:,} ({row['step'] / row['steps']:.0%})")
-    if row["loss"] is not None:
-        parts.append(f"loss {row['loss']:.4g}")
-    if row["tokens_per_s"]:
-        parts.append(f"{count(row['tokens_per_s'])} tokens/s")
-    if row["mfu"]:
-        parts.append(f"MFU {row['mfu']:.1%}")
+    parts += progress_words(row)
     if row["eta_s"] is not None:
         parts.append(f"{duration(row['eta_s'])} left")
     if row["message"] and row["state"] != "finished":
