@@ -130,10 +130,10 @@ def outcome(case: Case) -> dict[str, Any]:
     except WorkbenchError as error:
         return {"error": type(error).__name__, "facts": {k: v for k, v in error.facts.items() if is_plain(v)}}
     rows = [line for line in repr(plans).splitlines() if line[:1].isdigit()]
-    found = {"plan": plans.best.to_json(), "searched": plans.searched, "rows": rows}
+    found = {"plan": written(plans.best), "searched": plans.searched, "rows": rows}
     found["described"] = plans.best.describe()
     others = [plans[number] for number in (1, len(plans) // 8) if number < len(plans) and fits(plans.rows[number])]
-    found["others"] = [{**plan.to_json(), "candidates": len(plan.candidates)} for plan in others]
+    found["others"] = [{**written(plan), "candidates": len(plan.candidates)} for plan in others]
     found["simulated_ms"] = timeline(plans.best).step_ms
     if case.explained:
         from workbench.planning.explanation import explain
@@ -142,6 +142,13 @@ def outcome(case: Case) -> dict[str, Any]:
         found["changes"] = {c.constraint: [c.gain, c.plan.prediction.step_ms, c.set_by_user] for c in told.changes}
         found["binding"] = told.binding
     return found
+
+
+def written(plan: Any) -> dict[str, Any]:
+    """Return a plan's JSON without empty notes and host bytes, which one of the checkouts leaves out."""
+    value = plan.to_json()
+    stages = [{name: item for name, item in stage.items() if name != "host_bytes" or item} for stage in value["stages"]]
+    return {name: item for name, item in value.items() if name != "notes" or item} | {"stages": stages}
 
 
 def fits(row: Any) -> bool:

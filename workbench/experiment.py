@@ -40,6 +40,7 @@ from workbench.validation import (
     Real,
     Seed,
     Share,
+    Text,
     TrueOrFalse,
     checked_value,
     function_or,
@@ -256,7 +257,7 @@ class Tracking:
     """Steps between two logged ones."""
     project: LineOrNothing = "workbench"
     """Weights & Biases project that tracks the run; an empty name switches tracking off."""
-    tags: tuple[str, ...] = ()
+    tags: tuple[Text, ...] = ()
 
 
 def _as_optimizer(value: Any) -> Any:

@@ -63,8 +63,9 @@ def _one_line(text: str) -> str:
     return text
 
 
-Line = Annotated[str, AfterValidator(_one_line)]
-LineOrNothing = Annotated[str, AfterValidator(lambda text: text and _one_line(text))]
+Text = Annotated[str, Strict()]
+Line = Annotated[Text, AfterValidator(_one_line)]
+LineOrNothing = Annotated[Text, AfterValidator(lambda text: text and _one_line(text))]
 
 
 def known(choices: Collection[str]) -> Callable[[Any], Any]:

@@ -80,7 +80,11 @@ OF_EXPERIMENT: Mapping[str, Mapping[tuple[str, ...], str]] = {
     "deterministic": {("True",): "a choice"},
     "stop_on_non_finite": {("True",): "a choice"},
     "metrics": {("{}",): "no metric"},
-    "optimizer": {("function",): "a function that builds an optimiser"},
+    "optimizer": {("function",): "a function that builds an optimiser", ("{}",): "the defaults of the group"},
+    "lr_schedule": {("function",): "a schedule; it is called once the number of steps is known"},
+    "eval_data": {("bytes", "[]", "[None]"): "a dataset is read when it is planned, and refused then"},
+    **{group: {("{}",): "the defaults of the group"} for group in GROUPS if group not in ("optimizer", "samples")},
+    "sample_seed": {("None", "0", "10**18"): "the most probable token, or a seed"},
     "loss": {("-1", "0", "10**18", "2**70", "10**400", "function", *TEXTS): "forward is looked at when it is planned"},
     "name": {("unknown name", "long text"): "a name; the directory's is cut"},
     "project": {("unknown name", "long text"): "a name", ("empty text",): "switches tracking off"},
@@ -119,7 +123,6 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     "scaling": {"depth_rule": {("True",): "a choice"}},
     "left_plateau": {"level": {("1.5", "10**18"): "a loss"}},
     "stop_on_plateau": {"level": {("1.5", "10**18"): "a loss"}},
-    "Samples": {"seed": {("None", "0"): "the most probable token, or a seed"}},
     **{
         f"sparsity.{name}": {
             "sparsity": {("0",): "a pattern without absent blocks"},
@@ -364,7 +367,14 @@ SWEEP = ("experiment", "seeds", "sampler", "trials", "stop", "directory")
 def _reason(target: Target, parameter: str, label: str) -> str:
     """Return why a call may be accepted, or an empty text."""
     of_experiment = target.name.startswith("Experiment") or target.name == "Run.clone"
-    known = OF_EXPERIMENT.get(parameter, {}) if of_experiment else ACCEPTED.get(target.name, {}).get(parameter, {})
+    group = next((field for field, kind in GROUPS.items() if kind.__name__ == target.name), None)
+    if group is not None:  # whose values are known by their short names
+        parameter = next(name for name, path in PATHS.items() if path == (group, parameter))
+    known = (
+        OF_EXPERIMENT.get(parameter, {})
+        if of_experiment or group is not None
+        else ACCEPTED.get(target.name, {}).get(parameter, {})
+    )
     signature = inspect.signature(target.call).parameters
     default = signature[parameter].default if parameter in signature else None
     if label == "None" and default is None:
