@@ -8,7 +8,7 @@ import torch
 from tests.distributed import zoo
 from workbench.capture import Graph, build_meta, capture
 from workbench.capture.operations import retarget
-from workbench.execution.blocks.autocast_types import match_autocast_types
+from workbench.execution.blocks.weight_copies import match_autocast_types
 from workbench.tensors import TensorSpec
 
 CPU = torch.device("cpu")

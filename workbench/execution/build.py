@@ -21,7 +21,6 @@ from workbench.capture.sparse_matrices import sparse_matrices
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.capture.tensor_sharding import ModelSharding
 from workbench.execution.blocks.activation_checkpointing import checkpointed_when_compiled, supported_mode
-from workbench.execution.blocks.autocast_types import match_autocast_types
 from workbench.execution.blocks.block_module import BlockProgram
 from workbench.execution.blocks.block_sparse import BlockSparseParameters, initial_pattern
 from workbench.execution.blocks.context import StepContext
@@ -30,7 +29,7 @@ from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dr
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
-from workbench.execution.blocks.weight_copies import WeightCopies, read_only_by_products
+from workbench.execution.blocks.weight_copies import WeightCopies, match_autocast_types, read_only_by_products
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions

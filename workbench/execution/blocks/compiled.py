@@ -102,13 +102,8 @@ def _share_and_slope(
         return share, share * (1 - share) * slope
     bell = torch.exp(-0.5 * value * value)
     near = 1 / (1 + _TAIL_SCALE * value.abs())
-    tail = _polynomial(tail_factors, near) * near * (scale * bell)
+    polynomial = tail_factors[0] * near + tail_factors[1]
+    for factor in tail_factors[2:]:
+        polynomial = polynomial * near + factor
+    tail = polynomial * near * (scale * bell)
     return torch.where(value < 0, tail, 1 - tail), bell / math.sqrt(2 * math.pi)
-
-
-def _polynomial(factors: Sequence[float], value: torch.Tensor) -> torch.Tensor:
-    """Evaluate a polynomial of `value`; the factor of the highest power comes first."""
-    result = factors[0] * value + factors[1]
-    for factor in factors[2:]:
-        result = result * value + factor
-    return result

@@ -1,9 +1,16 @@
-"""bf16 copies of weights, made once per step, for stages held by neither FSDP2 nor `DistributedDataParallel`.
+"""Weights in bf16: copies made once per step, and blocks whose weights arrive in bf16.
 
-Plain autocast casts the weights of matrix products in every micro-batch, and compiled code stores each cast for its
-backward: 2 bytes per weight for each micro-batch in flight. Here the blocks read bf16 copies instead, and the copies'
-gradients are added to those of the fp32 weights as soon as all of a block have arrived. The numbers equal autocast's to
-the last bit.
+FSDP2 all-gathers weights in bf16. Autocast casts only the operands of matrix products: norms, added biases and
+embedding tables are read in fp32. A block with bf16 weights alone would continue in bf16 wherever no operation forces
+fp32, for example in the whole residual stream of a GPT or a ViT. The same model would then train with other numbers
+under ZeRO 1 to 3, and each layer would be compiled for two input types. Therefore weights that only matrix products
+read stay bf16, and the others are cast back to fp32; rows of an embedding table are cast after the lookup
+(`match_autocast_types`).
+
+Stages held by neither FSDP2 nor `DistributedDataParallel` have copies (`WeightCopies`). Plain autocast casts the
+weights of matrix products in every micro-batch, and compiled code stores each cast for its backward: 2 bytes per weight
+for each micro-batch in flight. Here the blocks read bf16 copies instead, and the copies' gradients are added to those
+of the fp32 weights as soon as all of a block have arrived. The numbers equal autocast's to the last bit.
 """
 
 from __future__ import annotations
@@ -16,10 +23,12 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge
 
-from workbench.capture.operations import GROUPED_MATMUL, names, op_name
+from workbench.capture.operations import EMBEDDING, GROUPED_MATMUL, dtype_of, names, op_name
 from workbench.execution.blocks.block_module import BlockModule
 from workbench.execution.blocks.block_sparse import multiply_by_stored_blocks
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
+from workbench.execution.blocks.graph_rewriter import GraphRewriter
+from workbench.execution.blocks.tensor_parallel import parallel_embedding
 
 PRODUCTS = {*names("linear matmul mm bmm addmm baddbmm conv1d conv2d conv3d convolution"), GROUPED_MATMUL}
 """Names of the operations whose operands autocast casts to bf16."""
@@ -39,6 +48,33 @@ def _feeds_only_products(node: fx.Node) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     return op_name(node) in PRODUCTS or node.target is multiply_by_stored_blocks
+
+
+def match_autocast_types(code: fx.GraphModule, num_weights: int) -> fx.GraphModule:
+    """Rewrite `code` so that its first `num_weights` arguments may be bf16 although it was captured with fp32."""
+    weights = code.graph.find_nodes(op="placeholder")[:num_weights]
+    for_products = read_only_by_products(code, num_weights)
+    others = (weight for weight, only in zip(weights, for_products, strict=True) if not only)
+    fp32 = {weight for weight in others if dtype_of(weight) == torch.float32}
+    if not fp32:
+        return code
+    rewriter = GraphRewriter(code)
+    casts: dict[fx.Node, fx.Node] = {}
+
+    def to_fp32(value: fx.Node) -> fx.Node:
+        return rewriter.call(torch.ops.aten.to.dtype, value, torch.float32)
+
+    def operand(source: fx.Node) -> fx.Node:
+        if source in fp32 and source not in casts:
+            casts[source] = to_fp32(rewriter.copies[source])
+        return casts.get(source, rewriter.copies[source])
+
+    def rule(node: fx.Node) -> fx.Node:
+        looks_up = node.target in (EMBEDDING, parallel_embedding) and node.args[0] in fp32
+        copied = rewriter.copy(node, None if looks_up or is_product(node) else operand)
+        return to_fp32(copied) if looks_up else copied
+
+    return rewriter.rewrite(rule)
 
 
 class WeightCopies:

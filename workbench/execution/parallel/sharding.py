@@ -30,7 +30,7 @@ def distribute(stage: StageModule, mesh: DeviceMesh, zero: int, precision: str) 
 
     FSDP2 shards each block that has parameters, then the stage for the parameters that its blocks share. Under bf16 it
     all-gathers bf16 weights (half the traffic) and reduces fp32 gradients. Inputs of blocks are not cast: autocast
-    decides per operation, as it does without sharding (`workbench.execution.blocks.autocast_types`). Parameters that
+    decides per operation, as it does without sharding (`workbench.execution.blocks.weight_copies`). Parameters that
     FSDP2 cannot shard stay replicated, and `workbench.execution.parallel.gradient_all_reduce` reduces their gradients.
     Weights may still be in the host's memory: FSDP2 moves those of a block when it shards them.
     """
