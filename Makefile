@@ -13,21 +13,22 @@ REPORTS ?= reports
 
 .PHONY: demo test test-all docs wheel lab lint clean
 
+# Modules are compiled when they are first imported (--no-compile): compiling all of every package takes longer than that.
 # The stamps hold what was installed: a second make starts at once, a changed lock installs again.
 $(VENV)/.installed: requirements.lock pyproject.toml
 	@echo "Installing into $(VENV) (a few minutes the first time) …"
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --requirement requirements.lock
+	$(PIP) install --no-compile --requirement requirements.lock
 	$(PIP) install --no-deps --editable .
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed requirements-test.lock
-	$(PIP) install --requirement requirements-test.lock
+	$(PIP) install --no-compile --requirement requirements-test.lock
 	touch $@
 
 $(VENV)/.documented: $(VENV)/.installed requirements-test.lock requirements-docs.lock
-	$(PIP) install --requirement requirements-test.lock --requirement requirements-docs.lock
+	$(PIP) install --no-compile --requirement requirements-test.lock --requirement requirements-docs.lock
 	touch $@
 
 demo: $(VENV)/.installed
