@@ -53,7 +53,7 @@ def test_a_dashboard_shows_them_as_text(failed: Run) -> None:
     snapshot = reader.read()
     assert_is_text(snapshot.failure_html, times=4)  # name, type, message, traceback
     assert_is_text(rows_html([snapshot], [failed.name]), times=2)
-    row = RunRow(reader, "#000000")
+    row = RunRow(reader, 0)
     row.show(snapshot)
     assert_is_text("".join(child.value for child in row.box.children if isinstance(getattr(child, "value", 0), str)))
     queued = replace(snapshot, status=replace(snapshot.status, state="queued", message=f"Waits for {MARKUP}."))

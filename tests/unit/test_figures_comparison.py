@@ -7,7 +7,7 @@ import pytest
 from figure_values import curve
 
 from workbench.analysis import comparison
-from workbench.analysis.comparison import difference, standings
+from workbench.analysis.comparison import Interval, difference, standings
 from workbench.analysis.contrast import contrast, setting_differences
 from workbench.analysis.curve import Curve
 from workbench.errors import UnknownParameter
@@ -149,3 +149,11 @@ def test_a_contrast_shows_itself_without_markup_of_the_users() -> None:
     assert "at equal tokens" in repr(found)
     parts = [trace.meta for trace in differences(found.differences).data]
     assert parts[:2] == ["band", "difference"]
+
+
+def test_an_interval_below_the_last_digit_is_not_written() -> None:
+    assert Interval(0.208, 0.208, 0.208).describe() == "0.208"
+    assert Interval(3.0, 3.0 - 2e-16, 3.0 + 2e-16).describe() == "3"
+    assert Interval(3.0, 2.9, 3.1).describe() == "3 ± 0.1"
+    apart = difference(zigzag("a", (0, 3.0), (10, 3.0)), zigzag("b", (0, 3.208), (10, 3.208)))
+    assert apart.describe() == "a ends lower than b by 0.208; the curves do not cross"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -378,3 +379,16 @@ def test_samples_from_outside_a_runs_steps_and_of_no_run_have_no_panel() -> None
     assert max(mean.x) == pytest.approx(500 * 8192 / 1e6, rel=0.02)
     assert "utilization" not in panel_names([late], (), [None])
     assert "utilization" in panel_names([late], (), [usage("GPU", 1)])
+
+
+def test_a_run_that_diverges_does_not_flatten_the_others() -> None:
+    wild = curve("wild")
+    loss = wild.columns["loss"].copy()
+    loss[1000:] = np.exp(np.linspace(math.log(loss[1000]), 25, 1000))
+    figure = loss_curves([curve("tame", seed=1), Curve("wild", {**wild.columns, "loss": loss})])
+    low, high = figure.layout.yaxis.range
+    assert high - low < 10
+    linear, log = (button.args[0]["yaxis.range"] for button in figure.layout.updatemenus[1].buttons)
+    assert list(linear) == [low, high]
+    assert log[1] < math.log10(high) + 0.1
+    assert loss_curves([curve("tame", seed=1)]).layout.yaxis.range is None

@@ -38,6 +38,11 @@ class Interval:
     low: float
     high: float
 
+    def describe(self) -> str:
+        """Return the value with half of its interval, which is left out where the value's last digit is larger."""
+        half, written = (self.high - self.low) / 2, f"{self.value:.4g}"
+        return f"{written} ± {half:.2g}" if f"{self.value + half:.4g}" != written else written
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -70,8 +75,9 @@ class Difference:
             ending = f"{self.names[0]} and {self.names[1]} cannot be told apart at the end ({interval})"
         else:
             better, other = self.names if last.value < 0 else self.names[::-1]
-            low, high = sorted((abs(last.low), abs(last.high)))
-            ending = f"{better} ends lower than {other} by {abs(last.value):.3g} ({low:.3g} to {high:.3g})"
+            low, high = (f"{end:.3g}" for end in sorted((abs(last.low), abs(last.high))))
+            interval = f" ({low} to {high})" if low != high else ""
+            ending = f"{better} ends lower than {other} by {abs(last.value):.3g}{interval}"
         if self.crossover is None:
             return f"{ending}; the curves do not cross"
         at, low_at, high_at = map(
@@ -79,7 +85,8 @@ class Difference:
         )
         share = self.crossing_share
         doubt = "" if share >= CONFIDENCE else f", in {share:.0%} of the resamples only"
-        return f"{ending}; the curves last cross at {at} ({low_at} to {high_at}{doubt})"
+        found = f"{low_at} to {high_at}{doubt}" if low_at != high_at else doubt.removeprefix(", ")
+        return f"{ending}; the curves last cross at {at}" + (f" ({found})" if found else "")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Contrast:
         for item in self.standings:
             verdict = item.best if item.sure else f"too close to call ({item.best} in {item.share:.0%})"
             intervals = (item.losses[name] for name in self.names)
-            losses = (f"{loss.value:.4g} ± {(loss.high - loss.low) / 2:.2g}" for loss in intervals)
+            losses = (loss.describe() for loss in intervals)
             axis = X_AXES[item.axis]
             rows.append((axis.label, axis.describe(item.at), *losses, verdict))
         page = html_table(("at equal", "", *self.names, "lowest"), rows)

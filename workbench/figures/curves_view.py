@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class MarkLook(NamedTuple):
 MARK_LOOKS: Mapping[str, MarkLook] = {
     "checkpoint": MarkLook("circle", 6, "white", None, "○ checkpoint"),
     "resume": MarkLook("triangle-right", 11, "white", None, "▷ resumed"),
-    "divergence": MarkLook("triangle-up", 12, theme.ALERT, "white", "▲ diverges"),
+    "divergence": MarkLook("triangle-up", 12, theme.ALERT, "white", "▲ diverges from here"),
 }
 MAX_INSIDE = 8
 """Largest number of runs whose names fit into a legend inside the plot, and whose ends have labels."""
@@ -90,9 +91,11 @@ def loss_curves(
     figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0))
     _lay_out(figure, axes[x].title, y, log_y, len(prepared) > MAX_INSIDE)
     figure.update_layout(title=theme.title(theme.text(title or f"{_label(y)} of each run")))
+    y_range = settled_range(prepared, log_y)
+    figure.update_yaxes(range=y_range)
     if len(prepared) <= MAX_INSIDE:
-        figure.update_layout(legend=place_legend(figure.data, log_y=log_y))
-    figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, len(prepared), y, log_y)])
+        figure.update_layout(legend=place_legend(figure.data, log_y=log_y, y_range=y_range))
+    figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, prepared, y, log_y)])
     if key := mark_key(prepared):
         figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 104})
     if not any(len(curve.raw) for curve in prepared):
@@ -115,6 +118,28 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
     return [held_out for held_out in found if held_out is not None]
 
 
+def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float] | None:
+    """Return a range of the y axis without the values after which losses diverge, which would flatten all the rest.
+
+    It is in powers of ten for a logarithmic axis. Returns None if no loss diverges by more than all others span.
+    """
+    settled, most = [], -math.inf
+    for curve in prepared:
+        known = np.isfinite(curve.raw)
+        for at, mark in zip(curve.mark_index, curve.marks, strict=True):
+            if mark.type == "divergence":
+                known[at + 1 :] = False
+                most = max(most, float(np.nanmax(curve.line)))
+        settled.append(curve.raw[known])
+    values = np.concatenate([np.empty(0), *settled])
+    if not len(values) or (log_y and values.min() <= 0):
+        return None
+    low, high = (math.log10(end) if log_y else float(end) for end in (values.min(), values.max()))
+    most = math.log10(most) if log_y and most > 0 else most
+    room = 0.05 * (high - low)
+    return [low - room, high + room] if most - high > high - low else None
+
+
 def loss_layout(curves: Sequence[CurveLike], x: str) -> Figure:
     """Return an empty figure with the layout of `loss_curves`, without title and menus."""
     figure = Figure()
@@ -130,9 +155,15 @@ def _lay_out(figure: Figure, x_title: str, y: str, log_y: bool, many: bool) -> N
         hovermode="x unified",
         legend={"groupclick": "togglegroup", "tracegroupgap": 0, **legend},
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
-        yaxis={"title": {"text": _label(y)}, "type": "log" if log_y else "linear"},
+        yaxis={
+            "title": {"text": _label(y)},
+            "tickformat": "," if y.endswith("_ms") else None,
+            "type": "log" if log_y else "linear",
+        },
         uirevision="keep",
     )
+    if y.endswith("_ms"):
+        figure.update_yaxes(tickformat=",")  # Plotly would write 9k ms
 
 
 def hover_title(x_title: str) -> str:
@@ -183,14 +214,15 @@ def _x_menu(figure: Figure, prepared: Sequence[PreparedCurve], axes: Mapping[str
     return {"buttons": buttons, "active": list(axes).index(x), "direction": "down", "pad": {"b": 4}, **MENU_LOOK}
 
 
-def _y_menu(figure: Figure, num_curves: int, y: str, log_y: bool) -> dict[str, Any]:
+def _y_menu(figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bool) -> dict[str, Any]:
     """Return the buttons for a linear and a logarithmic y axis; each also moves the legend to a free corner."""
     label = _label(y).split(" (")[0].lower()
     buttons = []
     for axis_type in ("linear", "log"):
-        place = place_legend(figure.data, log_y=axis_type == "log") if num_curves <= MAX_INSIDE else {}
+        y_range, log = settled_range(prepared, axis_type == "log"), axis_type == "log"
+        place = place_legend(figure.data, log_y=log, y_range=y_range) if len(prepared) <= MAX_INSIDE else {}
         changes = {f"legend.{key}": value for key, value in place.items()}
-        args = [{"yaxis.type": axis_type, "yaxis.autorange": True, **changes}]
+        args = [{"yaxis.type": axis_type, "yaxis.autorange": y_range is None, "yaxis.range": y_range, **changes}]
         buttons.append({"label": f"{axis_type} {label}", "method": "relayout", "args": args})
     look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}
     return {"buttons": buttons, "active": int(log_y), **look}

@@ -81,6 +81,7 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> F
             text=words,
             texttemplate="%{text}",
             colorscale="Viridis",
+            reversescale=True,  # the lowest is the best, and yellow as in a grid of plans
             xgap=2,
             ygap=2,
             colorbar={"title": {"text": "objective"}},
@@ -104,7 +105,7 @@ def parallel_coordinates(sweep: Sweep) -> Figure:
     means = [row.mean for row in rows]
     dimensions = [_dimension(name, [row.values[name] for row in rows]) for name in sweep.axes]
     dimensions.append({"label": "objective", "values": means})
-    line = {"color": means, "colorscale": "Viridis", "showscale": False}
+    line = {"color": means, "colorscale": "Viridis", "reversescale": True, "showscale": False}
     figure = Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
     words = f"{sweep.objective}, mean over the seeds"
     main = theme.title(theme.text(sweep.name), theme.text(words))

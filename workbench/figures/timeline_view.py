@@ -134,7 +134,9 @@ def add_timeline(figure: Figure, lanes: Lanes, *, row: int | None = None, col: i
     figure.add_traces(_action_traces(lanes), **({} if row is None else {"rows": row, "cols": col}))
     one_stage_each = all(len({action.stage for action in lane}) <= 1 for lane in lanes)
     word = "stage" if one_stage_each else "rank"
-    figure.update_xaxes(title_text="time (ms)", range=[0, end_of(lanes) * 1.005], showgrid=False, **place)
+    figure.update_xaxes(
+        title_text="time (ms)", tickformat=",", range=[0, end_of(lanes) * 1.005], showgrid=False, **place
+    )
     figure.update_yaxes(
         tickmode="array",
         tickvals=list(range(len(lanes))),

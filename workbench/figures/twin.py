@@ -123,7 +123,7 @@ class _Twin:
         menus = bool(self._layout.updatemenus or self._layout.sliders)
         left, right = 16.0, 24.0 if menus else float(margin.r or 24)
         for panel in self._panels.values():
-            width = 14 + widest(panel.y.ticks(self._page.height)[1])
+            width = 22 + widest(panel.y.ticks(self._page.height)[1])
             if panel.y.layout.side == "right":
                 right = max(right, width)
             elif panel.x.domain[0] < 0.01:

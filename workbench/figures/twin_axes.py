@@ -190,6 +190,8 @@ def written(value: float, tick_format: str = "") -> str:
     """Return a tick's label: percent or a prefix such as k where the format asks for it, else six digits at most."""
     if tick_format.endswith("%"):
         return f"{100 * value:.3g}%"
+    if tick_format == ",":
+        return f"{value:,.6g}"
     for size, prefix in PREFIXES if "s" in tick_format or abs(value) >= 1e5 else ():
         if abs(value) >= size:
             return f"{value / size:.4g}{prefix}"

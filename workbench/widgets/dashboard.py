@@ -47,10 +47,7 @@ class Live(LiveWidget):
         self._drawn_state: tuple[Any, ...] | None = None
         self._zoomed_at = -PANELS_AFTER_ZOOM_S
         width_px = name_width(self._labels)
-        self._rows = [
-            RunRow(reader, theme.series_color(index), self._follow_again, width_px)
-            for index, reader in enumerate(self._readers)
-        ]
+        self._rows = [RunRow(reader, index, self._follow_again, width_px) for index, reader in enumerate(self._readers)]
         self._controls = Controls(settings, self.wake)
         self._key, self._texts, self._failures = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._loss = LiveLossFigure(self._snapshots, settings, self.wake)

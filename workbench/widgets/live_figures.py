@@ -15,7 +15,15 @@ import plotly.graph_objects as go
 from workbench.analysis.axes import shared_axes
 from workbench.analysis.curve import CurveLike, metrics_of
 from workbench.columns import AxisUnit
-from workbench.figures.curves_view import MAX_INSIDE, curve_traces, hover_title, loss_layout, mark_key, visible_points
+from workbench.figures.curves_view import (
+    MAX_INSIDE,
+    curve_traces,
+    hover_title,
+    loss_layout,
+    mark_key,
+    settled_range,
+    visible_points,
+)
 from workbench.figures.decimation import points_per_trace
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import corner_of, place_legend
@@ -172,7 +180,9 @@ class LiveLossFigure:
             uirevision=f"{x_title}, {settings.log_x}",
         )
         y_type = "log" if settings.log_y else "linear"
-        self.figure.layout.yaxis.update(type=y_type, uirevision=str(settings.log_y))
+        y_range = settled_range(self._latest, settings.log_y)
+        look = {"range": y_range, "autorange": y_range is None}
+        self.figure.layout.yaxis.update(type=y_type, uirevision=str(settings.log_y), **look)
 
     def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> Figure:
         """Return a new figure with the whole curves as they were last drawn."""
@@ -181,7 +191,8 @@ class LiveLossFigure:
         figure = loss_layout(curves, x)
         figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0))
         figure.layout.legend = self.figure.layout.legend
-        figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear"})
+        y_range = settled_range(self._latest, settings.log_y)
+        figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear", "range": y_range})
         return figure
 
     @property

@@ -12,7 +12,6 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython.display import HTML, display
 
-from workbench.figures import theme
 from workbench.figures.pages import mimebundle
 from workbench.figures.seed_bands_view import Record, draw_seed_bands, read_record
 from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
@@ -101,7 +100,7 @@ class _Reader:
         self._reader = RunReader(run.path)
         values = {**row.values, "seed": run.config["seed"]}
         self._name = ", ".join(f"{name} {value}" for name, value in values.items())
-        self._row = RunRow(self._reader, theme.series_color(row.index), name_px=name_width([self._name]))
+        self._row = RunRow(self._reader, row.index, name_px=name_width([self._name]))
         self.box = self._row.box
         self.refresh()
 
@@ -145,7 +144,7 @@ def static_html(sweep: Sweep, rows: Sequence[Row]) -> str:
 def table_html(sweep: Sweep, rows: Sequence[Row]) -> str:
     """Return the best configurations as an HTML table, each with the colour of its curve."""
     head, *cells = sweep.cells(rows[:MAX_ROWS])
-    keys = [Html(f"<span style='{swatch(theme.series_color(row.index))}'></span>") for row in rows]
+    keys = [Html(swatch(row.index)) for row in rows]
     lines = [(key, *texts) for key, texts in zip(keys, cells, strict=False)]
     look = "style='margin:4px 0;font-size:12px;white-space:nowrap'"
     table = html_table(("", *head), lines, "text-align:left;padding:1px 12px 1px 0", attributes=look)

@@ -36,11 +36,11 @@ class RunRow:
     """
 
     def __init__(
-        self, reader: RunReader, color: str, on_resumed: Callable[[], None] | None = None, name_px: int = 210
+        self, reader: RunReader, index: int, on_resumed: Callable[[], None] | None = None, name_px: int = 210
     ) -> None:
         self._reader, self._on_resumed = reader, on_resumed
         self._busy = ""
-        self._key = widgets.HTML(f'<span style="{swatch(color)}"></span>', layout=fixed_width(22))
+        self._key = widgets.HTML(swatch(index), layout=fixed_width(22))
         self._badge = widgets.HTML(layout=fixed_width(76))
         self._name = widgets.HTML(layout=fixed_width(name_px))
         self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout=fixed_width(100))
@@ -143,9 +143,13 @@ def fixed_width(width_px: int) -> dict[str, str]:
     return {"width": f"{width_px}px", "flex": "0 0 auto"}
 
 
-def swatch(color: str) -> str:
-    """Return the CSS of a small square in a run's colour."""
-    return f"display:inline-block;width:11px;height:11px;border-radius:2px;background:{color}"
+def swatch(index: int) -> str:
+    """Return a small mark in a run's colour as HTML; runs of equal colours have marks of different shapes."""
+    color, again = theme.series_color(index), index // len(theme.PALETTE)
+    look = f"border-radius:{2 if again % 4 < 2 else 6}px;border:3px solid {color}"
+    fill = color if again % 2 == 0 else "white"
+    size = "display:inline-block;box-sizing:border-box;width:12px;height:12px"
+    return f"<span style='{size};background:{fill};{look}'></span>"
 
 
 def _state_of(snapshot: Snapshot) -> str:
@@ -171,7 +175,7 @@ def rows_html(snapshots: Sequence[Snapshot], full_names: Sequence[str]) -> str:
     """Return the rows of all runs as static HTML; a run's full name shows on hover."""
     rows = [
         (
-            Html(f"<span style='{swatch(theme.series_color(index))}'></span>"),
+            Html(swatch(index)),
             Html(badge(_state_of(snapshot))),
             Html(f"<b title='{html.escape(name)}'>{html.escape(snapshot.name)}</b>"),
             _describe(snapshot),
