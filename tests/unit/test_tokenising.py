@@ -262,6 +262,22 @@ def test_a_hub_dataset_is_read_in_blocks_of_rows() -> None:
     assert [paragraph for block in blocks for paragraph in block.paragraphs()] == [(True, row.strip()) for row in rows]
 
 
+def test_newlines_alone_end_a_line_in_files_rows_and_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    given, lines = "a\u2028b\x0cc\x85d\x0be\r\n f\rg \n", ["a\u2028b\x0cc\x85d\x0be", "f\rg"]
+    file = tmp_path / "text.txt"
+    file.write_bytes(given.encode())
+    sources = (
+        Files((file,), one_document_each=True),
+        Files((write_documents([given], "text", False),), one_document_each=False),
+        _text.Rows(datasets.Dataset.from_dict({"text": [given]}), "text", "key"),
+    )
+    for source in sources:
+        assert [text for block in source.blocks() for _, text in block.paragraphs()] == lines
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path

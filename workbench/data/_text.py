@@ -205,7 +205,8 @@ class Files:
         """Return True if the paragraph after some whole lines begins a document."""
         if self.one_document_each:
             return starts and not text.decode(errors="replace").strip()
-        *_, last = _pieces(text.removesuffix(b"\n").rpartition(b"\n")[2])
+        end = len(text) - text.endswith(b"\n")
+        *_, last = _pieces(text[text.rfind(b"\n", 0, end) + 1 : end])
         return not last.decode(errors="replace").strip()
 
 
