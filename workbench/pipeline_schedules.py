@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from workbench.errors import PlanInfeasible, suggestion
 
@@ -50,7 +50,7 @@ class PipelineSchedule:
     stands_in_for: str | None = None
     """Schedule in whose place this one is searched, where that cannot run; None for one that is always searched."""
 
-    @property
+    @cached_property
     def interleaves(self) -> bool:
         """Return True if ranks may hold several stages each."""
         return self.chunks != (1,)

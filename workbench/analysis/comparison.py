@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.analysis.axes import COST_AXES, X_AXES, check_axis, shared_axes
-from workbench.analysis.curve import Array, Curve, CurveLike, column
+from workbench.analysis.curve import Array, Curve, CurveLike, column, finite_points
 from workbench.analysis.smoothing import SMOOTHING, smoothed
 from workbench.errors import UnknownParameter
 
@@ -217,16 +217,8 @@ def _shared_grid(curves: Sequence[CurveLike], axis: str) -> Array:
 def _binned_loss(curve: CurveLike, axis: str) -> tuple[Array, Array]:
     """Return finite (x, loss) pairs, at most `MAX_POINTS`; a longer run is averaged in bins."""
     held_out = column(curve, "eval_loss")
-    x, y = column(curve, X_AXES[axis].column), held_out if len(held_out) else column(curve, "loss")
-    if len(x) != len(y):
-        return np.empty(0), np.empty(0)
-    finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[finite], y[finite]
-    if len(x) <= MAX_POINTS:
-        return x, y
-    starts = np.linspace(0, len(x), MAX_POINTS, endpoint=False).astype(np.int64)
-    sizes = np.diff(np.append(starts, len(x)))
-    return np.add.reduceat(x, starts) / sizes, np.add.reduceat(y, starts) / sizes
+    y = held_out if len(held_out) else column(curve, "loss")
+    return finite_points(column(curve, X_AXES[axis].column), y, MAX_POINTS)
 
 
 def _resample(curve: CurveLike, axis: str, grid: Array, width: float, seed: int) -> tuple[Array, Array]:

@@ -68,7 +68,9 @@ def contrast(
     """
     check_axis(x)
     check_smoothing(smoothing)
-    curves = with_unique_names(_comparable(curves))
+    held_out = [evaluations_of(curve) for curve in curves]
+    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= LEAST_EVALUATIONS]
+    curves = with_unique_names(enough if len(enough) == len(curves) else curves)
     first, *others = curves
     return Contrast(
         tuple(curve.name for curve in curves),
@@ -76,12 +78,6 @@ def contrast(
         tuple(difference(other, first, x, smoothing) for other in others),
         setting_differences(described),
     )
-
-
-def _comparable(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
-    held_out = [evaluations_of(curve) for curve in curves]
-    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= LEAST_EVALUATIONS]
-    return enough if len(enough) == len(curves) else curves
 
 
 def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -86,6 +86,22 @@ def metrics_of(curves: Iterable[CurveLike]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for metrics in found for name in metrics))
 
 
+def finite_points(x: Array, y: Array, most: int | None = None) -> tuple[Array, Array]:
+    """Return the points whose two values are finite; of more than `most`, averages of neighbours.
+
+    There are none where one of the columns was not recorded.
+    """
+    if len(x) != len(y):
+        return np.empty(0), np.empty(0)
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if most is None or len(x) <= most:
+        return x, y
+    starts = np.linspace(0, len(x), most, endpoint=False).astype(np.int64)
+    sizes = np.diff(np.append(starts, len(x)))
+    return np.add.reduceat(x, starts) / sizes, np.add.reduceat(y, starts) / sizes
+
+
 def column_or_nan(curve: CurveLike, name: str, length: int) -> Array:
     """Return one column, or `length` NaNs if the curve has no column of that name and length."""
     values = column(curve, name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from workbench.analysis.contrast import Contrast
 from workbench.analysis.contrast import contrast as contrast_curves
 from workbench.analysis.curve import curves_of
@@ -32,7 +30,11 @@ def contrast(runs: Runs | Sweep, x: str = "tokens", *, smoothing: float = SMOOTH
     with the best.
     """
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
-    described = [{"experiment": values_by_name(run.config), "plan": _plan_json(run)} for run in handles]
+    plans = [run.directory.plan for run in handles]
+    described = [
+        {"experiment": values_by_name(run.config), "plan": read_json(plan) if plan.exists() else {}}
+        for run, plan in zip(handles, plans, strict=True)
+    ]
     groups, curves = seed_groups(described), curves_of(handles)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
         names = group_names([described[group[0]] for group in groups])
@@ -51,7 +53,3 @@ def _finished(sweep: Sweep) -> list[Run]:
             "contrast needs two such configurations. Sweep with seeds=2 or more, or wait until more runs have finished."
         )
     return [run for row in rows for run in row.finished]
-
-
-def _plan_json(run: Run) -> Any:
-    return read_json(run.directory.plan) if run.directory.plan.exists() else {}

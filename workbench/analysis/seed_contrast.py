@@ -17,7 +17,7 @@ import numpy as np
 from workbench.analysis.axes import X_AXES
 from workbench.analysis.comparison import CONFIDENCE
 from workbench.analysis.contrast import setting_differences
-from workbench.analysis.curve import Array, CurveLike, column, evaluations_of
+from workbench.analysis.curve import Array, CurveLike, column, evaluations_of, finite_points
 from workbench.analysis.smoothing import SMOOTHING, smoothed
 from workbench.errors import UnknownParameter
 from workbench.sparsity import from_json
@@ -139,25 +139,19 @@ def contrast_seeds(groups: Mapping[str, Sequence[CurveLike]], smoothing: float =
         for name, curves in groups.items()
     )
     compared = known if evaluated else groups
-    first, *others = compared
+    loss, (first, *others) = "eval_loss" if evaluated else "loss", compared
     differences = []
     for axis in AXES:
         for other in others:
-            points = [[_points(curve, axis, evaluated) for curve in compared[name]] for name in (other, first)]
+            points = [
+                [finite_points(column(curve, X_AXES[axis].column), column(curve, loss)) for curve in compared[name]]
+                for name in (other, first)
+            ]
             difference = _difference((other, first), axis, points, 0.0 if evaluated else smoothing)
             differences += [] if difference is None else [difference]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or GPU-hours. Train them further.")
     return SeedContrast("Held-out loss" if evaluated else "Training loss", tuple(differences))
-
-
-def _points(curve: CurveLike, axis: str, evaluated: bool) -> Points:
-    """Return the finite positions and losses of a run."""
-    x, loss = column(curve, X_AXES[axis].column), column(curve, "eval_loss" if evaluated else "loss")
-    if len(x) != len(loss):
-        return np.empty(0), np.empty(0)
-    finite = np.isfinite(x) & np.isfinite(loss)
-    return x[finite], loss[finite]
 
 
 def _difference(

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import X_AXES, check_axis
-from workbench.analysis.curve import Array
+from workbench.analysis.curve import Array, finite_points
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
@@ -88,14 +88,7 @@ def draw_seed_bands(
 def _line(record: Record, column: str, y: str) -> Line:
     """Return the finite points of a run's curve; of more than `POINTS`, averages of neighbours."""
     table: Any = record[1] if y == "eval_loss" else record[0]
-    x, loss = table[column], table[y]
-    finite = np.isfinite(x) & np.isfinite(loss)
-    x, loss = x[finite], loss[finite]
-    if len(x) <= POINTS:
-        return x, loss
-    starts = np.linspace(0, len(x), POINTS, endpoint=False).astype(np.int64)
-    sizes = np.diff(np.append(starts, len(x)))
-    return np.add.reduceat(x, starts) / sizes, np.add.reduceat(loss, starts) / sizes
+    return finite_points(table[column], table[y], POINTS)
 
 
 def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float) -> list[go.Scatter]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 MASK = "***"
 WORDS = (
@@ -102,13 +102,10 @@ def _without_value(match: re.Match[str]) -> str:
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
     """Return a command line without secrets: `--api-key ***`, `--password=***`."""
-    return list(_masked_arguments(arguments))
-
-
-def _masked_arguments(arguments: Iterable[str]) -> Iterable[str]:
-    is_value = False
+    shown, is_value = list[str](), False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         secret = OPTION.fullmatch(name) or (equals and is_secret(name))
-        yield MASK if is_value else f"{name}={MASK}" if secret and equals else masked(argument)
+        shown.append(MASK if is_value else f"{name}={MASK}" if secret and equals else masked(argument))
         is_value = bool(secret and not equals and name.startswith("-"))
+    return shown

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from workbench.arguments import checked_arguments
+from workbench.events import Event
+from workbench.runs.records.history import History, HistoryTail, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.tables import STYLE, html_table, text_table
@@ -26,24 +28,29 @@ def measurements(run: Run) -> dict[str, Any]:
 
     `mfu` is NaN on CPUs; all medians are NaN for a run without steps.
     """
-    history = run.history()
-    settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
-    columns = {name: history[name][settled] for name in ("step_ms", "tokens_per_s", "mfu")}
+    return _measured(run.history(), run.milestones())
+
+
+def _measured(history: History, milestones: Sequence[Event]) -> dict[str, Any]:
+    columns = {name: history[name][_settled(history)] for name in ("step_ms", "tokens_per_s", "mfu")}
     medians: dict[str, Any] = {name: float(np.median(c)) if len(c) else float("nan") for name, c in columns.items()}
     peaks: dict[int, int] = {}
-    for event in run.milestones():
+    for event in milestones:
         if event["type"] == "memory":
             peaks[event["stage"]] = max(peaks.get(event["stage"], 0), int(event["peak_bytes"]))
     return {**medians, "peak_bytes": peaks}
 
 
-def data_wait(run: Run) -> float:
-    """Return the share of the time of a run's settled steps in which it waited for data; NaN if it is unknown."""
-    history = run.history()
-    settled = slice(min(SETTLING_STEPS, len(history) // 2), None)
+def data_wait(history: History) -> float:
+    """Return the share of the time of settled steps in which a run waited for data; NaN if it is unknown."""
+    settled = _settled(history)
     share, step_ms = history.data_wait[settled], history.step_ms[settled]
     finite = np.isfinite(share) & np.isfinite(step_ms)
     return float(np.average(share[finite], weights=step_ms[finite])) if finite.any() else float("nan")
+
+
+def _settled(history: History) -> slice:
+    return slice(min(SETTLING_STEPS, len(history) // 2), None)
 
 
 @dataclass(frozen=True)
@@ -69,25 +76,6 @@ class Summary:
         return f"<div style='overflow-x:auto'>{table}</div><p><small>{below}</small></p>"
 
 
-COLUMNS = (
-    "run",
-    "parameters",
-    "plan",
-    "tokens",
-    "FLOPs",
-    "final loss",
-    "held-out loss",
-    "training time",
-    "tokens/s",
-    "MFU",
-    "waiting for data",
-    "step, measured",
-    "step, predicted",
-    "peak, measured",
-    "peak, predicted",
-)
-
-
 SPARSE_COLUMNS = {"blocks present": "present", "blocks explored": "explored"}
 """Columns that tables with a sparse run have too, and the columns of `Patterns` that they show the last value of."""
 
@@ -99,22 +87,12 @@ def summary(runs: Runs) -> Summary:
     The last value of each metric of the experiments, and what sparse runs have explored, come after the held-out loss.
     """
     runs = load_runs(runs)
-    computed = [run.evaluations().metrics for run in runs]
-    metrics = tuple(dict.fromkeys(name for metrics_of_run in computed for name in metrics_of_run))
-    at = COLUMNS.index("held-out loss") + 1
-    patterns = [run.patterns() for run in runs]
-    sparse = SPARSE_COLUMNS if any(map(len, patterns)) else {}
-    rows = [
-        (
-            *row[:at],
-            *(_number(_last(metrics_of_run.get(name)), "{:.4g}") for name in metrics),
-            *(_number(100 * _last(moved[name]), "{:.3g} %") for name in sparse.values()),
-            *row[at:],
-        )
-        for row, metrics_of_run, moved in zip(map(_row, runs), computed, patterns, strict=True)
-    ]
-    columns = (*COLUMNS[:at], *metrics, *sparse, *COLUMNS[at:])
-    return Summary(columns, tuple(rows), machine(runs[0]), notes_of_plans(runs))
+    tails = [read_tail(run.directory.events) for run in runs]
+    metrics = dict.fromkeys(name for tail in tails for name in tail.evaluations.metrics)
+    sparse = SPARSE_COLUMNS if any(len(tail.patterns) for tail in tails) else {}
+    rows = [_row(run, tail, list(metrics), sparse) for run, tail in zip(runs, tails, strict=True)]
+    cells = tuple(tuple(row.values()) for row in rows)
+    return Summary(tuple(rows[0]), cells, machine(runs[0]), notes_of_plans(runs))
 
 
 def notes_of_plans(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -130,31 +108,36 @@ def _last(values: Any) -> float:
     return float(values[-1]) if values is not None and len(values) else float("nan")
 
 
-def _row(run: Run) -> tuple[str, ...]:
-    plan, history, measured = run.plan, run.history(), measurements(run)
-    start = next((event for event in run.milestones() if event["type"] == "start"), None)
-    steps, held_out = len(history), run.evaluations().eval_loss
+def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[str, str]) -> dict[str, str]:
+    """Return the cells of a run by column."""
+    plan, history, evaluations, patterns = run.plan, tail.read(), tail.evaluations, tail.patterns
+    milestones = run.milestones()
+    start = next((event for event in milestones if event["type"] == "start"), None)
+    steps, measured = len(history), _measured(history, milestones)
     peak = max(measured["peak_bytes"].values(), default=None)
-    loss = float(np.mean(history["loss"][-LAST_STEPS:])) if steps else float("nan")
+    loss = float(np.mean(history.loss[-LAST_STEPS:])) if steps else float("nan")
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
     recompute = ", recompute" if plan.recompute != "none" else ""
-    return (
-        run.name,
-        count(start["parameters"]) if start else "–",
-        f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}",
-        count(history["tokens"][-1]) if steps else "–",
-        f"{history['flops'][-1]:.3g}" if steps else "–",
-        "not finite" if steps and not np.isfinite(loss) else _number(loss, "{:.3f}"),
-        _number(_last(held_out), "{:.3f}"),
-        duration(history["seconds"][-1]) if steps else "–",
-        _number(measured["tokens_per_s"], "{:,.0f}"),
-        _number(100 * measured["mfu"], "{:.1f} %"),
-        _number(100 * data_wait(run), "{:.1f} %"),
-        _number(measured["step_ms"], "{:.1f} ms"),
-        f"{plan.prediction.step_ms:.1f} ms",
-        "–" if peak is None else gib(peak),
-        gib(plan.peak_bytes),
-    )
+    division = f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
+    return {
+        "run": run.name,
+        "parameters": count(start["parameters"]) if start else "–",
+        "plan": division,
+        "tokens": count(history.tokens[-1]) if steps else "–",
+        "FLOPs": f"{history.flops[-1]:.3g}" if steps else "–",
+        "final loss": "not finite" if steps and not np.isfinite(loss) else _number(loss, "{:.3f}"),
+        "held-out loss": _number(_last(evaluations.eval_loss), "{:.3f}"),
+        **{name: _number(_last(evaluations.metrics.get(name)), "{:.4g}") for name in metrics},
+        **{title: _number(100 * _last(patterns[name]), "{:.3g} %") for title, name in sparse.items()},
+        "training time": duration(history.seconds[-1]) if steps else "–",
+        "tokens/s": _number(measured["tokens_per_s"], "{:,.0f}"),
+        "MFU": _number(100 * measured["mfu"], "{:.1f} %"),
+        "waiting for data": _number(100 * data_wait(history), "{:.1f} %"),
+        "step, measured": _number(measured["step_ms"], "{:.1f} ms"),
+        "step, predicted": f"{plan.prediction.step_ms:.1f} ms",
+        "peak, measured": "–" if peak is None else gib(peak),
+        "peak, predicted": gib(plan.peak_bytes),
+    }
 
 
 def _number(value: float, form: str) -> str:
