@@ -91,8 +91,8 @@ def summary(runs: Runs) -> Summary:
     metrics = dict.fromkeys(name for tail in tails for name in tail.evaluations.metrics)
     sparse = SPARSE_COLUMNS if any(len(tail.patterns) for tail in tails) else {}
     rows = [_row(run, tail, list(metrics), sparse) for run, tail in zip(runs, tails, strict=True)]
-    cells = tuple(tuple(row.values()) for row in rows)
-    return Summary(tuple(rows[0]), cells, machine(runs[0]), notes_of_plans(runs))
+    cells = tuple(tuple(cell for _, cell in row) for row in rows)
+    return Summary(tuple(column for column, _ in rows[0]), cells, machine(runs[0]), notes_of_plans(runs))
 
 
 def notes_of_plans(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ def _last(values: Any) -> float:
     return float(values[-1]) if values is not None and len(values) else float("nan")
 
 
-def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[str, str]) -> dict[str, str]:
-    """Return the cells of a run by column."""
+def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return column and cell of each figure of a run; a metric may be called like a column."""
     plan, history, evaluations, patterns = run.plan, tail.read(), tail.evaluations, tail.patterns
     milestones = run.milestones()
     start = next((event for event in milestones if event["type"] == "start"), None)
@@ -119,7 +119,7 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
     recompute = ", recompute" if plan.recompute != "none" else ""
     division = f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
-    return {
+    before = {
         "run": run.name,
         "parameters": count(start["parameters"]) if start else "–",
         "plan": division,
@@ -127,8 +127,10 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
         "FLOPs": f"{history.flops[-1]:.3g}" if steps else "–",
         "final loss": "not finite" if steps and not np.isfinite(loss) else _number(loss, "{:.3f}"),
         "held-out loss": _number(_last(evaluations.eval_loss), "{:.3f}"),
-        **{name: _number(_last(evaluations.metrics.get(name)), "{:.4g}") for name in metrics},
-        **{title: _number(100 * _last(patterns[name]), "{:.3g} %") for title, name in sparse.items()},
+    }
+    computed = [(name, _number(_last(evaluations.metrics.get(name)), "{:.4g}")) for name in metrics]
+    computed += [(title, _number(100 * _last(patterns[name]), "{:.3g} %")) for title, name in sparse.items()]
+    after = {
         "training time": duration(history.seconds[-1]) if steps else "–",
         "tokens/s": _number(measured["tokens_per_s"], "{:,.0f}"),
         "MFU": _number(100 * measured["mfu"], "{:.1f} %"),
@@ -138,6 +140,7 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
         "peak, measured": "–" if peak is None else gib(peak),
         "peak, predicted": gib(plan.peak_bytes),
     }
+    return [*before.items(), *computed, *after.items()]
 
 
 def _number(value: float, form: str) -> str:
