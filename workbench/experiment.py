@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import numbers
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -37,6 +36,7 @@ from workbench.validation import (
     Line,
     LineOrNothing,
     Positive,
+    PositiveFactors,
     Real,
     Seed,
     Share,
@@ -44,6 +44,7 @@ from workbench.validation import (
     TrueOrFalse,
     checked_value,
     function_or,
+    is_factor,
     known,
     refused,
 )
@@ -83,16 +84,6 @@ def _loss(value: Any) -> Any:
             "the only scalar that forward returns."
         )
     return value
-
-
-def _scales(value: Any) -> Any:
-    is_mapping = isinstance(value, Mapping) and len(value) > 0 and all(isinstance(name, str) for name in value)
-    if value is not None and not (is_mapping and all(_is_factor(scale) and scale > 0 for scale in value.values())):
-        raise refused(
-            "does not map patterns of parameter names to numbers greater than 0. Write, for instance, "
-            'rate_scale={"*embed*": 1.0, "*": 0.5}.'
-        )
-    return None if value is None else dict(value)
 
 
 def _metrics(value: Any) -> Any:
@@ -158,7 +149,7 @@ class Optimizer:
     """Decay after the warm-up: `linear` or `cosine` to zero at `steps`, `wsd` (constant, then linear to zero in the
     last fifth of the steps), `inverse_sqrt` of the step, or `constant`. A callable gives the multiple of
     `learning_rate` for each step (from 0), without a warm-up."""
-    rate_scale: Annotated[Mapping[str, float] | None, PlainValidator(_scales)] = None
+    rate_scale: PositiveFactors | None = None
     """Multiple of `learning_rate` by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1."""
     betas: tuple[Share, Share] = (0.9, 0.98)
@@ -631,16 +622,9 @@ def _require_factor(schedule: UserFunction, step: int) -> None:
             "step, from 0, and must return the multiple of learning_rate.",
             step=step,
         ) from error
-    if not _is_factor(factor) or factor < 0:
+    if not is_factor(factor):
         raise InvalidExperiment(
             f"lr_schedule returned {factor!r} for step {step}. It must return a number of at least 0: the multiple of "
             "learning_rate for that step.",
             step=step,
         )
-
-
-def _is_factor(value: Any) -> bool:
-    try:
-        return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond any float
-        return False

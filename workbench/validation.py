@@ -5,8 +5,11 @@ Pydantic checks and converts. What it refuses becomes one sentence with the name
 
 from __future__ import annotations
 
+import fnmatch
 import functools
-from collections.abc import Callable, Collection
+import numbers
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args
 
@@ -77,6 +80,39 @@ def known(choices: Collection[str]) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+def is_factor(value: Any) -> bool:
+    """Return True for a finite number of at least 0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and 0 <= value <= sys.float_info.max
+
+
+def _factors(least: str, is_fitting: Callable[[Mapping[str, float]], bool]) -> PlainValidator:
+    """Return the check of multiples by pattern of a parameter's name."""
+
+    def check(value: Any) -> dict[str, float]:
+        is_mapping = isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value)
+        if not is_mapping or not all(map(is_factor, value.values())) or not is_fitting(value):
+            raise refused(
+                "does not map patterns of parameter names to {least}. Write, for instance, {example}.",
+                least=least,
+                example='{"*embed*": 1.0, "*": 0.5}',
+            )
+        return dict(value)
+
+    return PlainValidator(check)
+
+
+def factor_of(name: str, factors: Mapping[str, float]) -> float:
+    """Return the factor of the first pattern (`fnmatch`) that matches a parameter's name, or 1."""
+    return next((factor for pattern, factor in factors.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
+
+
+Factors = Annotated[Mapping[str, float], _factors("finite numbers of at least 0", lambda _: True)]
+PositiveFactors = Annotated[
+    Mapping[str, float], _factors("numbers greater than 0", lambda factors: bool(factors) and all(factors.values()))
+]
 
 
 def function_or(check: Callable[[Any], Any]) -> PlainValidator:

@@ -53,7 +53,7 @@ HOMES = {
     "matplotlib": {"figures"},
     "cloudpickle": {"user_code"},
     "pyarrow": {"runs", "data"},
-    "pydantic": {"validation", "experiment", "sparsity", "planning"},
+    "pydantic": {"validation", "experiment", "models", "sparsity", "planning"},
     "xxhash": {"runs"},
     "optuna": {"sweeps"},
     "yaml": {"sweeps"},

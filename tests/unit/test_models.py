@@ -97,9 +97,7 @@ def test_every_named_model_takes_an_initializer_range_and_its_json_holds_it(make
 @pytest.mark.parametrize("wrong", [0, -0.02, math.nan, math.inf, "0.02", True, None])
 def test_an_initializer_range_that_starts_no_model_is_refused(wrong):
     for make in (models.bert, models.bert_large, models.gpt2, models.opt):
-        with pytest.raises(
-            InvalidExperiment, match=f"initializer_range={wrong!r} must be a number above 0 and at most 1000"
-        ):
+        with pytest.raises(InvalidExperiment, match=f"initializer_range={wrong!r} "):
             make(initializer_range=wrong)
 
 

@@ -16,8 +16,8 @@ from workbench.errors import InvalidExperiment
 from workbench.execution.activation_sizes import activation_sizes
 from workbench.figures.coordinate_view import coordinate_check
 from workbench.models import Model, Scaling, scaling
-from workbench.models._named import initial_factor
-from workbench.optimizers.groups import parameter_groups, rate_scale
+from workbench.optimizers.groups import parameter_groups
+from workbench.validation import factor_of
 
 SMALL = {"vocab_size": 90, "max_positions": 24, "dropout": 0.0, "initializer_range": 0.1}
 BERT = {**SMALL, "layout": "pre_ln", "next_sentence": False}
@@ -46,7 +46,7 @@ def test_every_pattern_of_the_rule_names_parameters_and_matrices_alone_learn_mor
     module = built(rule.model)  # It refuses a pattern of initial_scale that matches nothing.
     assert set(rule.rate_scale) == set(rule.model.initial_scale)
     for name, parameter in module.named_parameters():
-        rate = rate_scale(name, rule.rate_scale)
+        rate = factor_of(name, rule.rate_scale)
         is_hidden = parameter.ndim == 2 and "embed" not in name and ".w" not in name.replace(".weight", "")
         if is_hidden:
             assert rate == pytest.approx(1 / 6 if any(f"{o}." in name for o in RESIDUAL_OUTPUTS) else 1 / 2), name
@@ -65,7 +65,7 @@ def test_folded_multipliers_train_as_explicit_ones(family):
     wide, deep = 2, 3
     groups = []
     for name, parameter in oracle.named_parameters():
-        hidden = rate_scale(name, rule.rate_scale) not in (1, 1 / deep) and parameter.ndim == 2
+        hidden = factor_of(name, rule.rate_scale) not in (1, 1 / deep) and parameter.ndim == 2
         if hidden:
             published = (deep**0.5) if family == "gpt2" and ".c_proj" in name else 1
             parameter.data.mul_(published / wide**0.5)
@@ -134,8 +134,8 @@ def test_initial_scales_of_the_base_model_are_kept():
     rule = scaling(base, target)
     plain = scaling(dataclasses.replace(base, initial_scale=None), target)
     for name in ("bert.encoder.layer.0.attention.output.dense.weight", "bert.encoder.layer.1.output.dense.weight"):
-        halved = initial_factor(name, rule.model.initial_scale)
-        assert halved == pytest.approx(initial_factor(name, plain.model.initial_scale) / 2)
+        halved = factor_of(name, rule.model.initial_scale)
+        assert halved == pytest.approx(factor_of(name, plain.model.initial_scale) / 2)
     assert rule.rate_scale == plain.rate_scale
     apart = dataclasses.replace(base, initial_scale={"*query.weight": 0.5})
     with pytest.raises(InvalidExperiment, match=r"gives the parameters '\*' different factors \(0.5, 1\)"):

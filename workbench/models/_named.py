@@ -3,70 +3,63 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
-from workbench.errors import InvalidExperiment, suggestion
-from workbench.units import is_count
+from pydantic import Field, PlainValidator
+
+from workbench.errors import InvalidExperiment
+from workbench.validation import (
+    Factors,
+    Line,
+    Positive,
+    Share,
+    TrueOrFalse,
+    Whole,
+    checked_value,
+    factor_of,
+    known,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
 LAYOUTS = ("post_ln", "pre_ln")
-SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "max_positions")
-LARGEST_SIZE, LARGEST_SIZES = 2**24, {"num_layers": 10_000}
-"""Largest sizes of a model; a larger one would only keep the planner busy."""
+Size = Annotated[Whole, Field(ge=1, le=2**24)]
+"""A size of a model; a larger one would only keep the planner busy."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_value()
 class Model:
     """A transformer of a known family (`bert`, `gpt2`, `opt`) at one size.
 
     Raises `InvalidExperiment` for sizes that cannot make a model.
     """
 
-    name: str
+    name: Line
     family: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    vocab_size: int
+    hidden_size: Size
+    num_layers: Annotated[Whole, Field(ge=1, le=10_000)]
+    num_heads: Size
+    intermediate_size: Size
+    vocab_size: Size
     """Rows of the embedding; the token ids of the data must be smaller."""
-    max_positions: int
-    dropout: float
-    layout: str = "pre_ln"
+    max_positions: Size
+    dropout: Share
+    layout: Annotated[str, PlainValidator(known(LAYOUTS))] = "pre_ln"
     """Position of the normalisation: `post_ln` after each residual sum, `pre_ln` before each sub-layer."""
-    next_sentence: bool = False
+    next_sentence: TrueOrFalse = False
     """True for a BERT that is also trained to tell true continuations from random ones."""
-    initializer_range: float = 0.02
+    initializer_range: Annotated[Positive, Field(le=1000)] = 0.02
     """Standard deviation of the initial weights."""
-    initial_scale: Mapping[str, float] | None = None
+    initial_scale: Factors | None = None
     """Multiple of the initial values by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1. `wb.models.scaling` computes it."""
     is_user_defined: ClassVar[bool] = False
     is_loaded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for field in SIZES:
-            value = getattr(self, field)
-            most = LARGEST_SIZES.get(field, LARGEST_SIZE)
-            if not is_count(value) or value > most:
-                raise InvalidExperiment(
-                    f"{field}={value!r} must be a whole number from 1 to {most:,}.", parameter=field, value=value
-                )
-        if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
-            raise InvalidExperiment(f"name={self.name!r} is not a name. Give a text of one line.", parameter="name")
-        if self.layout not in LAYOUTS:
-            raise InvalidExperiment(
-                f"layout={self.layout!r} is not a layout of BERT. {suggestion(str(self.layout), LAYOUTS)}",
-                layout=self.layout,
-            )
         if self.hidden_size % self.num_heads:
             raise InvalidExperiment(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}. "
@@ -75,22 +68,6 @@ class Model:
                 hidden_size=self.hidden_size,
                 num_heads=self.num_heads,
             )
-        dropout: Any = self.dropout
-        if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= cast(float, dropout) < 1:
-            raise InvalidExperiment(
-                f"dropout={dropout!r} is not a probability below 1. Give 0 to switch dropout off.",
-                dropout=dropout,
-            )
-        deviation: Any = self.initializer_range
-        if isinstance(deviation, bool) or not isinstance(deviation, int | float) or not 0 < deviation <= 1000:
-            raise InvalidExperiment(
-                f"initializer_range={deviation!r} must be a number above 0 and at most 1000. Give 0.02, or about "
-                "1/sqrt(hidden_size) for a narrow model.",
-                parameter="initializer_range",
-                value=deviation,
-            )
-        if self.initial_scale is not None:
-            object.__setattr__(self, "initial_scale", _checked_scales(self.initial_scale))
 
     @property
     def objective(self) -> str:
@@ -112,32 +89,13 @@ class Model:
         return cast("nn.Module", module.train())
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": "named", **dataclasses.asdict(self)}
+        return {"type": "named", **vars(self)}
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of a number that is nearest to `wanted`, the smaller one of two."""
     near = (divisor for distance in range(wanted) for divisor in (wanted - distance, wanted + distance))
     return next(divisor for divisor in near if number % divisor == 0)
-
-
-def initial_factor(name: str, scales: Mapping[str, float]) -> float:
-    """Return the factor of the first pattern (`fnmatch`) that matches a parameter's name, or 1."""
-    return next((factor for pattern, factor in scales.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
-
-
-def _checked_scales(scales: Any) -> dict[str, float]:
-    numbers = isinstance(scales, Mapping) and all(
-        isinstance(name, str) and isinstance(factor, int | float) and not isinstance(factor, bool)
-        for name, factor in scales.items()
-    )
-    if not numbers or not all(0 <= factor < math.inf for factor in scales.values()):
-        raise InvalidExperiment(
-            f"initial_scale={scales!r} does not map patterns of parameter names to finite numbers of at least 0. "
-            'Write, for instance, initial_scale={"*.output.dense.weight": 0.2}.',
-            parameter="initial_scale",
-        )
-    return dict(scales)
 
 
 def _scale_initial_values(module: Any, scales: Mapping[str, float], model: str) -> None:
@@ -155,7 +113,7 @@ def _scale_initial_values(module: Any, scales: Mapping[str, float], model: str) 
         )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            factor = initial_factor(name, scales)
+            factor = factor_of(name, scales)
             if factor != 1:
                 parameter.mul_(factor)
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.errors import InvalidExperiment
-from workbench.models._named import Model, initial_factor
+from workbench.models._named import Model
 from workbench.tables import html_table, text_table
+from workbench.validation import factor_of
 
 EMBEDDING, VECTOR, HIDDEN = "embedding", "bias or norm", "hidden matrix"
 ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT = "output of attention", "output of feed-forward"
@@ -182,7 +183,7 @@ def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:
     found: dict[str, set[float]] = {pattern: set() for pattern in patterns}
     numbered = {pattern: float(index) for index, pattern in enumerate(patterns)}
     for name in names:
-        found[patterns[int(initial_factor(name, numbered))]].add(initial_factor(name, base.initial_scale))
+        found[patterns[int(factor_of(name, numbered))]].add(factor_of(name, base.initial_scale))
     for pattern, factors in found.items():
         if len(factors) > 1:
             raise InvalidExperiment(

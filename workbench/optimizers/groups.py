@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import nn
 
 from workbench.experiment import Experiment
+from workbench.validation import factor_of
 
 Group = dict[str, Any]
 DECAYED_DIMS = 2
@@ -28,7 +28,7 @@ def parameter_groups(
         if not parameter.requires_grad:
             continue
         decays = parameter.ndim >= DECAYED_DIMS
-        scale = rate_scale(name, experiment.optimizer.rate_scale)
+        scale = factor_of(name, experiment.optimizer.rate_scale or {})
         group = groups.setdefault(
             (not decays, scale, name in orthogonal),
             {
@@ -42,8 +42,3 @@ def parameter_groups(
         group["params"].append(parameter)
         group["names"].append(name)
     return [groups[key] for key in sorted(groups)]
-
-
-def rate_scale(name: str, scales: Mapping[str, float] | None) -> float:
-    """Return the scale of the first pattern (`fnmatch`) that matches a parameter's name, or 1."""
-    return next((scale for pattern, scale in (scales or {}).items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
