@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import nbformat
@@ -18,7 +19,7 @@ from workbench.figures.decimation import MAX_POINTS
 from workbench.rundir import RunDir, append_event, this_process, write_json
 from workbench.runs.records.summary import data_wait
 from workbench.runs.run import Run
-from workbench.widgets import dashboard, live
+from workbench.widgets import dashboard, live, live_widget
 from workbench.widgets.run_reader import RunReader
 
 REPOSITORY = Path(__file__).parents[2]
@@ -259,6 +260,17 @@ def test_a_run_name_is_never_markup(directory: RunDir) -> None:
 def test_an_unknown_axis_is_refused_before_anything_is_shown(directory: RunDir) -> None:
     with pytest.raises(UnknownParameter, match="Did you mean 'tokens'"):
         live(Run(directory.path), x="tokns")
+
+
+def test_no_cell_waits_for_the_picture_of_a_dashboard(directory: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(directory, 1, 10)
+    threads: list[str] = []
+    monkeypatch.setattr(live_widget, "mimebundle_with_picture", lambda _: threads.append(current_thread().name) or {})
+    dashboard = live(Run(directory.path))
+    dashboard._ipython_display_()
+    eventually(lambda: bool(threads))
+    assert set(threads) == {"workbench-Live"}
+    dashboard.close()
 
 
 def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path: Path) -> None:

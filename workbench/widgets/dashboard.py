@@ -19,7 +19,7 @@ from workbench.arguments import checked_arguments
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
-from workbench.figures.pages import mimebundle, mimebundle_with_picture
+from workbench.figures.pages import mimebundle
 from workbench.figures.prepared_curve import map_in_threads
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
@@ -108,7 +108,7 @@ class Live(LiveWidget):
                 return (rows,)
             figure = self._loss.static_figure(self._snapshots, settings)
             figure.update_layout(title=theme.title("Loss of each run", "as it stood when the notebook was saved"))
-            return rows, mimebundle_with_picture(figure.update_layout(margin={"t": 64}, height=440))
+            return rows, self.bundle(figure.update_layout(margin={"t": 64}, height=440), always=True)
         curves = [snapshot.curve for snapshot in self._snapshots]
         x, _ = shared_axis(curves, settings.x)
         loss = loss_curves(curves, x=x, smoothing=settings.smoothing, log_y=settings.log_y)

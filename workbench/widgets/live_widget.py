@@ -32,6 +32,7 @@ class LiveWidget(widgets.VBox):
     def __init__(self, every_s: float, **options: Any) -> None:
         super().__init__(_view_count=0, **options)  # with a number instead of None the page counts the widget's views
         self.observe(lambda _: self.wake(), names="_view_count")
+        self._in_a_hurry = False
         self.note, self.hider = widgets.HTML(), twin_hider()
         self.twins = StaticTwins(self, self.twin, self.remains)
         self._every_s = every_s
@@ -50,9 +51,14 @@ class LiveWidget(widgets.VBox):
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
         return dict(EMPTY)
 
-    def bundle(self, figure: go.Figure) -> dict[str, Any]:
-        """Return a figure for the twin; a page that shows the widget adds a picture to the notebook by itself."""
-        return mimebundle(figure) if self._view_count else mimebundle_with_picture(figure)
+    def bundle(self, figure: go.Figure, always: bool = False) -> dict[str, Any]:
+        """Return a figure for the twin; a page that shows the widget adds a picture to the notebook by itself.
+
+        While a cell waits for the widget to show there is no picture: loading matplotlib takes a third of a second, and
+        the next update adds it.
+        """
+        needs_none = self._in_a_hurry or (self._view_count and not always)
+        return mimebundle(figure) if needs_none else mimebundle_with_picture(figure)
 
     @property
     def following(self) -> bool:
@@ -98,4 +104,8 @@ class LiveWidget(widgets.VBox):
             self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
 
     def _ipython_display_(self) -> None:
+        self._in_a_hurry = self.following
         self.twins.display()
+        self._in_a_hurry = False
+        self.twins.hasten()
+        self.wake()

@@ -80,6 +80,10 @@ class StaticTwins:
             shown = [bundle, *_twin_bundles(*self._contents())]
             self._displays.append([display(each, raw=True, display_id=True) for each in shown])
 
+    def hasten(self) -> None:
+        """Bring the twins up to date with the next `update`, however soon that is."""
+        self._next_at = 0.0
+
     def update(self) -> None:
         """Bring the twins up to date, unless that was done less than `every_s` seconds ago."""
         with self._lock:
