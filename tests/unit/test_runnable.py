@@ -1,8 +1,10 @@
 """The gate before a training, and how often a model is captured on the way through it."""
 
+import pickle
 from dataclasses import replace
 from importlib import import_module
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,15 @@ def test_a_plan_from_a_file_needs_a_capture_only_where_the_experiment_does(captu
     assert captures == []
     wb.launch(evaluated_and_sparse(), Plan.from_json(wb.plan(evaluated_and_sparse()).to_json()))
     assert captures == [True, True, False], "the plan, the sparse weights, the evaluation"
+
+
+def test_a_plan_travels_without_its_graphs(captures):
+    plan = wb.plan(evaluated_and_sparse())
+    assert captures == [True]
+    assert plan.origin[0].captured.is_captured
+    there = pickle.loads(cloudpickle.dumps(plan))
+    assert there == plan
+    assert there.origin[0].captured is None
 
 
 def test_a_sweep_captures_each_model_once(captures, monkeypatch):

@@ -80,6 +80,10 @@ class CapturedModel:
             and self.signature == signature(build_meta(experiment.model.build), self._batch)
         )
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Stay in this process: a plan that a user's function refers to travels to the ranks without its graphs."""
+        return type(None), ()
+
     def _built(self) -> nn.Module:
         return build_meta(self._source.build) if self._model is None else self._model
 
