@@ -363,7 +363,7 @@ def test_a_model_defined_in_a_cell_travels_to_its_one_rank_and_to_a_changed_clon
     assert (clone.environment["cloned_from"], clone.plan) == (run.name, run.plan)
     with pytest.raises(PlanMismatch, match="global_batch"):
         run.clone(run.plan, global_batch=128)
-    with pytest.raises(WorkbenchError, match="of your own"):
+    with pytest.raises(WorkbenchError, match="user-defined model or dataset"):
         run.clone(global_batch=128)
     with pytest.raises(UnknownParameter, match="Did you mean 'learning_rate'"):
         run.clone(learning_rat=1)

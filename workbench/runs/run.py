@@ -303,7 +303,7 @@ def _buildable_experiment(run: Run, changes: Mapping[str, Any]) -> Experiment:
     parts: dict[str, Any] = {"model": experiment.model, "data": experiment.data, "eval_data": experiment.eval_data}
     if any(part is not None and part.is_user_defined and name not in changes for name, part in parts.items()):
         raise WorkbenchError(
-            f"{run.name} trains a model or user-defined dataset, which is stored as code in {run._dir.code} and "
+            f"{run.name} trains a user-defined model or dataset, which is stored as code in {run._dir.code} and "
             "is not loaded from there. Build the Experiment again and launch it."
         )
     return experiment
