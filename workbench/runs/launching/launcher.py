@@ -53,8 +53,8 @@ def launch(
 
     Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
-    devices = devices_for(attempt.plan)
     attempt = _checked(attempt, captured, progress)
+    devices = devices_for(attempt.plan)
     device_queue.queue_folder()
     is_training = worker != processes.EVALUATOR
     with written(attempt) as run:
