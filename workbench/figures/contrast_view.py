@@ -69,17 +69,7 @@ def differences(items: Sequence[Difference]) -> Figure:
 
 def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
     name, color, x = theme.text(item.names[0]), theme.series_color(index), item.x / scale
-    band = go.Scatter(
-        x=np.concatenate([x, x[::-1]]),
-        y=np.concatenate([item.high, item.low[::-1]]),
-        fill="toself",
-        fillcolor=f"rgba({', '.join(map(str, theme.rgb(color)))}, 0.2)",
-        line={"width": 0},
-        hoverinfo="skip",
-        showlegend=False,
-        legendgroup=str(index),
-        meta="band",
-    )
+    band = theme.band(x, item.low, item.high, color, legendgroup=str(index))
     line = go.Scatter(
         x=x,
         y=item.value,

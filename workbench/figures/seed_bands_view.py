@@ -99,10 +99,7 @@ def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: f
     traces = []
     if finished:
         x, mean, low, high = _mean(finished)
-        band = {"x": np.concatenate([x, x[::-1]]) / scale, "y": np.concatenate([high, low[::-1]])}
-        fill = f"rgba({', '.join(map(str, theme.rgb(color)))}, 0.2)"
-        quiet = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "meta": "band"}
-        traces.append(go.Scatter(**band, mode="lines", fill="toself", fillcolor=fill, **quiet, **shared))
+        traces.append(theme.band(x / scale, low, high, color, **shared))
         traces.append(go.Scatter(x=x / scale, y=mean, mode="lines", line={**look, "width": 2}, meta="mean", **shared))
     for at, (x, loss) in enumerate(others):
         quiet = {"hoverinfo": "skip", "showlegend": not finished and at == 0, "meta": "other"}

@@ -10,7 +10,9 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5559A", "#4AA3DF", "#C98A00", "#6A51A3", "#6B7280")
@@ -137,6 +139,14 @@ def ink_on(color: str) -> str:
 def rgb(color: str) -> tuple[int, int, int]:
     """Return the channels of `#rrggbb`, 0 to 255."""
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+
+
+def band(x: Any, low: Any, high: Any, color: str, **fields: Any) -> go.Scatter:
+    """Return the pale area between two curves, which has no entry in the legend."""
+    quiet = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "meta": "band"}
+    around = {"x": np.concatenate([x, x[::-1]]), "y": np.concatenate([high, low[::-1]])}
+    fill = f"rgba({', '.join(map(str, rgb(color)))}, 0.2)"
+    return go.Scatter(**around, mode="lines", fill="toself", fillcolor=fill, **quiet, **fields)
 
 
 def series_dash(index: int) -> str:
