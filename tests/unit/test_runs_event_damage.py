@@ -183,7 +183,7 @@ def test_a_launch_into_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, mo
     monkeypatch.setattr(run_directory, "environment", full)
     with (
         pytest.raises(WorkbenchError, match=r"No space left on device\. Free some space"),
-        run_directory.written(experiment(), plan(2, 8), None, None, None, None),
+        run_directory.written(run_directory.Attempt(experiment(), plan(2, 8))),
     ):
         pass
     assert list((tmp_path / "runs").iterdir()) == []
