@@ -312,5 +312,5 @@ def _check_evaluation_of_checkpoints(run: wb.Run, experiment: wb.Experiment) -> 
         run.evaluate(step=3)
     with pytest.raises(DataError, match="eval_data has the fields"):
         run.evaluate([{"x": torch.zeros(3)}] * 4)
-    with pytest.raises(DataError, match="There are 1 samples, fewer than the 2 of one micro-batch"):
+    with pytest.raises(DataError, match="There are 1 held-out samples, fewer than the 2 of one micro-batch"):
         run.evaluate([samples[0]])
