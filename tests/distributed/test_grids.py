@@ -47,7 +47,8 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
     kernel.wait()
     measured = wb.sweeps.load_grid(path)
     asked = read_json(path / "grid.json")["experiment"]
-    assert (asked["keep_checkpoints"], asked["project"]) == (0, ""), "a cell writes no checkpoint and is not tracked"
+    kept, project = asked["checkpoints"]["keep"], asked["tracking"]["project"]
+    assert (kept, project) == (0, ""), "a cell writes no checkpoint and is not tracked"
     eventually(lambda: measured.measured())
     psutil.Process(read_json(path / "supervisor.json")["pid"]).send_signal(signal.SIGKILL)
     eventually(lambda: not measured.alive)

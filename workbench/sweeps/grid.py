@@ -140,17 +140,8 @@ class Grid:
         chosen, why = self._chosen(cells)
         if steps <= WARM_STEPS:
             raise InvalidArgument(f"steps={steps} times no step. Give more than {WARM_STEPS}, which are warm-up.")
-        changes: dict[str, Any] = {
-            "steps": steps,
-            "evaluate": None,
-            "samples": None,
-            "eval_data": None,
-            "metrics": None,
-            "checkpoint_every": None,
-            "keep_checkpoints": 0,
-            "project": "",
-        }
-        short = self.experiment.replace(**changes, warmup_steps=None, log_every=1)
+        changes: dict[str, Any] = {"evaluation": None, "samples": None, "checkpoint_every": None, "project": ""}
+        short = self.experiment.replace(**changes, steps=steps, keep_checkpoints=0, warmup_steps=None, log_every=1)
         plans = [({n: cell.choices[n] for n in self.varied}, cell.plan) for cell in chosen if cell.plan is not None]
         captured = captured_model(short, plans[0][1])
         for _, plan in plans:
