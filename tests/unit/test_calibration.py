@@ -97,7 +97,7 @@ GPU = Calibration("NVIDIA H100", "cuda", "2.13.0", 8, "2026-11-21", *PRODUCTS, 3
 )
 def test_a_figure_that_no_measurement_gives_is_refused(damage: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert Calibration.load(GPU.save(tmp_path / "whole.json")) == GPU
-    with pytest.raises(PlanMismatch, match=rf"is not a calibration \(.*{words}\).*Run wb\.calibrate"):
+    with pytest.raises(PlanMismatch, match=rf"is not a calibration \(.*{words}\).*Run wb\.measure\.calibrate"):
         Calibration.load(replace(GPU, **damage).save(tmp_path / "damaged.json"))
 
 

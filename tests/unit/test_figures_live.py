@@ -89,7 +89,7 @@ def test_facts_name_step_loss_speed_mfu_and_time_left(directory: RunDir) -> None
     assert snapshot.progress == 0.4
     train(directory, 41, 80, data_wait=0.25)
     assert "MFU 41.0% · waiting for data 25% ·" in RunReader(directory.path).read().facts
-    assert data_wait(Run(directory.path)) == pytest.approx(0.25)
+    assert data_wait(Run(directory.path).history()) == pytest.approx(0.25)
 
 
 def test_before_the_first_step_the_last_phase_is_named(directory: RunDir) -> None:

@@ -69,7 +69,7 @@ class StandInRun(Run):
         super().__init__("mini")
         self.loss, self.held_out, self.final, self.asked = loss, held_out, final, False
 
-    experiment = {"steps": STEPS}  # noqa: RUF012
+    experiment = SimpleNamespace(total_steps=STEPS)
     status = property(lambda self: SimpleNamespace(final=self.final))
 
     def history(self):

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from workbench.rundir import append_event
-from workbench.runs import HistoryTail
 from workbench.runs.records import event_lines, kept_blocks
-from workbench.runs.records.history import latest_events, read_history, read_tail
+from workbench.runs.records.history import HistoryTail, latest_events, read_history, read_tail
 
 STEPS = 400
 

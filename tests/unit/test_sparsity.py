@@ -130,7 +130,7 @@ def test_the_scope_chooses_hidden_matrices_only() -> None:
     ("changes", "message"),
     [
         ({"sparsity": 1.0}, "sparsity=1.0 must be below 1"),
-        ({"sparsity": float("nan")}, "sparsity=nan must be"),
+        ({"sparsity": float("nan")}, "sparsity=nan is not finite"),
         ({"block": 0}, "block=0 must be 1 or more"),
         ({"block": True}, "is not a whole number"),
         ({"block": 2.0}, "is not a whole number"),

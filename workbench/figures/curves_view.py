@@ -39,6 +39,8 @@ MARK_LOOKS: Mapping[str, MarkLook] = {
     "resume": MarkLook("triangle-right", 11, "white", None, "▷ resumed"),
     "divergence": MarkLook("triangle-up", 12, theme.ALERT, "white", "▲ diverges from here"),
 }
+FLATTENING = 4.0
+"""Height of a divergence above all other losses, in multiples of their span, from which it is left out of the axis."""
 MAX_INSIDE = 8
 """Largest number of runs whose names fit into a legend inside the plot, and whose ends have labels."""
 LABEL_ROOM = 0.06
@@ -121,7 +123,8 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
 def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float] | None:
     """Return a range of the y axis without the values after which losses diverge, which would flatten all the rest.
 
-    It is in powers of ten for a logarithmic axis. Returns None if no loss diverges by more than all others span.
+    It is in powers of ten for a logarithmic axis. Returns None if no loss diverges `FLATTENING` times as far as all others
+    span.
     """
     settled, most = [], -math.inf
     for curve in prepared:
@@ -137,7 +140,7 @@ def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float]
     low, high = (math.log10(end) if log_y else float(end) for end in (values.min(), values.max()))
     most = math.log10(most) if log_y and most > 0 else most
     room = 0.05 * (high - low)
-    return [low - room, high + room] if most - high > high - low else None
+    return [low - room, high + room] if high > low and most - high > FLATTENING * (high - low) else None
 
 
 def loss_layout(curves: Sequence[CurveLike], x: str) -> Figure:

@@ -154,9 +154,8 @@ def _open(run: RunDir, mode: str) -> Any:
         x_disable_meta=True,
         x_save_requirements=False,
     )
-    settings = read_json(run.tracker)
     return wandb.init(
-        **settings,
+        **read_json(run.tracker),
         job_type="train",
         dir=str(run.tracking),
         config=config_of(run),
