@@ -123,8 +123,8 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
 def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float] | None:
     """Return a range of the y axis without the values after which losses diverge, which would flatten all the rest.
 
-    It is in powers of ten for a logarithmic axis. Returns None if no loss diverges `FLATTENING` times as far as all others
-    span.
+    It is in powers of ten for a logarithmic axis. Returns None if no loss diverges by more than `FLATTENING` times what
+    all others span.
     """
     settled, most = [], -math.inf
     for curve in prepared:
