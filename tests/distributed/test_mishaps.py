@@ -78,7 +78,7 @@ def test_a_model_beside_the_notebook_is_found_when_its_run_goes_on_from_another_
     (node / "project" / "train.py").write_text(textwrap.dedent(code))
     command = [sys.executable, str(node / "project" / "train.py")]
     run = load_run(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    asked = experiment(2)
+    asked = run.experiment.replace(steps=2)
     again = launch(asked, plan_for(asked, 1), resume=run.path, code={}, worker="standin_worker").wait(60)
     assert again.logs().count("built my net") == 2
     clone = Run(launcher.clone(run.directory, run.plan, {}, worker="standin_worker")).kill()
