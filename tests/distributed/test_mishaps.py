@@ -13,7 +13,6 @@ from tests.distributed.test_launch import (
     HERE,
     ROOT,
     eventually,
-    experiment,
     first_step,
     launch,
     node,

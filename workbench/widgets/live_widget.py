@@ -13,6 +13,7 @@ from typing import Any
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
+from IPython import get_ipython
 
 from workbench.figures.pages import mimebundle, mimebundle_with_picture
 from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
@@ -70,12 +71,20 @@ class LiveWidget(widgets.VBox):
         if self.following:
             self.wake()
             return
+        if (shell := get_ipython()) is not None:  # a cell such as sweep.wait() may have waited for the end
+            shell.events.register("post_run_cell", self._on_cell_end)
         self._thread = threading.Thread(target=self._follow, name=f"workbench-{type(self).__name__}", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         """Update the widget at once."""
         self._wake.set()
+
+    def _on_cell_end(self, _: Any) -> None:
+        if self.following:
+            self.wake()
+        elif (shell := get_ipython()) is not None:
+            shell.events.unregister("post_run_cell", self._on_cell_end)
 
     def close(self) -> None:
         """Stop updating and remove the widget from the page; the runs go on."""
