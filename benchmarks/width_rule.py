@@ -119,7 +119,7 @@ def experiment(size: tuple[int, int], rule: bool, position: int) -> wb.Experimen
         global_batch=BATCH,
         seq_len=SEQ_LEN,
         learning_rate=rate(position),
-        optimizer=wb.Optimizer(rate_scale=scaled.rate_scale if rule else None),
+        optimizer=wb.Optimizer(**scaled.optimizer) if rule else wb.Optimizer(),
         evaluation=wb.Evaluation(samples=HELD_OUT),
     )
 

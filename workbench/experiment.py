@@ -152,6 +152,13 @@ class Optimizer:
     rate_scale: PositiveFactors | None = None
     """Multiple of `learning_rate` by pattern of the parameter's name (`fnmatch`); the first pattern that matches
     counts, and a parameter that none matches has 1."""
+    decay_scale: PositiveFactors | None = None
+    """Multiple of `weight_decay` by pattern, for AdamW."""
+    eps_scale: PositiveFactors | None = None
+    """Multiple of `eps` by pattern, for AdamW."""
+    grad_norm_scale: PositiveFactors | None = None
+    """Multiple by pattern with which gradients count in the global norm, for AdamW: a parameter that holds c times
+    another one counts as that one if its multiple is c. `wb.models.scaling` computes all four."""
     betas: tuple[Share, Share] = (0.9, 0.98)
     eps: Positive = 1e-8
     weight_decay: Annotated[Real, Field(ge=0)] = 0.01
@@ -165,6 +172,14 @@ class Optimizer:
                 f"warmup_steps={self.warmup_steps} is given, and lr_schedule is a callable, which decides the rate "
                 "of every step itself. Leave warmup_steps out, and let the callable warm up.",
                 warmup_steps=self.warmup_steps,
+            )
+        folded = [name for name in ("decay_scale", "eps_scale", "grad_norm_scale") if getattr(self, name) is not None]
+        if folded and self.algorithm != "adamw":
+            raise InvalidExperiment(
+                f"The optimizer is {self.name}, and {', '.join(folded)} can be given for adamw alone: the rule of "
+                "wb.models.scaling is derived from AdamW's update, and its factors are wrong for others. Use "
+                'optimizer="adamw", or give a rate_scale of your own and nothing else of the rule.',
+                algorithm=self.name,
             )
 
     @property

@@ -92,6 +92,7 @@ def test_rates_go_by_the_first_pattern_that_matches() -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in names.items()}
     experiment = tiny(learning_rate=2.0, weight_decay=0.1, rate_scale={"embed*": 1.0, "layer.*": 0.5})
     groups = parameter_groups(parameters, experiment)
+    assert not any("eps" in group for group in groups), "groups have an epsilon of their own only if it is scaled"
     found = {name: (group["lr"], group["weight_decay"]) for group in groups for name in group["names"]}
     decayed, plain = 0.1, 0.0
     assert found == {
@@ -116,8 +117,9 @@ def half(_step: int) -> float:
 
 
 def test_a_pattern_without_a_parameter_is_refused_before_planning() -> None:
-    with pytest.raises(InvalidExperiment, match=r"The pattern '\*attentoin\*' of rate_scale matches none"):
-        wb.plan(tiny(rate_scale={"*attentoin*": 0.5, "*": 1.0}), wb.Cluster.of("h200", gpus=1))
+    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"):
+        with pytest.raises(InvalidExperiment, match=rf"The pattern '\*attentoin\*' of {field} matches none"):
+            wb.plan(tiny(**{field: {"*attentoin*": 0.5, "*": 1.0}}), wb.Cluster.of("h200", gpus=1))
 
 
 def test_only_adamw_can_be_offloaded() -> None:

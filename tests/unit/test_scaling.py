@@ -1,4 +1,4 @@
-"""The width and depth rule: what it multiplies, and that folded multipliers train as explicit ones."""
+"""The width and depth rule: what it multiplies; `tests/distributed/test_scaling_rule.py` trains by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from workbench.errors import InvalidExperiment
 from workbench.execution.activation_sizes import activation_sizes
 from workbench.figures.coordinate_view import coordinate_check
 from workbench.models import Model, Scaling, scaling
-from workbench.optimizers.groups import parameter_groups
 from workbench.validation import factor_of
 
 SMALL = {"vocab_size": 90, "max_positions": 24, "dropout": 0.0, "initializer_range": 0.1}
@@ -31,7 +30,7 @@ PAIRS = {
     "opt": (models.opt(32, 2, 4, **SMALL), models.opt(64, 6, 8, **SMALL)),
 }
 RESIDUAL_OUTPUTS = (".output.dense", ".c_proj", ".out_proj", ".fc2")
-READ_OUTS = ("cls.predictions.decoder", "lm_head")
+OUTPUT_WEIGHTS = ("attention.output.dense.weight", "attn.c_proj.weight")
 
 
 def built(model: Model) -> torch.nn.Module:
@@ -44,9 +43,10 @@ def test_every_pattern_of_the_rule_names_parameters_and_matrices_alone_learn_mor
     base, target = PAIRS[family]
     rule = scaling(base, target)
     module = built(rule.model)  # It refuses a pattern of initial_scale that matches nothing.
-    assert set(rule.rate_scale) == set(rule.model.initial_scale)
+    rates = rule.optimizer["rate_scale"]
+    assert all(set(factors) == set(rule.model.initial_scale) for factors in rule.optimizer.values())
     for name, parameter in module.named_parameters():
-        rate = factor_of(name, rule.rate_scale)
+        rate = factor_of(name, rates)
         is_hidden = parameter.ndim == 2 and "embed" not in name and ".w" not in name.replace(".weight", "")
         if is_hidden:
             assert rate == pytest.approx(1 / 6 if any(f"{o}." in name for o in RESIDUAL_OUTPUTS) else 1 / 2), name
@@ -54,49 +54,6 @@ def test_every_pattern_of_the_rule_names_parameters_and_matrices_alone_learn_mor
             assert rate == 1, name
         else:
             assert rate in (1, 1 / 2, 1 / 3), name
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2", "opt"])
-def test_folded_multipliers_train_as_explicit_ones(family):
-    """The oracle multiplies residual branches and the input of the read-out in forward, and starts them unscaled."""
-    base, target = PAIRS[family]
-    rule = scaling(base, target)
-    ours, oracle = built(rule.model), built(dataclasses.replace(target, initializer_range=base.initializer_range))
-    wide, deep = 2, 3
-    groups = []
-    for name, parameter in oracle.named_parameters():
-        hidden = factor_of(name, rule.rate_scale) not in (1, 1 / deep) and parameter.ndim == 2
-        if hidden:
-            published = (deep**0.5) if family == "gpt2" and ".c_proj" in name else 1
-            parameter.data.mul_(published / wide**0.5)
-        groups.append({"params": [parameter], "lr": 1e-2 / (wide if hidden else 1)})
-    for name, module in oracle.named_modules():
-        if name.endswith(RESIDUAL_OUTPUTS):
-            module.register_forward_hook(lambda _module, _inputs, output: output / deep)
-        if name in READ_OUTS:
-            module.register_forward_pre_hook(lambda _module, inputs: (inputs[0] / wide,))
-    experiment = wb.Experiment.of(
-        model=rule.model, data=wb.data.corpus(), seq_len=16, learning_rate=1e-2, rate_scale=rule.rate_scale
-    )
-    scaled = [
-        {"params": g["params"], "lr": g["lr"]} for g in parameter_groups(dict(ours.named_parameters()), experiment)
-    ]
-    curves = [losses(ours, scaled), losses(oracle, groups)]
-    assert curves[0] == pytest.approx(curves[1], rel=2e-4)
-    assert curves[0][-1] < curves[0][0] - 0.1
-
-
-def losses(module: torch.nn.Module, groups: list[dict[str, object]]) -> list[float]:
-    optimizer = torch.optim.AdamW(groups, eps=1e-14, weight_decay=0.0)
-    ids = torch.randint(90, (8, 16), generator=torch.Generator().manual_seed(1))
-    found = []
-    for _ in range(6):
-        loss = module(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(float(loss.detach()))
-    return found
 
 
 def test_hidden_matrices_start_narrower_and_embeddings_as_in_the_base_model():
@@ -116,14 +73,14 @@ def test_hidden_matrices_start_narrower_and_embeddings_as_in_the_base_model():
 def test_without_the_depth_rule_a_deeper_model_of_the_same_width_keeps_every_factor():
     base, deeper = models.bert(32, 2, 4, **BERT), models.bert(32, 6, 4, **BERT)
     rule = scaling(base, deeper, depth_rule=False)
-    assert set(rule.rate_scale.values()) == set(rule.model.initial_scale.values()) == {1.0}
-    assert min(scaling(base, deeper).rate_scale.values()) == pytest.approx(1 / 3)
+    assert all(set(factors.values()) == {1.0} for factors in (rule.model.initial_scale, *rule.optimizer.values()))
+    assert min(scaling(base, deeper).optimizer["rate_scale"].values()) == pytest.approx(1 / 3)
 
 
 def test_a_model_scaled_to_its_own_size_is_the_model():
     base = models.bert(32, 2, 4, **BERT)
     rule = scaling(base, base)
-    assert set(rule.rate_scale.values()) == set(rule.model.initial_scale.values()) == {1.0}
+    assert all(set(factors.values()) == {1.0} for factors in (rule.model.initial_scale, *rule.optimizer.values()))
     plain, scaled = built(base).state_dict(), built(rule.model).state_dict()
     assert all(torch.equal(plain[name], scaled[name]) for name in plain)
 
@@ -136,10 +93,38 @@ def test_initial_scales_of_the_base_model_are_kept():
     for name in ("bert.encoder.layer.0.attention.output.dense.weight", "bert.encoder.layer.1.output.dense.weight"):
         halved = factor_of(name, rule.model.initial_scale)
         assert halved == pytest.approx(factor_of(name, plain.model.initial_scale) / 2)
-    assert rule.rate_scale == plain.rate_scale
+    assert rule.optimizer == plain.optimizer
+    assert not rule.notes, "of equal depth nothing is to be told"
     apart = dataclasses.replace(base, initial_scale={"*query.weight": 0.5})
-    with pytest.raises(InvalidExperiment, match=r"gives the parameters '\*' different factors \(0.5, 1\)"):
+    with pytest.raises(InvalidExperiment, match=r"gives the parameters '\*\.layer\.\*' different factors \(0.5, 1\)"):
         scaling(apart, target)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_depth_rule_replaces_smaller_residual_outputs_of_the_base_and_says_so(family):
+    """GPT-2 starts its outputs at 1/sqrt(2 L) by itself, BERT by an `initial_scale` of its base."""
+    small = {"*.output.dense.weight": 1 / 2} if family == "bert" else None
+    base = dataclasses.replace(PAIRS[family][0], initial_scale=small)
+    target = PAIRS[family][1]
+    sizes = {}
+    for depth_rule in (True, False):
+        rule = scaling(base, target, depth_rule=depth_rule)
+        output = next(p for n, p in built(rule.model).named_parameters() if n.endswith(OUTPUT_WEIGHTS))
+        sizes[depth_rule] = output.std().item()
+        assert len(rule.notes) == 1
+        assert rule.notes[0] in repr(rule)
+        assert f"{base.name} starts its residual outputs at 0.5 of the other matrices" in rule.notes[0]
+    assert sizes[True] == pytest.approx(0.1 / 2**0.5 / 3, rel=0.05)
+    assert sizes[False] == pytest.approx(0.1 / 2**0.5 / 2, rel=0.05)
+    assert not scaling(PAIRS["bert"][0], PAIRS["bert"][1]).notes
+
+
+def test_the_factors_of_the_rule_are_refused_for_other_optimisers_than_adamw():
+    rule = scaling(*PAIRS["bert"])
+    for other in ("sgd", "lamb", "muon", lambda groups: torch.optim.RAdam(groups)):
+        with pytest.raises(InvalidExperiment, match=r"decay_scale, eps_scale, grad_norm_scale can be given for adamw"):
+            wb.Optimizer(other, **rule.optimizer)
+    assert wb.Optimizer("sgd", rate_scale=rule.optimizer["rate_scale"]).rate_scale
 
 
 def test_pairs_that_differ_in_more_than_size_are_refused_with_a_way_out():
@@ -188,7 +173,7 @@ def sizes() -> dict[bool, dict[int, list[dict[str, float]]]]:
     for width in (64, 128, 256):
         model = models.at_width(base, width)
         rule = scaling(base, model)
-        scaled = experiment.replace(model=rule.model, rate_scale=rule.rate_scale)
+        scaled = experiment.replace(model=rule.model, **rule.optimizer)
         found[True][width] = activation_sizes(scaled, 4)
         found[False][width] = activation_sizes(experiment.replace(model=model), 4)
     return found

@@ -52,7 +52,7 @@ def coordinate_check(experiment: Experiment, widths: Sequence[int] = (64, 128, 2
     for width in sorted(set(widths)):
         model = at_width(base, width)
         rule = scaling(base, model)
-        scaled = experiment.replace(model=rule.model, rate_scale=rule.rate_scale)
+        scaled = experiment.replace(model=rule.model, **rule.optimizer)
         with_rule[width] = activation_sizes(scaled, steps)
         without[width] = activation_sizes(experiment.replace(model=model), steps)
     return CoordinateCheck(with_rule, without)

@@ -86,7 +86,7 @@ def optimizer_cost(experiment: Experiment) -> ParameterUpdate:
     """
     weight = nn.Parameter(torch.ones(SIDE, SIDE))
     matrices = {"weight"} if experiment.optimizer.algorithm == "muon" else set[str]()
-    optimizer = build_optimizer({"weight": weight}, experiment.replace(rate_scale=None), matrices=matrices)
+    optimizer = build_optimizer({"weight": weight}, experiment, matrices=matrices)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     weight.grad = torch.ones_like(weight)

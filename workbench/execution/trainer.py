@@ -32,6 +32,7 @@ from workbench.optimizers.adamw import ShardedAdamW
 from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
+from workbench.validation import factor_of
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,19 @@ class Trainer:
             zero=plan.zero,
         )
 
-    def _parameters_in_norm(self) -> list[tuple[nn.Parameter, int]]:
-        """Return the parameters that this rank adds to the norm, each with the number of ranks that hold the same.
+    def _parameters_in_norm(self) -> list[tuple[nn.Parameter, float]]:
+        """Return the parameters that this rank adds to the norm, each with what its squares are divided by.
 
-        A tied parameter counts once: on the first pipeline rank that holds it.
+        That is the number of ranks that hold the same, over the square of the experiment's `grad_norm_scale`. A tied
+        parameter counts once: on the first pipeline rank that holds it.
         """
-        counted = []
+        counted: list[tuple[nn.Parameter, float]] = []
+        scales = self.experiment.optimizer.grad_norm_scale or {}
         for name, parameter in self._parameters.items():
             if name not in self._ties or self.owns(name):
                 replicas = 1 if is_sharded(parameter) else self.plan.data
-                counted.append((parameter, replicas * (1 if self.stages.sharding(name) else self.plan.tensor)))
+                holders = replicas * (1 if self.stages.sharding(name) else self.plan.tensor)
+                counted.append((parameter, holders / factor_of(name, scales) ** 2))
         return counted
 
     def owns(self, name: str) -> bool:
@@ -171,7 +175,7 @@ class Trainer:
     ) -> torch.Tensor:
         """Compute the gradients of a step and return the scalars of its `StepResult`; `step` explains the arguments."""
         loss = self.gradients(step, batch, label_counts)
-        gradients = ((p.grad, holders) for p, holders in self._in_norm if p.grad is not None)
+        gradients = ((p.grad, divisor) for p, divisor in self._in_norm if p.grad is not None)
         norm = squared_norm(gradients, self.context.device)
         shares = [float(stop), *(share() for share in shared_columns().values())]
         scalars = torch.stack([loss.float(), norm, *(torch.full_like(norm, share) for share in shares)])
@@ -268,19 +272,19 @@ class Trainer:
 
 
 @torch.no_grad()  # With autograd, reading the shards of DTensors would take 5 times the host's time.
-def squared_norm(gradients: Iterable[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
+def squared_norm(gradients: Iterable[tuple[torch.Tensor, float]], device: torch.device) -> torch.Tensor:
     """Return this rank's share of the squared global norm, which is the sum of the shares of all ranks.
 
-    Each gradient (or this rank's shard of it) comes with the number of ranks that hold the same values, and counts for
-    1 / that number on each of them.
+    Each gradient (or this rank's shard of it) comes with what its squares are divided by, such as the number of ranks
+    that hold the same values.
     """
-    by_holders: dict[int, list[torch.Tensor]] = {}
-    for gradient, holders in gradients:
-        by_holders.setdefault(holders, []).append(local(gradient))
+    by_divisor: dict[float, list[torch.Tensor]] = {}
+    for gradient, divisor in gradients:
+        by_divisor.setdefault(divisor, []).append(local(gradient))
     total = torch.zeros((), device=device)
-    for holders, shards in by_holders.items():
+    for divisor, shards in by_divisor.items():
         norms = torch._foreach_norm(shards)
-        total = total + torch.stack(norms).float().square().sum() / holders
+        total = total + torch.stack(norms).float().square().sum() / divisor
     return total
 
 

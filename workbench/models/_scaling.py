@@ -1,10 +1,9 @@
-"""The width and depth rule: initial weights and learning rates of a large model from those tuned on a small one."""
+"""The width and depth rule: the initial weights and AdamW of a large model from those tuned on a small one."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,22 +13,31 @@ from workbench.models._named import Model
 from workbench.tables import html_table, text_table
 from workbench.validation import factor_of
 
-EMBEDDING, VECTOR, HIDDEN = "embedding", "bias or norm", "hidden matrix"
+EMBEDDING, LOGITS_BIAS, READ_OUT_NORM, READ_OUT = "embedding", "bias of logits", "norm before the read-out", "read-out"
+BLOCK_VECTOR, VECTOR = "bias or norm of a block", "bias or norm outside of the blocks"
+BLOCK_MATRIX, MATRIX = "hidden matrix of a block", "hidden matrix outside of the blocks"
 ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT = "output of attention", "output of feed-forward"
-OUTPUT_BIAS, READ_OUT_NORM, READ_OUT = "bias of a residual branch", "norm before the read-out", "read-out"
+OUTPUT_BIAS = "bias of a residual branch"
+OUTPUTS = (ATTENTION_OUTPUT, FEED_FORWARD_OUTPUT)
+WITHOUT_DECAY = (LOGITS_BIAS, READ_OUT_NORM, BLOCK_VECTOR, VECTOR, OUTPUT_BIAS)
 
 PATTERNS: Mapping[str, Mapping[str, str]] = {
     "bert": {
         "*embeddings*": EMBEDDING,
         "cls.predictions.transform.LayerNorm.*": READ_OUT_NORM,
+        "cls.predictions.bias": LOGITS_BIAS,
+        "cls.seq_relationship.bias": LOGITS_BIAS,
+        "cls.seq_relationship.weight": READ_OUT,
         "*.output.dense.bias": OUTPUT_BIAS,
         "*.attention.output.dense.weight": ATTENTION_OUTPUT,
         "*.output.dense.weight": FEED_FORWARD_OUTPUT,
+        "*.layer.*.bias": BLOCK_VECTOR,
+        "*.layer.*.ln.weight": BLOCK_VECTOR,
+        "*.layer.*.LayerNorm.weight": BLOCK_VECTOR,
+        "*.layer.*": BLOCK_MATRIX,
+        "bert.encoder.ln.*": VECTOR,
         "*.bias": VECTOR,
-        "*.ln.weight": VECTOR,
-        "*.LayerNorm.weight": VECTOR,
-        "cls.seq_relationship.weight": READ_OUT,
-        "*": HIDDEN,
+        "*": MATRIX,
     },
     "gpt2": {
         "transformer.w?e.weight": EMBEDDING,
@@ -37,9 +45,9 @@ PATTERNS: Mapping[str, Mapping[str, str]] = {
         "*.c_proj.bias": OUTPUT_BIAS,
         "*.attn.c_proj.weight": ATTENTION_OUTPUT,
         "*.mlp.c_proj.weight": FEED_FORWARD_OUTPUT,
-        "*.bias": VECTOR,
-        "*.ln_?.weight": VECTOR,
-        "*": HIDDEN,
+        "*.bias": BLOCK_VECTOR,
+        "*.ln_?.weight": BLOCK_VECTOR,
+        "*": BLOCK_MATRIX,
     },
     "opt": {
         "model.decoder.embed_*": EMBEDDING,
@@ -48,79 +56,112 @@ PATTERNS: Mapping[str, Mapping[str, str]] = {
         "*.fc2.bias": OUTPUT_BIAS,
         "*.out_proj.weight": ATTENTION_OUTPUT,
         "*.fc2.weight": FEED_FORWARD_OUTPUT,
-        "*.bias": VECTOR,
-        "*layer_norm.weight": VECTOR,
-        "*": HIDDEN,
+        "*.bias": BLOCK_VECTOR,
+        "*layer_norm.weight": BLOCK_VECTOR,
+        "*": BLOCK_MATRIX,
     },
 }
 """Role of the parameters of each family by pattern of the name (`fnmatch`); the first pattern that matches counts."""
+OF_NEXT_SENTENCES = ("cls.seq_relationship.bias", "cls.seq_relationship.weight")
+OF_OTHER_LAYOUT = {"post_ln": ("*.layer.*.ln.weight", "bert.encoder.ln.*"), "pre_ln": ("*.layer.*.LayerNorm.weight",)}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Factors of the parameters that one pattern names, relative to the base model."""
+    """Factors of the parameters that one pattern names, relative to the base model, with a multiplier folded in."""
 
     pattern: str
     role: str
+    multiplier: float
+    """Multiple of what the parameter adds to the activations; a model without the rule has 1."""
     initial: float
     """Multiple of the base model's initial values."""
     rate: float
     """Multiple of the base model's learning rate."""
+    decay: float
+    """Multiple of the weight decay; tensors of one dim have none."""
+    eps: float
+    """Multiple of AdamW's epsilon."""
 
 
 @dataclass(frozen=True, repr=False)
 class Scaling:
-    """Factors of initial values and learning rates for a model whose recipe was tuned on another width and depth."""
+    """Factors of initial values and of AdamW for a model whose recipe was tuned on another width and depth."""
 
     base: Model
     model: Model
     """The target, with the `initial_scale` that the rule gives; train this one."""
     rules: tuple[Rule, ...]
+    notes: tuple[str, ...] = ()
+    """Sentences on how the rule and the initial values of the base model were combined."""
 
     @property
-    def rate_scale(self) -> dict[str, float]:
-        """Return the `rate_scale` of an experiment with `model` and with the learning rate of the base model."""
-        return {rule.pattern: rule.rate for rule in self.rules}
+    def optimizer(self) -> dict[str, dict[str, float]]:
+        """Return the values of `wb.Optimizer` for `model` by name; the others are those of the base model."""
+        return {
+            "rate_scale": {rule.pattern: rule.rate for rule in self.rules},
+            "decay_scale": {rule.pattern: rule.decay for rule in self.rules},
+            "eps_scale": {rule.pattern: rule.eps for rule in self.rules},
+            "grad_norm_scale": {rule.pattern: rule.multiplier for rule in self.rules},
+        }
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{text_table(self._cells())}"
+        return "\n".join((self._title(), text_table(self._cells()), *self.notes))
 
     def _repr_html_(self) -> str:
         head, *body = self._cells()
-        return f"<p><b>{html.escape(self._title())}</b></p>{html_table(head, body)}"
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<p><b>{html.escape(self._title())}</b></p>{html_table(head, body)}{notes}"
 
     def _title(self) -> str:
         wide, deep = self.model.hidden_size / self.base.hidden_size, self.model.num_layers / self.base.num_layers
         return f"{self.model.name} from {self.base.name}: {wide:.4g} times as wide, {deep:.4g} times as deep"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        head = ("parameters", "role", "initial values ×", "learning rate ×")
-        return [head, *((r.pattern, r.role, f"{r.initial:.4g}", f"{r.rate:.4g}") for r in self.rules)]
+        head = ("parameters", "role", "multiplier", "initial values ×", "rate ×", "decay ×", "eps ×")
+        cells: list[tuple[str, ...]] = [head]
+        for rule in self.rules:
+            decay = "none" if rule.role in WITHOUT_DECAY else f"{rule.decay:.4g}"
+            numbers = [f"{number:.4g}" for number in (rule.multiplier, rule.initial, rule.rate)]
+            cells.append((rule.pattern, rule.role, *numbers, decay, f"{rule.eps:.4g}"))
+        return cells
 
 
 def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
-    """Return how `target` starts and learns with the recipe that was tuned on the smaller `base`.
+    """Return how `target` starts and learns with the recipe of AdamW that was tuned on the smaller `base`.
 
-    With w the ratio of the widths and m that of the depths: hidden matrices start 1/sqrt(w) and learn 1/w times as
-    fast (μP for Adam, arXiv:2203.03466, table 8), the logits are multiplied by 1/w, and the residual branches by 1/m
-    (CompleteP, arXiv:2505.01618, table 1). The multipliers are folded into the initial values and rates of the last
-    parameter before them: under Adam c·f(θ) trains as f(θ') with θ' and its rate c times as large (arXiv:2203.03466,
-    lemma J.1). So the model stays as it is, and `rate_scale` and `initial_scale` say everything. With
-    `depth_rule=False` m is 1: only the widths count.
+    With w the ratio of the widths and m that of the depths (table 1 of CompleteP, arXiv:2505.01618, at α = 1): hidden
+    matrices start 1/sqrt(w) times as large, learn 1/w times as fast and decay w times as much; residual branches are
+    multiplied by 1/m and the logits by 1/w; and AdamW's epsilon is divided by w, and by w m in the blocks. With
+    `depth_rule=False` m is 1: only the widths count (μP, arXiv:2203.03466, table 8).
+
+    The multipliers are folded into the last parameters before them, with everything that makes the two identical under
+    AdamW (`_folded`). So the model stays as it is, and its `initial_scale` and `Scaling.optimizer` say everything.
+
+    Where the depth rule changes anything, it takes the place of smaller initial values that the base model gives its
+    residual outputs, such as GPT-2's 1/sqrt(2 L): the target starts without them, and a note says so.
 
     The target's `initializer_range` becomes that of the base. Raises `InvalidExperiment` for models of two families,
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
     """
     _check_pair(base, target, depth_rule)
-    started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=None)
-    rules = tuple(
-        Rule(pattern, role, *_factors(role, base, target, depth_rule))
-        for pattern, role in PATTERNS[target.family].items()
-        if _occurs(pattern, target)
-    )
-    own = _own_factors(base, [rule.pattern for rule in rules])
-    initial = {rule.pattern: rule.initial * own[rule.pattern] for rule in rules}
-    return Scaling(base, dataclasses.replace(started, initial_scale=initial), rules)
+    patterns = {pattern: role for pattern, role in PATTERNS[target.family].items() if _occurs(pattern, target)}
+    rules = tuple(_folded(pattern, role, base, target, depth_rule) for pattern, role in patterns.items())
+    own = _own_factors(base, list(patterns))
+    is_deeper = target.num_layers != base.num_layers
+    initial: dict[str, float] = {}
+    notes: dict[str, None] = {}
+    for rule in rules:
+        factor = own[rule.pattern]
+        if rule.role in OUTPUTS:
+            factor *= _published(base)
+            if factor < 1 and is_deeper:
+                notes[_note(base, target, factor, depth_rule)] = None
+                factor = 1.0 if depth_rule else factor
+            factor /= _published(target)
+        initial[rule.pattern] = rule.initial * factor
+    started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=initial)
+    return Scaling(base, started, rules, tuple(notes))
 
 
 def at_width(model: Model, width: int) -> Model:
@@ -146,30 +187,59 @@ def at_width(model: Model, width: int) -> Model:
     )
 
 
-def _factors(role: str, base: Model, target: Model, depth_rule: bool) -> tuple[float, float]:
-    """Return the factors of the initial values and of the learning rate of the parameters of one role."""
-    width, deeper = target.hidden_size / base.hidden_size, target.num_layers / base.num_layers
+def _folded(pattern: str, role: str, base: Model, target: Model, depth_rule: bool) -> Rule:
+    """Return the factors of the parameters of one role, with their multiplier c folded in.
+
+    c W and W' = c W are the same function, and the gradient of W is c times that of W'. AdamW moves W by
+    rate · g / (|g| + eps) + rate · decay · W, so that W' moves as c W does if its rate is c times that of W, its
+    epsilon 1/c and its decay 1/c times that of W; and its gradient counts c times in the global norm.
+    """
+    width = target.hidden_size / base.hidden_size
     inner = target.intermediate_size / base.intermediate_size
-    depth = deeper if depth_rule else 1.0
-    # GPT-2 itself starts its outputs at 1/sqrt(2 L) of the others (transformers does); this undoes what that adds.
-    published = math.sqrt(deeper) if target.family == "gpt2" else 1.0
-    return {
-        EMBEDDING: (1.0, 1.0),
-        VECTOR: (1.0, 1.0),
-        HIDDEN: (width**-0.5, 1 / width),
-        ATTENTION_OUTPUT: (published * width**-0.5 / depth, 1 / (width * depth)),
-        FEED_FORWARD_OUTPUT: (published * inner**-0.5 / depth, 1 / (inner * depth)),
-        OUTPUT_BIAS: (1 / depth, 1 / depth),
-        READ_OUT_NORM: (1 / width, 1 / width),
-        READ_OUT: (1 / width, 1 / width),
+    depth = target.num_layers / base.num_layers if depth_rule else 1.0
+    # The epsilon falls as the gradients do: with the width, and in the blocks with the depth too. The published code
+    # (EleutherAI/nanoGPT-mup) divides that of all parameters by both.
+    multiplier, initial, rate, decay, eps = {
+        EMBEDDING: (1.0, 1.0, 1.0, 1.0, 1 / width),
+        LOGITS_BIAS: (1.0, 1.0, 1.0, 1.0, 1.0),
+        VECTOR: (1.0, 1.0, 1.0, 1.0, 1 / width),
+        BLOCK_VECTOR: (1.0, 1.0, 1.0, 1.0, 1 / (width * depth)),
+        MATRIX: (1.0, width**-0.5, 1 / width, width, 1 / width),
+        BLOCK_MATRIX: (1.0, width**-0.5, 1 / width, width, 1 / (width * depth)),
+        ATTENTION_OUTPUT: (1 / depth, width**-0.5, 1 / width, width, 1 / (width * depth)),
+        FEED_FORWARD_OUTPUT: (1 / depth, inner**-0.5, 1 / inner, inner, 1 / (width * depth)),
+        OUTPUT_BIAS: (1 / depth, 1.0, 1.0, 1.0, 1 / (width * depth)),
+        READ_OUT_NORM: (1 / width, 1.0, 1.0, 1.0, 1 / width),
+        READ_OUT: (1 / width, 1.0, 1.0, 1.0, 1 / width),
     }[role]
+    return Rule(
+        pattern, role, multiplier, initial * multiplier, rate * multiplier, decay / multiplier, eps / multiplier
+    )
+
+
+def _published(model: Model) -> float:
+    """Return the factor of the residual outputs that a family starts with by itself: 1/sqrt(2 L) in GPT-2."""
+    return (2 * model.num_layers) ** -0.5 if model.family == "gpt2" else 1.0
+
+
+def _note(base: Model, target: Model, factor: float, depth_rule: bool) -> str:
+    """Return what became of the smaller initial values of the base model's residual outputs."""
+    starts = f"{base.name} starts its residual outputs at {factor:.4g} of the other matrices"
+    deeper = target.num_layers / base.num_layers
+    if depth_rule:
+        return (
+            f"{starts}, and {target.name} does not: the depth rule multiplies its residual branches by "
+            f"{1 / deeper:.4g} instead. Both together would start them at {factor / deeper:.4g}, with which a BERT of "
+            f"54 layers began to learn later. The rule is meant for a base model without that factor."
+        )
+    return f"{starts}, and {target.name} does the same: the factor is kept, whatever its own depth."
 
 
 def _occurs(pattern: str, model: Model) -> bool:
     """Return True if a model has parameters of this pattern of its family."""
-    if pattern == "cls.seq_relationship.weight":
+    if pattern in OF_NEXT_SENTENCES:
         return model.next_sentence
-    return not (model.family == "bert" and pattern == f"*.{'ln' if model.layout == 'post_ln' else 'LayerNorm'}.weight")
+    return model.family != "bert" or pattern not in OF_OTHER_LAYOUT[model.layout]
 
 
 def _own_factors(base: Model, patterns: list[str]) -> dict[str, float]:

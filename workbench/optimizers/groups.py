@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay, and the rates that patterns of names give them."""
+"""Parameter groups: which parameters decay, and the rate, decay and epsilon that patterns of names give them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ DECAYED_DIMS = 2
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], experiment: Experiment, orthogonal: Set[str] = frozenset()
 ) -> list[Group]:
-    """Divide the trainable parameters by weight decay, by learning rate, and by whether updates are orthogonalised.
+    """Divide the trainable parameters by decay, rate, epsilon, and by whether updates are orthogonalised.
 
     A group has the entries `params`, `names`, `lr`, `weight_decay` and `orthogonal`, which is True for the parameters
-    that `orthogonal` names. Tensors of fewer than two dims do not decay.
+    that `orthogonal` names, and `eps` if the experiment scales it. Tensors of fewer than two dims do not decay.
     """
-    groups: dict[tuple[bool, float, bool], Group] = {}
+    chosen = experiment.optimizer
+    groups: dict[tuple[float, ...], Group] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
         decays = parameter.ndim >= DECAYED_DIMS
-        scale = factor_of(name, experiment.optimizer.rate_scale or {})
+        rate, decay, eps = (
+            factor_of(name, scale or {}) for scale in (chosen.rate_scale, chosen.decay_scale, chosen.eps_scale)
+        )
         group = groups.setdefault(
-            (not decays, scale, name in orthogonal),
+            (not decays, rate, decay if decays else 1.0, eps, name in orthogonal),
             {
                 "params": [],
                 "names": [],
-                "lr": experiment.learning_rate * scale,
-                "weight_decay": experiment.optimizer.weight_decay if decays else 0.0,
+                "lr": experiment.learning_rate * rate,
+                "weight_decay": chosen.weight_decay * decay if decays else 0.0,
                 "orthogonal": name in orthogonal,
+                **({"eps": chosen.eps * eps} if chosen.eps_scale else {}),
             },
         )
         group["params"].append(parameter)

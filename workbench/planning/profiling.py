@@ -94,7 +94,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
     graph = _with_coupling_allowed(captured.graph) if experiment.numerics.batch_coupling == "allow" else captured.graph
-    _check_rate_scale(experiment, graph)
+    _check_patterns(experiment, graph)
     costs = profile_graph(
         graph,
         cluster.device,
@@ -120,17 +120,18 @@ def _with_coupling_allowed(graph: Graph) -> Graph:
     return replace(graph, coupled=(), notes=(*graph.notes, note))
 
 
-def _check_rate_scale(experiment: Experiment, graph: Graph) -> None:
-    """Raise `InvalidExperiment` for a pattern of `rate_scale` that matches no parameter of the model."""
+def _check_patterns(experiment: Experiment, graph: Graph) -> None:
+    """Raise `InvalidExperiment` for a pattern of the optimiser's factors that matches no parameter of the model."""
     names = list(graph.parameters)
-    for pattern in experiment.optimizer.rate_scale or {}:
-        if not fnmatch.filter(names, pattern):
-            raise InvalidExperiment(
-                f"The pattern {pattern!r} of rate_scale matches none of the {len(names)} parameters of "
-                f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
-                "wb.planning.graph(experiment).parameters.",
-                pattern=pattern,
-            )
+    for field in ("rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"):
+        for pattern in getattr(experiment.optimizer, field) or {}:
+            if not fnmatch.filter(names, pattern):
+                raise InvalidExperiment(
+                    f"The pattern {pattern!r} of {field} matches none of the {len(names)} parameters of "
+                    f"{experiment.model.name}. {suggestion(pattern, names)} They are in "
+                    "wb.planning.graph(experiment).parameters.",
+                    pattern=pattern,
+                )
 
 
 def _sparse_matrices(experiment: Experiment, graph: Graph) -> SparseMatrices | None:

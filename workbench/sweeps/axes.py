@@ -22,7 +22,8 @@ OTHERWISE = {
 }
 """Values of an experiment that are no axes, and what to do instead."""
 PLAN_FREE = frozenset(
-    {"learning_rate", "warmup_steps", "lr_schedule", "rate_scale", "betas", "eps", "weight_decay", "steps", "log_every"}
+    {"learning_rate", "warmup_steps", "lr_schedule", "betas", "eps", "weight_decay", "steps", "log_every"}
+    | {"rate_scale", "decay_scale", "eps_scale", "grad_norm_scale"}
     | {"epochs", "tokens", "checkpoint_every", "keep_checkpoints", "checkpoints", "stop_on_non_finite"}
 )
 """Values of an experiment that change no plan; runs that differ in no other value share one."""
