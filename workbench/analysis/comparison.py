@@ -1,47 +1,57 @@
-"""Numbers of a comparison of curves: which run is lower at equal cost, by how much, and where two curves cross.
+"""Numbers of a comparison of single runs: which is lower at equal cost, by how much, and where two curves cross.
 
-Uncertainty comes from a moving-block bootstrap (Künsch 1989, Ann. Statist. 17, 1217): the residuals of each run around
-its smoothed curve are resampled in blocks, added to the curve and smoothed again, `RESAMPLES` times. Blocks of n^(1/3)
-neighbouring values (the rate of Hall, Horowitz and Jing 1995, Biometrika 82, 561) preserve the correlation of
-neighbours. The result tells how far the noise of batches may have moved the curve of one run. It does not tell how far
-another seed would move it: that takes several runs.
+Two kinds of noise are told apart. The noise along a curve (`workbench.analysis.noise`) makes the band of a difference
+and holds for these two runs. Whether their recipes differ depends on how far another seed would move the end of a run
+(`workbench.analysis.scatter`): without that, one seed each cannot tell, and nothing is called lower.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from workbench.analysis.axes import COST_AXES, X_AXES, check_axis, shared_axes
 from workbench.analysis.curve import Array, Curve, CurveLike, column, finite_points
-from workbench.analysis.smoothing import SMOOTHING, smoothed
+from workbench.analysis.noise import END, smoothed_line
+from workbench.analysis.scatter import RESOLUTION, Scatter
+from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 
-RESAMPLES = 400
-MAX_POINTS = 2000
-"""Number of bins into which a longer run is averaged before it is resampled."""
+MAX_POINTS = 1000
+"""Number of bins into which a longer run is averaged before it is smoothed."""
 GRID_POINTS = 300
 """Number of points at which a difference is computed."""
-CONFIDENCE = 0.9
-"""Share of the resamples that an interval holds, and that must agree before a run is called lower."""
-PERCENTILES = (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE))
+TIMED_AXES = ("gpu_hours", "time")
+"""Axes on which the speed of machines moves runs apart as well, so that a scatter at equal tokens is too small."""
+CANNOT_TELL = "one seed each: cannot tell"
+"""The verdict on recipes of which one run each is known, and not how far seeds scatter."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with the interval that holds `CONFIDENCE` of its resamples."""
+    """A number with the edges of its 90 % interval, which are NaN if it is unknown."""
 
     value: float
     low: float
     high: float
 
     def describe(self) -> str:
-        """Return the value with half of its interval, which is left out where the value's last digit is larger."""
-        half, written = (self.high - self.low) / 2, f"{self.value:.4g}"
-        return f"{written} ± {half:.2g}" if f"{self.value + half:.4g}" != written else written
+        """Return the value with half of its interval, both to the second digit of the half."""
+        return with_margin(self.value, (self.high - self.low) / 2)
+
+
+def with_margin(value: float, half: float, sign: str = "") -> str:
+    """Return a value and half of its interval, both to the half's second digit.
+
+    The half is left out if it is unknown or below `RESOLUTION`, which is rounding. `sign="+"` signs positive values.
+    """
+    if not (math.isfinite(half) and half > RESOLUTION * max(1.0, abs(value))):
+        return f"{value:{sign}.3g}"
+    digits = max(0, 1 - math.floor(math.log10(half)))
+    return f"{value:{sign}.{digits}f} ± {half:.{digits}f}"
 
 
 @dataclass(frozen=True)
@@ -55,38 +65,52 @@ class Difference:
     value: Array
     low: Array
     high: Array
+    """Band of the noise along the two curves; NaN where it is unknown."""
     crossover: Interval | None
     """Position of the last change of sign, in the unit of `x`; None without one."""
-    crossing_share: float
-    """Share of the resamples whose difference changes its sign."""
+    scatter: Scatter | None
+    """Scatter of the ends of such runs between seeds; None if nobody knows it."""
 
     def __repr__(self) -> str:
         first, second = self.names
         return f"Difference({first} − {second} over {self.axis}: {self.describe()})"
 
-    def describe(self) -> str:
-        """Return the difference in words.
+    @property
+    def margin(self) -> float | None:
+        """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
+        noise = float(self.high[-1] - self.low[-1]) / 2
+        return None if self.scatter is None else float(np.fmax(self.scatter.half_width(), noise))
 
-        For example `"a ends lower than b by 0.26 (0.25 to 0.27); the curves last cross at 1.36 M tokens (…)"`.
-        """
-        last = Interval(float(self.value[-1]), float(self.low[-1]), float(self.high[-1]))
-        if last.low <= 0 <= last.high:
-            interval = f"{last.value:+.3g}, {last.low:+.3g} to {last.high:+.3g}"
-            ending = f"{self.names[0]} and {self.names[1]} cannot be told apart at the end ({interval})"
+    @property
+    def distinguishable(self) -> bool:
+        """True if the recipes are known to differ: the runs end further apart than seeds alone would part them."""
+        return self.margin is not None and abs(float(self.value[-1])) > self.margin
+
+    def describe(self) -> str:
+        """Return the verdict, the difference at the end, and where the curves cross, in words."""
+        end = float(self.value[-1])
+        below, above = self.names if end < 0 else self.names[::-1]
+        apart = with_margin(abs(end), float(self.high[-1] - self.low[-1]) / 2)
+        noise = "by the noise along the curves" if "±" in apart else "without known noise along the curves"
+        seen = f"{below} ended below {above} by {apart} {noise}"
+        if self.scatter is None or self.margin is None:
+            ending = f"{CANNOT_TELL} ({seen}: these two runs, not these two recipes)"
         else:
-            better, other = self.names if last.value < 0 else self.names[::-1]
-            low, high = (f"{end:.3g}" for end in sorted((abs(last.low), abs(last.high))))
-            interval = f" ({low} to {high})" if low != high else ""
-            ending = f"{better} ends lower than {other} by {abs(last.value):.3g}{interval}"
+            close = f"{self.names[0]} and {self.names[1]} are too close to call"
+            verdict = f"{below} is lower than {above}" if self.distinguishable else close
+            alone = f"{self.scatter.describe()}, which alone parts two runs by up to {self.margin:.2g}"
+            ending = f"{verdict} ({seen}; {alone})"
+        return f"{ending}; {self._crossing_in_words()}"
+
+    def _crossing_in_words(self) -> str:
         if self.crossover is None:
-            return f"{ending}; the curves do not cross"
-        at, low_at, high_at = map(
-            X_AXES[self.axis].describe, (self.crossover.value, self.crossover.low, self.crossover.high)
+            return "the curves do not cross"
+        at, low, high = (
+            X_AXES[self.axis].describe(edge) for edge in (self.crossover.value, self.crossover.low, self.crossover.high)
         )
-        share = self.crossing_share
-        doubt = "" if share >= CONFIDENCE else f", in {share:.0%} of the resamples only"
-        found = f"{low_at} to {high_at}{doubt}" if low_at != high_at else doubt.removeprefix(", ")
-        return f"{ending}; the curves last cross at {at}" + (f" ({found})" if found else "")
+        if self.crossover.high >= self.x[-1]:
+            return f"the curves last cross at {at}, if they do: from {low} on they cannot be told apart"
+        return f"the curves last cross at {at}" + (f" ({low} to {high})" if low != high else "")
 
 
 @dataclass(frozen=True)
@@ -96,55 +120,72 @@ class Standing:
     axis: str
     at: float
     losses: Mapping[str, Interval]
+    """Loss of each run, with the noise along its curve."""
     best: str
-    share: float
-    """Share of the resamples in which `best` has the lowest loss."""
+    margin: float | None
+    """Largest distance of the ends of two runs of one recipe; None without a scatter between seeds."""
 
     @property
     def sure(self) -> bool:
-        """True if `CONFIDENCE` of the resamples agree on the best run."""
-        return self.share >= CONFIDENCE
+        """True if the second is further behind than seeds alone would part two runs of one recipe."""
+        first, *others = sorted(loss.value for loss in self.losses.values())
+        return self.margin is not None and (not others or others[0] - first > self.margin)
+
+    @property
+    def verdict(self) -> str:
+        """The best run and whether its recipe is better, in words."""
+        if self.margin is None:
+            return CANNOT_TELL
+        return f"{self.best} is lower" if self.sure else "too close to call"
 
     def __str__(self) -> str:
         order = sorted(self.losses, key=lambda name: self.losses[name].value)
-        values = ", ".join(f"{name} {self.losses[name].value:.4g}" for name in order)
-        verdict = f"{self.best} is lower" if self.sure else "too close to call"
+        values = ", ".join(f"{name} {self.losses[name].describe()}" for name in order)
         axis = X_AXES[self.axis]
-        return f"at equal {axis.label} ({axis.describe(self.at)}): {verdict} ({values})"
+        return f"at equal {axis.label} ({axis.describe(self.at)}): {self.verdict} ({values})"
 
 
 def difference(
-    first: CurveLike, second: CurveLike, x: str = "tokens", smoothing: float = SMOOTHING, seed: int = 0
+    first: CurveLike,
+    second: CurveLike,
+    x: str = "tokens",
+    smoothing: float = SMOOTHING,
+    scatter: Scatter | None = None,
 ) -> Difference:
-    """Return the smoothed loss of `first` minus that of `second`, with a 90 % band and the crossover.
+    """Return the smoothed loss of `first` minus that of `second`, with a band of noise and the crossover.
+
+    Runs that were recorded at the same positions are subtracted point by point before they are smoothed, so that noise
+    which both have (batches in the same order, the same held-out samples) is none of the difference.
 
     Args:
         first: one run.
         second: the run whose loss is subtracted.
         x: name of the x axis.
         smoothing: width of the moving average as a share of the shared stretch's end.
-        seed: seed of the resampling; the same seed gives the same band.
+        scatter: how far seeds move the end of such a run at equal tokens.
 
     Raises:
         UnknownParameter: a run did not record the axis, or the runs share no stretch of it.
     """
-    grid = _shared_grid([first, second], x)
-    width = smoothing * float(grid[-1])
-    first_line, first_resampled = _resample(first, x, grid, width, seed)
-    second_line, second_resampled = _resample(second, x, grid, width, seed + 1)
-    value, resampled = first_line - second_line, first_resampled - second_resampled
-    low, high = np.percentile(resampled, PERCENTILES, axis=0)
-    crossing = _last_crossing(grid, value)
-    crossings = np.array([_last_crossing(grid, row) for row in resampled])
-    known = crossings[np.isfinite(crossings)]
-    crossover = None
-    if np.isfinite(crossing) and len(known):
-        crossover = Interval(crossing, *(float(edge) for edge in np.percentile(known, PERCENTILES)))
-    return Difference((first.name, second.name), x, grid, value, low, high, crossover, len(known) / RESAMPLES)
+    begin, end, points = _shared_stretch([first, second], x)
+    grid, width = np.linspace(begin, end, GRID_POINTS), smoothing * end
+    (own, loss), (others, other_loss) = points
+    if np.array_equal(own, others):
+        line = smoothed_line(own, loss - other_loss, width).at(grid, own)
+    else:
+        line = smoothed_line(own, loss, width).at(grid, own)
+        line = line.minus(smoothed_line(others, other_loss, width).at(grid, others))
+    low, high = line.value - line.half_width(), line.value + line.half_width()
+    crossover = _crossover(grid, line.value, low, high)
+    known = None if x in TIMED_AXES else scatter
+    return Difference((first.name, second.name), x, grid, line.value, low, high, crossover, known)
 
 
 def standings(
-    curves: Sequence[CurveLike], axes: Sequence[str] = COST_AXES, smoothing: float = SMOOTHING, seed: int = 0
+    curves: Sequence[CurveLike],
+    axes: Sequence[str] = COST_AXES,
+    smoothing: float = SMOOTHING,
+    scatter: Scatter | None = None,
 ) -> tuple[Standing, ...]:
     """Return which run is lowest at equal tokens, FLOPs, GPU-hours and time.
 
@@ -154,28 +195,21 @@ def standings(
     curves, known = with_unique_names(curves), shared_axes(curves)
     results = []
     for axis in axes:
-        if axis in known:
-            try:
-                grid = _shared_grid(curves, axis)
-            except UnknownParameter:
-                continue
-            results.append(_standing(curves, axis, grid, smoothing, seed))
+        if axis not in known:
+            continue
+        try:
+            _, end, points = _shared_stretch(curves, axis)
+        except UnknownParameter:
+            continue
+        losses = {}
+        for curve, (x, loss) in zip(curves, points, strict=True):
+            line = smoothed_line(x, loss, smoothing * end, END)
+            value, half = float(line.value[0]), float(line.half_width()[0])
+            losses[curve.name] = Interval(value, value - half, value + half)
+        best = min(losses, key=lambda name: losses[name].value)
+        margin = None if scatter is None or axis in TIMED_AXES else scatter.half_width()
+        results.append(Standing(axis, end, losses, best, margin))
     return tuple(results)
-
-
-def _standing(curves: Sequence[CurveLike], axis: str, grid: Array, smoothing: float, seed: int) -> Standing:
-    width = smoothing * float(grid[-1])
-    ends = [_resample(curve, axis, grid, width, seed + index) for index, curve in enumerate(curves)]
-    values = np.array([line[-1] for line, _ in ends])
-    resampled = np.array([lines[:, -1] for _, lines in ends])
-    low, high = np.percentile(resampled, PERCENTILES, axis=1)
-    best = int(np.argmin(values))
-    share = float(np.mean(np.argmin(resampled, axis=0) == best))
-    losses = {
-        curve.name: Interval(float(value), float(below), float(above))
-        for curve, value, below, above in zip(curves, values, low, high, strict=True)
-    }
-    return Standing(axis, float(grid[-1]), losses, curves[best].name, share)
 
 
 def with_unique_names(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
@@ -190,58 +224,54 @@ def with_unique_names(curves: Sequence[CurveLike]) -> Sequence[CurveLike]:
     ]
 
 
-def _shared_grid(curves: Sequence[CurveLike], axis: str) -> Array:
-    """Return `GRID_POINTS` positions over the stretch of an axis that every curve has been on."""
+def _shared_stretch(curves: Sequence[CurveLike], axis: str) -> tuple[float, float, list[tuple[Array, Array]]]:
+    """Return begin and end of the stretch of an axis that all curves have been on, and the points until then."""
     check_axis(axis)
-    spans = []
+    points = []
     for curve in curves:
-        x, _ = _binned_loss(curve, axis)
+        held_out = column(curve, "eval_loss")
+        loss = held_out if len(held_out) else column(curve, "loss")
+        x, loss = finite_points(column(curve, X_AXES[axis].column), loss)
         if len(x) < 2:
             raise UnknownParameter(
                 f"{curve.name} has not recorded its loss over x={axis!r}. Choose another axis.",
                 parameter="x",
                 value=axis,
             )
-        spans.append((x[0], x[-1]))
-    low, high = max(span[0] for span in spans), min(span[1] for span in spans)
-    if high <= low:
+        points.append((x, loss))
+    begin, end = max(x[0] for x, _ in points), min(x[-1] for x, _ in points)
+    if end <= begin:
         raise UnknownParameter(
-            f"The runs share no stretch of x={axis!r}: one ends at {X_AXES[axis].describe(high)}, another begins at "
-            f"{X_AXES[axis].describe(low)}. Choose another axis, or runs that overlap.",
+            f"The runs share no stretch of x={axis!r}: one ends at {X_AXES[axis].describe(end)}, another begins at "
+            f"{X_AXES[axis].describe(begin)}. Choose another axis, or runs that overlap.",
             parameter="x",
             value=axis,
         )
-    return np.linspace(low, high, GRID_POINTS)
+    return float(begin), float(end), [points_until(x, loss, end) for x, loss in points]
 
 
-def _binned_loss(curve: CurveLike, axis: str) -> tuple[Array, Array]:
-    """Return finite (x, loss) pairs, at most `MAX_POINTS`; a longer run is averaged in bins."""
-    held_out = column(curve, "eval_loss")
-    y = held_out if len(held_out) else column(curve, "loss")
-    return finite_points(column(curve, X_AXES[axis].column), y, MAX_POINTS)
+def points_until(x: Array, loss: Array, end: float) -> tuple[Array, Array]:
+    """Return the points up to `end`, the last one interpolated; of more than `MAX_POINTS`, averages of neighbours.
+
+    What comes later is left out, so that a centred average does not take a longer run's lower losses for its loss here.
+    """
+    before = x <= end
+    if x[before][-1] < end:
+        x, loss = np.append(x[before], end), np.append(loss[before], np.interp(end, x, loss))
+    else:
+        x, loss = x[before], loss[before]
+    return finite_points(x, loss, MAX_POINTS)
 
 
-def _resample(curve: CurveLike, axis: str, grid: Array, width: float, seed: int) -> tuple[Array, Array]:
-    """Return the smoothed loss on the grid, shape (grid,), and that of every resample, shape (RESAMPLES, grid)."""
-    x, y = _binned_loss(curve, axis)
-    line = smoothed(x, y, width)
-    residual = y - line
-    resampled = np.empty((RESAMPLES, len(grid)))
-    for row, noise in enumerate(_resampled_blocks(residual - residual.mean(), np.random.default_rng(seed))):
-        resampled[row] = np.interp(grid, x, smoothed(x, line + noise, width))
-    # Smoothing a smoothed line moves it, so the band is shifted back to lie around the line itself.
-    shift = np.interp(grid, x, line) - np.interp(grid, x, smoothed(x, line, width))
-    return np.interp(grid, x, line), resampled + shift
-
-
-def _resampled_blocks(residual: Array, random: np.random.Generator) -> NDArray[np.float64]:
-    """Return `RESAMPLES` rows of residuals, drawn in blocks of neighbours, shape (RESAMPLES, n)."""
-    size = len(residual)
-    length = max(1, min(size, round(size ** (1 / 3))))
-    blocks = -(-size // length)
-    starts = random.integers(0, size - length + 1, (RESAMPLES, blocks))
-    index = (starts[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1)[:, :size]
-    return np.asarray(residual[index])
+def _crossover(x: Array, value: Array, low: Array, high: Array) -> Interval | None:
+    """Return where the value last passes through zero, between the places where the edges of its band do."""
+    at = _last_crossing(x, value)
+    if math.isnan(at):
+        return None
+    # The edge that faces zero before the crossing, and the one that faces it after.
+    before, after = (low, high) if value[-1] < 0 else (high, low)
+    first, last = _last_crossing(x, before), _last_crossing(x, after)
+    return Interval(at, first if first <= at else float(x[0]), last if last >= at else float(x[-1]))
 
 
 def _last_crossing(x: Array, value: Array) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from workbench.analysis.axes import X_AXES, check_axis
 from workbench.analysis.comparison import Difference, Standing, difference, standings, with_unique_names
 from workbench.analysis.curve import CurveLike, column, evaluations_of
+from workbench.analysis.scatter import Scatter
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.tables import html_table
 
@@ -42,12 +43,11 @@ class Contrast:
         """Return standings and settings as HTML tables, every name escaped."""
         rows = list[tuple[str, ...]]()
         for item in self.standings:
-            verdict = item.best if item.sure else f"too close to call ({item.best} in {item.share:.0%})"
-            intervals = (item.losses[name] for name in self.names)
-            losses = (loss.describe() for loss in intervals)
+            losses = (item.losses[name].describe() for name in self.names)
             axis = X_AXES[item.axis]
-            rows.append((axis.label, axis.describe(item.at), *losses, verdict))
-        page = html_table(("at equal", "", *self.names, "lowest"), rows)
+            rows.append((axis.label, axis.describe(item.at), *losses, item.verdict))
+        page = html_table(("at equal", "", *self.names, "verdict"), rows)
+        page += "<p>± is the noise along a curve: it holds for these runs, not for their recipes.</p>"
         if not self.settings:
             return f"{page}<p>Their experiments, plans and environments agree.</p>"
         settings = html_table(("what differs", *self.names), ((name, *values) for name, values in self.settings))
@@ -59,25 +59,33 @@ def contrast(
     described: Sequence[Mapping[str, Any]] = (),
     x: str = "tokens",
     smoothing: float = SMOOTHING,
+    scatter: Scatter | None = None,
 ) -> Contrast:
     """Compare runs at equal cost, each run with the first over `x`, and list the settings that differ.
 
     The held-out losses are compared if every run has at least `LEAST_EVALUATIONS` of them, else the training losses.
 
-    `described` holds nested JSON for every run: its experiment, plan and environment.
+    `described` holds nested JSON for every run: its experiment, plan and environment. `scatter` says how far seeds move
+    the ends of other runs; without it no run is called lower.
     """
     check_axis(x)
     check_smoothing(smoothing)
-    held_out = [evaluations_of(curve) for curve in curves]
-    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= LEAST_EVALUATIONS]
-    curves = with_unique_names(enough if len(enough) == len(curves) else curves)
+    curves = with_unique_names(compared_curves(curves))
     first, *others = curves
+    known = None if scatter is None else scatter.of_others()
     return Contrast(
         tuple(curve.name for curve in curves),
-        standings(curves, smoothing=smoothing),
-        tuple(difference(other, first, x, smoothing) for other in others),
+        standings(curves, smoothing=smoothing, scatter=known),
+        tuple(difference(other, first, x, smoothing, known) for other in others),
         setting_differences(described),
     )
+
+
+def compared_curves(curves: Sequence[CurveLike], least: int = LEAST_EVALUATIONS) -> Sequence[CurveLike]:
+    """Return the held-out losses of the runs if each has at least `least` of them, else the curves as they are."""
+    held_out = [evaluations_of(curve) for curve in curves]
+    enough = [curve for curve in held_out if curve is not None and len(column(curve, "step")) >= least]
+    return enough if len(enough) == len(curves) else curves
 
 
 def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:

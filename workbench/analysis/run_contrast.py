@@ -2,46 +2,133 @@
 
 from __future__ import annotations
 
-from workbench.analysis.contrast import Contrast
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workbench.analysis.contrast import Contrast, compared_curves
 from workbench.analysis.contrast import contrast as contrast_curves
-from workbench.analysis.curve import curves_of
-from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, group_names, seed_groups
+from workbench.analysis.curve import CurveLike, column, curves_of, finite_points
+from workbench.analysis.scatter import Scatter, scatter_of, usual_scatter
+from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
 from workbench.analysis.smoothing import SMOOTHING
 from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment
+from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import values_by_name
 from workbench.rundir import read_json
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Sweep
+from workbench.units import count
 
 
 @checked_arguments
-def contrast(runs: Runs | Sweep, x: str = "tokens", *, smoothing: float = SMOOTHING) -> Contrast | SeedContrast:
+def contrast(
+    runs: Runs | Sweep,
+    x: str = "tokens",
+    *,
+    smoothing: float = SMOOTHING,
+    scatter: float | Runs | Sweep | None = None,
+) -> Contrast | SeedContrast:
     """Return a comparison of runs at equal tokens, FLOPs, GPU-hours and time.
 
-    It holds the difference of each run to the first over the axis `x`, with its confidence interval and the points
-    where curves cross, and everything that differs in experiments, plans and environments. Arguments are those of
+    It holds the difference of each run to the first over the axis `x`, with the noise along the curves and the points
+    where they cross, and everything that differs in experiments, plans and environments. Arguments are those of
     `compare`.
 
     Runs that differ in their seed alone are one configuration. If each of several configurations has at least two
-    seeds, the interval of the difference comes from the seeds instead (Welch's t), and a difference whose interval
-    contains zero is called not distinguishable. Of a sweep, the configurations with two finished seeds are compared
-    with the best.
+    seeds, their means are compared, and the interval comes from the scatter between seeds. Of a sweep, the
+    configurations with two finished seeds are compared with the best. With one seed each, no run is called lower
+    unless `scatter` says how far seeds move the end of a run.
+
+    Args:
+        runs: the runs to compare, or a sweep.
+        x: name of the x axis.
+        smoothing: width of the moving average as a share of the shared stretch's end.
+        scatter: standard deviation of one run's last loss between seeds, or runs that show it, such as
+            `wb.list_runs()`: of those that differ in their seed alone, the ones nearest in parameters are taken.
+
+    Raises:
+        InvalidArgument: `scatter` is no positive number, or none of its runs differ in their seed alone.
+        InvalidExperiment: a sweep has fewer than two configurations with two finished seeds.
     """
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
-    plans = [run.directory.plan for run in handles]
-    described = [
-        {"experiment": values_by_name(run.config), "plan": read_json(plan) if plan.exists() else {}}
-        for run, plan in zip(handles, plans, strict=True)
-    ]
+    described = _described(handles)
     groups, curves = seed_groups(described), curves_of(handles)
+    known = _scatter(scatter, described, smoothing)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
+        groups = [sorted(group, key=lambda at: int(described[at]["experiment"]["seed"])) for group in groups]
+        seeds = {tuple(described[at]["experiment"]["seed"] for at in group) for group in groups}
         names = group_names([described[group[0]] for group in groups])
         by_name = {name: [curves[at] for at in group] for name, group in zip(names, groups, strict=True)}
-        return contrast_seeds(by_name, smoothing=smoothing)
+        return contrast_seeds(by_name, smoothing, len(seeds) == 1, known)
+    if known is None:
+        ends = [_last_losses([curves[at] for at in group], smoothing) for group in groups]
+        known = scatter_of(ends, "those given with several seeds")
     full = [{**facts, "environment": run.environment} for facts, run in zip(described, handles, strict=True)]
-    return contrast_curves(curves, full, x, smoothing=smoothing)
+    return contrast_curves(curves, full, x, smoothing, known)
+
+
+def _described(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the experiment and the plan of each run as nested JSON."""
+    plans = [run.directory.plan for run in runs]
+    return [
+        {"experiment": values_by_name(run.config), "plan": read_json(plan) if plan.exists() else {}}
+        for run, plan in zip(runs, plans, strict=True)
+    ]
+
+
+def _scatter(
+    scatter: float | Runs | Sweep | None, described: Sequence[Mapping[str, Any]], smoothing: float
+) -> Scatter | None:
+    """Return the scatter that is given, or that of other runs whose size is nearest to that of `described`."""
+    if scatter is None:
+        return None
+    if isinstance(scatter, int | float):
+        if not (math.isfinite(scatter) and scatter > 0):
+            raise InvalidArgument(
+                f"scatter={scatter!r} is no standard deviation. Give a positive number in the unit of the loss, or "
+                "runs that differ in their seed alone.",
+                parameter="scatter",
+            )
+        return Scatter(float(scatter), math.inf)
+    given = scatter.runs if isinstance(scatter, Sweep) else load_runs(scatter)
+    runs = [run for run in given if run.status.state == "finished"]
+    facts = _described(runs)
+    groups = [group for group in seed_groups(facts) if len(group) > 1]
+    if not groups:
+        raise InvalidArgument(
+            f"scatter: no two of the {len(runs)} finished runs differ in their seed alone, so they do not show how far "
+            "seeds move the end of a run. Train one of the configurations with seeds 0, 1 and 2, or give the standard "
+            "deviation as a number.",
+            parameter="scatter",
+        )
+    sizes = [_parameters(facts[group[0]]) for group in groups]
+    wanted = {size for each in described if (size := _parameters(each))}
+    nearest = {min(filter(None, sizes), key=lambda size: abs(math.log(size / own))) for own in wanted if any(sizes)}
+    chosen = [group for group, size in zip(groups, sizes, strict=True) if size in nearest] or groups
+    ends = [_last_losses(curves_of([runs[at] for at in group]), smoothing) for group in chosen]
+    words = " and ".join(count(size) for size in sorted(nearest))
+    number = f"{sum(map(len, ends))} other runs" + (f" of {words} parameters" if words else "")
+    return usual_scatter(ends, number)
+
+
+def _parameters(facts: Mapping[str, Any]) -> int:
+    """Return the number of parameters of a run's model by its plan, 0 without one."""
+    return sum(stage["parameters"] for stage in facts["plan"].get("stages", ()))
+
+
+def _last_losses(curves: Sequence[CurveLike], smoothing: float) -> list[float]:
+    """Return the smoothed loss of each run where all of them have taken the same number of tokens."""
+    compared = compared_curves(curves)
+    points = []
+    for curve in compared:
+        held_out = column(curve, "eval_loss")
+        loss = held_out if len(held_out) else column(curve, "loss")
+        points.append(finite_points(column(curve, "tokens"), loss))
+    if not all(len(x) for x, _ in points):
+        return []
+    return ends_at(points, min(float(x[-1]) for x, _ in points), smoothing)
 
 
 def _finished(sweep: Sweep) -> list[Run]:

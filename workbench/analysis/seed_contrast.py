@@ -1,13 +1,13 @@
 """Contrast of configurations that were trained with several seeds: is the difference larger than the seeds' own?
 
-The interval of a difference is that of Welch's t: the difference of the mean losses, plus or minus the quantile of
-Student's t times sqrt(s1²/n1 + s2²/n2), where s is the standard deviation over n seeds (Welch 1947, Biometrika 34, 28).
-The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2, 110), which let the two spreads differ.
+The interval of a difference of means is Student's, with the scatter between seeds pooled over the two configurations
+and, with fewer degrees of freedom, over the others (`workbench.analysis.scatter`). Runs of equal seeds are paired
+where enough degrees of freedom are left.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from workbench.analysis.axes import X_AXES
-from workbench.analysis.comparison import CONFIDENCE
-from workbench.analysis.contrast import setting_differences
-from workbench.analysis.curve import Array, CurveLike, column, evaluations_of, finite_points
-from workbench.analysis.smoothing import SMOOTHING, smoothed
+from workbench.analysis.comparison import points_until, with_margin
+from workbench.analysis.contrast import compared_curves, setting_differences
+from workbench.analysis.curve import Array, CurveLike, column, finite_points
+from workbench.analysis.noise import END, smoothed_line
+from workbench.analysis.scatter import CONFIDENCE, Scatter, combined, paired_scatter, scatter_of, usual_scatter
+from workbench.analysis.smoothing import SMOOTHING
 from workbench.errors import UnknownParameter
 from workbench.sparsity import from_json
 from workbench.tables import html_table
@@ -27,8 +29,6 @@ AXES = ("tokens", "flops", "gpu_hours")
 """Axes at whose equal values configurations are compared."""
 Points = tuple[Array, Array]
 """Positions and losses of one run."""
-ANGLES = 20_001
-"""Points of the integral of Student's t; its quantiles are then right to five digits."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,48 @@ class SeedDifference:
     means: tuple[float, float]
     seeds: tuple[int, int]
     """Number of runs of each configuration."""
-    value: float
-    low: float
-    high: float
+    scatter: Scatter | None
+    """Scatter of the ends of such runs between seeds; None if all seeds of each configuration ended alike."""
+
+    @property
+    def value(self) -> float:
+        """The difference of the means."""
+        return self.means[0] - self.means[1]
+
+    @property
+    def margin(self) -> float:
+        """Half of the interval's width; infinite without a scatter."""
+        return self.scatter.half_width(*self.seeds) if self.scatter else float("inf")
+
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.value - self.margin
+
+    @property
+    def high(self) -> float:
+        """Upper end of the interval."""
+        return self.value + self.margin
 
     @property
     def distinguishable(self) -> bool:
         """True if the interval does not contain zero."""
-        return not self.low <= 0 <= self.high
+        return abs(self.value) > self.margin
 
     def describe(self) -> str:
         """Return the difference in words."""
         axis, (first, second) = X_AXES[self.axis], self.names
-        interval = f"{self.value:+.3g}, {CONFIDENCE:.0%} interval {self.low:+.3g} to {self.high:+.3g}"
-        better, other = self.names if self.value < 0 else (second, first)
-        told = (
-            f"{better} is lower than {other}"
-            if self.distinguishable
-            else f"{first} and {second} are not distinguishable"
-        )
         seeds = f"{self.seeds[0]} and {self.seeds[1]} seeds"
-        return f"at equal {axis.label} ({axis.describe(self.at)}): {told} ({interval}, {seeds})"
+        better, other = self.names if self.value < 0 else (second, first)
+        if self.distinguishable:
+            told = f"{better} is lower than {other}"
+        elif self.scatter:
+            told = f"{first} and {second} are too close to call"
+        else:
+            told = f"the seeds of {first} and of {second} ended alike: cannot tell how far another seed would move them"
+        known = f", {self.scatter.describe()}" if self.scatter else ""
+        difference = f"{with_margin(self.value, self.margin, '+')}, {CONFIDENCE:.0%} interval, {seeds}{known}"
+        return f"at equal {axis.label} ({axis.describe(self.at)}): {told} ({difference})"
 
 
 @dataclass(frozen=True)
@@ -75,20 +96,21 @@ class SeedContrast:
     """Difference of each other configuration to the first, at equal tokens, FLOPs and GPU-hours."""
 
     def __repr__(self) -> str:
-        return "\n".join([f"{self.loss}, Welch's t over the seeds:", *(item.describe() for item in self.differences)])
+        return "\n".join([f"{self.loss}, intervals over the seeds:", *(item.describe() for item in self.differences)])
 
     def to_html(self) -> str:
         """Return the differences as an HTML table, every name escaped."""
-        head = ("configuration", "compared with", "at equal", "", "losses", "difference")
+        head = ("configuration", "compared with", "at equal", "", "losses", f"difference ({CONFIDENCE:.0%} interval)")
         rows = []
         for item in self.differences:
             axis = X_AXES[item.axis]
-            verdict = ("lower" if item.value < 0 else "higher") if item.distinguishable else "not distinguishable"
+            lower = "lower" if item.value < 0 else "higher"
+            verdict = lower if item.distinguishable else "too close to call" if item.scatter else "cannot tell"
             losses = " and ".join(f"{mean:.4g} (n={n})" for mean, n in zip(item.means, item.seeds, strict=True))
-            interval = f"{item.low:+.3g} to {item.high:+.3g}"
+            scatter = f"{item.scatter.deviation:.2g} ({item.scatter.source})" if item.scatter else "none"
             at = (axis.label, axis.describe(item.at))
-            rows.append((*item.names, *at, losses, f"{item.value:+.3g}", interval, verdict))
-        return html_table((*head, f"{CONFIDENCE:.0%} interval", "verdict"), rows)
+            rows.append((*item.names, *at, losses, with_margin(item.value, item.margin, "+"), scatter, verdict))
+        return html_table((*head, "scatter of seeds", "verdict"), rows)
 
 
 def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
@@ -126,75 +148,79 @@ def _with_label(experiment: Any) -> dict[str, Any]:
     return fields
 
 
-def contrast_seeds(groups: Mapping[str, Sequence[CurveLike]], smoothing: float = SMOOTHING) -> SeedContrast:
+def contrast_seeds(
+    groups: Mapping[str, Sequence[CurveLike]],
+    smoothing: float = SMOOTHING,
+    paired: bool = False,
+    scatter: Scatter | None = None,
+) -> SeedContrast:
     """Compare each configuration with the first at equal cost; each has at least two runs, which differ in their seed.
 
-    The held-out losses are compared if every run has two of them, else the smoothed training losses. Raises
-    `UnknownParameter` if the runs of two configurations share no stretch of any axis.
+    The held-out losses are compared if every run has two of them, else the training losses.
+
+    Args:
+        groups: the runs of each configuration.
+        smoothing: width of the moving average as a share of what was spent.
+        paired: the configurations have the same seeds, and their runs the same order.
+        scatter: how far seeds moved the ends of other runs.
+
+    Raises:
+        UnknownParameter: the runs of two configurations share no stretch of any axis.
     """
-    held_out = {name: [evaluations_of(curve) for curve in curves] for name, curves in groups.items()}
-    known = {name: [curve for curve in curves if curve is not None] for name, curves in held_out.items()}
-    evaluated = all(
-        len(known[name]) == len(curves) and all(len(column(curve, "step")) > 1 for curve in known[name])
-        for name, curves in groups.items()
-    )
-    compared = known if evaluated else groups
-    loss, (first, *others) = "eval_loss" if evaluated else "loss", compared
+    curves = iter(compared_curves(list(itertools.chain(*groups.values())), 2))
+    compared = {name: [next(curves) for _ in runs] for name, runs in groups.items()}
+    first, *others = compared
+    loss = "eval_loss" if all(len(column(curve, "eval_loss")) for curve in compared[first]) else "loss"
     differences = []
     for axis in AXES:
         for other in others:
-            points = [
-                [finite_points(column(curve, X_AXES[axis].column), column(curve, loss)) for curve in compared[name]]
-                for name in (other, first)
+            rest = [runs for name, runs in compared.items() if name not in (other, first)]
+            table = [
+                [finite_points(column(curve, X_AXES[axis].column), column(curve, loss)) for curve in runs]
+                for runs in (compared[other], compared[first], *rest)
             ]
-            difference = _difference((other, first), axis, points, 0.0 if evaluated else smoothing)
+            difference = _difference((other, first), axis, table, smoothing, paired, scatter)
             differences += [] if difference is None else [difference]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or GPU-hours. Train them further.")
-    return SeedContrast("Held-out loss" if evaluated else "Training loss", tuple(differences))
+    return SeedContrast("Held-out loss" if loss == "eval_loss" else "Training loss", tuple(differences))
 
 
 def _difference(
-    names: tuple[str, str], axis: str, points: Sequence[Sequence[Points]], smoothing: float
+    names: tuple[str, str],
+    axis: str,
+    table: Sequence[Sequence[Points]],
+    smoothing: float,
+    paired: bool,
+    known: Scatter | None,
 ) -> SeedDifference | None:
-    """Return the difference of two configurations over an axis; None if their runs share no stretch of it."""
-    runs = [run for group in points for run in group]
+    """Return the difference of the first two configurations of a table; None if their runs share no stretch of it.
+
+    The others tell how far seeds move the end of a run, where they have gone so far as well.
+    """
+    pair = table[:2]
+    at = _shared_end(pair)
+    if at is None:
+        return None
+    ends = [ends_at(runs, at, smoothing) for runs in pair]
+    rest = [ends_at(runs, end, smoothing) for runs in table[2:] if (end := _shared_end([runs])) is not None]
+    scatter = paired_scatter(ends, [*ends, *rest]) if paired and len(rest) == len(table) - 2 else None
+    if scatter is None:
+        others = [part for part in (usual_scatter(rest, "other configurations"), known) if part is not None]
+        scatter = combined(scatter_of(ends), max(others, key=lambda part: part.freedom, default=None))
+    means = float(np.mean(ends[0])), float(np.mean(ends[1]))
+    return SeedDifference(names, axis, at, means, (len(ends[0]), len(ends[1])), scatter)
+
+
+def _shared_end(groups: Sequence[Sequence[Points]]) -> float | None:
+    """Return the end of the stretch that all runs of some configurations have been on; None if there is none."""
+    runs = [run for group in groups for run in group]
     if not all(len(x) for x, _ in runs):
         return None
-    begin, at = max(float(x[0]) for x, _ in runs), min(float(x[-1]) for x, _ in runs)
-    if begin > at or at <= 0:
-        return None
-    first, second = ([_loss_at(x, loss, at, smoothing * at) for x, loss in group] for group in points)
-    value, low, high = welch_interval(first, second)
-    means = float(np.mean(first)), float(np.mean(second))
-    return SeedDifference(names, axis, at, means, (len(first), len(second)), value, low, high)
+    begin, end = max(float(x[0]) for x, _ in runs), min(float(x[-1]) for x, _ in runs)
+    return end if end > 0 and begin <= end else None
 
 
-def _loss_at(x: Array, loss: Array, at: float, width: float) -> float:
-    """Return the loss at a position: smoothed over what lies before it, or between its neighbours without a width."""
-    if width > 0:
-        before = x <= at
-        return float(smoothed(x[before], loss[before], width)[-1])
-    return float(np.interp(at, x, loss))
-
-
-def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
-    """Return the difference of the means of two samples, and the ends of its interval by Welch's t."""
-    parts = [np.var(sample, ddof=1) / len(sample) for sample in (first, second)]
-    value, variance = float(np.mean(first) - np.mean(second)), float(sum(parts))
-    if variance == 0:
-        return value, value, value
-    spread = sum(part**2 / (len(sample) - 1) for part, sample in zip(parts, (first, second), strict=True))
-    half = student_quantile(variance**2 / float(spread)) * math.sqrt(variance)
-    return value, value - half, value + half
-
-
-def student_quantile(freedom: float) -> float:
-    """Return the t that holds `CONFIDENCE` of Student's distribution between -t and t.
-
-    With t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1), which is integrated.
-    """
-    angle = np.linspace(0, np.pi / 2, ANGLES)
-    density = np.cos(angle) ** (freedom - 1)
-    share = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return float(math.sqrt(freedom) * np.tan(np.interp(CONFIDENCE, share / share[-1], angle)))
+def ends_at(runs: Sequence[Points], at: float, smoothing: float) -> list[float]:
+    """Return the smoothed loss of each run at a position, over what lies before it."""
+    return [float(smoothed_line(*points_until(*run, at), smoothing * at, END).value[0]) for run in runs]

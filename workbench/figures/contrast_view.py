@@ -9,8 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.analysis.axes import X_AXES
-from workbench.analysis.comparison import CONFIDENCE, Difference
+from workbench.analysis.comparison import Difference
 from workbench.analysis.contrast import Contrast
+from workbench.analysis.scatter import CONFIDENCE
 from workbench.analysis.seed_contrast import AXES, SeedContrast
 from workbench.figures import theme
 from workbench.figures.curves_view import MAX_INSIDE
@@ -38,8 +39,9 @@ def show_contrast(compared: Contrast | SeedContrast) -> None:
 def differences(items: Sequence[Difference]) -> Figure:
     """Draw the smoothed loss of each run minus that of the first: below zero, the run is the lower of the two.
 
-    The band holds 90 % of the resamples (`workbench.analysis.comparison`). A diamond marks where two curves last cross;
-    its bar is the interval of that point.
+    The band is the 90 % interval of the noise along the curves (`workbench.analysis.noise`). A bar at the end reaches
+    as far as seeds alone part two runs, if that is known. A diamond marks where two curves last cross; its bar is the
+    interval of that point.
     """
     items = [
         replace(item, names=(theme.short(item.names[0], NAME_CHARACTERS), theme.short(item.names[1], NAME_CHARACTERS)))
@@ -81,13 +83,25 @@ def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Sc
         hovertemplate="%{y:+.3f} (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})",
         meta="difference",
     )
+    traces = [band, line]
+    shared = {"mode": "markers", "name": name, "legendgroup": str(index), "showlegend": False}
+    if item.margin is not None:
+        end = go.Scatter(
+            x=[x[-1]],
+            y=[item.value[-1]],
+            marker={"size": 7, "color": color},
+            error_y={"type": "data", "array": [item.margin], "color": color, "thickness": 2, "width": 6},
+            hovertemplate=f"seeds alone part two runs by up to {item.margin:.2g} ({CONFIDENCE:.0%})",
+            meta="scatter",
+            **shared,
+        )
+        traces.append(end)
     if item.crossover is None:
-        return [band, line]
+        return traces
     at = item.crossover
     crossing = go.Scatter(
         x=[at.value / scale],
         y=[0.0],
-        mode="markers",
         marker={"symbol": "diamond", "size": 10, "color": color, "line": {"color": "white", "width": 1}},
         error_x={
             "type": "data",
@@ -98,21 +112,22 @@ def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Sc
             "thickness": 2,
             "width": 6,
         },
-        name=name,
-        legendgroup=str(index),
-        showlegend=False,
         hovertemplate=f"they last cross here ({CONFIDENCE:.0%}: {at.low / scale:.4g} to {at.high / scale:.4g})",
         meta="crossover",
+        **shared,
     )
-    return [band, line, crossing]
+    return [*traces, crossing]
 
 
 def _settled_range(items: Sequence[Difference]) -> list[float]:
     """Return the y range of the bands after the first twentieth, whose steep fall would flatten all the rest."""
     settled = [item.x >= item.x[0] + 0.05 * (item.x[-1] - item.x[0]) for item in items]
-    edges = [edge[late] for item, late in zip(items, settled, strict=True) for edge in (item.low, item.high)]
-    values = np.concatenate(edges)
-    low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
+    edges = [
+        edge[late] for item, late in zip(items, settled, strict=True) for edge in (item.value, item.low, item.high)
+    ]
+    ends = [item.value[-1] + np.array([-1.0, 1.0]) * (item.margin or 0.0) for item in items]
+    values = np.concatenate([*edges, *ends, [0.0]])
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
     room = 0.12 * ((high - low) or 1.0)
     return [low - room, high + room]
 
@@ -129,7 +144,13 @@ def seed_differences(contrast: SeedContrast) -> Figure:
         name = f"equal {X_AXES[axis].label}"
         names = [theme.text(theme.short(item.names[0])) for item in items]
         for item, label, shade in zip(items, names, colors, strict=True):
-            bar = {"type": "data", "array": [item.high - item.value], "color": shade, "thickness": 2, "width": 6}
+            bar = {
+                "type": "data",
+                "array": [item.margin if item.scatter else None],
+                "color": shade,
+                "thickness": 2,
+                "width": 6,
+            }
             figure.add_scatter(
                 x=[item.value],
                 y=[[label], [name]],
@@ -142,7 +163,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     first = theme.text(theme.short(contrast.differences[0].names[1]))
     figure.update_xaxes(title_text=f"{contrast.loss} minus that of {first}")
     figure.update_yaxes(type="multicategory", autorange="reversed")
-    words = f"{CONFIDENCE:.0%} intervals of Welch's t over the seeds; pale: not distinguishable"
+    words = f"{CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
     rows = len(contrast.differences)
     figure.laid_out(
         height=160 + 34 * rows,
