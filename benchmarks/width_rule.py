@@ -27,11 +27,13 @@ from plotly.subplots import make_subplots
 
 import workbench as wb
 from workbench import data
+from workbench.execution.trainer import clip, squared_norm
 from workbench.figures import theme
 from workbench.figures.figure import save
 from workbench.models import scaling
-from workbench.optimizers.building import parameter_groups
+from workbench.optimizers.building import build_optimizer
 from workbench.optimizers.schedules import learning_rate_factor
+from workbench.validation import factor_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RAW = ROOT / "benchmarks" / "results" / "width_rule_1core.json"
@@ -128,10 +130,11 @@ def train(settings: wb.Experiment) -> float:
     """Train in this process as a run would, and return the held-out loss."""
     torch.manual_seed(settings.seed)
     module: Any = settings.model.build()
-    groups = parameter_groups(dict(module.named_parameters()), settings)
-    peaks = [group["lr"] for group in groups]
-    named = [{name: value for name, value in group.items() if name != "names"} for group in groups]
-    optimizer = torch.optim.AdamW(named, betas=settings.betas, eps=settings.eps, fused=True)
+    parameters = dict(module.named_parameters())
+    optimizer = build_optimizer(parameters, settings)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    scales = settings.optimizer.grad_norm_scale or {}
+    divisors = {name: factor_of(name, scales) ** -2 for name in parameters}
     samples = settings.data.dataset(settings)
     for step in range(settings.steps):
         factor = learning_rate_factor(step, settings.warmup, settings.steps, "linear")
@@ -141,7 +144,8 @@ def train(settings: wb.Experiment) -> float:
         loss = module(**samples.__getitems__(list(range(first, first + settings.global_batch)))).loss
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
+        norm = squared_norm(((p.grad, divisors[name]) for name, p in parameters.items()), loss.device).sqrt()
+        clip(parameters.values(), norm, settings.optimizer.clip_norm)
         optimizer.step()
     held_out = data.held_out(settings)
     with torch.no_grad():

@@ -330,7 +330,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
             "coordinate_check",
             wb.analysis.coordinate_check,
             {"experiment": experiment},
-            ("experiment", "widths", "steps"),
+            ("experiment", "widths", "steps", "depths"),
         ),
         ("scaling", wb.models.scaling, {"base": experiment.model, "target": experiment.model}, ()),
         ("left_plateau", wb.analysis.left_plateau, {"run": run, "level": 6.0}, ()),
