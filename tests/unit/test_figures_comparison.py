@@ -98,8 +98,9 @@ def test_one_seed_each_is_told_apart_only_by_how_far_seeds_scatter() -> None:
         assert words in str(standing)
         assert words in found.differences[0].describe()
         assert words in found.to_html()
+        assert ("train each with three seeds" in repr(found)) is (scatter is None)
     assert found.differences[0].margin == pytest.approx(0.789, abs=1e-3)
-    assert "seeds scatter by 0.3 (given), which alone parts two runs by up to 0.79" in repr(found)
+    assert "seeds scatter by 0.3 as given, which alone parts two runs by up to 0.79" in repr(found)
 
 
 def test_equal_cost_is_the_most_that_every_run_has_spent() -> None:
@@ -179,5 +180,5 @@ def test_an_interval_below_the_last_digit_is_not_written() -> None:
     assert Interval(3.0, 2.9, 3.1).describe() == "3.00 ± 0.10"
     assert Interval(0.20812, 0.20799, 0.20825).describe() == "0.20812 ± 0.00013"
     apart = difference(zigzag("a", (0, 3.0), (10, 3.0)), zigzag("b", (0, 3.208), (10, 3.208)))
-    words = "(a ended below b by 0.208 without known noise along the curves: these two runs, not these two recipes)"
+    words = "(a ended below b by 0.208, noise along the curves unknown: these two runs, not these two recipes)"
     assert apart.describe() == f"one seed each: cannot tell {words}; the curves do not cross"

@@ -7,14 +7,13 @@ import pytest
 
 import workbench as wb
 from workbench.analysis.curve import Curve
-from workbench.analysis.scatter import student_quantile
 from workbench.analysis.seed_contrast import (
     SeedContrast,
     contrast_seeds,
     group_names,
     seed_groups,
 )
-from workbench.errors import InvalidExperiment, UnknownParameter
+from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.figures.contrast_view import contrast
 from workbench.figures.figure import picture
 from workbench.rundir import RunDir, append_event, write_json
@@ -30,11 +29,6 @@ def run(end: float, steps: int = 50, tokens_per_step: int = 100, held_out: float
     evaluations = {name: values[at] for name, values in {"step": step, **costs}.items()}
     evaluations["eval_loss"] = np.array([9.0, 6.0, held_out or 0.0])
     return Curve("run", {"step": step, "loss": end + 5 / step, **costs}, evaluations=evaluations if held_out else None)
-
-
-@pytest.mark.parametrize(("freedom", "t"), [(1, 6.313752), (2.5, 2.558219), (4, 2.131847), (30, 1.697261)])
-def test_quantiles_of_students_t_are_those_of_the_tables(freedom: float, t: float) -> None:
-    assert student_quantile(freedom) == pytest.approx(t, abs=1e-4)
 
 
 def test_a_difference_larger_than_the_seeds_spread_is_told_from_one_that_is_not() -> None:
@@ -68,6 +62,15 @@ def test_runs_are_compared_where_all_have_spent_the_same_and_by_their_held_out_l
         contrast_seeds({"a": [Curve("a", {"step": [1.0], "loss": [4.0]})] * 2, "b": small})
 
 
+def test_seeds_that_ended_alike_cannot_tell_and_no_interval_is_invented() -> None:
+    found = contrast_seeds({"a": [run(4.0)] * 2, "b": [run(5.0)] * 2})
+    assert not any(item.distinguishable for item in found.differences)
+    assert "the seeds of b and of a ended alike: cannot tell" in repr(found)
+    assert "(+1, 90% interval" not in repr(found)
+    assert "±" not in found.to_html()
+    assert picture(contrast(found)).startswith(b"\x89PNG")
+
+
 def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
     described = [
         {"experiment": {"learning_rate": rate, "seed": seed, "name": f"{rate}{seed}"}, "plan": {"zero": zero}}
@@ -98,6 +101,7 @@ def sweep(tmp_path) -> Sweep:
         for step in range(1, 11):
             loss = 5 - entry.choice["learning_rate"] + 0.01 * entry.seed
             append_event(path.events, "step", step=step, loss=loss, tokens=100 * step, flops=1e9 * step, seconds=step)
+        append_event(path.events, "status", state="finished", message="10 steps.")
         directory.write_result(entry, Result("finished", 5.0 - entry.choice["learning_rate"], 10, 1.0))
     return wb.sweeps.load_sweep(directory.path)
 
@@ -111,7 +115,17 @@ def test_contrast_takes_a_sweep_and_runs_with_seeds_and_compares_with_the_best_a
     by_hand = wb.contrast(sweep.runs)
     assert isinstance(by_hand, SeedContrast)
     assert by_hand.differences[0].value == pytest.approx(-1.0)
-    assert not isinstance(wb.contrast(sweep.runs[:3]), SeedContrast), "one seed has no spread"
+    mixed = wb.contrast(sweep.runs[:3])
+    assert not isinstance(mixed, SeedContrast), "one configuration has one seed"
+    assert "in the runs with several seeds" in repr(mixed), "the other tells how far seeds move an end"
+    first, *_, other = sweep.runs
+    assert "one seed each: cannot tell" in repr(wb.contrast([first, other]))
+    for scatter in (0.1, sweep, sweep.runs):
+        assert "is lower than" in repr(wb.contrast([first, other], scatter=scatter))
+    assert "too close to call" in repr(wb.contrast([first, other], scatter=1.0))
+    for wrong, words in ((0.0, "no standard deviation"), ([first, other], "no two of the 2 finished runs")):
+        with pytest.raises(InvalidArgument, match=words):
+            wb.contrast([first, other], scatter=wrong)
     sweep.directory.result_file(sweep.directory.queue()[0]).unlink()
     with pytest.raises(InvalidExperiment, match="1 of 2 configurations"):
         wb.contrast(sweep)

@@ -91,15 +91,16 @@ class Difference:
         end = float(self.value[-1])
         below, above = self.names if end < 0 else self.names[::-1]
         apart = with_margin(abs(end), float(self.high[-1] - self.low[-1]) / 2)
-        noise = "by the noise along the curves" if "±" in apart else "without known noise along the curves"
-        seen = f"{below} ended below {above} by {apart} {noise}"
+        apart += " along the curves" if "±" in apart else ", noise along the curves unknown"
+        ended = f"{below} ended below {above} by {apart}"
         if self.scatter is None or self.margin is None:
-            ending = f"{CANNOT_TELL} ({seen}: these two runs, not these two recipes)"
+            ending = f"{CANNOT_TELL} ({ended}: these two runs, not these two recipes)"
         else:
-            close = f"{self.names[0]} and {self.names[1]} are too close to call"
-            verdict = f"{below} is lower than {above}" if self.distinguishable else close
             alone = f"{self.scatter.describe()}, which alone parts two runs by up to {self.margin:.2g}"
-            ending = f"{verdict} ({seen}; {alone})"
+            verdict = (
+                f"{below} is lower than {above} by {apart}" if self.distinguishable else f"too close to call: {ended}"
+            )
+            ending = f"{verdict} ({alone})"
         return f"{ending}; {self._crossing_in_words()}"
 
     def _crossing_in_words(self) -> str:

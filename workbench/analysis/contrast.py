@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.analysis.axes import X_AXES, check_axis
-from workbench.analysis.comparison import Difference, Standing, difference, standings, with_unique_names
+from workbench.analysis.comparison import TIMED_AXES, Difference, Standing, difference, standings, with_unique_names
 from workbench.analysis.curve import CurveLike, column, evaluations_of
 from workbench.analysis.scatter import Scatter
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
@@ -15,6 +16,8 @@ from workbench.tables import html_table
 
 LEAST_EVALUATIONS = 5
 """Smallest number of held-out losses of each run from which they are compared in place of training losses."""
+ADVICE = "To tell recipes apart, train each with three seeds or more, or give scatter=, such as scatter=wb.list_runs()."
+"""The way out where one seed each cannot tell."""
 IGNORED_SETTINGS = (
     *("candidates", "prediction", "stages", "block_names", "signature", "flops_per_step"),
     *("time", "started", "command", "directory", "executable", "name", "run"),
@@ -37,7 +40,13 @@ class Contrast:
         lines = [str(standing) for standing in self.standings]
         lines += [item.describe() for item in self.differences]
         lines += [f"{name}: {' | '.join(values)}" for name, values in self.settings]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._advice()])
+
+    def _advice(self) -> list[str]:
+        """Return what would tell the recipes apart, if one seed each cannot."""
+        return (
+            [ADVICE] if any(item.scatter is None and item.axis not in TIMED_AXES for item in self.differences) else []
+        )
 
     def to_html(self) -> str:
         """Return standings and settings as HTML tables, every name escaped."""
@@ -47,7 +56,8 @@ class Contrast:
             axis = X_AXES[item.axis]
             rows.append((axis.label, axis.describe(item.at), *losses, item.verdict))
         page = html_table(("at equal", "", *self.names, "verdict"), rows)
-        page += "<p>± is the noise along a curve: it holds for these runs, not for their recipes.</p>"
+        notes = ["± is the noise along a curve: it holds for these runs, not for their recipes.", *self._advice()]
+        page += "".join(f"<p>{html.escape(note)}</p>" for note in notes)
         if not self.settings:
             return f"{page}<p>Their experiments, plans and environments agree.</p>"
         settings = html_table(("what differs", *self.names), ((name, *values) for name, values in self.settings))

@@ -64,7 +64,7 @@ def contrast(
         return contrast_seeds(by_name, smoothing, len(seeds) == 1, known)
     if known is None:
         ends = [_last_losses([curves[at] for at in group], smoothing) for group in groups]
-        known = scatter_of(ends, "those given with several seeds")
+        known = scatter_of(ends, "in the runs with several seeds")
     full = [{**facts, "environment": run.environment} for facts, run in zip(described, handles, strict=True)]
     return contrast_curves(curves, full, x, smoothing, known)
 
@@ -109,7 +109,7 @@ def _scatter(
     chosen = [group for group, size in zip(groups, sizes, strict=True) if size in nearest] or groups
     ends = [_last_losses(curves_of([runs[at] for at in group]), smoothing) for group in chosen]
     words = " and ".join(count(size) for size in sorted(nearest))
-    number = f"{sum(map(len, ends))} other runs" + (f" of {words} parameters" if words else "")
+    number = f"in {sum(map(len, ends))} other runs" + (f" of {words} parameters" if words else "")
     return usual_scatter(ends, number)
 
 

@@ -46,8 +46,8 @@ class Scatter:
 
     deviation: float
     freedom: float
-    source: str = "given"
-    """The runs it comes from, in words."""
+    source: str = "as given"
+    """The runs it comes from, in words that follow "seeds scatter by 0.02"."""
 
     def of_others(self) -> Scatter:
         """Return what this says of other runs: fewer degrees of freedom, as recipes differ in their scatter."""
@@ -59,10 +59,10 @@ class Scatter:
 
     def describe(self) -> str:
         """Return the deviation and its source in words."""
-        return f"seeds scatter by {self.deviation:.2g} ({self.source})"
+        return f"seeds scatter by {self.deviation:.2g} {self.source}"
 
 
-def scatter_of(groups: Sequence[Sequence[float]], source: str = "their own seeds") -> Scatter | None:
+def scatter_of(groups: Sequence[Sequence[float]], source: str = "in their own runs") -> Scatter | None:
     """Return the pooled scatter of groups of ends, each around its own mean; None if no group has two unlike ends."""
     several = [np.asarray(ends) for ends in groups if len(ends) > 1]
     freedom = sum(len(ends) - 1 for ends in several)
@@ -111,10 +111,10 @@ def paired_scatter(pair: Sequence[Sequence[float]], table: Sequence[Sequence[flo
     seeds, spare = len(pair[0]) - 1, len(table) - 2
     if seeds * (spare + 1) < LEAST_PAIRED_FREEDOM:
         return None
-    source = "runs of one seed paired"
+    source = "between the pairs of one seed"
     own = Scatter(math.sqrt(squares(pair) / seeds), seeds, source)
     rest = math.sqrt(max(0.0, squares(table) - squares(pair)) / (spare * seeds)) if spare else 0.0
-    return combined(own, Scatter(rest, spare * seeds, "other configurations") if spare else None)
+    return combined(own, Scatter(rest, spare * seeds, "in other configurations") if spare else None)
 
 
 def student_quantile(freedom: float) -> float:

@@ -81,8 +81,8 @@ class SeedDifference:
             told = f"{first} and {second} are too close to call"
         else:
             told = f"the seeds of {first} and of {second} ended alike: cannot tell how far another seed would move them"
-        known = f", {self.scatter.describe()}" if self.scatter else ""
-        difference = f"{with_margin(self.value, self.margin, '+')}, {CONFIDENCE:.0%} interval, {seeds}{known}"
+        known = f", {CONFIDENCE:.0%} interval, {seeds}, {self.scatter.describe()}" if self.scatter else f", {seeds}"
+        difference = with_margin(self.value, self.margin, "+") + known
         return f"at equal {axis.label} ({axis.describe(self.at)}): {told} ({difference})"
 
 
@@ -107,7 +107,7 @@ class SeedContrast:
             lower = "lower" if item.value < 0 else "higher"
             verdict = lower if item.distinguishable else "too close to call" if item.scatter else "cannot tell"
             losses = " and ".join(f"{mean:.4g} (n={n})" for mean, n in zip(item.means, item.seeds, strict=True))
-            scatter = f"{item.scatter.deviation:.2g} ({item.scatter.source})" if item.scatter else "none"
+            scatter = f"{item.scatter.deviation:.2g} {item.scatter.source}" if item.scatter else "none"
             at = (axis.label, axis.describe(item.at))
             rows.append((*item.names, *at, losses, with_margin(item.value, item.margin, "+"), scatter, verdict))
         return html_table((*head, "scatter of seeds", "verdict"), rows)
@@ -206,7 +206,7 @@ def _difference(
     rest = [ends_at(runs, end, smoothing) for runs in table[2:] if (end := _shared_end([runs])) is not None]
     scatter = paired_scatter(ends, [*ends, *rest]) if paired and len(rest) == len(table) - 2 else None
     if scatter is None:
-        others = [part for part in (usual_scatter(rest, "other configurations"), known) if part is not None]
+        others = [part for part in (usual_scatter(rest, "in other configurations"), known) if part is not None]
         scatter = combined(scatter_of(ends), max(others, key=lambda part: part.freedom, default=None))
     means = float(np.mean(ends[0])), float(np.mean(ends[1]))
     return SeedDifference(names, axis, at, means, (len(ends[0]), len(ends[1])), scatter)

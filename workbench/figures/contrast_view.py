@@ -146,7 +146,7 @@ def seed_differences(contrast: SeedContrast) -> Figure:
         for item, label, shade in zip(items, names, colors, strict=True):
             bar = {
                 "type": "data",
-                "array": [item.margin if item.scatter else None],
+                "array": [item.margin if item.scatter else 0.0],
                 "color": shade,
                 "thickness": 2,
                 "width": 6,
