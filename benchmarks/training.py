@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import workbench as wb
 from workbench.capture.captured_model import CapturedModel
+from workbench.capture.random_batch import random_batch as random_tokens
+from workbench.capture.random_batch import repeated
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import (
     block_sparse_parameters,
@@ -18,8 +20,6 @@ from workbench.execution.build import (
 )
 from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.parallel.mesh import MeshCoordinate
-from workbench.execution.random_batch import random_batch as random_tokens
-from workbench.execution.random_batch import repeated
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan
 

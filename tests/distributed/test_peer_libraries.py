@@ -15,7 +15,7 @@ from torch import nn
 
 import workbench as wb
 from tests.distributed.harness import launch
-from workbench.execution.random_batch import random_batch
+from workbench.capture.random_batch import random_batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

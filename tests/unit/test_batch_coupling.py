@@ -131,10 +131,10 @@ def test_a_plan_that_divides_a_coupled_batch_is_refused_when_the_model_is_built(
     graph = graph_of(clip)
     divided = plan_of(replace(graph, coupled=()), 2, data=2)
     with pytest.raises(PlanMismatch, match=r"compares samples of one batch \(matmul at .*batch_coupling='allow'"):
-        check_coupling(_experiment(), divided, graph)
-    check_coupling(_experiment(batch_coupling="allow"), divided, graph)
-    check_coupling(_experiment(), divided, replace(graph, coupled=()))
-    check_coupling(_experiment(), plan_of(graph, 2), graph)
+        check_coupling(_experiment(), divided, graph.coupled)
+    check_coupling(_experiment(batch_coupling="allow"), divided, graph.coupled)
+    check_coupling(_experiment(), divided, ())
+    check_coupling(_experiment(), plan_of(graph, 2), graph.coupled)
 
 
 def test_a_summary_of_runs_shows_the_notes_of_their_plans_once() -> None:

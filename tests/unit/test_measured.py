@@ -15,13 +15,13 @@ from torch._dynamo.utils import counters
 
 from tests.unit.cost_values import bert, layered_profile
 from workbench import data, models
+from workbench.capture.random_batch import IGNORED, random_batch
 from workbench.cli import describe_plan
 from workbench.cost import Cluster
 from workbench.cost.correction import BlockMeasurement, corrected_profile
 from workbench.cost.profile import DividedCosts
 from workbench.execution import block_probe
 from workbench.execution.block_probe import Probe, sampled_blocks
-from workbench.execution.random_batch import IGNORED, random_batch
 from workbench.experiment import Experiment
 from workbench.measure import block_probes as probing
 from workbench.measure.block_probes import (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tests.unit.capture_models import Net, batch_for, interpret
@@ -145,3 +146,37 @@ def test_a_function_survives_json_by_its_name_and_comes_from_the_stored_code() -
         experiment.to_json(), {"model": Net, "data": experiment.data, "loss": experiment.loss.function}
     )
     assert again.loss("outputs", None) == "outputs"
+
+
+class Adversaries(nn.Module):
+    """Returns the losses of two networks, in the order that `first` says."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.maker, self.judge, self.first = nn.Linear(8, 8), nn.Linear(8, 1), first
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.maker(x)
+        judged = self.judge(x).mean() - self.judge(made.detach()).mean()
+        fooled = self.judge(made).mean() + 0 * labels.sum()
+        return (judged, fooled) if self.first == "judge" else (fooled, judged)
+
+
+@pytest.mark.parametrize("first", ["judge", "maker"])
+def test_the_losses_of_two_networks_in_a_tuple_are_named_and_none_is_chosen(first: str) -> None:
+    batch = {key: spec_of(key, value) for key, value in BATCH.items()}
+    with pytest.raises(CaptureError, match=r"2 scalars that could be its loss.*loss=0, or loss=1"):
+        capture(Adversaries(first), batch)
+
+
+PARTS: Mapping[str, Callable[..., Any]] = {
+    "its parts": lambda logits, loss, _: (loss + logits.square().mean(), loss, loss.exp()),
+    "a measure of its input": lambda logits, loss, _: (loss, logits.softmax(-1).square().mean()),
+}
+
+
+@pytest.mark.parametrize("how", PARTS)
+def test_the_first_scalar_of_a_tuple_is_the_loss_if_the_others_apply_no_parameters(how: str) -> None:
+    torch.manual_seed(0)
+    model = Returns(PARTS[how])
+    assert torch.equal(interpret(graph_of(model), model, BATCH), model(**BATCH)[0])

@@ -2,87 +2,167 @@
 
 A loss that compares samples (in-batch contrast) or multiplies means over the batch (load balancing) has another value
 when the batch is cut into micro-batches or replicas. Each value of the graph is independent of the batch, has one row
-per sample along a known dim, is a sum over samples, or is unknown. Only an operation that certainly mixes samples is
-reported: after one that this module does not know, nothing is.
+per sample along a known dim, is a sum over samples, or is unknown. An operation that certainly mixes samples is
+reported. After one that this module does not know nothing is certain: its line is kept, and numbers decide
+(`workbench.capture.division`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from workbench.capture.dataflow import Dataflow
-from workbench.capture.operations import MOVED, ancestors, arguments_of, moved_dim, names, op_name, shape_of
+from workbench.capture.operations import (
+    MOVED,
+    ancestors,
+    arguments_of,
+    moved_dim,
+    mutated_arguments,
+    names,
+    op_name,
+    reachable,
+    shape_of,
+    storage_of,
+)
 from workbench.capture.source_lines import line_of_node
 
-NONE, SUM, UNKNOWN = -1, -2, -3
-"""States other than the index of the batch dim: independent of the batch, summed over the samples, not known."""
+NONE, SUM, UNKNOWN, SELECTED = -1, -2, -3, -4
+"""States other than the index of the batch dim: independent of the batch, summed over the samples, not known, and
+elements of all samples that a mask chose."""
 
-
-_PRODUCTS = names("matmul mm bmm linear")
+_PRODUCTS = names("matmul mm bmm linear addmm baddbmm")
 _SUMS = names("sum mean")
 _SOFTMAXES = names("softmax _softmax log_softmax _log_softmax")
 _NORMALISATIONS = _SOFTMAXES | names("logsumexp var std var_mean linalg_vector_norm norm")
-_SELECTIONS = names("argmax argmin amax amin any all")
+_SELECTIONS = names("argmax argmin amax amin any all max min")
 _OVER_CLASSES = names("cross_entropy_loss nll_loss_nd")
 _LOSSES = _OVER_CLASSES | names(
     "mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
 )
 _RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
 _SAME_DIMS = _SOFTMAXES | names(
-    "clone contiguous to _to_copy detach alias dropout feature_dropout type_as slice lift_fresh_copy getitem one_hot"
+    "clone contiguous to _to_copy detach alias dropout feature_dropout type_as slice lift_fresh_copy getitem one_hot "
+    "detach_ float"
 )
+_ELEMENTWISE = names(
+    "__and __or __xor bitwise_and bitwise_or bitwise_xor logical_and logical_or masked_fill copy where fill zero"
+)
+"""Operations on each element by itself that torch does not tag as such, or not in each of their forms."""
 _LINEAR = names(
     "add sub rsub neg mul div sum mean reshape view flatten unsqueeze squeeze select slice expand permute transpose "
     "cat stack unbind index getitem clone contiguous to _to_copy detach alias lift_fresh_copy matmul mm linear"
 )
 _FIRST_DIM = names(
     "layer_norm group_norm rms_norm batch_norm instance_norm scaled_dot_product_attention conv1d conv2d conv3d "
-    "convolution max_pool2d avg_pool2d adaptive_avg_pool2d pad"
+    "convolution conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d "
+    "avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d pad constant_pad_nd im2col "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_trilinear3d pixel_shuffle pixel_unshuffle grid_sampler grid_sampler_2d"
 )
 """Operations that keep the samples apart if they are the first dim of an operand and of the result."""
-_BESIDE_DIM = MOVED | names("topk sort split split_with_sizes chunk")
+_BEFORE_LAST = {"layer_norm": 1, "rms_norm": 1, "scaled_dot_product_attention": 2, "triu": 2, "tril": 2}
+"""Operations that work along the last dims only -> how many."""
+_BESIDE_DIM = MOVED | names("topk sort argsort split split_with_sizes chunk cumprod logcumsumexp glu index_select")
+_ALONG_DIMS = names("roll flip")
+_GATHERS = names("gather scatter scatter_add scatter_reduce")
 _ONE_OPERAND = names("expand_as type_as index")
 """Operations whose further operands decide no value, or choose within a sample."""
+_MADE_ANEW = names("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+"""Operations that take a shape and a type from their operand, but no value."""
+_POSITIONS = names("arange eye linspace")
+"""Operations whose rows differ without a batch."""
 
 
-def coupled_lines(flow: Dataflow, loss: fx.Node) -> tuple[str, ...]:
-    """Return, for each operation that certainly mixes samples on the way to the loss, its name and its line."""
-    return _Follower(flow, ancestors([loss])).coupled()
+@dataclass(frozen=True)
+class Coupling:
+    """What following the batch dim found out."""
+
+    lines: tuple[str, ...] = ()
+    """Each operation that certainly mixes samples on the way to the loss: its name and its line."""
+    unknown: str = ""
+    """The first operation after which it is not known whether samples mix, with its line; empty if it is known."""
+
+
+def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ()) -> Coupling:
+    """Follow the batch dim to the loss; `means` are the losses that the runtime divides by the labels of all."""
+    return _Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
 
 
 class _Follower:
     """The state of every node of one graph, in order."""
 
-    def __init__(self, flow: Dataflow, needed: set[fx.Node]) -> None:
-        self._flow, self._needed = flow, needed
+    def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
+        self._flow, self._needed, self._means = flow, needed, means
         self._states: dict[fx.Node, int] = {}
         self._coupled: list[fx.Node] = []
+        self._doubtful: list[fx.Node] = []
+        self._sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._samples = {shape_of(node)[0] for node in flow.order if node.op == "placeholder" and shape_of(node)}
 
-    def coupled(self) -> tuple[str, ...]:
+    def coupling(self, loss: fx.Node) -> Coupling:
         for node in self._flow.order:
             self._states[node] = self._state(node)
-        lines = (f"{_name(node)}{line_of_node(node).where}" for node in self._coupled if node in self._needed)
-        return tuple(dict.fromkeys(lines))
+            self._sharing[storage_of(node)].append(node)
+            for written in mutated_arguments(node) if "norm" not in _name(node) else ():  # running averages
+                self._write(storage_of(written), node)
+        lost = [node for node in self._flow.order if node in self._needed and self._loses_track(node)]
+        if self._states[loss] == SUM and not any(node in self._needed for node in self._doubtful):
+            lost = []
+        elif not lost:
+            lost = [node for node in self._doubtful if node in self._needed] or [loss]
+        mixing = (_described(node) for node in self._coupled if node in self._needed)
+        return Coupling(tuple(dict.fromkeys(mixing)), _described(lost[0]) if lost else "")
+
+    def _loses_track(self, node: fx.Node) -> bool:
+        return self._states[node] == UNKNOWN and all(self._states[s] != UNKNOWN for s in node.all_input_nodes)
+
+    def _write(self, owner: fx.Node, node: fx.Node) -> None:
+        """Give everything that shares memory with a written value the state of what was written."""
+        state = self._states[node]
+        for other in self._sharing[owner]:
+            if self._states[other] == state or state == NONE:
+                continue
+            is_alike = len(shape_of(other)) == len(shape_of(node)) and other.op != "get_attr"
+            is_new = self._states[other] == NONE and state >= 0 and is_alike
+            self._states[other] = state if is_new and shape_of(other)[state] == shape_of(node)[state] else UNKNOWN
 
     def _state(self, node: fx.Node) -> int:
         if node.op == "placeholder":
             return 0 if shape_of(node) else NONE
         states = [self._states[source] for source in node.all_input_nodes]
+        name = _name(node)
+        if name in _MADE_ANEW and all(isinstance(size, int) for size in shape_of(node)):
+            return NONE
         if node.op != "call_function" or UNKNOWN in states:
             return UNKNOWN if UNKNOWN in states else NONE
         if all(state == NONE for state in states):
             return NONE
         if not all(isinstance(size, int) for source in (node, *node.all_input_nodes) for size in shape_of(source)):
-            return UNKNOWN  # a selection by values: which rows are of which sample is not known
-        name = _name(node)
+            return self._of_selections(node, name, states)
         if SUM in states:
             return self._of_sums(node, name, states)
         return self._of_rows(node, name)
+
+    def _of_selections(self, node: fx.Node, name: str, states: list[int]) -> int:
+        """Return the state of an operation on what a mask chose: how many elements are of a sample is not known."""
+        if SUM in states:
+            return UNKNOWN
+        if node in self._means:
+            return SUM
+        if name == "index" or (SELECTED in states and self._is_elementwise(node, name)):
+            return SELECTED
+        return UNKNOWN
+
+    def _is_elementwise(self, node: fx.Node, name: str) -> bool:
+        is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return is_tagged or name in _ELEMENTWISE or name in ("to", "_to_copy", "clone", "detach")
 
     def _of_sums(self, node: fx.Node, name: str, states: list[int]) -> int:
         """Return the state of an operation on sums over the samples: linear ones give sums, others mix samples."""
@@ -103,18 +183,23 @@ class _Follower:
 
     def _of_rows(self, node: fx.Node, name: str) -> int:
         """Return the state of an operation on values with one row per sample."""
-        if name in _RULES:
+        if name in _RULES and not (name in ("max", "min") and len(node.all_input_nodes) > 1):
             return _RULES[name](self, node, name)
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if (self._is_elementwise(node, name) and name not in _SAME_DIMS) or name in ("max", "min"):
             return self._aligned(node)
         [first, *others] = node.all_input_nodes
         state, before, after = self._states[first], shape_of(first), shape_of(node)
         if state == NONE or (name not in _ONE_OPERAND and any(self._states[o] not in (NONE, state) for o in others)):
             return UNKNOWN
+        if name in _BEFORE_LAST and state < len(before) - _BEFORE_LAST[name]:
+            return state
+        if name in _ALONG_DIMS:
+            dims = arguments_of(node)["dims"]
+            return state if dims and state not in {dim % len(before) for dim in dims} else UNKNOWN
         if name in _SAME_DIMS:
             return state
         if name in _FIRST_DIM:
-            return 0 if state == 0 and len(after) == len(before) else UNKNOWN
+            return 0 if state == 0 and len(after) == len(before) and after[0] == before[0] else UNKNOWN
         if name in _RESHAPES:
             # The batch dim stays the slowest varying part of the dim that it is merged into.
             outer = math.prod(before[:state])
@@ -129,10 +214,47 @@ class _Follower:
         weight, indices = node.all_input_nodes[0], node.all_input_nodes[-1]
         return self._states[indices] if self._states[weight] == NONE else UNKNOWN
 
-    def _cat(self, node: fx.Node, _name: str) -> int:
-        states = {self._states[s] for s in node.all_input_nodes}
+    def _cat(self, node: fx.Node, name: str) -> int:
+        states = {self._states[s] for s in node.all_input_nodes} - {NONE}
         dim = arguments_of(node)["dim"] % len(shape_of(node))
-        return states.pop() if len(states) == 1 and dim not in states else UNKNOWN
+        if len(states) != 1:
+            return UNKNOWN
+        [state] = states
+        self._note_positions(node, state)
+        if name == "stack":
+            return state + int(dim <= state)
+        return state if dim != state else UNKNOWN
+
+    def _gather(self, node: fx.Node, _name: str) -> int:
+        """Return the batch dim of a gather or scatter, whose operands have the same dims, along another dim."""
+        states = {self._states[s] for s in node.all_input_nodes} - {NONE}
+        dim = arguments_of(node)["dim"] % len(shape_of(node))
+        if len(states) != 1 or dim in states:
+            return UNKNOWN
+        [state] = states
+        self._note_positions(node, state)
+        return state
+
+    def _broadcast(self, node: fx.Node, _name: str) -> int:
+        """Return the batch dim of every tensor that `broadcast_tensors` returns, which all have the same shape."""
+        rank = max(len(shape_of(source)) for source in node.all_input_nodes)
+        found = {
+            rank - len(shape_of(source)) + state
+            for source in node.all_input_nodes
+            if (state := self._states[source]) != NONE
+        }
+        if len(found) == 2 and all(shape_of(s)[self._states[s]] > 1 for s in node.all_input_nodes):
+            return self._mixing(node)
+        return found.pop() if len(found) == 1 else UNKNOWN
+
+    def _note_positions(self, node: fx.Node, dim: int) -> None:
+        """Remember an operation that treats samples by their position in the batch, as weights `arange(batch)` do."""
+        for source in node.all_input_nodes:
+            at = dim - len(shape_of(node)) + len(shape_of(source))
+            if self._states[source] == NONE and at >= 0 and shape_of(source)[at] > 1:
+                made = reachable([source], lambda each: [] if _name(each) == "expand" else each.all_input_nodes)
+                if any(_name(each) in _POSITIONS and self._samples & set(shape_of(each)) for each in made):
+                    self._doubtful.append(node)
 
     def _aligned(self, node: fx.Node) -> int:
         """Return the batch dim of a pointwise operation, whose arguments are aligned at their last dims."""
@@ -143,11 +265,21 @@ class _Follower:
         }
         if len(found) == 2 and all(shape_of(node)[dim] > 1 for dim in found):
             return self._mixing(node)  # each row of the one against each row of the other
-        return found.pop() if len(found) == 1 else UNKNOWN
+        if len(found) != 1:
+            return UNKNOWN
+        [dim] = found
+        self._note_positions(node, dim)
+        return dim
 
     def _product(self, node: fx.Node, name: str) -> int:
-        left, right = node.args[:2]
-        if len(node.all_input_nodes) > 2 and any(self._states[s] != NONE for s in node.all_input_nodes[2:]):
+        left, right = node.args[1:3] if name in ("addmm", "baddbmm") else node.args[:2]
+        if name in ("addmm", "baddbmm") and self._states[node.args[0]] != NONE:  # type: ignore[index]
+            return UNKNOWN
+        if (
+            name not in ("addmm", "baddbmm")
+            and len(node.all_input_nodes) > 2
+            and any(self._states[s] != NONE for s in node.all_input_nodes[2:])
+        ):
             return UNKNOWN
         one, other = (self._states.get(side, NONE) for side in (left, right))  # type: ignore[arg-type]
         rank, other_rank, result = len(shape_of(left)), len(shape_of(right)), len(shape_of(node))
@@ -208,6 +340,10 @@ class _Follower:
         return UNKNOWN if name in _SELECTIONS else self._mixing(node)
 
 
+def _described(node: fx.Node) -> str:
+    return f"{_name(node)}{line_of_node(node).where}"
+
+
 def _name(node: fx.Node) -> str:
     """Return the name of an operation, in place or not."""
     return op_name(node).rstrip("_") or op_name(node)
@@ -219,7 +355,9 @@ _RULES: dict[str, Callable[[_Follower, fx.Node, str], int]] = {
     **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, _Follower._reduction),
     "einsum": _Follower._einsum,
     "embedding": _Follower._embedding,
-    "cat": _Follower._cat,
+    "broadcast_tensors": _Follower._broadcast,
+    **dict.fromkeys(names("cat stack"), _Follower._cat),
+    **dict.fromkeys(_GATHERS, _Follower._gather),
 }
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
 from torch import nn
 
+from workbench.capture.division import Division, division_of, samples_from
 from workbench.capture.evaluation import capture_for_evaluation, capture_for_samples
 from workbench.capture.graph import Graph
 from workbench.capture.model import build_meta, capture, signature
 from workbench.capture.outputs import Metric
+from workbench.capture.random_batch import random_batch
 from workbench.data import encoded_prompts
 from workbench.experiment import Experiment
 from workbench.memo import memoised
@@ -29,7 +32,7 @@ class CapturedModel:
         """
         self._source, self._loss, self._model = experiment.model, experiment.loss, model
         self._batch = _batch(experiment, micro_batch)
-        self._micro_batch = micro_batch
+        self._micro_batch, self._experiment = micro_batch, experiment
 
     @property
     def is_captured(self) -> bool:
@@ -40,6 +43,27 @@ class CapturedModel:
     def graph(self) -> Graph:
         """The graph of one micro-batch of a step; raises `CaptureError`."""
         return capture(self._built(), self._batch, name=self._source.name, loss=self._loss)
+
+    @cached_property
+    def division(self) -> Division:
+        """Whether the batch may be divided; on a rank, which has the whole model, only as far as operations tell."""
+        if self._model is not None:
+            return Division(self.graph.coupled)
+        experiment = self._experiment
+
+        def random(count: int, trial: int) -> dict[str, torch.Tensor]:
+            vocabulary = experiment.model.vocab_size or int(getattr(experiment.data, "vocab_size", 0)) or 2
+            return random_batch(
+                experiment.data.batch_specs(experiment),
+                count,
+                vocab_size=vocabulary,
+                labelled_share=min(0.7, experiment.data.labelled_share(experiment)),
+                device=torch.device("cpu"),
+                seed=trial,
+            )
+
+        samples = samples_from(experiment.data.examples(experiment), random)
+        return division_of(self.graph, self._source.build, samples)
 
     @cached_property
     def signature(self) -> str:

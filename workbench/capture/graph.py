@@ -88,6 +88,8 @@ class Graph:
     """Unnamed tensors that forward made from Python numbers; empty of values on the meta device."""
     coupled: tuple[str, ...] = ()
     """Operations, with their lines, through which the samples of a batch influence one another's loss."""
+    unknown_coupling: str = ""
+    """The first operation, with its line, after which it is not known whether samples mix; empty if it is known."""
     notes: tuple[str, ...] = ()
     """Sentences on what capture did that a user may not expect."""
     loss_choice: Any = field(default=None, repr=False, compare=False)

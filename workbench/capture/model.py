@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from workbench.capture.attention import simplify_attention
-from workbench.capture.batch_coupling import batch_norms, coupled_lines
+from workbench.capture.batch_coupling import batch_coupling, batch_norms
 from workbench.capture.block_boundaries import canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
 from workbench.capture.context_managers import passes_gradient
@@ -85,13 +85,9 @@ def capture(
     names, ties = canonical_names(model)
     passed = _reached_by_gradient(exported.loss, flow)
     trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
-    if not trained:
-        raise CaptureError(
-            f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
-            f"the loss outside torch.no_grad() and without detach().",
-            model=name,
-        )
+    _require_trained(trained, name)
     losses = mean_losses(flow)
+    coupling = batch_coupling(flow, exported.loss, [mean.node for mean in losses])
     _check_outputs(outputs, readers, losses, flow)
     groups = group_nodes(flow, find_layers(model, flow), exported.loss)
     group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
@@ -116,11 +112,22 @@ def capture(
         frozen=frozenset(used - {names[id(flow.tensors[node])] for node in trained}),
         differentiated=frozenset(values) & _computed_from(trained, passed, flow),
         constants=dict(extractor.constants),
-        coupled=coupled_lines(flow, exported.loss),
+        coupled=coupling.lines,
+        unknown_coupling=coupling.unknown,
         notes=_notes(flow, exported),
         loss_choice=loss,
         outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
     )
+
+
+def _require_trained(trained: Sequence[fx.Node], name: str) -> None:
+    """Raise `CaptureError` unless the loss depends on a trainable parameter."""
+    if not trained:
+        raise CaptureError(
+            f"The loss of {name} depends on no trainable parameter. Give at least one requires_grad=True, and compute "
+            f"the loss outside torch.no_grad() and without detach().",
+            model=name,
+        )
 
 
 def _check_outputs(

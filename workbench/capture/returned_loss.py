@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ MAX_DEPTH = 4
 def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return the scalar to minimise.
 
-    Without a choice it is `.loss`, `["loss"]`, the first item of a tuple, the output itself, or else the only scalar
-    that a gradient reaches, wherever it stands.
+    Without a choice it is `.loss`, `["loss"]`, the output itself, the first item of a tuple if no other scalar in
+    it applies parameters that the first does not, or else the only scalar that a gradient reaches, wherever it stands.
 
     Args:
         result: what forward returned.
@@ -38,9 +38,9 @@ def find_loss(result: Any, choice: LossChoice, batch: Mapping[str, torch.Tensor]
     if named is not _MISSING:
         return _checked(named, result, batch, name)
     first = result[0] if isinstance(result, (tuple, list)) and result else result
-    if _is_scalar(first) and first.ndim == 0:
-        return first  # type: ignore[no-any-return]
     candidates = _candidates(result)
+    if _is_scalar(first) and first.ndim == 0 and not any(_is_apart(first, other) for other in candidates.values()):
+        return first  # type: ignore[no-any-return]
     if len(candidates) > 1:
         raise CaptureError(
             f"{name} returned {len(candidates)} scalars that could be its loss. Choose one in the experiment: "
@@ -102,6 +102,28 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     for key, item in items:
         if len(path) < MAX_DEPTH:
             yield from _leaves(item, (*path, key))
+
+
+def _is_apart(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if a scalar applies parameters in steps of its own, as the second loss of a GAN does.
+
+    Parts of the first, functions of these and measures of what the first is computed from do not.
+    """
+    own = {step for step in _history([other.grad_fn], _history([first.grad_fn])) if step.next_functions}
+    leaves = (source for step in own for source, _ in step.next_functions if source is not None)
+    return any(not source.next_functions for source in leaves)
+
+
+def _history(steps: Iterable[Any], known: Set[Any] = frozenset()) -> set[Any]:
+    """Return the steps of autograd that `steps` follow from, without those that are `known`."""
+    seen: set[Any] = set()
+    stack = list(steps)
+    while stack:
+        step = stack.pop()
+        if step is not None and step not in seen and step not in known:
+            seen.add(step)
+            stack.extend(source for source, _ in step.next_functions)
+    return seen
 
 
 def _as_choice(path: Path) -> str:

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph, build_meta, capture
+from workbench.capture.random_batch import random_batch, repeated
 from workbench.cost.correction import BlockMeasurement
 from workbench.errors import root_exception
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
@@ -42,7 +43,6 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
 from workbench.execution.build import prepare_compiler, runners
 from workbench.execution.deterministic import use_deterministic_kernels
-from workbench.execution.random_batch import random_batch, repeated
 from workbench.execution.step_timeline import Timestamp
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json

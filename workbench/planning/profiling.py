@@ -16,6 +16,7 @@ from workbench.validation import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
+    from workbench.capture.captured_model import CapturedModel
     from workbench.cost.block_sparse import SparseMatrices
     from workbench.cost.profile import Profile
     from workbench.measure.probe_request import ProbeRequest
@@ -93,7 +94,7 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     from workbench.cost.optimizer_cost import with_optimizer
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
-    graph = _with_coupling_allowed(captured.graph) if experiment.numerics.batch_coupling == "allow" else captured.graph
+    graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")
     _check_patterns(experiment, graph)
     costs = profile_graph(
         graph,
@@ -109,15 +110,17 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     return replace(with_optimizer(costs, experiment, graph), captured=captured)
 
 
-def _with_coupling_allowed(graph: Graph) -> Graph:
-    """Return the graph with a note in place of samples that influence one another."""
-    if not graph.coupled:
-        return graph
+def _with_division(captured: CapturedModel, is_allowed: bool) -> Graph:
+    """Return the graph with what numbers say of its samples; with a note where they mix and that `is_allowed`."""
+    graph, division = captured.graph, captured.division
+    notes = (*graph.notes, division.note) if division.note else graph.notes
+    if not division.coupled or not is_allowed:
+        return replace(graph, coupled=division.coupled, notes=notes)
     note = (
-        f"The loss compares samples of one batch ({graph.coupled[0]}) and batch_coupling is 'allow': it compares "
+        f"The loss compares samples of one batch ({division.coupled[0]}) and batch_coupling is 'allow': it compares "
         f"those of one micro-batch, so that its value depends on the plan."
     )
-    return replace(graph, coupled=(), notes=(*graph.notes, note))
+    return replace(graph, coupled=(), notes=(*notes, note))
 
 
 def _check_patterns(experiment: Experiment, graph: Graph) -> None:

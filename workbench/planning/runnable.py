@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from workbench.errors import DataError, PlanMismatch
@@ -53,7 +54,7 @@ def check_runnable(
     if captured is not None:
         check_signature(experiment, plan, captured)
         if captured.is_captured:
-            check_coupling(experiment, plan, captured.graph)
+            check_coupling(experiment, plan, captured.division.coupled)
         check_optimizer(experiment, plan, lambda: captured.trained_shapes)
         if experiment.sparsity is not None or plan.block_sparse:
             check_sparsity(experiment, plan, captured.graph)
@@ -141,17 +142,17 @@ def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel)
         )
 
 
-def check_coupling(experiment: Experiment, plan: Plan, graph: Graph) -> None:
+def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -> None:
     """Raise `PlanMismatch` if the plan divides a batch whose samples the loss compares, which nobody allowed.
 
     The plan may have been made for another loss, or for an experiment with `batch_coupling="allow"`.
     """
-    if graph.coupled and experiment.numerics.batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
+    if coupled and experiment.numerics.batch_coupling != "allow" and plan.micro_batch < plan.global_batch:
         raise PlanMismatch(
-            f"The loss of {plan.model} compares samples of one batch ({graph.coupled[0]}), and the plan divides the "
+            f"The loss of {plan.model} compares samples of one batch ({coupled[0]}), and the plan divides the "
             f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
             f"wb.plan(experiment), or give it batch_coupling='allow'.",
-            coupled=list(graph.coupled),
+            coupled=list(coupled),
         )
 
 

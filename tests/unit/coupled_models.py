@@ -1,0 +1,171 @@
+"""Models whose losses compare the samples of a batch, and others that divide by weights of their own, with samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+from torch.nn import functional
+
+VOCAB, WIDTH, SEQ = 64, 16, 8
+_GENERATOR = torch.Generator().manual_seed(0)
+_TEXT = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_INNER = {"intermediate_size": 32}
+
+
+class ReturnsLoss(nn.Module):
+    """A two-tower model of `transformers` that is asked for its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, pixel_values: torch.Tensor) -> Any:
+        output = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, pixel_values=pixel_values, return_loss=True
+        )
+        return output.loss
+
+
+def hf_clip() -> nn.Module:
+    text = _TEXT | _INNER | {"max_position_embeddings": SEQ, "eos_token_id": 1, "bos_token_id": 0}
+    return ReturnsLoss(tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=_VISION | _INNER, projection_dim=12)))
+
+
+def hf_siglip() -> nn.Module:
+    text = _TEXT | _INNER | {"max_position_embeddings": SEQ}
+    return ReturnsLoss(tf.SiglipModel(tf.SiglipConfig(text_config=text, vision_config=_VISION | _INNER)))
+
+
+class TwoTower(nn.Module):
+    """Attention over sequences that have the batch second, and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2) for _ in range(2))
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one, other = (
+            functional.normalize(layer(value.transpose(0, 1), value.transpose(0, 1), value.transpose(0, 1))[0].mean(0))
+            for layer, value in zip(self.attention, (x, y), strict=True)
+        )
+        scores = self.logit_scale.exp() * one @ other.T
+        here = torch.arange(len(x), device=x.device)
+        return (functional.cross_entropy(scores, here) + functional.cross_entropy(scores.T, here)) / 2
+
+
+class Dice(nn.Module):
+    """Dice over all pixels of the batch, of logits that are enlarged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 1, 3, stride=2, padding=1)
+
+    def forward(self, pixels: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        logits = functional.interpolate(self.conv(pixels), scale_factor=2, mode="bilinear", align_corners=False)
+        chance = logits.sigmoid()
+        return 1 - (2 * (chance * masks).sum() + 1) / (chance.sum() + masks.sum() + 1)
+
+
+class Regression(nn.Module):
+    """Two layers; `loss` compares their outputs with a target."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.second(self.first(x).relu()), y, w)
+
+
+class Mixup(nn.Module):
+    """Mixes each sample with that at the other end of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 5))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.layers(0.7 * x + 0.3 * x.flip(0))
+        loss = functional.cross_entropy
+        return 0.7 * loss(logits, labels) + 0.3 * loss(logits, labels.flip(0))
+
+
+class SupCon(nn.Module):
+    """Supervised contrast (arXiv:2004.11362) of two views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        features = functional.normalize(self.encoder(torch.cat([x, y])), dim=-1)
+        scores = features @ features.T / 0.5
+        both = torch.cat([labels, labels])
+        others = ~torch.eye(len(both), dtype=torch.bool, device=x.device)
+        same = ((both[:, None] == both[None]) & others).float()
+        log_chance = scores - (scores.exp() * others).sum(1, keepdim=True).log()
+        return -((same * log_chance).sum(1) / same.sum(1)).mean()
+
+
+def rmse(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(found, y).sqrt()
+
+
+def weighted_mean(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ((found - y).square() * w).sum() / w.sum()
+
+
+def clamped_weighted_mean(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return ((found - y).square() * w).sum() / w.sum().clamp(min=1)
+
+
+def total(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(found, y, reduction="sum")
+
+
+COUPLED: Mapping[str, Callable[[], nn.Module]] = {
+    "Hugging Face's CLIP": hf_clip,
+    "Hugging Face's SigLIP": hf_siglip,
+    "two towers with a temperature": TwoTower,
+    "Dice over the batch": Dice,
+    "RMSE": lambda: Regression(rmse),
+    "mixup by flip": Mixup,
+    "SupCon": SupCon,
+    "a sum": lambda: Regression(total),
+}
+WEIGHTED: Mapping[str, Callable[[], nn.Module]] = {
+    "a weighted mean": lambda: Regression(weighted_mean),
+    "a weighted mean, clamped": lambda: Regression(clamped_weighted_mean),
+}
+
+
+def samples_for(name: str, count: int = 16) -> list[dict[str, torch.Tensor]]:
+    """Return samples for a model of `COUPLED` or `WEIGHTED`."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(count, *shape, generator=generator)
+
+    if name.startswith("Hugging"):
+        tokens = torch.randint(2, VOCAB - 1, (count, SEQ), generator=generator)
+        tokens[:, -1] = 1
+        batch = {"input_ids": tokens, "attention_mask": torch.ones(count, SEQ, dtype=torch.long)}
+        batch["pixel_values"] = normal(3, 8, 8)
+    elif name.startswith("two towers"):
+        batch = {"x": normal(SEQ, WIDTH), "y": normal(SEQ, WIDTH)}
+    elif name.startswith("Dice"):
+        batch = {"pixels": normal(3, 8, 8), "masks": (normal(1, 8, 8) > 0.3).float()}
+    elif name.startswith("mixup"):
+        batch = {"x": normal(WIDTH), "labels": torch.arange(count) % 5}
+    elif name == "SupCon":
+        batch = {"x": normal(WIDTH), "y": normal(WIDTH), "labels": torch.arange(count) % 3}
+    else:
+        batch = {"x": normal(WIDTH), "y": normal(1), "w": normal(1).abs()}
+    return [{key: field[index] for key, field in batch.items()} for index in range(count)]

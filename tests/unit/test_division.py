@@ -1,0 +1,132 @@
+"""Whether a batch may be divided is decided by numbers: the loss and gradients of micro-batches against the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench.capture.model as capture_model
+from tests.distributed import zoo
+from tests.distributed.harness import CPU, LINK
+from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
+from tests.unit.coupled_models import COUPLED, Regression, samples_for
+from workbench.capture import division
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.division import Division, division_fault
+from workbench.capture.model import build_meta
+from workbench.cost.cluster import Cluster
+from workbench.errors import CaptureError
+from workbench.experiment import Experiment
+from workbench.planning.profiling import analytic_profile
+
+
+def experiment_of(model: Callable[[], nn.Module], samples: Any) -> Experiment:
+    return Experiment.of(model=model, data=samples, steps=1, global_batch=8, seq_len=1)
+
+
+def known_by_numbers(model: Callable[[], nn.Module], samples: Any) -> Division:
+    """Return what numbers alone say, without what operations tell."""
+    model_captured = CapturedModel(experiment_of(model, samples), 2)
+    vars(model_captured)["graph"] = replace(model_captured.graph, coupled=())
+    return model_captured.division
+
+
+@pytest.mark.parametrize("how", COUPLED)
+def test_numbers_alone_find_a_loss_that_micro_batches_change(how: str) -> None:
+    [reason] = known_by_numbers(COUPLED[how], samples_for(how)).coupled
+    assert reason.startswith("4 samples have the loss ")
+    assert ("divide it by their number" in reason) == (how == "a sum")
+
+
+@pytest.mark.parametrize("how", COUPLED)
+def test_a_profile_keeps_such_a_batch_whole_and_the_whole_equals_plain_pytorch(how: str) -> None:
+    samples = samples_for(how)
+    assert analytic_profile(experiment_of(COUPLED[how], samples), Cluster(CPU, 2, 2, LINK, LINK)).coupled
+    batch = torch.utils.data.default_collate(samples[:8])
+    model, same = copies(COUPLED[how])
+    expected, found = loss_of(model, batch), interpret(captured(same, batch), same, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    expected.backward()
+    found.backward()
+    for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+EQUAL = ("bert", "bert with dropout", "electra-discriminator", "mixtral", "swin", "vit", "resnet", *MODELS)
+COUPLED_ON_PURPOSE = ("NoGradStatistic", "NoGradBuffers", "Codebook")
+"""Models whose layers compute with means over the batch."""
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(EQUAL))
+def test_numbers_raise_no_false_alarm(name: str) -> None:
+    """Among these are dropout, BatchNorm, experts, bf16 in forward, buffers, and labels whose number differs."""
+    make = {**zoo.MODELS, **MODELS}[name]
+    graph = captured(build_meta(make), batch_for(name, 2))
+    fault = division_fault(graph, make, lambda count, trial: batch_for(name, count, trial))
+    assert bool(fault) == (name in COUPLED_ON_PURPOSE), fault
+
+
+class Noisy(Net):
+    """Noise, dropout within attention, a choice per sample: none of it compares samples."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(x) + torch.rand(len(x), 1) + torch.randint(0, 5, (len(x), 1))
+        hidden = self.stem(x + 0.1 * noise).unsqueeze(1)
+        hidden = functional.scaled_dot_product_attention(hidden, hidden, hidden, dropout_p=0.3).squeeze(1)
+        masked = torch.where(torch.rand(len(x), 16) < 0.5, hidden, torch.zeros(()))
+        return functional.cross_entropy(self.head(self.body(masked)), labels)
+
+
+def test_random_numbers_of_the_forward_do_not_look_like_coupling() -> None:
+    samples = [{"x": torch.randn(8), "labels": torch.tensor(index % 5)} for index in range(16)]
+    assert known_by_numbers(Noisy, samples).coupled == ()
+
+
+def test_a_coincidence_of_the_data_hides_nothing() -> None:
+    """All weights of the samples are one, so that dividing by their norm looks like a mean until they change."""
+    samples = [{**sample, "w": torch.ones(1)} for sample in samples_for("RMSE")]
+
+    def loss(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((found - y).square() * w).mean() / w.square().mean().sqrt()
+
+    [reason] = known_by_numbers(lambda: Regression(loss), samples).coupled
+    assert reason.startswith("6 samples")
+
+
+def test_a_planted_wrong_combination_rule_is_caught_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [{key: field[0] for key, field in batch_for("bert", 1, seed).items()} for seed in range(8)]
+    experiment = experiment_of(zoo.MODELS["bert"], samples)
+    assert CapturedModel(experiment, 2).division == Division()
+    with monkeypatch.context() as planted:  # the mean of the micro-batches' means
+        planted.setattr(capture_model, "mean_losses", lambda _: ())
+        [reason] = CapturedModel(experiment, 2).division.coupled
+        assert "in 2 micro-batches" in reason
+    right = capture_model.label_count
+
+    def twice(*arguments: Any) -> Any:
+        count = right(*arguments)
+        [output] = count.code.graph.find_nodes(op="output")
+        with count.code.graph.inserting_before(output):
+            doubled = count.code.graph.call_function(torch.ops.aten.mul.Tensor, (output.args[0], 2))
+        output.args = (doubled,)
+        count.code.recompile()
+        return count
+
+    monkeypatch.setattr(capture_model, "label_count", twice)
+    with pytest.raises(CaptureError, match="does not compute the model's loss: 2 samples have the loss"):
+        _ = CapturedModel(experiment, 2).division
+
+
+def test_a_model_too_large_for_numbers_is_named_in_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "MOST_FLOPS", 10)
+    samples = samples_for("mixup by flip")
+    profile = analytic_profile(experiment_of(COUPLED["mixup by flip"], samples), Cluster(CPU, 2, 2, LINK, LINK))
+    assert profile.coupled == ()
+    assert "is not known: the model is too large" in profile.notes[-1]
+    assert "flip at " in profile.notes[-1]

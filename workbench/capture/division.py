@@ -1,0 +1,352 @@
+"""Whether micro-batches compute the loss of the whole batch, decided by numbers.
+
+The model's own forward over a few samples is compared with the captured graph over their micro-batches, combined as a
+step combines them: the loss, and its gradient for every parameter. The weights and samples are not those of the
+training, so that no wrong combination is right by chance at a symmetric point.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workbench.capture.graph import Block, Graph
+from workbench.capture.label_counting import on_device
+from workbench.capture.operations import dtype_of, names, op_name, retarget, shape_of
+from workbench.capture.returned_loss import find_loss
+from workbench.capture.torch_internals import enter_autocast, exit_autocast
+from workbench.errors import CaptureError
+
+ALWAYS_FLOPS = 2e8
+"""Operations of the forward of one micro-batch up to which numbers are compared even if nothing is unknown."""
+MOST_FLOPS = 1e10
+"""Operations up to which they are compared if something is unknown: about ten seconds on two cores."""
+MOST_PARAMETERS = 300_000_000
+"""Parameters up to which a model is built for that."""
+LOSS_TOLERANCE = 1e-5
+"""Relative difference of two losses that rounding in fp32 explains."""
+GRADIENT_TOLERANCE = 1e-3
+"""Difference of two gradients of a parameter, relative to its norm, that rounding in fp32 explains."""
+NOISE_FACTOR = 30
+"""Multiple of the difference between two orders of the same samples that rounding explains, too."""
+_BF16_FACTOR = 300
+"""Factor of both tolerances for a forward that casts to bf16 or fp16 itself."""
+PARTS = (2, 3)
+"""Micro-batches of each trial. Two numbers, since a wrong factor can be right for one of them."""
+Batch = Mapping[str, torch.Tensor]
+_PRODUCTS = names("linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention")
+_DRAWS = names(
+    "bernoulli bernoulli_ normal normal_ uniform_ rand randn rand_like randn_like randint randint_like random_ "
+    "exponential_ log_normal_ geometric_ cauchy_ multinomial poisson"
+)
+
+
+def forward_flops(graph: Graph) -> float:
+    """Return roughly the floating point operations of one forward of one micro-batch."""
+    by_type = {block.block_type: sum(map(_flops, block.code.graph.nodes)) for block in graph.blocks}
+    return sum(by_type[block.block_type] for block in graph.blocks)
+
+
+def _flops(node: Any) -> float:
+    made = math.prod(size for size in shape_of(node) if isinstance(size, int))
+    read = [math.prod(size for size in shape_of(source) if isinstance(size, int)) for source in node.all_input_nodes]
+    if node.op != "call_function":
+        return 0
+    if "conv" in op_name(node):
+        return 2.0 * made * read[1] / max(1, shape_of(node.all_input_nodes[1])[0])
+    if op_name(node) in _PRODUCTS and len(read) > 1:
+        return 2.0 * math.sqrt(made * read[-1] * read[-2])
+    return 10.0 * made  # bound by memory
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A loss and its gradients by parameter."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+    def differs_from(self, other: _Result) -> tuple[float, float]:
+        """Return the relative differences of the loss and of the gradient that differs most."""
+        size = torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm()
+        least = 1e-5 * float(size) + 1e-12
+        gradients = [
+            float((other.gradients[name] - mine).norm()) / (float(mine.norm()) + least)
+            for name, mine in self.gradients.items()
+        ]
+        return _relative(other.loss, self.loss), max(gradients, default=0.0)
+
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.loss.isfinite()) and all(bool(value.isfinite().all()) for value in self.gradients.values())
+
+
+@dataclass(frozen=True)
+class Division:
+    """What is known about dividing the batch of a model."""
+
+    coupled: tuple[str, ...] = ()
+    """Reasons why the batch must stay whole: operations that mix samples, with their lines, or numbers that differ."""
+    note: str = ""
+    """A sentence on what could not be decided."""
+
+
+def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch]) -> Division:
+    """Decide whether the runtime's combination of micro-batches is the loss of the whole batch.
+
+    Operations that certainly mix samples decide alone. Otherwise numbers do, if the model is small enough to compare
+    them in seconds; for small models they confirm what is known.
+
+    Args:
+        graph: the captured model; its micro-batch is the size of the parts.
+        build: makes the model on the CPU.
+        samples: returns a batch of a number of samples; the second argument counts the trials.
+
+    Raises:
+        CaptureError: the captured graph computes another loss than the model.
+    """
+    if graph.coupled:
+        return Division(graph.coupled)
+    flops, unknown = forward_flops(graph), graph.unknown_coupling
+    is_small = flops <= (MOST_FLOPS if unknown else ALWAYS_FLOPS) and graph.parameter_count <= MOST_PARAMETERS
+    obstacle = f"the model is too large to compare numbers here ({flops / 1e9:,.0f} GFLOP a forward)"
+    if is_small:
+        try:
+            fault = division_fault(graph, build, samples)
+        except CaptureError:
+            raise
+        except Exception as error:  # the forward needs another device, or samples of other values
+            obstacle = f"its forward raised {type(error).__name__} on the CPU"
+        else:
+            after = f"; the batch is not followed past {unknown}" if unknown else ""
+            return Division((f"{fault}{after}",) if fault else ())
+    if not unknown:
+        return Division()
+    return Division(
+        note=f"Whether the loss compares samples of one batch is not known: {obstacle}, and the batch is not followed "
+        f"past {unknown}. If it does, fix micro_batch to the global batch."
+    )
+
+
+def division_fault(graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch]) -> str:
+    """Return how the loss of a whole batch differs from that of its micro-batches; "" if they are equal."""
+    size = graph.micro_batch
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        comparison = _Comparison(graph, build().train())
+        for trial, parts in enumerate(PARTS):
+            try:
+                batch = samples(parts * size, trial)
+                fault = comparison.fault(batch)
+            except Exception:
+                if trial == 0:
+                    raise
+                break  # the model does not take samples that were changed
+            if fault and (wrong := comparison.fault({name: field[:size] for name, field in batch.items()})):
+                raise CaptureError(
+                    f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
+                    "This is a fault of the capture; please report it with the model.",
+                    model=graph.model,
+                )
+            if fault:
+                return fault
+    return ""
+
+
+def samples_from(examples: Batch | None, random: Callable[[int, int], Batch]) -> Callable[[int, int], Batch]:
+    """Return the `samples` of `division_of`: real ones, and in the second trial the same with changed values.
+
+    The change meets coincidences of the data: weights that are all one, masks that hide nothing. Without `examples`,
+    `random` makes all samples.
+    """
+    if examples is None:
+        return random
+    known = _size(examples)
+
+    def draw(count: int, trial: int) -> Batch:
+        generator = torch.Generator().manual_seed(trial)
+        index = torch.cat([torch.randperm(known, generator=generator) for _ in range(math.ceil(count / known))])[:count]
+        batch = {name: field[index].cpu() for name, field in examples.items()}
+        return {name: _changed(field, generator) for name, field in batch.items()} if trial else batch
+
+    return draw
+
+
+def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return values between half and all of the old ones; for a mask of ones, one with zeros."""
+    share = torch.rand(field.shape, generator=generator)
+    if field.is_floating_point():
+        return field * (0.5 + share / 2).to(field.dtype)
+    if field.is_complex() or field.ndim < 2 or not bool((field == 1).all()):
+        return field
+    kept = share > 0.3
+    kept[:, 0] = True
+    return field * kept.to(field.dtype)
+
+
+class _Comparison:
+    """A model with changed weights, and its graph that reads the same weights."""
+
+    def __init__(self, graph: Graph, model: nn.Module) -> None:
+        self._model = model
+        for parameter in model.parameters():
+            if parameter.is_floating_point():  # away from zeros, ones and equal rows
+                parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
+                    torch.randn_like(parameter), alpha=0.02
+                )
+        if graph.constants or any(dict(count.code.named_buffers()) for count in graph.label_counts):
+            from workbench.capture.model import capture  # the constants of a capture on the meta device have no values
+
+            graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)
+        self._graph = graph
+        self._counts = [on_device(count, torch.device("cpu")) for count in graph.label_counts]
+        self._codes = {block.block_type: _on_host(block.code) for block in graph.blocks}
+        self._parameters = dict(model.named_parameters())
+        self._trained = {name: self._parameters[name] for name in graph.parameters if name not in graph.frozen}
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._factor = _BF16_FACTOR if any(map(_is_of_low_precision, graph.blocks)) else 1
+
+    def fault(self, batch: Batch) -> str:
+        tolerances = self._factor * LOSS_TOLERANCE, self._factor * GRADIENT_TOLERANCE
+        with _same_for_each_sample():
+            whole = self._whole(batch)
+            if not whole.is_finite:
+                return ""
+            divided = self._divided(batch)
+            found = whole.differs_from(divided)
+            if found[0] <= tolerances[0] and found[1] <= tolerances[1]:
+                return ""
+            order = torch.arange(_size(batch)).flip(0)
+            noise = whole.differs_from(self._whole({name: field[order] for name, field in batch.items()}))
+        limits = tuple(max(least, NOISE_FACTOR * each) for least, each in zip(tolerances, noise, strict=True))
+        if found[0] <= limits[0] and found[1] <= limits[1]:
+            return ""
+        parts = _size(batch) // self._graph.micro_batch
+        numbers = (
+            f"{_size(batch)} samples have the loss {float(whole.loss):.4g}, and {float(divided.loss):.4g} in "
+            f"{parts} micro-batches"
+        )
+        if _relative(parts * divided.loss, whole.loss) <= limits[0]:
+            return f"{numbers}: it is a sum over the samples; divide it by their number"
+        if found[0] > limits[0]:
+            return numbers
+        return f"{numbers}; its gradient differs by {found[1]:.1%}"
+
+    def _whole(self, batch: Batch) -> _Result:
+        graph = self._graph
+        self._renew_buffers()
+        return self._result(find_loss(self._model(**batch), graph.loss_choice, batch, graph.model))
+
+    def _divided(self, batch: Batch) -> _Result:
+        size, samples = self._graph.micro_batch, _size(batch)
+        parts = [
+            {name: field[first : first + size] for name, field in batch.items()} for first in range(0, samples, size)
+        ]
+        totals = [
+            torch.stack([count.code(*(part[name] for name in count.inputs)) for part in parts]).sum().float()
+            for count in self._counts
+        ]
+        divisors = [total / len(parts) for total in totals]
+        losses = []
+        for part in parts:
+            self._renew_buffers()
+            losses.append(self._interpreted(part, divisors))
+        return self._result(torch.stack(losses).mean())
+
+    def _interpreted(self, batch: Batch, divisors: list[torch.Tensor]) -> torch.Tensor:
+        """Return the loss that the graph computes, block after block over a table of values."""
+        graph, values = self._graph, dict[str, torch.Tensor]()
+        buffers = {**dict(self._model.named_buffers()), **graph.constants}
+        for block in graph.blocks:
+            sent = self._codes[block.block_type](
+                *(self._parameters[name] for name in block.parameters),
+                *(buffers[name] for name in block.buffers),
+                *(values[name] for name in block.receives),
+                *(batch[name] for name in block.inputs),
+                *(divisors[index] for index in block.counts),
+            )
+            values |= dict(zip(block.sends, sent, strict=True))
+        return values[graph.loss]
+
+    def _result(self, loss: torch.Tensor) -> _Result:
+        parameters = list(self._trained.values())
+        found = torch.autograd.grad(loss.float().sum(), parameters, allow_unused=True)
+        gradients = (torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True))
+        return _Result(loss.detach().float().sum(), dict(zip(self._trained, gradients, strict=True)))
+
+    def _renew_buffers(self) -> None:
+        """Undo what a forward wrote to the buffers: each micro-batch starts from those of the whole batch."""
+        for name, value in self._buffers.items():
+            module, _, own = name.rpartition(".")
+            self._model.get_submodule(module)._buffers[own] = value.clone()
+
+
+class _same_for_each_sample(TorchDispatchMode):  # noqa: N801
+    """Make random numbers and BatchNorm's statistics independent of how many samples a batch has.
+
+    Each sample gets the same random numbers, dropout keeps everything, and BatchNorm normalises by its running
+    averages: what these do to a micro-batch is documented and no coupling of samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("native_batch_norm", "native_batch_norm_backward") and args[0].shape[0] > 1:
+            return func(*_by_running_averages(name, args), **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "randperm":
+            return self._remembered((name, result.numel()), result)
+        if name not in _DRAWS or not isinstance(result, torch.Tensor) or not result.numel():
+            return result
+        if name in ("bernoulli", "bernoulli_"):
+            return result.fill_(1)
+        row = result.flatten()[: result.shape[-1]].clone() if result.ndim > 1 else result.flatten()[0].clone()
+        limits = tuple(arg for arg in args if isinstance(arg, (int, float)))
+        return result.copy_(self._remembered((name, result.dtype, row.numel(), limits), row))
+
+    def _remembered(self, key: tuple[Any, ...], drawn: torch.Tensor) -> torch.Tensor:
+        return self._drawn.setdefault(key, drawn)
+
+
+def _by_running_averages(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a BatchNorm that does not take its statistics from the batch."""
+    if name == "native_batch_norm":
+        value, weight, bias, mean, variance, _, *rest = args
+        return (value, weight, bias, *_averages(value, mean, variance), False, *rest)
+    gradient, value, weight, mean, variance, saved, inverse, _, *rest = args
+    return (gradient, value, weight, *_averages(value, mean, variance), saved, inverse, False, *rest)
+
+
+def _averages(value: torch.Tensor, mean: Any, variance: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    channels = value.new_zeros(value.shape[1])
+    return (channels if mean is None else mean), (channels + 1 if variance is None else variance)
+
+
+def _is_of_low_precision(block: Block) -> bool:
+    autocast = (enter_autocast, exit_autocast)
+    nodes = block.code.graph.nodes
+    return any(dtype_of(node) in (torch.bfloat16, torch.float16) or node.target in autocast for node in nodes)
+
+
+def _on_host(code: fx.GraphModule) -> fx.GraphModule:
+    code = copy.deepcopy(code).to("cpu")
+    retarget(code, torch.device("cpu"))
+    return code
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return abs(float(one) - float(other)) / max(abs(float(other)), 1e-12)
+
+
+def _size(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
