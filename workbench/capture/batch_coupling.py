@@ -82,7 +82,7 @@ _POSITIONS = names("arange eye linspace")
 
 @dataclass(frozen=True)
 class Coupling:
-    """What following the batch dim found out."""
+    """Result of following the batch dim."""
 
     lines: tuple[str, ...] = ()
     """Each operation that certainly mixes samples on the way to the loss: its name and its line."""

@@ -46,7 +46,7 @@ class CapturedModel:
 
     @cached_property
     def division(self) -> Division:
-        """Whether the batch may be divided; on a rank, which has the whole model, only as far as operations tell."""
+        """The verdict on dividing the batch; on a rank, which has the whole model, operations alone decide."""
         if self._model is not None:
             return Division(self.graph.coupled)
         experiment = self._experiment

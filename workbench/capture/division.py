@@ -1,4 +1,4 @@
-"""Whether micro-batches compute the loss of the whole batch, decided by numbers.
+"""Verdict by numbers on whether micro-batches compute the loss of the whole batch.
 
 The model's own forward over a few samples is compared with the captured graph over their micro-batches, combined as a
 step combines them: the loss, and its gradient for every parameter. The weights and samples are not those of the
@@ -90,7 +90,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class Division:
-    """What is known about dividing the batch of a model."""
+    """Verdict on dividing the batch of a model."""
 
     coupled: tuple[str, ...] = ()
     """Reasons why the batch must stay whole: operations that mix samples, with their lines, or numbers that differ."""
