@@ -18,6 +18,7 @@ from tests.distributed.test_every_plan import MICRO_BATCH, Case, loss_of, part_o
 from workbench.capture import Graph, build_meta, capture, spec_of
 from workbench.cost.cluster import Cluster
 from workbench.cost.graph_profiler import profile_graph
+from workbench.planning.plan import Plan
 from workbench.planning.search import search
 
 TOLERANCE = 1e-5
@@ -216,15 +217,17 @@ def _compared(_rank: int) -> dict[tuple[str, Case], float]:
         model = make().train()
         graph = captured(name, model)
         for case in CASES:
-            found[name, case] = _difference(name, copy.deepcopy(model), graph, case)
+            plan = plan_of(graph, case)
+            batch = batch_of(name, plan.global_batch)
+            found[name, case] = difference(copy.deepcopy(model), graph, plan, batch)
     return found
 
 
-def _difference(name: str, model: nn.Module, graph: Graph, case: Case) -> float:
-    plan = plan_of(graph, case)
-    batch = batch_of(name, plan.global_batch)
+def difference(model: nn.Module, graph: Graph, plan: Plan, batch: zoo.Batch) -> float:
+    """Return the largest relative difference of the loss and of the gradients of one step to plain PyTorch's."""
     plain = copy.deepcopy(model)
-    expected = loss_of(plain(**batch)) if not isinstance(plain, Gpt) else plain(**batch).loss
+    output = plain(**batch)
+    expected = output.loss if isinstance(output, Output) else loss_of(output)
     expected.backward()
     gradients = {key: p.grad for key, p in plain.named_parameters()}
     trainer = trainer_of(model, graph, plan)
@@ -234,7 +237,7 @@ def _difference(name: str, model: nn.Module, graph: Graph, case: Case) -> float:
     scale = max(g.norm() for g in gradients.values() if g is not None)
     for key in trainer.stages.model_parameters():
         gradient, other = trainer.full_gradient(key), gradients[key]
-        assert (gradient is None) == (other is None), f"{name}, {case}: {key} is {gradient}, and {other} in PyTorch"
+        assert (gradient is None) == (other is None), f"{plan}: {key} is {gradient}, and {other} in PyTorch"
         if gradient is not None and other is not None:
             other = other.to_dense()
             worst = torch.maximum(worst, (gradient - other).norm() / max(other.norm(), 1e-4 * scale))

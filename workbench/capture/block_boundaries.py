@@ -120,7 +120,8 @@ def group_nodes(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[
 
     Operations between two layers that read no parameter belong to the layer before them. Those that do (an embedding, a
     head, a norm between stages) form a group of their own. Groups are joined where an in-place write reaches across
-    their boundary. What follows the loss (a buffer's update) joins its group, so that this is the last.
+    their boundary. What follows the loss (a buffer's update) joins its group, so that this is the last. Views of
+    parameters belong to no group in the end: each that reads one makes it again.
     """
     runs: list[_Run] = []
     for node in flow.order:
@@ -140,6 +141,7 @@ def group_nodes(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[
             grouped[-1][1].extend(nodes)
         else:
             grouped.append((key, list(nodes)))
+    grouped = [(key, nodes) for key, nodes in grouped if not flow.views.issuperset(nodes)]
     joined = _join_across_writes([nodes for _, nodes in grouped], flow, loss)
     owners = {nodes[0]: key[0] for key, nodes in grouped if key}
     calls: Counter[str] = Counter()
@@ -147,7 +149,8 @@ def group_nodes(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[
     for nodes in joined:
         name = owners.get(nodes[0]) or _common_path(nodes, flow)
         calls[name] += 1
-        groups.append(NodeGroup(name if calls[name] == 1 else f"{name} (call {calls[name]})", tuple(nodes)))
+        computed = tuple(node for node in nodes if node not in flow.views)
+        groups.append(NodeGroup(name if calls[name] == 1 else f"{name} (call {calls[name]})", computed))
     return tuple(groups)
 
 

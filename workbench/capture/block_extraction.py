@@ -46,7 +46,8 @@ class BlockExtractor:
         inside = set(group.nodes)
         recomputed = [node for node in self._outputs if loss in inside and node not in group_of]
         needed = (flow.recomputable_sources((*group.nodes, *recomputed)) | set(recomputed)) - inside
-        read = {source for node in group.nodes for source in node.all_input_nodes} - inside - flow.recomputable
+        read = {source for node in group.nodes for source in node.all_input_nodes} - inside
+        read -= flow.recomputable | flow.views
         receives = [node for node in flow.order if node in read and node.op == "call_function"]
         read_later = [n for n in group.nodes if any(group_of.get(user, -1) > index for user in n.users)]
         results = {loss, *self._outputs, *read_later}
@@ -72,7 +73,7 @@ class BlockExtractor:
                 self._copy(node, graph, root, copies)
                 if node in self._losses:
                     copies[node] = emit_sum_over_count(graph, copies[node], divisors[self._losses[node]])
-        graph.output(tuple(copies[node] for node in sends))
+        graph.output(tuple(self._sent(node, graph, copies) for node in sends))
         restore_regions(graph)
         block_type = digest(graph, root, [at for at, node in enumerate(sends) if node.name in returned])
         if block_type not in self._codes:
@@ -100,6 +101,14 @@ class BlockExtractor:
             copies[node] = graph.get_attr(name)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    def _sent(self, node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Return what a block sends for a node: a copy if it shares memory with a parameter, which ZeRO 3 frees."""
+        if node not in self._flow.aliases:
+            return copies[node]
+        clone = graph.call_function(torch.ops.aten.clone.default, (copies[node],))
+        clone.meta = dict(node.meta)
+        return clone
 
     def _name(self, node: fx.Node) -> str:
         tensor = self._flow.tensors[node]

@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from workbench.capture import Graph
+from workbench.capture import Block, Graph
 from workbench.capture.tensor_sharding import ModelSharding, Sharding
+from workbench.errors import CaptureError
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.blocks.context import StepContext
@@ -146,7 +147,9 @@ class StageModule(nn.Module):
                 arguments = (*(values[n] for n in block.receives), *(batch[n] for n in block.inputs))
                 # A block gets only the shared parameters it reads: FSDP2 makes a gradient for every tensor it is given.
                 borrowed = {name: shared[name] for name in module.borrowed_parameters}
-                values |= dict(zip(block.sends, module(borrowed, arguments), strict=True))
+                sent = dict(zip(block.sends, module(borrowed, arguments), strict=True))
+                _require_memory(block, sent)
+                values |= sent
                 for name in finished:  # autograd keeps what the backward needs of it
                     del values[name]
         if self.is_last:
@@ -154,6 +157,22 @@ class StageModule(nn.Module):
             outputs = self.graph.outputs
             return loss if outputs is None else (loss, *(values[name] for name in outputs.names))
         return tuple(_to_carrier(values[name], self.graph.values[name]) for name in self._sends)
+
+
+def _require_memory(block: Block, sent: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CaptureError` if a block sends a view of a weight that FSDP2 has freed: to read it ends the process.
+
+    Capture sends no views of weights that it knows. This check stands for operations that hide one.
+    """
+    for name, value in sent.items():
+        if value.numel() and not value.untyped_storage().nbytes():
+            raise CaptureError(
+                f"{block.name} passes {name!r} {tuple(value.shape)} to later layers. It shares the memory of a weight, "
+                "which ZeRO 3 frees when the layer has run. Write .clone() behind the operation that makes it, or plan "
+                "with zero=2.",
+                block=block.name,
+                value=name,
+            )
 
 
 class RankStages:
