@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import workbench as wb
 from workbench.errors import InvalidArgument, PlanMismatch
 from workbench.figures.figure import picture
 from workbench.planning.plan import Plan
-from workbench.sweeps.measured import MeasuredCell
+from workbench.sweeps.measured import MeasuredCell, MeasuredGrid
 
 ONE = plan_of(cluster=wb.Cluster.of("h200", gpus=1))
 REPLICAS = [plan_of(cluster=H200, pipeline=1, tensor=1, zero=zero) for zero in (0, 3)]
@@ -73,3 +74,24 @@ def test_no_plan_and_plans_of_two_models_are_refused():
         wb.figures.scaling_efficiency([ONE, other])
     with pytest.raises(InvalidArgument, match="cannot use points"):
         wb.figures.scaling_efficiency(ONE)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "correlation", "regret"),
+    [
+        ((10.0, 20.0, 30.0), 1.0, 0.0),
+        ((30.0, 20.0, 10.0), -1.0, 2.0),
+        ((10.0, 30.0, 20.0), 0.5, 0.0),
+        ((10.0, 10.0, 20.0), 3**0.5 / 2, 1.0),
+        ((10.0, 10.0, 10.0), float("nan"), 2.0),
+    ],
+)
+def test_a_prediction_that_is_the_same_for_all_cells_earns_neither_correlation_nor_regret(
+    monkeypatch: pytest.MonkeyPatch, predicted: Sequence[float], correlation: float, regret: float
+) -> None:
+    plans = [dataclasses.replace(ONE, prediction=dataclasses.replace(ONE.prediction, step_ms=ms)) for ms in predicted]
+    cells = tuple(measured(plan, 10.0 * (1 + at)) for at, plan in enumerate(plans))
+    monkeypatch.setattr(MeasuredGrid, "measured", lambda _: cells)
+    found = MeasuredGrid.__new__(MeasuredGrid)
+    assert found.rank_correlation == pytest.approx(correlation, nan_ok=True)
+    assert found.regret == pytest.approx(regret)

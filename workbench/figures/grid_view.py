@@ -52,7 +52,7 @@ def draw_grid(grid: Grid, x: str) -> Figure:
         figure.add_shape(type="rect", line={"color": color, "width": 4}, **corners)
     figure.update_xaxes(type="category", title_text=theme.text(x), showgrid=False)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    subtitle = "<br>".join(theme.text(line) for line in grid.sentences())
+    subtitle = "<br>".join(theme.text(line) for line in grid.sentences()[:3])
     title = theme.title(theme.text(grid.headline()), subtitle)
     height = ROOM_PX + ROW_PX * max(3, len(rows))
     return figure.laid_out(height=height, title=title, margin={"t": 120})

@@ -40,8 +40,8 @@ def predictions(measured: MeasuredGrid) -> Figure:
     )
     if failed:
         figure.add_trace(_marks(failed, [least] * len(failed), "failed", theme.ALERT, "x"))
-    figure.update_xaxes(type="log", tickformat=",", title_text="predicted step (ms)")
-    figure.update_yaxes(type="log", tickformat=",", title_text="measured step (ms)")
+    figure.update_xaxes(**theme.log_axis((least, most)), title_text="predicted step (ms)")
+    figure.update_yaxes(**theme.log_axis((least, most)), title_text="measured step (ms)")
     lines = [theme.text(line) for line in measured.sentences()[:3]]
     title = theme.title(theme.text(measured.path.name), "<br>".join(lines))
     return figure.laid_out(height=520, title=title, margin={"t": 120})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,3 +170,15 @@ def title(main: str, subtitle: str | None = None) -> dict[str, object]:
     if subtitle:
         value["subtitle"] = {"text": subtitle}
     return value
+
+
+def log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return the layout of a logarithmic axis over positive values, whose ticks are written out.
+
+    Plotly itself writes 2 and 5 for 0.002 and 0.005.
+    """
+    low, high = math.log10(min(values)), math.log10(max(values))
+    mantissas = (1,) if high - low > 3 else (1, 2, 5) if high - low > 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    powers = range(math.floor(low) - 1, math.ceil(high) + 2)
+    ticks = [float(f"{mantissa}e{power}") for power in powers for mantissa in mantissas]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.6g}" for tick in ticks]}

@@ -16,6 +16,7 @@ from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
+from workbench.cost.device import TIMED
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidArgument, PlanInfeasible, suggestion
 from workbench.experiment import Experiment
@@ -188,6 +189,9 @@ class Grid:
             compute = f", {times:.2f} times that of the best" if is_compute else ""
             lines.append(f"Best: {self.in_words(best)}.")
             lines.append(f"Worst: {self.in_words(worst)}{compute}; {self.ratio:.2f} times the best.")
+            device = self.cluster.device
+            if device.type == "cpu" and device.basis == TIMED and self.cluster.gpus > 1:
+                lines.append("How long CPU processes exchange data is assumed: wb.measure.calibrate() measures it.")
         return lines
 
     def in_words(self, cell: Cell) -> str:

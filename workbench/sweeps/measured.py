@@ -82,21 +82,22 @@ class MeasuredGrid(Queue):
 
     @property
     def rank_correlation(self) -> float:
-        """Return Spearman's correlation of predicted and measured steps; NaN for fewer than two measured cells."""
+        """Return Spearman's correlation of predicted and measured steps; NaN where either are all equal."""
         cells = self.measured()
-        if len(cells) < 2:
+        predicted, seen = _ranks([cell.predicted_ms for cell in cells]), _ranks([cell.step_ms or 0.0 for cell in cells])
+        if len(set(predicted)) < 2 or len(set(seen)) < 2:
             return float("nan")
-        ranks = np.argsort(np.argsort([cell.predicted_ms for cell in cells]))
-        return float(np.corrcoef(ranks, np.arange(len(cells)))[0, 1])
+        return float(np.corrcoef(predicted, seen)[0, 1])
 
     @property
     def regret(self) -> float:
         """Return how much longer the planner's choice took than the fastest cell: 0.05 is 5 %; NaN where none ended."""
         cells = self.measured()
-        if not cells:
-            return float("nan")
-        chosen = min(cells, key=lambda cell: cell.predicted_ms)
-        return float(chosen.step_ms or 0.0) / float(cells[0].step_ms or 1.0) - 1
+        return float(self._choice(cells).step_ms or 0.0) / float(cells[0].step_ms or 1.0) - 1 if cells else float("nan")
+
+    def _choice(self, measured: Sequence[MeasuredCell]) -> MeasuredCell:
+        """Return the cell with the fastest prediction; of equal ones the slowest, because nothing speaks against it."""
+        return min(measured, key=lambda cell: (cell.predicted_ms, -(cell.step_ms or 0.0)))
 
     @property
     def ratio(self) -> float:
@@ -109,7 +110,7 @@ class MeasuredGrid(Queue):
         cells, measured = self.cells(), self.measured()
         lines = [f"{len(measured)} of {len(cells)} cells measured, {self.state}. {self.why}"]
         if len(measured) > 1:
-            chosen = min(measured, key=lambda cell: cell.predicted_ms)
+            chosen = self._choice(measured)
             lines.append(f"Rank correlation of predicted and measured steps: {self.rank_correlation:.2f}.")
             lines.append(f"The planner's choice ({chosen.name}) is {self.regret:.1%} behind the fastest measured cell.")
             lines.append(f"Fastest: {measured[0].name}; slowest: {measured[-1].name}, {self.ratio:.2f} times as long.")
@@ -133,6 +134,11 @@ class MeasuredGrid(Queue):
             )
             for cell in self.cells()
         ]
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the rank of each value; equal values share the mean of theirs."""
+    return [sum((other < value) + (other == value) / 2 for other in values) for value in values]
 
 
 def start_measuring(
