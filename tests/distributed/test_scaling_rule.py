@@ -23,6 +23,7 @@ RATE, DECAY, BETAS, CLIP = 1e-2, 0.1, (0.9, 0.98), 0.2
 SIZES = {"vocab_size": VOCABULARY, "max_positions": 16, "dropout": 0.0, "initializer_range": 0.1}
 BASES = {
     "bert": models.bert(16, 1, 2, layout="pre_ln", next_sentence=True, **SIZES),
+    "bert by the width rule": models.bert(16, 1, 2, layout="post_ln", next_sentence=True, **SIZES),
     "gpt2": models.gpt2(16, 1, 2, **SIZES),
     "opt": models.opt(16, 1, 2, **SIZES),
 }
@@ -37,16 +38,21 @@ def target(family: str) -> Any:
     )
 
 
+def uses_depth_rule(family: str) -> bool:
+    return family != "bert by the width rule"
+
+
 def batch_of(family: str, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN), generator=generator)
     ids[:, 1::2] = (ids[:, ::2] * 7 + 3) % VOCABULARY  # every other token follows from the one before
     batch = {"input_ids": ids, "labels": ids}
-    return batch | ({"next_sentence_label": ids[:, 0] % 2} if family == "bert" else {})
+    return batch | ({"next_sentence_label": ids[:, 0] % 2} if "bert" in family else {})
 
 
 def explicit(family: str, eps: float) -> tuple[list[float], list[float]]:
     """Train the target with multipliers in forward, without any code of the rule; return its losses and norms."""
+    deep = DEEP if uses_depth_rule(family) else 1
     torch.manual_seed(0)
     model = target(family).build()
     groups = []
@@ -54,18 +60,18 @@ def explicit(family: str, eps: float) -> tuple[list[float], list[float]]:
         in_block = ".layer." in name or ".layers." in name or ".h." in name
         is_hidden = parameter.ndim == 2 and (in_block or ".dense." in name)
         if is_hidden:
-            published = (2 * DEEP) ** 0.5 if ".c_proj." in name else 1.0  # GPT-2's own division is undone
+            published = DEEP**0.5 if ".c_proj." in name else 1.0  # GPT-2 divides by 1/sqrt(2 L): here as in the base
             parameter.data.mul_(published / WIDE**0.5)
         is_bias_of_logits = name in ("cls.predictions.bias", "cls.seq_relationship.bias")
         group = {
             "lr": RATE / (WIDE if is_hidden else 1),
             "weight_decay": DECAY * (WIDE if is_hidden else 1) if parameter.ndim == 2 else 0.0,
-            "eps": eps if is_bias_of_logits else eps / (WIDE * (DEEP if in_block else 1)),
+            "eps": eps if is_bias_of_logits else eps / (WIDE * (deep if in_block else 1)),
         }
         groups.append({"params": [parameter], **group})
     for name, module in model.named_modules():
         if name.endswith(BRANCHES):
-            module.register_forward_hook(lambda _module, _inputs, output: output / DEEP)
+            module.register_forward_hook(lambda _module, _inputs, output: output / deep)
         if name in READ_OUTS:
             module.register_forward_pre_hook(lambda _module, inputs: (inputs[0] / WIDE,))
     optimizer, losses, norms = torch.optim.AdamW(groups, betas=BETAS), [], []
@@ -82,7 +88,7 @@ def explicit(family: str, eps: float) -> tuple[list[float], list[float]]:
 def train(_rank: int, family: str, eps: float, division: dict[str, int]) -> tuple[list[float], list[float]]:
     """Train by the rule with the trainer of a run."""
     torch.manual_seed(0)
-    rule = models.scaling(BASES[family], target(family))
+    rule = models.scaling(BASES[family], target(family), depth_rule=uses_depth_rule(family))
     experiment = Experiment.of(
         model=rule.model,
         data=data.corpus(),
@@ -124,6 +130,7 @@ def train(_rank: int, family: str, eps: float, division: dict[str, int]) -> tupl
         ("bert", 1e-6, {"data": 2, "zero": 3}),
         ("bert", 1e-6, {"pipeline": 2}),
         ("bert", 1e-3, {"tensor": 2}),
+        ("bert by the width rule", 1e-6, {}),
         ("gpt2", 1e-6, {}),
         ("opt", 1e-6, {}),
     ],

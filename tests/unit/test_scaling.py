@@ -100,23 +100,21 @@ def test_initial_scales_of_the_base_model_are_kept():
         scaling(apart, target)
 
 
+@pytest.mark.parametrize("depth_rule", [True, False])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_the_depth_rule_replaces_smaller_residual_outputs_of_the_base_and_says_so(family):
-    """GPT-2 starts its outputs at 1/sqrt(2 L) by itself, BERT by an `initial_scale` of its base."""
+def test_smaller_residual_outputs_of_the_base_are_kept_as_they_are_and_the_rule_says_so(family, depth_rule):
+    """GPT-2 starts its outputs at 1/sqrt(2 L) of its own depth by itself, BERT by an `initial_scale` of its base."""
     small = {"*.output.dense.weight": 1 / 2} if family == "bert" else None
-    base = dataclasses.replace(PAIRS[family][0], initial_scale=small)
-    target = PAIRS[family][1]
-    sizes = {}
-    for depth_rule in (True, False):
-        rule = scaling(base, target, depth_rule=depth_rule)
-        output = next(p for n, p in built(rule.model).named_parameters() if n.endswith(OUTPUT_WEIGHTS))
-        sizes[depth_rule] = output.std().item()
-        assert len(rule.notes) == 1
-        assert rule.notes[0] in repr(rule)
-        assert f"{base.name} starts its residual outputs at 0.5 of the other matrices" in rule.notes[0]
-    assert sizes[True] == pytest.approx(0.1 / 2**0.5 / 3, rel=0.05)
-    assert sizes[False] == pytest.approx(0.1 / 2**0.5 / 2, rel=0.05)
-    assert not scaling(PAIRS["bert"][0], PAIRS["bert"][1]).notes
+    base, target = dataclasses.replace(PAIRS[family][0], initial_scale=small), PAIRS[family][1]
+    rule = scaling(base, target, depth_rule=depth_rule)
+    output = next(p for n, p in built(rule.model).named_parameters() if n.endswith(OUTPUT_WEIGHTS))
+    assert output.std().item() == pytest.approx(0.1 / 2**0.5 / 2 / (3 if depth_rule else 1), rel=0.05)
+    (note,) = rule.notes
+    assert note in repr(rule)
+    assert f"{base.name} starts its residual outputs at 0.5 of the other matrices" in note
+    assert ("multiplies its residual branches by 0.3333" in note) == depth_rule
+    assert "Do not divide by sqrt(2 L) of its 6 layers too" in note
+    assert not scaling(*PAIRS["opt"]).notes
 
 
 def test_the_factors_of_the_rule_are_refused_for_other_optimisers_than_adamw():

@@ -138,8 +138,8 @@ def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
     The multipliers are folded into the last parameters before them, with everything that makes the two identical under
     AdamW (`_folded`). So the model stays as it is, and its `initial_scale` and `Scaling.optimizer` say everything.
 
-    Where the depth rule changes anything, it takes the place of smaller initial values that the base model gives its
-    residual outputs, such as GPT-2's 1/sqrt(2 L): the target starts without them, and a note says so.
+    Smaller initial values that the base model gives its residual outputs, such as GPT-2's 1/sqrt(2 L) of its own depth,
+    are constants of the recipe as all others are: the target has the same, and a note says what that comes to.
 
     The target's `initializer_range` becomes that of the base. Raises `InvalidExperiment` for models of two families,
     layouts or head sizes, for other depths of a post-LayerNorm BERT, and for models that are no `wb.models.…`.
@@ -148,16 +148,14 @@ def scaling(base: Model, target: Model, *, depth_rule: bool = True) -> Scaling:
     patterns = {pattern: role for pattern, role in PATTERNS[target.family].items() if _occurs(pattern, target)}
     rules = tuple(_folded(pattern, role, base, target, depth_rule) for pattern, role in patterns.items())
     own = _own_factors(base, list(patterns))
-    is_deeper = target.num_layers != base.num_layers
     initial: dict[str, float] = {}
     notes: dict[str, None] = {}
     for rule in rules:
         factor = own[rule.pattern]
         if rule.role in OUTPUTS:
             factor *= _published(base)
-            if factor < 1 and is_deeper:
-                notes[_note(base, target, factor, depth_rule)] = None
-                factor = 1.0 if depth_rule else factor
+            if factor != 1 and target.num_layers != base.num_layers:
+                notes[_note(base, target, factor, rule.multiplier)] = None
             factor /= _published(target)
         initial[rule.pattern] = rule.initial * factor
     started = dataclasses.replace(target, initializer_range=base.initializer_range, initial_scale=initial)
@@ -222,17 +220,13 @@ def _published(model: Model) -> float:
     return (2 * model.num_layers) ** -0.5 if model.family == "gpt2" else 1.0
 
 
-def _note(base: Model, target: Model, factor: float, depth_rule: bool) -> str:
-    """Return what became of the smaller initial values of the base model's residual outputs."""
-    starts = f"{base.name} starts its residual outputs at {factor:.4g} of the other matrices"
-    deeper = target.num_layers / base.num_layers
-    if depth_rule:
-        return (
-            f"{starts}, and {target.name} does not: the depth rule multiplies its residual branches by "
-            f"{1 / deeper:.4g} instead. Both together would start them at {factor / deeper:.4g}, with which a BERT of "
-            f"54 layers began to learn later. The rule is meant for a base model without that factor."
-        )
-    return f"{starts}, and {target.name} does the same: the factor is kept, whatever its own depth."
+def _note(base: Model, target: Model, factor: float, multiplier: float) -> str:
+    """Return what the rule makes of initial values that the base model gives its residual outputs."""
+    branches = f", and multiplies its residual branches by {multiplier:.4g}" if multiplier != 1 else ""
+    return (
+        f"{base.name} starts its residual outputs at {factor:.4g} of the other matrices, and so does {target.name}: "
+        f"the rule keeps what the base has{branches}. Do not divide by sqrt(2 L) of its {target.num_layers} layers too."
+    )
 
 
 def _occurs(pattern: str, model: Model) -> bool:
