@@ -73,15 +73,18 @@ class Dice(nn.Module):
 
 
 class Regression(nn.Module):
-    """Two layers; `loss` compares their outputs with a target."""
+    """Three residual layers and a head; `loss` compares their outputs with a target."""
 
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
         self.loss = loss
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.second(self.first(x).relu()), y, w)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.loss(self.head(x), y, w)
 
 
 class Mixup(nn.Module):
@@ -126,6 +129,16 @@ def clamped_weighted_mean(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor)
     return ((found - y).square() * w).sum() / w.sum().clamp(min=1)
 
 
+def shares(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    counted = w > 0.5
+    share = w / (w.sum() + 1e-3)
+    return ((found - y).square() * share).sum() + ((found - y).abs() * counted).sum() / max_of_one(counted.sum())
+
+
+def max_of_one(number: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(number, torch.ones_like(number))
+
+
 def total(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(found, y, reduction="sum")
 
@@ -143,6 +156,7 @@ COUPLED: Mapping[str, Callable[[], nn.Module]] = {
 WEIGHTED: Mapping[str, Callable[[], nn.Module]] = {
     "a weighted mean": lambda: Regression(weighted_mean),
     "a weighted mean, clamped": lambda: Regression(clamped_weighted_mean),
+    "shares, and a count of at least one": lambda: Regression(shares),
 }
 
 
@@ -167,5 +181,5 @@ def samples_for(name: str, count: int = 16) -> list[dict[str, torch.Tensor]]:
     elif name == "SupCon":
         batch = {"x": normal(WIDTH), "y": normal(WIDTH), "labels": torch.arange(count) % 3}
     else:
-        batch = {"x": normal(WIDTH), "y": normal(1), "w": normal(1).abs()}
+        batch = {"x": normal(WIDTH), "y": normal(1), "w": normal(1).abs() / 3}
     return [{key: field[index] for key, field in batch.items()} for index in range(count)]

@@ -15,7 +15,7 @@ import workbench.capture.model as capture_model
 from tests.distributed import zoo
 from tests.distributed.harness import CPU, LINK
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
-from tests.unit.coupled_models import COUPLED, Regression, samples_for
+from tests.unit.coupled_models import COUPLED, WEIGHTED, Regression, samples_for
 from workbench.capture import division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.division import Division, division_fault
@@ -56,6 +56,24 @@ def test_a_profile_keeps_such_a_batch_whole_and_the_whole_equals_plain_pytorch(h
     found.backward()
     for mine, theirs in zip(same.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", WEIGHTED)
+def test_a_mean_over_weights_of_the_batch_is_divided_and_equals_the_whole(how: str) -> None:
+    """The weights of a micro-batch are below the clamp of 1, and those of the batch above."""
+    model = CapturedModel(experiment_of(WEIGHTED[how], samples_for(how)), 2)
+    assert (model.graph.coupled, model.graph.unknown_coupling) == ((), "")
+    assert model.division == Division()
+
+
+def test_a_divisor_that_no_rule_combines_keeps_the_batch_whole() -> None:
+    def loss(found: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ((found - y).square() * w).sum() / (w.sum() * w.square().sum()).sqrt()
+
+    profile = analytic_profile(
+        experiment_of(lambda: Regression(loss), samples_for("RMSE")), Cluster(CPU, 2, 2, LINK, LINK)
+    )
+    assert profile.coupled
 
 
 EQUAL = ("bert", "bert with dropout", "electra-discriminator", "mixtral", "swin", "vit", "resnet", *MODELS)

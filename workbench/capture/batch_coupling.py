@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from workbench.capture.dataflow import Dataflow
+from workbench.capture.losses import Quotient
 from workbench.capture.operations import (
     MOVED,
     ancestors,
@@ -33,9 +34,9 @@ from workbench.capture.operations import (
 )
 from workbench.capture.source_lines import line_of_node
 
-NONE, SUM, UNKNOWN, SELECTED = -1, -2, -3, -4
-"""States other than the index of the batch dim: independent of the batch, summed over the samples, not known, and
-elements of all samples that a mask chose."""
+NONE, SUM, UNKNOWN, SELECTED, OF_SUM = -1, -2, -3, -4, -5
+"""States other than the index of the batch dim: independent of the batch, summed over the samples, not known, elements
+of all samples that a mask chose, and a function of a sum over fields of the batch."""
 
 _PRODUCTS = names("matmul mm bmm linear addmm baddbmm")
 _SUMS = names("sum mean")
@@ -86,6 +87,8 @@ class Coupling:
 
     lines: tuple[str, ...] = ()
     """Each operation that certainly mixes samples on the way to the loss: its name and its line."""
+    quotients: tuple[Quotient, ...] = ()
+    """Divisions by a sum over fields of the batch, which is to be that of the global batch."""
     unknown: str = ""
     """The first operation after which it is not known whether samples mix, with its line; empty if it is known."""
 
@@ -95,33 +98,54 @@ def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ())
     return _Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
 
 
-class _Follower:
-    """The state of every node of one graph, in order."""
+class _Walk:
+    """A walk over the nodes of one graph in order, which gives each a state."""
 
     def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
         self._flow, self._needed, self._means = flow, needed, means
         self._states: dict[fx.Node, int] = {}
         self._coupled: list[fx.Node] = []
         self._doubtful: list[fx.Node] = []
+        self._quotients: list[Quotient] = []
+        self._totals: set[fx.Node] = set()
+        self._shares: set[fx.Node] = set()
         self._sharing: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._samples = {shape_of(node)[0] for node in flow.order if node.op == "placeholder" and shape_of(node)}
 
     def coupling(self, loss: fx.Node) -> Coupling:
         for node in self._flow.order:
             self._states[node] = self._state(node)
+            if self._is_share(node):
+                self._shares.add(node)
+            elif self._states[node] == SUM and self._is_total(node):
+                self._totals.add(node)
             self._sharing[storage_of(node)].append(node)
             for written in mutated_arguments(node) if "norm" not in _name(node) else ():  # running averages
                 self._write(storage_of(written), node)
         lost = [node for node in self._flow.order if node in self._needed and self._loses_track(node)]
         if self._states[loss] == SUM and not any(node in self._needed for node in self._doubtful):
-            lost = []
+            lost = [loss] if loss in self._totals else []
         elif not lost:
             lost = [node for node in self._doubtful if node in self._needed] or [loss]
         mixing = (_described(node) for node in self._coupled if node in self._needed)
-        return Coupling(tuple(dict.fromkeys(mixing)), _described(lost[0]) if lost else "")
+        lines = tuple(dict.fromkeys(mixing))
+        return Coupling(lines, tuple(self._quotients), _described(lost[0]) if lost else "")
 
     def _loses_track(self, node: fx.Node) -> bool:
         return self._states[node] == UNKNOWN and all(self._states[s] != UNKNOWN for s in node.all_input_nodes)
+
+    def _is_total(self, node: fx.Node) -> bool:
+        """Return True if a sum over samples may grow with their number: it is no mean, nor divided by a count."""
+        if SUM in (self._states[source] for source in node.all_input_nodes):
+            return any(source in self._totals for source in node.all_input_nodes)
+        return _name(node) != "mean" and (_name(node) not in _LOSSES or arguments_of(node).get("reduction") == 2)
+
+    def _is_share(self, node: fx.Node) -> bool:
+        """Return True if a value was divided once by a sum over fields, so that its sum over samples is a mean."""
+        if any(quotient.node is node for quotient in self._quotients):
+            return True
+        shared = [source for source in node.all_input_nodes if source in self._shares]
+        return len(shared) == 1 and _name(node) in ("mul", "div", "neg", "sum", *_RESHAPES)
 
     def _write(self, owner: fx.Node, node: fx.Node) -> None:
         """Give everything that shares memory with a written value the state of what was written."""
@@ -132,6 +156,26 @@ class _Follower:
             is_alike = len(shape_of(other)) == len(shape_of(node)) and other.op != "get_attr"
             is_new = self._states[other] == NONE and state >= 0 and is_alike
             self._states[other] = state if is_new and shape_of(other)[state] == shape_of(node)[state] else UNKNOWN
+
+    def _mixing(self, node: fx.Node) -> int:
+        self._coupled.append(node)
+        return UNKNOWN
+
+    def _note_positions(self, node: fx.Node, dim: int) -> None:
+        """Remember an operation that treats samples by their position in the batch, as weights `arange(batch)` do."""
+        for source in node.all_input_nodes:
+            at = dim - len(shape_of(node)) + len(shape_of(source))
+            if self._states[source] == NONE and at >= 0 and shape_of(source)[at] > 1:
+                made = reachable([source], lambda each: [] if _name(each) == "expand" else each.all_input_nodes)
+                if any(_name(each) in _POSITIONS and self._samples & set(shape_of(each)) for each in made):
+                    self._doubtful.append(node)
+
+    def _state(self, node: fx.Node) -> int:
+        raise NotImplementedError
+
+
+class _Follower(_Walk):
+    """The rules by which operations hand on the batch dim."""
 
     def _state(self, node: fx.Node) -> int:
         if node.op == "placeholder":
@@ -146,8 +190,8 @@ class _Follower:
             return NONE
         if not all(isinstance(size, int) for source in (node, *node.all_input_nodes) for size in shape_of(source)):
             return self._of_selections(node, name, states)
-        if SUM in states:
-            return self._of_sums(node, name, states)
+        if SUM in states or OF_SUM in states:
+            return self._of_sums(node, name)
         return self._of_rows(node, name)
 
     def _of_selections(self, node: fx.Node, name: str, states: list[int]) -> int:
@@ -164,22 +208,38 @@ class _Follower:
         is_tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
         return is_tagged or name in _ELEMENTWISE or name in ("to", "_to_copy", "clone", "detach")
 
-    def _of_sums(self, node: fx.Node, name: str, states: list[int]) -> int:
+    def _of_sums(self, node: fx.Node, name: str) -> int:
         """Return the state of an operation on sums over the samples: linear ones give sums, others mix samples."""
-        others = [state for state in states if state != NONE]
-        is_sum = name in _LINEAR and all(state == SUM for state in others)
-        factors = [s for s in node.all_input_nodes if self._states[s] != NONE]
-        if is_sum and (name not in ("mul", "div", *_PRODUCTS) or len(factors) == 1):
-            return SUM if not (name == "div" and node.args[0] not in factors) else self._mixing(node)
-        divisor = node.args[1] if name == "div" else None
-        if isinstance(divisor, fx.Node) and divisor in self._flow.recomputable and self._states[divisor] == SUM:
-            return self._states[node.args[0]]  # type: ignore[index]  # a count of its own: see docs/models.md
+        varying = [source for source in node.all_input_nodes if self._states[source] != NONE]
+        is_sum = name in _LINEAR and all(self._states[source] == SUM for source in varying)
+        is_product = name in ("mul", "div", *_PRODUCTS)
+        if is_sum and (not is_product or (len(varying) == 1 and (name != "div" or node.args[0] in varying))):
+            return SUM
+        if name == "div" and len(varying) == 2 and self._is_quotient(node):
+            return self._states[varying[0]]
+        is_field = node in self._flow.recomputable and len(varying) == 1 and not shape_of(node)
+        if is_field and isinstance(node.meta.get("val"), torch.Tensor):
+            return OF_SUM
         dtype = node.meta["val"].dtype if isinstance(node.meta.get("val"), torch.Tensor) else None
         return UNKNOWN if dtype is None or not dtype.is_floating_point else self._mixing(node)
 
-    def _mixing(self, node: fx.Node) -> int:
-        self._coupled.append(node)
-        return UNKNOWN
+    def _is_quotient(self, node: fx.Node) -> bool:
+        """Return True, and remember it, if a sum over samples or a row of each is divided by a sum over fields."""
+        dividend, divisor = node.args[:2]
+        total: Any = divisor
+        if self._states[dividend] in (UNKNOWN, SELECTED, OF_SUM) or divisor not in self._flow.recomputable:  # type: ignore[index]
+            return False
+        while _name(total) not in _SUMS:
+            varying = [source for source in total.all_input_nodes if self._states[source] != NONE]
+            if len(varying) != 1 or shape_of(varying[0]) or self._states[varying[0]] not in (SUM, OF_SUM):
+                return False
+            [total] = varying
+        if shape_of(divisor) or (_name(total) == "mean" and total is not divisor):
+            return False
+        if ancestors([total]) & {quotient.node for quotient in self._quotients}:
+            return False  # a total of shares, each of which is one of the whole batch
+        self._quotients.append(Quotient(node, total, divisor))  # type: ignore[arg-type]
+        return True
 
     def _of_rows(self, node: fx.Node, name: str) -> int:
         """Return the state of an operation on values with one row per sample."""
@@ -246,15 +306,6 @@ class _Follower:
         if len(found) == 2 and all(shape_of(s)[self._states[s]] > 1 for s in node.all_input_nodes):
             return self._mixing(node)
         return found.pop() if len(found) == 1 else UNKNOWN
-
-    def _note_positions(self, node: fx.Node, dim: int) -> None:
-        """Remember an operation that treats samples by their position in the batch, as weights `arange(batch)` do."""
-        for source in node.all_input_nodes:
-            at = dim - len(shape_of(node)) + len(shape_of(source))
-            if self._states[source] == NONE and at >= 0 and shape_of(source)[at] > 1:
-                made = reachable([source], lambda each: [] if _name(each) == "expand" else each.all_input_nodes)
-                if any(_name(each) in _POSITIONS and self._samples & set(shape_of(each)) for each in made):
-                    self._doubtful.append(node)
 
     def _aligned(self, node: fx.Node) -> int:
         """Return the batch dim of a pointwise operation, whose arguments are aligned at their last dims."""

@@ -15,7 +15,7 @@ from workbench.capture.context_managers import restore_regions
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block
-from workbench.capture.losses import MeanLoss, emit_sum_over_count
+from workbench.capture.losses import MeanLoss, Quotient, emit_sum_over_count
 from workbench.capture.operations import tensor_at
 
 
@@ -27,7 +27,7 @@ class BlockExtractor:
         exported: Exported,
         flow: Dataflow,
         names: Mapping[int, str],
-        losses: Sequence[MeanLoss],
+        losses: Sequence[MeanLoss | Quotient],
         outputs: Collection[fx.Node] = (),
     ) -> None:
         """Take the graph and its facts; `names` are the canonical names of parameters and buffers by `id`."""
@@ -36,6 +36,7 @@ class BlockExtractor:
         self._names = names
         self._outputs = dict.fromkeys(outputs)
         self._losses = {mean.node: index for index, mean in enumerate(losses)}
+        self._counted = ["total" if isinstance(mean, Quotient) else "count" for mean in losses]
         self._codes: dict[str, fx.GraphModule] = {}
         self.constants: dict[str, torch.Tensor] = {}
         """Tensors that the model's forward creates from Python numbers; they have no name in the model."""
@@ -58,14 +59,14 @@ class BlockExtractor:
         parameters = tuple(name for name, yes in is_parameter.items() if yes)
         buffers = tuple(name for name, yes in is_parameter.items() if not yes)
         inputs = [n for n in flow.order if n.op == "placeholder" and n in needed]
-        counts = [self._losses[n] for n in group.nodes if n in self._losses]
+        counts = [index for node, index in self._losses.items() if node in inside or node in needed]
 
         graph, root = fx.Graph(), nn.Module()
         by_name = {name: graph.placeholder(f"p{i}") for i, name in enumerate((*parameters, *buffers))}
         copies = {node: by_name[name] for node, name in names.items()}
         copies |= {node: graph.placeholder(f"r{i}") for i, node in enumerate(receives)}
         copies |= {node: graph.placeholder(f"b_{node.target}") for node in inputs}
-        divisors = {count: graph.placeholder(f"count{count}") for count in counts}
+        divisors = {count: graph.placeholder(f"{self._counted[count]}{count}") for count in counts}
         for node, placeholder in (*copies.items(), *((loss, divisor) for divisor in divisors.values())):
             placeholder.meta = {"val": node.meta["val"]}
         for node in flow.order:

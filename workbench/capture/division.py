@@ -201,7 +201,8 @@ class _Comparison:
                 parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
                     torch.randn_like(parameter), alpha=0.02
                 )
-        if graph.constants or any(dict(count.code.named_buffers()) for count in graph.label_counts):
+        codes = [code for count in graph.label_counts for code in (count.code, count.of_total) if code is not None]
+        if graph.constants or any(list(code.buffers()) for code in codes):
             from workbench.capture.model import capture  # the constants of a capture on the meta device have no values
 
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)
@@ -253,7 +254,8 @@ class _Comparison:
             torch.stack([count.code(*(part[name] for name in count.inputs)) for part in parts]).sum().float()
             for count in self._counts
         ]
-        divisors = [total / len(parts) for total in totals]
+        pairs = zip(self._counts, totals, strict=True)
+        divisors = [count.divisor(total) / len(parts) for count, total in pairs]
         losses = []
         for part in parts:
             self._renew_buffers()

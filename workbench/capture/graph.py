@@ -58,6 +58,12 @@ class LabelCount:
     """Fields of the batch that `code` takes."""
     code: fx.GraphModule = field(repr=False, compare=False)
     """`code(**inputs)` returns the number of labels in this batch, or part of a batch, that are not ignored."""
+    of_total: fx.GraphModule | None = field(default=None, repr=False, compare=False)
+    """`of_total(count of the global batch)` returns the divisor, where that is another number than the count."""
+
+    def divisor(self, total: torch.Tensor) -> torch.Tensor:
+        """Return what the loss is divided by, given the count of the global batch."""
+        return total if self.of_total is None else self.of_total(total)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from workbench.capture.graph import Graph, LabelCount
 from workbench.capture.operations import retarget
@@ -34,9 +35,17 @@ def labelled_share(graph: Graph, examples: Mapping[str, torch.Tensor]) -> float:
 
 def on_device(count: LabelCount, device: torch.device) -> LabelCount:
     """Return a copy whose code runs on a device."""
-    code = copy.deepcopy(count.code).to(device)
+    return replace(
+        count,
+        code=_moved(count.code, device),
+        of_total=None if count.of_total is None else _moved(count.of_total, device),
+    )
+
+
+def _moved(code: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    code = copy.deepcopy(code).to(device)
     retarget(code, device)
-    return replace(count, code=code)
+    return code
 
 
 def count_labels(count: LabelCount, batch: Mapping[str, torch.Tensor], micro_batch: int) -> torch.Tensor:

@@ -42,6 +42,17 @@ class MeanLoss:
     """Label that does not count; None if every element of the target counts."""
 
 
+@dataclass(frozen=True)
+class Quotient:
+    """A division by a sum over fields of the batch, as in `(loss * w).sum() / w.sum().clamp(min=1)`."""
+
+    node: fx.Node
+    total: fx.Node
+    """The sum."""
+    divisor: fx.Node
+    """The number by which is divided, made of the sum."""
+
+
 def mean_losses(flow: Dataflow) -> tuple[MeanLoss, ...]:
     """Return the mean-reduced losses over integer labels, or over selected elements, that the batch determines."""
     losses = (_mean_loss(node, flow) for node in flow.order if node.op == "call_function")
@@ -78,24 +89,48 @@ def _before_broadcast(target: fx.Node) -> fx.Node:
 
 
 def emit_sum_over_count(graph: fx.Graph, loss: fx.Node, count: fx.Node) -> fx.Node:
-    """Make the mean loss, which was copied to the end of `graph`, a sum, and return the sum over `count`."""
+    """Make the mean loss, which was copied to the end of `graph`, a sum, and return the sum over `count`.
+
+    A quotient is divided by `count` in place of its own divisor.
+    """
+    if loss.target is aten.div.Tensor:
+        loss.update_arg(1, count)
+        return loss
     loss.args, loss.kwargs = tuple((arguments_of(loss) | {"reduction": SUM}).values()), {}
     quotient = graph.call_function(aten.div.Tensor, (loss, count))
     quotient.meta = dict(loss.meta)
     return quotient
 
 
-def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss) -> LabelCount:
+def label_count(module: fx.GraphModule, flow: Dataflow, loss: MeanLoss | Quotient) -> LabelCount:
     """Return the graph `batch -> number (or weight) of the labels that count` of one loss."""
+    if isinstance(loss, Quotient):
+        ends = [loss.total]
+    else:
+        ends = [loss.target] if loss.weight is None else [loss.target, loss.weight]
     graph = fx.Graph()
-    ends = [loss.target] if loss.weight is None else [loss.target, loss.weight]
     needed = {*ends} | flow.recomputable_sources(ends)
     inputs = [node for node in flow.order if node.op == "placeholder" and node in needed]
     copies = {node: graph.placeholder(str(node.target)) for node in inputs}
     copy_nodes(graph, (node for node in flow.order if node in needed), copies)
-    graph.output(graph.call_function(aten.sum.default, (_label_weights(graph, loss, copies),)))
+    if isinstance(loss, Quotient):
+        graph.output(copies[loss.total])
+    else:
+        graph.output(graph.call_function(aten.sum.default, (_label_weights(graph, loss, copies),)))
     restore_regions(graph)
-    return LabelCount(tuple(str(node.target) for node in inputs), fx.GraphModule(module, graph))
+    of_total = _of_total(module, flow, loss) if isinstance(loss, Quotient) and loss.total is not loss.divisor else None
+    return LabelCount(tuple(str(node.target) for node in inputs), fx.GraphModule(module, graph), of_total)
+
+
+def _of_total(module: fx.GraphModule, flow: Dataflow, quotient: Quotient) -> fx.GraphModule:
+    """Return the graph `total -> divisor` of a quotient."""
+    graph = fx.Graph()
+    copies = {quotient.total: graph.placeholder("total")}
+    needed = {quotient.divisor} | flow.recomputable_sources([quotient.divisor])
+    after = needed - flow.recomputable_sources([quotient.total])
+    copy_nodes(graph, (node for node in flow.order if node in after), copies)
+    graph.output(copies[quotient.divisor])
+    return fx.GraphModule(module, graph)
 
 
 def _label_weights(graph: fx.Graph, loss: MeanLoss, copies: dict[fx.Node, fx.Node]) -> fx.Node:

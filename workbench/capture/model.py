@@ -19,7 +19,7 @@ from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.graph import Graph, spec_of
-from workbench.capture.losses import MeanLoss, label_count, mean_losses
+from workbench.capture.losses import MeanLoss, Quotient, label_count, mean_losses
 from workbench.capture.operations import descendants, reachable, storage_of
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
@@ -86,8 +86,9 @@ def capture(
     passed = _reached_by_gradient(exported.loss, flow)
     trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
     _require_trained(trained, name)
-    losses = mean_losses(flow)
-    coupling = batch_coupling(flow, exported.loss, [mean.node for mean in losses])
+    means = mean_losses(flow)
+    coupling = batch_coupling(flow, exported.loss, [mean.node for mean in means])
+    losses: tuple[MeanLoss | Quotient, ...] = (*means, *coupling.quotients)
     _check_outputs(outputs, readers, losses, flow)
     groups = group_nodes(flow, find_layers(model, flow), exported.loss)
     group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
@@ -131,7 +132,7 @@ def _require_trained(trained: Sequence[fx.Node], name: str) -> None:
 
 
 def _check_outputs(
-    outputs: Mapping[int, fx.Node], readers: Mapping[int, str], losses: Sequence[MeanLoss], flow: Dataflow
+    outputs: Mapping[int, fx.Node], readers: Mapping[int, str], losses: Sequence[MeanLoss | Quotient], flow: Dataflow
 ) -> None:
     """Raise `InvalidExperiment` if an evaluation reads a parameter, or a value that was computed from a mean loss.
 

@@ -83,7 +83,7 @@ def _head(loss: fx.Node, nodes: list[fx.Node], counts: list[fx.Node]) -> Rowwise
     given = arguments_of(loss)
     logits, target = given["self"], given["target"]
     users: list[Any] = [user.args[1] for user in loss.users if user.target is aten.div.Tensor]
-    divisors: list[fx.Node] = [divisor for divisor in users if divisor in counts]
+    divisors: list[fx.Node] = [divisor for divisor in users if divisor in counts and "count" in str(divisor.target)]
     if not divisors or given["reduction"] != SUM or given["weight"] is not None or given["label_smoothing"]:
         return None
     rows = _row_count(logits)

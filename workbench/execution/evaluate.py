@@ -107,7 +107,8 @@ class Evaluator:
                     counts[index] += item.weight * count_labels(entry, batch, self._plan.micro_batch).sum()
         counts = counts.to(device)
         dist.all_reduce(counts, group=self.trainer.coordinate.data_group)
-        return list((counts * self._plan.micro_batch / len(self._dataset)).float().unbind())
+        divisors = [on_device(entry, device).divisor(total) for entry, total in zip(entries, counts, strict=True)]
+        return [(divisor * self._plan.micro_batch / len(self._dataset)).float() for divisor in divisors]
 
     def _weighted_sums(self) -> torch.Tensor:
         """Return this rank's share of the sums over micro-batches of the loss and of each metric's sum and count."""

@@ -259,7 +259,9 @@ class Trainer:
         if self.plan.data > 1:
             dist.all_reduce(labels, group=self.coordinate.data_group)
         microbatches = self.plan.num_microbatches * self.plan.data
-        self.context.loss_denominators = list((labels / microbatches).unbind())
+        self.context.loss_denominators = [
+            count.divisor(total) / microbatches for count, total in zip(self._label_counts, labels, strict=True)
+        ]
 
     def _reduce_tied_gradients(self) -> None:
         """Sum the gradients of a tied parameter over this rank's duplicates, then over the ranks that hold it."""

@@ -1,0 +1,63 @@
+"""Losses that count or compare the samples of a batch are plain PyTorch's of the whole batch, on real processes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from tests.distributed.harness import forced_plan, launch
+from tests.distributed.test_every_plan import part_of, trainer_of
+from tests.unit.coupled_models import COUPLED, WEIGHTED, samples_for
+from workbench.capture import capture, spec_of
+
+TOLERANCE = 1e-5
+BATCH = 8
+DIVIDED: tuple[dict[str, Any], ...] = (
+    {"pipeline": 1, "data": 2, "num_microbatches": 2},
+    {"pipeline": 1, "data": 2, "num_microbatches": 2, "zero": 3},
+    {"pipeline": 2, "num_microbatches": 4},
+)
+WHOLE: tuple[dict[str, Any], ...] = ({"pipeline": 2, "num_microbatches": 1, "schedule": "gpipe"},)
+"""What the planner leaves of a loss that compares samples."""
+COMPARING = ("RMSE", "two towers with a temperature", "Hugging Face's CLIP", "SupCon", "mixup by flip")
+
+
+def _compared(_rank: int) -> dict[str, float]:
+    """Largest relative difference of a loss or a gradient from plain PyTorch's, for every model and division."""
+    return {
+        f"{name}, {choices}": _difference(name, choices)
+        for names, cases in ((WEIGHTED, DIVIDED), (COMPARING, WHOLE))
+        for name in names
+        for choices in cases
+    }
+
+
+def _difference(name: str, choices: dict[str, Any]) -> float:
+    torch.manual_seed(0)
+    model = {**COUPLED, **WEIGHTED}[name]().train()
+    batch = default_collate(samples_for(name, BATCH))
+    size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
+    graph = capture(model, {key: spec_of(key, field[:size]) for key, field in batch.items()}, name=name)
+    plain = copy.deepcopy(model)
+    expected = plain(**batch)
+    expected.backward()
+    trainer = trainer_of(model, graph, forced_plan(graph, micro_batch=size, **choices))
+    loss = trainer.gradients(0, part_of(trainer, batch))
+    torch.distributed.all_reduce(loss)
+    worst = abs(loss - expected.detach()) / abs(expected.detach())
+    gradients = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
+    scale = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for key in trainer.stages.model_parameters():
+        found = trainer.full_gradient(key)
+        if found is not None and key in gradients:
+            worst = torch.maximum(worst, (found - gradients[key]).norm() / scale)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return worst.item()
+
+
+def test_losses_that_count_or_compare_samples_equal_plain_pytorch_of_the_whole_batch() -> None:
+    wrong = {case: error for case, error in launch(_compared, 2).items() if not error <= TOLERANCE}
+    assert not wrong, wrong
