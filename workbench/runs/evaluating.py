@@ -45,6 +45,7 @@ class EvaluationResult:
 
 def evaluate(run: RunDir, data: Any, step: int | None) -> EvaluationResult:
     """Evaluate a checkpoint of a run and record the result; `Run.evaluate` describes the arguments and errors."""
+    from workbench.experiment import Experiment
     from workbench.planning.plan import Plan
 
     checkpoint = _checkpoint(run, step)
@@ -52,7 +53,11 @@ def evaluate(run: RunDir, data: Any, step: int | None) -> EvaluationResult:
     code = code_of_clone(run, experiment)
     directory = _new_folder(run.path / "evaluations")
     try:
-        attempt = Attempt(experiment, plan, directory, resume=checkpoint, code=code)
+        # A second set of the class of the held-out set has its name, and other samples by request.
+        own = Experiment.from_json(read_experiment(run)).eval_data
+        second = data is not None and own is not None and own.is_user_defined
+        provenance = {"accepted_changed_data": True} if second else {}
+        attempt = Attempt(experiment, plan, directory, resume=checkpoint, code=code, provenance=provenance)
         child = launch(attempt, progress=False, worker=processes.EVALUATOR)
         event = _result_event(child, checkpoint)
     finally:
