@@ -20,24 +20,27 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    small = {"steps": 6, "global_batch": 8, "moving_blocks": [1], "corpus": str(addresses(tmp_path / "addresses"))}
+    small = {"steps": 6, "global_batch": 8, "moving_blocks": [1], "dense_layers": [1, 2], "seeds": 2}
+    small |= {"corpus": str(addresses(tmp_path / "addresses"))}
     done = notebooks.execute(notebooks.template_path("sparse_pareto"), tmp_path, small)
     losses, flops = {}, {}
     for run in done.runs:
         experiment = run.experiment
         name = experiment.model.name, experiment.sparsity.label if experiment.sparsity else "dense"
         losses.setdefault(name, []).append(float(run.evaluations().eval_loss[-1]))
-        flops[name] = wb.analysis.layer_flops(experiment) / 1e9
-        assert experiment.learning_rate == (
-            learning_rate(2.5e-3, 0.9) if experiment.sparsity else {"Narrow": 5e-3, "Wide": 2.5e-3}[name[0]]
-        )
+        flops[name] = wb.analysis.sample_flops(experiment).at_labels / 1e9
+        dense_rate = 0.24 / experiment.model.hidden_size
+        assert experiment.learning_rate == (learning_rate(dense_rate, 0.9) if experiment.sparsity else dense_rate)
+    shapes = [name for name in losses if name[0].startswith(("1 × ", "2 × "))]
     assert {name: len(values) for name, values in losses.items()} == dict.fromkeys(
-        [("Narrow", "dense"), ("Wide", "dense"), ("Wide", STATIC), ("Wide", DYNAMIC)], 2
+        [*shapes, ("Wide", "dense"), ("Wide", STATIC), ("Wide", DYNAMIC)], 2
     )
+    assert len(shapes) == 2
+    assert [flops[name] / flops["Wide", STATIC] for name in shapes] == pytest.approx([1, 1], abs=0.08)
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
     shown = {cell.source.splitlines()[-1].strip(): [out.get("data", {}) for out in cell.outputs] for cell in cells}
 
-    [pareto] = [data[PLOTLY_MIME] for data in shown["wb.figures.pareto(runs, published=PUBLISHED)"]]
+    [pareto] = [data[PLOTLY_MIME] for data in shown["wb.figures.pareto(runs, published=published)"]]
     marks = {trace["name"]: trace for trace in pareto["data"] if trace["mode"] == "markers" and trace["xaxis"] == "x"}
     assert len(marks.pop("published")["text"]) == 11
     expected = {f"{model}, {pattern}": flops[model, pattern] for model, pattern in flops}
@@ -48,11 +51,12 @@ def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, mo
     assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
 
     table, claims = (_markdown(shown, start) for start in ("| model", "- Wide with blocks of 1 learns more"))
-    explored = {row.split(" | ")[1]: row.split(" | ")[3] for row in table.splitlines()[2:]}
+    explored = {row.split(" | ")[1]: row.split(" | ")[4] for row in table.splitlines()[2:]}
     assert explored["dense"] == "–"
     assert explored[STATIC] == "10%"
     assert int(explored[DYNAMIC].rstrip("%")) > 10
-    for other in (("Wide", STATIC), ("Narrow", "dense")):
+    best = min(shapes, key=lambda name: fmean(losses[name]))
+    for other in (("Wide", STATIC), best):
         pair = losses["Wide", DYNAMIC], losses[other]
         value, half = fmean(pair[0]) - fmean(pair[1]), scatter_of(pair).half_width(2, 2)
         low, high = value - half, value + half

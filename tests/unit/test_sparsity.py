@@ -197,6 +197,17 @@ def test_flops_agree_with_a_hand_count_and_with_the_published_ones(name: str) ->
     )
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_head_is_not_of_the_layers_in_a_model_of_one_layer_either(layers: int) -> None:
+    """A model of one layer is captured as one block, which holds the head as well."""
+    model = wb.models.bert(hidden_size=32, num_layers=layers, num_heads=2, vocab_size=64, next_sentence=False)
+    data = wb.data.corpus("demo", vocab_size=64, masked_share=0.25)
+    counted = wb.analysis.sample_flops(experiment(model=model, data=data, seq_len=16))
+    assert counted.layers == layers * (3 * 2 * 16 * 12 * 32**2 + 3 * 2 * 2 * 16 * 16 * 32)
+    assert counted.head == 3 * 2 * 16 * (32**2 + 32 * 64)
+    assert counted.at_labels == counted.layers + counted.head / 4
+
+
 def event(step: int, update: int, explored: int, picture: list[str], time: float) -> dict[str, object]:
     counts = {"blocks": 40, "present": 4, "explored": explored, "moved": 2 if update else 0}
     spent = {"tokens": 64.0 * step, "flops": 1e6 * step, "seconds": 0.5 * step}
@@ -259,6 +270,8 @@ def test_the_pareto_front_joins_what_nothing_beats_in_both_cost_and_loss() -> No
     assert [list(front.y) for front in fronts] == [pytest.approx([2.3, 2.1]), pytest.approx([2.1])]
     [dense, _] = [trace for trace in figure.data if trace.name == "dense"]
     assert (dense.y[0] - dense.error_y.arrayminus[0], dense.y[0] + dense.error_y.array[0]) == pytest.approx((2.0, 2.2))
+    ticks = dict(zip(figure.layout.xaxis.tickvals, figure.layout.xaxis.ticktext, strict=True))
+    assert [text for at, text in ticks.items() if 1 <= at <= 10] == ["1", "2", "5", "10"]
     [grey] = [trace for trace in figure.data if trace.name == "published"]
     assert (*grey.text, *grey.x, *grey.y) == ("dense Small", 10.07, 2.31)
 

@@ -5,7 +5,9 @@ from .coordinates import CoordinateCheck as CoordinateCheck
 from .coordinates import coordinate_check as coordinate_check
 from .entropy import ContextFree as ContextFree
 from .entropy import context_free as context_free
+from .flops import SampleFlops as SampleFlops
 from .flops import layer_flops as layer_flops
+from .flops import sample_flops as sample_flops
 from .plateau import Departure as Departure
 from .plateau import left_plateau as left_plateau
 from .plateau import stop_on_plateau as stop_on_plateau

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.analysis.flops import layer_flops
+from workbench.analysis.flops import sample_flops
 from workbench.errors import InvalidExperiment
 from workbench.experiment import values_by_name
 from workbench.models import UserModel
@@ -26,7 +26,7 @@ class ParetoPoint:
     group: str
     """`dense`, `static` or `dynamic`."""
     gflop: float
-    """FLOPs of the layers, forward and backward, of one sequence, in 1e9."""
+    """FLOPs of one sequence, in the layers and at the labelled positions in the head, in 1e9."""
     seconds: float
     """Mean training time."""
     losses: tuple[float, ...]
@@ -55,14 +55,14 @@ def _point(runs: Sequence[Run]) -> ParetoPoint:
     if isinstance(experiment.model, UserModel) or experiment.data.is_user_defined:
         raise InvalidExperiment(
             f"{runs[0].name} trains a model or data of your own, which the run's description does not contain, so that "
-            "the FLOPs of its layers are unknown. Compare it with wb.compare(runs, x='flops')."
+            "its FLOPs are unknown. Compare it with wb.compare(runs, x='flops')."
         )
     sparsity = experiment.sparsity
     label = "dense" if sparsity is None else sparsity.label
     return ParetoPoint(
         f"{experiment.model.name}, {label}",
         "dense" if sparsity is None else type(sparsity).__name__.lower(),
-        layer_flops(experiment) / 1e9,
+        sample_flops(experiment).at_labels / 1e9,
         float(np.mean([run.history().seconds[-1] for run in runs])),
         tuple(float(run.evaluations().eval_loss[-1]) for run in runs),
     )

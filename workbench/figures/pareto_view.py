@@ -20,8 +20,8 @@ def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, f
     `published` adds results of others, each a GFLOP of a sequence and a loss, in grey to the first panel.
     """
     figure = subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.04)
+    gflop, losses = zip(*published.values(), strict=True) if published else ((), ())
     if published:
-        gflop, losses = zip(*published.values(), strict=True)
         names = list(map(theme.text, published))
         grey = {"color": theme.AXIS, "symbol": "circle-open", "size": 8}
         mark = {"x": gflop, "y": losses, "text": names, "mode": "markers", "marker": grey, "name": "published"}
@@ -30,8 +30,10 @@ def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, f
         figure.add_trace(_front(points, cost, showlegend=panel == 1), row=1, col=panel)
         for index, point in enumerate(points):
             figure.add_trace(_marker(point, getattr(point, cost), index, showlegend=panel == 1), row=1, col=panel)
-    figure.update_xaxes(type="log", title_text="GFLOP of a sequence in the layers, forward and backward", col=1)
-    figure.update_xaxes(type="log", title_text="Training time in seconds", col=2)
+    words = "GFLOP of a sequence: layers, and head at labelled positions"
+    costs = (words, [*gflop, *(point.gflop for point in points)]), ("Training time (s)", [at.seconds for at in points])
+    for column, (words, values) in enumerate(costs, start=1):
+        figure.update_xaxes(**theme.log_axis(values), title_text=words, col=column)
     figure.update_yaxes(title_text="Held-out loss", col=1)
     words = "Where weights are masked, absent blocks are computed too, and fewer FLOPs take no fewer seconds"
     title = theme.title("Loss against cost: FLOPs and wall time", words)
