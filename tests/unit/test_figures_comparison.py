@@ -29,7 +29,7 @@ def test_straight_lines_cross_where_geometry_says_and_the_interval_holds_it() ->
         assert found.crossover.low <= 7.5e6 <= found.crossover.high
         assert found.crossover.value == pytest.approx(7.5e6, rel=0.03)
         assert found.value[-1] == pytest.approx(-0.5, abs=0.04)
-        assert found.describe().startswith("one seed each: cannot tell (a ended below b by 0.")
+        assert found.describe().startswith("one seed each: cannot tell; a ended below b by 0.")
 
 
 def zigzag(name: str, *corners: tuple[float, float]) -> Curve:
@@ -180,5 +180,6 @@ def test_an_interval_below_the_last_digit_is_not_written() -> None:
     assert Interval(3.0, 2.9, 3.1).describe() == "3.00 ± 0.10"
     assert Interval(0.20812, 0.20799, 0.20825).describe() == "0.20812 ± 0.00013"
     apart = difference(zigzag("a", (0, 3.0), (10, 3.0)), zigzag("b", (0, 3.208), (10, 3.208)))
-    words = "(a ended below b by 0.208, noise along the curves unknown: these two runs, not these two recipes)"
-    assert apart.describe() == f"one seed each: cannot tell {words}; the curves do not cross"
+    words = "noise along the curves is unknown, so this holds for these two runs, not for these two recipes"
+    verdict = "one seed each: cannot tell; a ended below b by 0.208"
+    assert apart.describe() == f"{verdict} (the {words}); the curves do not cross"

@@ -28,6 +28,7 @@ TIMED_AXES = ("gpu_hours", "time")
 """Axes on which the speed of machines moves runs apart as well, so that a scatter at equal tokens is too small."""
 CANNOT_TELL = "one seed each: cannot tell"
 """The verdict on recipes of which one run each is known, and not how far seeds scatter."""
+TOO_CLOSE = "too close to call"
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,25 @@ class Difference:
         """True if the recipes are known to differ: the runs end further apart than seeds alone would part them."""
         return self.margin is not None and abs(float(self.value[-1])) > self.margin
 
-    def describe(self) -> str:
-        """Return the verdict, the difference at the end, and where the curves cross, in words."""
+    @property
+    def verdict(self) -> str:
+        """The verdict on the two recipes and how the two runs ended, in words."""
         end = float(self.value[-1])
         below, above = self.names if end < 0 else self.names[::-1]
         apart = with_margin(abs(end), float(self.high[-1] - self.low[-1]) / 2)
-        apart += " along the curves" if "±" in apart else ", noise along the curves unknown"
-        ended = f"{below} ended below {above} by {apart}"
+        if self.distinguishable:
+            return f"{below} is lower than {above} by {apart}"
+        return f"{CANNOT_TELL if self.margin is None else TOO_CLOSE}; {below} ended below {above} by {apart}"
+
+    def describe(self) -> str:
+        """Return the verdict, what it rests on, and where the curves cross, in words."""
+        known = " ± " in self.verdict
+        noise = "± is the noise along the curves" if known else "the noise along the curves is unknown"
         if self.scatter is None or self.margin is None:
-            ending = f"{CANNOT_TELL} ({ended}: these two runs, not these two recipes)"
+            ground = f"{noise}, so this holds for these two runs, not for these two recipes"
         else:
-            alone = f"{self.scatter.describe()}, which alone parts two runs by up to {self.margin:.2g}"
-            verdict = (
-                f"{below} is lower than {above} by {apart}" if self.distinguishable else f"too close to call: {ended}"
-            )
-            ending = f"{verdict} ({alone})"
-        return f"{ending}; {self._crossing_in_words()}"
+            ground = f"{noise}; {self.scatter.describe()}, which alone parts two runs by up to {self.margin:.2g}"
+        return f"{self.verdict} ({ground}); {self._crossing_in_words()}"
 
     def _crossing_in_words(self) -> str:
         if self.crossover is None:
@@ -137,7 +141,7 @@ class Standing:
         """The best run and whether its recipe is better, in words."""
         if self.margin is None:
             return CANNOT_TELL
-        return f"{self.best} is lower" if self.sure else "too close to call"
+        return f"{self.best} is lower" if self.sure else TOO_CLOSE
 
     def __str__(self) -> str:
         order = sorted(self.losses, key=lambda name: self.losses[name].value)

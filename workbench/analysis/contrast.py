@@ -56,7 +56,8 @@ class Contrast:
             axis = X_AXES[item.axis]
             rows.append((axis.label, axis.describe(item.at), *losses, item.verdict))
         page = html_table(("at equal", "", *self.names, "verdict"), rows)
-        notes = ["± is the noise along a curve: it holds for these runs, not for their recipes.", *self._advice()]
+        sentences = [f"{item.describe()}." for item in self.differences]
+        notes = [*sentences, *self._advice()]
         page += "".join(f"<p>{html.escape(note)}</p>" for note in notes)
         if not self.settings:
             return f"{page}<p>Their experiments, plans and environments agree.</p>"

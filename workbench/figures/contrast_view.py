@@ -56,7 +56,7 @@ def differences(items: Sequence[Difference]) -> Figure:
     y_range = _settled_range(items)
     figure.update_yaxes(range=y_range, title_text=f"Loss minus that of {first}")
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    lines = [theme.text(item.describe()) for item in items]
+    lines = [theme.text(item.verdict) for item in items]
     outside = {"x": 1.01, "y": 0.99}
     place = outside if len(items) > MAX_INSIDE else place_legend(figure.data, y_range=y_range)
     figure.laid_out(
