@@ -122,6 +122,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     "tokenize": {"progress": {("True",): "a choice"}},
     "scaling": {"depth_rule": {("True",): "a choice"}},
     "left_plateau": {"level": {("1.5", "10**18"): "a loss"}},
+    "expected_difference": {"tokens": {("1.5", "10**18"): "a number of tokens"}},
     "stop_on_plateau": {"level": {("1.5", "10**18"): "a loss"}},
     **{
         f"sparsity.{name}": {
@@ -335,6 +336,14 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("scaling", wb.models.scaling, {"base": experiment.model, "target": experiment.model}, ()),
         ("left_plateau", wb.analysis.left_plateau, {"run": run, "level": 6.0}, ()),
         ("stop_on_plateau", wb.analysis.stop_on_plateau, {"runs": [run], "level": 6.0}, ()),
+        ("scaling_law", wb.analysis.scaling_law, {"runs": [run]}, ("runs",)),
+        (
+            "expected_difference",
+            wb.analysis.expected_difference,
+            {"small": experiment.model, "large": experiment.model, "tokens": 1e6},
+            ("small", "large", "tokens", "law"),
+        ),
+        ("parameters_without_embeddings", wb.analysis.parameters_without_embeddings, {"model": experiment.model}, ()),
         ("pareto", wb.figures.pareto, {"runs": [run]}, ()),
         ("pattern", wb.figures.pattern, {"run": run}, ()),
         ("exploration", wb.figures.exploration, {"runs": [run]}, ()),

@@ -8,6 +8,16 @@ from .entropy import context_free as context_free
 from .flops import SampleFlops as SampleFlops
 from .flops import layer_flops as layer_flops
 from .flops import sample_flops as sample_flops
+from .ladder import LadderPoint as LadderPoint
+from .ladder import PairExpectation as PairExpectation
+from .ladder import ScalingLaw as ScalingLaw
+from .ladder import expected_difference as expected_difference
+from .ladder import parameters_without_embeddings as parameters_without_embeddings
+from .ladder import scaling_law as scaling_law
+from .laws import CHINCHILLA as CHINCHILLA
+from .laws import KAPLAN as KAPLAN
+from .laws import ChinchillaLaw as ChinchillaLaw
+from .laws import KaplanLaw as KaplanLaw
 from .plateau import Departure as Departure
 from .plateau import left_plateau as left_plateau
 from .plateau import stop_on_plateau as stop_on_plateau
