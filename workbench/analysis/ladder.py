@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.analysis.comparison import CONFIDENCE, PERCENTILES, Interval
+from workbench.analysis.comparison import Interval
 from workbench.analysis.laws import FORMS, KAPLAN, Array, ChinchillaLaw, Form, KaplanLaw, Law, fit
+from workbench.analysis.scatter import CONFIDENCE
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import Experiment, values_by_name
@@ -33,6 +34,7 @@ from workbench.tables import html_table, text_table
 from workbench.units import count
 
 RESAMPLES = 200
+PERCENTILES = (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE))
 LEAST = 3
 """Smallest number of sizes, and of budgets of tokens: two of either leave an exponent undetermined."""
 COMPARABLE = 1.5
