@@ -344,6 +344,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
             ("small", "large", "tokens", "law"),
         ),
         ("parameters_without_embeddings", wb.analysis.parameters_without_embeddings, {"model": experiment.model}, ()),
+        ("ladder_points", wb.analysis.ladder_points, {"runs": [run]}, ("runs",)),
         ("pareto", wb.figures.pareto, {"runs": [run]}, ()),
         ("pattern", wb.figures.pattern, {"run": run}, ()),
         ("exploration", wb.figures.exploration, {"runs": [run]}, ()),

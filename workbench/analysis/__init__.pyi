@@ -12,6 +12,7 @@ from .ladder import LadderPoint as LadderPoint
 from .ladder import PairExpectation as PairExpectation
 from .ladder import ScalingLaw as ScalingLaw
 from .ladder import expected_difference as expected_difference
+from .ladder import ladder_points as ladder_points
 from .ladder import parameters_without_embeddings as parameters_without_embeddings
 from .ladder import scaling_law as scaling_law
 from .laws import CHINCHILLA as CHINCHILLA

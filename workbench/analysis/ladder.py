@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from workbench.analysis.comparison import Interval
 from workbench.analysis.laws import FORMS, KAPLAN, Array, ChinchillaLaw, Form, KaplanLaw, Law, fit
-from workbench.analysis.scatter import CONFIDENCE
+from workbench.analysis.scatter import CONFIDENCE, scatter_of
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument, InvalidExperiment
 from workbench.experiment import Experiment, values_by_name
@@ -73,7 +73,7 @@ class LawFit:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScalingLaw:
-    """A law L(N, D) of finished runs in two forms, the better one first; a notebook shows it as a figure."""
+    """A law L(N, D) of finished runs in two forms, the better one first."""
 
     points: tuple[LadderPoint, ...]
     fits: tuple[LawFit, ...]
@@ -87,13 +87,12 @@ class ScalingLaw:
 
     @property
     def noise(self) -> float:
-        """Return the standard deviation of log L between runs of equal size and tokens; NaN if no two are equal."""
+        """Return the standard deviation of log L between seeds; NaN if no two runs have equal size and tokens."""
         cells: dict[tuple[float, float], list[float]] = {}
         for point in self.points:
-            cells.setdefault((point.parameters, point.tokens), []).append(float(np.log(point.loss)))
-        several = [logs for logs in cells.values() if len(logs) > 1]
-        freedom = sum(len(logs) - 1 for logs in several)
-        return float(np.sqrt(sum(np.var(logs) * len(logs) for logs in several) / freedom)) if freedom else float("nan")
+            cells.setdefault((point.parameters, point.tokens), []).append(math.log(point.loss))
+        scatter = scatter_of(list(cells.values()))
+        return float("nan") if scatter is None else scatter.deviation
 
     def predict(self, parameters: float, tokens: float) -> Interval:
         """Return the held-out loss of a run of this size, with an interval.
@@ -319,6 +318,12 @@ def _points(runs: Any) -> tuple[list[LadderPoint], list[str]]:
         f"Left out, because {reason}: {len(names)} run{'s' * (len(names) > 1)}, such as {names[0]}."
         for reason, names in excluded.items()
     ]
+
+
+@checked_arguments
+def ladder_points(runs: Runs | Sweep | Sequence[Sweep]) -> tuple[LadderPoint, ...]:
+    """Return the ends of trainings, such as those that a law predicted; runs that `scaling_law` leaves out are not."""
+    return tuple(_points(runs)[0])
 
 
 def _of_sweep(sweep: Sweep) -> list[Run]:

@@ -1,0 +1,50 @@
+"""The template of the scaling ladder, executed in its smallest preset by papermill with real trainings."""
+
+import nbformat
+import pytest
+
+import workbench as wb
+from tests.distributed.test_sweep_template import addresses
+from workbench import notebooks
+from workbench.figures.pages import PLOTLY_MIME
+
+
+def test_the_template_predicts_a_pair_before_it_trains_it_and_says_how_far_it_was_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    small = {"preset": "rehearsal", "corpus": str(addresses(tmp_path / "addresses"))}
+    done = notebooks.execute(notebooks.template_path("scaling_ladder"), tmp_path, small)
+    fitted, later = {}, {}
+    for run in done.runs:
+        experiment = run.experiment
+        held_out = experiment.model.name in ("bert-1x32", "bert-2x64")
+        (later if held_out else fitted)[experiment.model.name, experiment.steps] = run
+        width = experiment.model.hidden_size
+        assert experiment.optimizer.rate_scale["*"] == pytest.approx(32 / width), "the width rule gives the rates"
+    assert sorted(fitted) == [(f"bert-{size}", steps) for size in ("1x16", "2x32", "4x64") for steps in (4, 8, 16)]
+    assert sorted(later) == [("bert-1x32", 16), ("bert-2x64", 16)]
+
+    law = wb.analysis.scaling_law(list(fitted.values()))
+    assert len(law.points) == 9
+    assert not law.left_out
+    cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
+    shown = {cell.source.splitlines()[-1].strip(): [out.get("data", {}) for out in cell.outputs] for cell in cells}
+    [figure] = [data[PLOTLY_MIME] for data in shown["wb.figures.ladder(law, points)"]]
+    names = [trace["name"] for trace in figure["data"]]
+    assert sum("predicted" in name for name in names) == 4, "a line and a band for each size of the held-out pair"
+    [verdict, ladder] = [
+        "".join(data["text/markdown"])
+        for source, outputs in shown.items()
+        for data in outputs
+        if source.startswith('Markdown("\\n".join(f"- {sentence}"')
+    ]
+    predicted = law.predict(
+        wb.analysis.parameters_without_embeddings(later["bert-1x32", 16].experiment.model), 16 * 8 * 16
+    )
+    measured = float(later["bert-1x32", 16].evaluations().eval_loss[-1])
+    word = "within" if predicted.low <= measured <= predicted.high else "outside"
+    assert f"- 1 × 32: {predicted.value:.3f} ({predicted.low:.3f} to {predicted.high:.3f}) nats predicted" in verdict
+    assert f"{measured:.3f} measured over 1 seed: {word} the interval" in verdict
+    assert "by the law of 11 runs of 5 sizes" in ladder
+    assert "After 10 B tokens" in ladder
