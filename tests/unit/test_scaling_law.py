@@ -84,6 +84,11 @@ def test_the_law_says_its_errors_and_the_scatter_between_seeds() -> None:
     assert "36 runs: 4 sizes from 6 k to 240 k parameters without embeddings, 250 k to 1 M tokens" in repr(law)
 
 
+def test_the_order_of_the_runs_does_not_matter() -> None:
+    law, other = noisy_law(), scaling_law(noisy_law().points[::-1])
+    assert law.predict(1e6, 1.5e6) == other.predict(1e6, 1.5e6)
+
+
 def test_three_sizes_give_a_law_without_an_error_of_left_out_sizes() -> None:
     law = scaling_law(points(LAWS["chinchilla"], noise=0.003, sizes=SIZES[:3]))
     assert law.fits[0].held_out is None

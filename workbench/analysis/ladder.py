@@ -238,6 +238,7 @@ def scaling_law(runs: Runs | Sweep | Sequence[Sweep] | Sequence[LadderPoint]) ->
     Raises `InvalidExperiment` for fewer than three sizes or three budgets, and for runs whose losses do not compare.
     """
     points, left_out = _points(runs)
+    points.sort(key=dataclasses.astuple)  # the random weights must not depend on the order of the runs
     sizes, budgets = (sorted({getattr(point, name) for point in points}) for name in ("parameters", "tokens"))
     needed = (sizes, "size", "models of other widths"), (budgets, "budget of tokens", "other steps")
     for found, noun, remedy in needed:
