@@ -1,12 +1,13 @@
 """Draw the figures of the documentation anew into docs/pictures/.
 
     python benchmarks/pictures.py [cost planning figures curves evaluation samples optimizers
-                                   sweep-heat-map sweep-bands sweep-contrast sparse-pareto]
+                                   sweep-heat-map sweep-bands sweep-contrast ladder pair-difference sparse-pareto]
 
 Without a name it draws all of them. It needs kaleido and a Chrome or Chromium, but no GPU. The curves are those of the
 runs under notebooks/recorded. Evaluation, samples and sweep are those of benchmarks/results/gpt-sweep, which
 templates/sweep.ipynb trained with its default parameters on two CPU processes. The Pareto figure is that of
-notebooks/sparse_pareto_2cores.ipynb. Everything else is predicted. (The SVG files in that folder are written by hand.)
+notebooks/sparse_pareto_2cores.ipynb, and those of the ladder are of scaling_ladder_2cores.ipynb beside it. Everything
+else is predicted. (The SVG files in that folder are written by hand.)
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ def recorded_sweep() -> wb.sweeps.Sweep:
 def kept_figure(notebook: str, call: str) -> go.Figure:
     """Return the figure that the cell with this call shows in a notebook of notebooks/."""
     cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
-    [cell] = [cell for cell in cells if "".join(cell["source"]) == call]
+    [cell] = [cell for cell in cells if call in "".join(cell["source"])]
     shown = cell["outputs"][0]["data"][PLOTLY_MIME]
     return go.Figure({"data": shown["data"], "layout": shown["layout"]})
 
@@ -336,6 +337,8 @@ PICTURES: Mapping[str, Callable[[], go.Figure]] = {
     "sweep-heat-map": lambda: wb.figures.heat_map(recorded_sweep()),
     "sweep-bands": lambda: wb.figures.seed_bands(recorded_sweep()),
     "sweep-contrast": lambda: contrast(wb.contrast(recorded_sweep())),
+    "ladder": lambda: kept_figure("scaling_ladder_2cores", "wb.figures.ladder(law, points)"),
+    "pair-difference": lambda: kept_figure("scaling_ladder_2cores", "wb.figures.pair_difference("),
     "sparse-pareto": lambda: kept_figure("sparse_pareto_2cores", "wb.figures.pareto(runs)"),
 }
 
