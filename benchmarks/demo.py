@@ -96,7 +96,9 @@ def picture(found: dict[str, Any]) -> go.Figure:
         figure.add_scatter(x=x, y=y, fill="toself", fillcolor=fill, line={"width": 0}, showlegend=False)
         mean, line = np.mean(losses, axis=0), {"color": color, "width": 2.5}
         name = f"{model}, {mean[-1]:.2f} after all steps"
-        figure.add_scatter(x=tokens, y=mean, name=name, line=line, marker={"size": 6, "color": color}, mode="lines+markers")
+        figure.add_scatter(
+            x=tokens, y=mean, name=name, line=line, marker={"size": 6, "color": color}, mode="lines+markers"
+        )
     entropy, words = found["unigram_entropy"], {"font": {"color": theme.MUTED}}
     figure.add_hline(entropy, line={"dash": "dash", "color": theme.MUTED, "width": 1.5}).add_annotation(
         x=1,
