@@ -145,7 +145,10 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "title": {("empty text", "unknown name", "long text"): "a title"},
     },
     "live": {"smoothing": {("0",): "the raw curve alone"}},
-    "contrast": {"smoothing": {("0",): "the raw values"}},
+    "contrast": {
+        "smoothing": {("0",): "the raw values"},
+        "scatter": {("1.5", "10**18"): "a standard deviation"},
+    },
     "list_runs": {"root": {FILES: "a folder without runs"}},
     "diverged": {
         "above": {("-1", "0", "-0.5", "1.5", "10**18", "2**70"): "a loss"},

@@ -234,9 +234,7 @@ def _shared_stretch(curves: Sequence[CurveLike], axis: str) -> tuple[float, floa
     check_axis(axis)
     points = []
     for curve in curves:
-        held_out = column(curve, "eval_loss")
-        loss = held_out if len(held_out) else column(curve, "loss")
-        x, loss = finite_points(column(curve, X_AXES[axis].column), loss)
+        x, loss = points_of(curve, axis)
         if len(x) < 2:
             raise UnknownParameter(
                 f"{curve.name} has not recorded its loss over x={axis!r}. Choose another axis.",
@@ -253,6 +251,12 @@ def _shared_stretch(curves: Sequence[CurveLike], axis: str) -> tuple[float, floa
             value=axis,
         )
     return float(begin), float(end), [points_until(x, loss, end) for x, loss in points]
+
+
+def points_of(curve: CurveLike, axis: str) -> tuple[Array, Array]:
+    """Return the finite positions and losses of a curve over an axis: its held-out losses if it has any."""
+    held_out = column(curve, "eval_loss")
+    return finite_points(column(curve, X_AXES[axis].column), held_out if len(held_out) else column(curve, "loss"))
 
 
 def points_until(x: Array, loss: Array, end: float) -> tuple[Array, Array]:

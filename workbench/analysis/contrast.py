@@ -101,13 +101,18 @@ def compared_curves(curves: Sequence[CurveLike], least: int = LEAST_EVALUATIONS)
 
 def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return every leaf of nested descriptions that is not equal in all of them, as (dotted name, values)."""
-    flat = [_flattened(item) for item in described]
+    settings = [described_settings(item) for item in described]
     rows = []
-    for name in dict.fromkeys(name for item in flat for name in item):
-        values = tuple(_describe_setting(item.get(name)) for item in flat)
+    for name in dict.fromkeys(name for item in settings for name in item):
+        values = tuple(item.get(name, "–") for item in settings)
         if len(set(values)) > 1:
             rows.append((name, values))
     return tuple(rows)
+
+
+def described_settings(described: Mapping[str, Any]) -> dict[str, str]:
+    """Return every leaf of a nested description that is not None, as a dotted name and a short text."""
+    return {name: _in_words(value) for name, value in _flattened(described).items() if value is not None}
 
 
 def _flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -122,9 +127,7 @@ def _flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _describe_setting(value: Any) -> str:
-    if value is None:
-        return "–"
+def _in_words(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 4:
         return f"{len(value)} items"
     text = str(value)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from workbench.analysis.comparison import points_of
 from workbench.analysis.contrast import Contrast, compared_curves
 from workbench.analysis.contrast import contrast as contrast_curves
-from workbench.analysis.curve import CurveLike, column, curves_of, finite_points
+from workbench.analysis.curve import CurveLike, curves_of
 from workbench.analysis.scatter import Scatter, scatter_of, usual_scatter
 from workbench.analysis.seed_contrast import SeedContrast, contrast_seeds, ends_at, group_names, seed_groups
 from workbench.analysis.smoothing import SMOOTHING
@@ -57,8 +58,8 @@ def contrast(
     groups, curves = seed_groups(described), curves_of(handles)
     known = _scatter(scatter, described, smoothing)
     if len(groups) > 1 and all(len(group) > 1 for group in groups):
-        groups = [sorted(group, key=lambda at: int(described[at]["experiment"]["seed"])) for group in groups]
-        seeds = {tuple(described[at]["experiment"]["seed"] for at in group) for group in groups}
+        groups = [sorted(group, key=lambda at: str(described[at]["experiment"].get("seed"))) for group in groups]
+        seeds = {tuple(described[at]["experiment"].get("seed") for at in group) for group in groups}
         names = group_names([described[group[0]] for group in groups])
         by_name = {name: [curves[at] for at in group] for name, group in zip(names, groups, strict=True)}
         return contrast_seeds(by_name, smoothing, len(seeds) == 1, known)
@@ -120,12 +121,7 @@ def _parameters(facts: Mapping[str, Any]) -> int:
 
 def _last_losses(curves: Sequence[CurveLike], smoothing: float) -> list[float]:
     """Return the smoothed loss of each run where all of them have taken the same number of tokens."""
-    compared = compared_curves(curves)
-    points = []
-    for curve in compared:
-        held_out = column(curve, "eval_loss")
-        loss = held_out if len(held_out) else column(curve, "loss")
-        points.append(finite_points(column(curve, "tokens"), loss))
+    points = [points_of(curve, "tokens") for curve in compared_curves(curves)]
     if not all(len(x) for x, _ in points):
         return []
     return ends_at(points, min(float(x[-1]) for x, _ in points), smoothing)

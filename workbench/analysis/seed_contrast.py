@@ -8,6 +8,7 @@ where enough degrees of freedom are left.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from workbench.analysis.axes import X_AXES
-from workbench.analysis.comparison import points_until, with_margin
-from workbench.analysis.contrast import compared_curves, setting_differences
-from workbench.analysis.curve import Array, CurveLike, column, finite_points
+from workbench.analysis.comparison import points_of, points_until, with_margin
+from workbench.analysis.contrast import compared_curves, described_settings, setting_differences
+from workbench.analysis.curve import Array, CurveLike, column
 from workbench.analysis.noise import END, smoothed_line
 from workbench.analysis.scatter import CONFIDENCE, Scatter, combined, paired_scatter, scatter_of, usual_scatter
 from workbench.analysis.smoothing import SMOOTHING
@@ -118,16 +119,15 @@ def seed_groups(described: Sequence[Mapping[str, object]]) -> list[list[int]]:
 
     `described` holds nested JSON for every run: its experiment and its plan.
     """
-    groups: list[list[int]] = []
+    groups = dict[tuple[Any, int], list[int]]()
+    times = Counter[Any]()
     for at, own in enumerate(described):
-        for group in groups:
-            differing = {name for name, _ in setting_differences([described[group[0]], own])}
-            if differing == {"experiment.seed"}:
-                group.append(at)
-                break
-        else:
-            groups.append([at])
-    return groups
+        settings = described_settings(own)
+        seed = settings.pop("experiment.seed", None)
+        others = frozenset(settings.items())
+        groups.setdefault((others, times[others, seed]), []).append(at)  # the same seed again is no other seed
+        times[others, seed] += 1
+    return list(groups.values())
 
 
 def group_names(described: Sequence[Mapping[str, object]]) -> list[str]:
@@ -170,20 +170,17 @@ def contrast_seeds(
     curves = iter(compared_curves(list(itertools.chain(*groups.values())), 2))
     compared = {name: [next(curves) for _ in runs] for name, runs in groups.items()}
     first, *others = compared
-    loss = "eval_loss" if all(len(column(curve, "eval_loss")) for curve in compared[first]) else "loss"
     differences = []
     for axis in AXES:
         for other in others:
             rest = [runs for name, runs in compared.items() if name not in (other, first)]
-            table = [
-                [finite_points(column(curve, X_AXES[axis].column), column(curve, loss)) for curve in runs]
-                for runs in (compared[other], compared[first], *rest)
-            ]
+            table = [[points_of(curve, axis) for curve in runs] for runs in (compared[other], compared[first], *rest)]
             difference = _difference((other, first), axis, table, smoothing, paired, scatter)
             differences += [] if difference is None else [difference]
     if not differences:
         raise UnknownParameter("The runs share no stretch of tokens, FLOPs or GPU-hours. Train them further.")
-    return SeedContrast("Held-out loss" if loss == "eval_loss" else "Training loss", tuple(differences))
+    held_out = all(len(column(curve, "eval_loss")) for curve in compared[first])
+    return SeedContrast("Held-out loss" if held_out else "Training loss", tuple(differences))
 
 
 def _difference(
