@@ -128,11 +128,6 @@ REFERENCES: Mapping[str, Callable[[list[dict[str, Any]]], Any]] = {
 }
 
 
-def orthogonalise_in_fp32() -> None:
-    """Make torch's Muon iterate in fp32 from now on: bf16 would magnify the last bits in which sums differ."""
-    torch.Tensor.bfloat16 = torch.Tensor.clone  # type: ignore[method-assign]
-
-
 def batch_of(step: int) -> Tensors:
     return zoo.batch("bert", GLOBAL_BATCH, seed=step)
 
@@ -146,12 +141,10 @@ def scale_of(name: str) -> float:
     return 0.5 if "embeddings" in name else 1.0 if name.endswith(".weight") else 2.0
 
 
-@functools.cache
-def plain(optimizer: str) -> dict[int, Tensors]:
-    """Return the parameters after some and after all steps without any code of Workbench."""
+def reference(optimizer: str) -> tuple[nn.Module, Any]:
+    """Return a model as every plan begins with it, and the optimiser of plain PyTorch."""
     torch.manual_seed(0)
     model = zoo.bert_pretraining().train()
-    named = dict(model.named_parameters())
     groups = [
         {
             "params": [parameter],
@@ -159,20 +152,35 @@ def plain(optimizer: str) -> dict[int, Tensors]:
             "weight_decay": DECAY if parameter.ndim >= 2 else 0.0,
             "is_outer": "embeddings" in name or "seq_relationship" in name,
         }
-        for name, parameter in named.items()
+        for name, parameter in model.named_parameters()
     ]
-    peaks = [group["lr"] for group in groups]
-    reference = REFERENCES[optimizer](groups)
-    found = {}
+    return model, REFERENCES[optimizer](groups)
+
+
+@functools.cache
+def plain(optimizer: str, noise: float = 0.0) -> dict[int, Tensors]:
+    """Return the parameters before, after some and after all steps without any code of Workbench.
+
+    `noise` is a deviation of the elements of each gradient relative to their root mean square, for the last bits in
+    which sums of another order differ.
+    """
+    model, updates = reference(optimizer)
+    named, generator = dict(model.named_parameters()), torch.Generator().manual_seed(0)
+    peaks = [group["lr"] for group in updates.param_groups]
+    found = {0: {name: parameter.detach().clone() for name, parameter in named.items()}}
     for step in range(STEPS):
         model.zero_grad()
         model(**batch_of(step)).loss.backward()
+        for parameter in named.values() if noise else ():
+            parameter.grad += (
+                noise * parameter.grad.square().mean().sqrt() * torch.randn(parameter.shape, generator=generator)
+            )
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group, peak in zip(reference.param_groups, peaks, strict=True):
+        for group, peak in zip(updates.param_groups, peaks, strict=True):
             group["lr"] = peak * factor_of(step)
-        reference.step()
+        updates.step()
         found[step + 1] = {name: parameter.detach().clone() for name, parameter in named.items()}
-    return {steps: found[steps] for steps in (1, FEW, 2 * FEW, STEPS)}
+    return {steps: found[steps] for steps in (0, 1, FEW, 2 * FEW, STEPS)}
 
 
 @functools.cache
@@ -228,17 +236,18 @@ class Outcome:
     """What one case left behind."""
 
     error: float
-    """Worst difference of a whole parameter from plain PyTorch."""
+    """Worst difference of a whole parameter from plain PyTorch, relative to its norm; Muon's to how far it moved."""
     held: tuple[int, int, int]
     """Bytes of the tensors of rank 0: weights, gradients and optimiser state."""
 
 
 def train(_rank: int, cases: list[Case]) -> dict[Case, Outcome]:
-    orthogonalise_in_fp32()
     found = {}
     for case in cases:
         parameters, held = trained(case)
-        found[case] = Outcome(worst(parameters, plain(case.optimizer)[case.steps.stop]), held)
+        expected = plain(case.optimizer)
+        start = expected[0] if case.optimizer == "muon" else None
+        found[case] = Outcome(worst(parameters, expected[case.steps.stop], start), held)
     return found
 
 
@@ -295,13 +304,30 @@ def predicted(division: Division, optimizer: str) -> tuple[float, float, float]:
     return weights, gradients, moments
 
 
-def worst(found: Tensors, expected: Tensors) -> float:
-    """Return the largest difference of a tensor relative to its norm (or to a thousandth of the largest norm)."""
+def worst(found: Tensors, expected: Tensors, start: Tensors | None = None) -> float:
+    """Return the largest difference of a tensor relative to its norm, or to how far it moved from `start`.
+
+    The least norm that counts is a thousandth of the largest.
+    """
     assert found.keys() == expected.keys()
-    floor = 1e-3 * max(value.norm().item() for value in expected.values())
-    return max(
-        ((found[name] - value).norm() / max(value.norm().item(), floor)).item() for name, value in expected.items()
-    )
+    norms = {key: (value - (0 if start is None else start[key])).norm().item() for key, value in expected.items()}
+    floor = 1e-3 * max(norms.values())
+    return max(((found[name] - value).norm() / max(norms[name], floor)).item() for name, value in expected.items())
+
+
+def tolerance(optimizer: str, steps: int) -> float:
+    """Return how far a training of so many steps may be from plain PyTorch, as `Outcome.error` measures it.
+
+    Muon rounds to bf16, whose numbers lie 2^-8 apart, and five iterations then stretch the directions that a gradient
+    of low rank does not have by 3.4445 each. Gradients whose sums were taken in another order differ by some 2^-22 of
+    their root mean square, which is enough to round some elements to the other side. Plain PyTorch is the measure: so
+    noisy a gradient moves it 1.3 % of the way from itself in one step, and 5 % in twenty. Twice that is allowed. What
+    rounding may not hide is in `test_updates_of_equal_gradients_equal_torchs_muon_in_every_bit`.
+    """
+    if optimizer != "muon":
+        return 1e-5
+    one, other = plain("muon"), plain("muon", noise=2**-22)
+    return 2 * worst(other[steps], one[steps], one[0])
 
 
 ZERO0, ZERO3 = Division(data=2), Division(data=2, zero=3)
@@ -344,13 +370,52 @@ def test_an_optimizer_equals_plain_pytorch_under_every_plan(optimizer: str, outc
         case: found.error for case, found in outcomes.items() if case.optimizer == optimizer and not case.load_from
     }
     assert any(len(case.steps) == STEPS for case in errors)
-    assert max(errors.values()) < 1e-5, errors
+    assert all(error < tolerance(optimizer, case.steps.stop) for case, error in errors.items()), errors
 
 
 @pytest.mark.parametrize("optimizer", REFERENCES)
 def test_a_run_continues_under_another_plan(optimizer: str, outcomes: dict[Case, Outcome]) -> None:
     [error] = [found.error for case, found in outcomes.items() if case.optimizer == optimizer and case.load_from]
-    assert error < 1e-5
+    assert error < tolerance(optimizer, 2 * FEW)
+
+
+def _given_gradients(step: int, shapes: Mapping[str, torch.Size]) -> Tensors:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _unlike_torchs(_rank: int, divisions: list[Division]) -> dict[Division, tuple[int, list[str]]]:
+    """Return how many matrices three updates by given gradients orthogonalised, and which are not torch's."""
+    model, plain_updates = reference("muon")
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    shapes = {name: value.shape for name, value in start.items()}
+    for step in range(FEW):
+        for name, gradient in _given_gradients(step, shapes).items():
+            model.get_parameter(name).grad = gradient
+        plain_updates.muon.step()
+    hidden = {id(parameter) for group in plain_updates.muon.param_groups for parameter in group["params"]}
+    expected = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in hidden}
+    found = {}
+    for division in divisions:
+        trainer = trainer_of(division, "muon")
+        own = trainer.stages.model_parameters()
+        for step in range(FEW):
+            gradients = _given_gradients(step, shapes)
+            for name, parameter in own.items():
+                shard = trainer.own_shard(name, gradients[name], parameter)
+                parameter.grad = torch.zeros_like(parameter)
+                local(parameter.grad).copy_(shard)
+            trainer.optimizer.step()
+        names = [name for name in own if name in expected]
+        different = [name for name in names if not torch.equal(trainer.full(name, own[name]), expected[name])]
+        found[division] = len(names), different
+    return found
+
+
+def test_updates_of_equal_gradients_equal_torchs_muon_in_every_bit() -> None:
+    """Each rank orthogonalises whole matrices, so that no plan changes an operation, or the order of a sum."""
+    found = launch(_unlike_torchs, 2, [ZERO0, ZERO3, PIPELINE, TENSOR])
+    assert all(count > 10 and not different for count, different in found.values()), found
 
 
 @pytest.mark.parametrize("division", [ZERO0, ZERO3], ids=["ZeRO 0", "ZeRO 3"])
