@@ -44,6 +44,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -60,6 +61,8 @@ _CLOCK_SLACK_S = 2.0
 """Tolerated difference of start times, which are computed from the boot time and move when the clock is set."""
 
 
+RECORD_CHECKSUM = "crc32_of_record"
+"""Field with the checksum of a record that `write_record` wrote."""
 CHECKSUM = b', "crc32": "'
 """Beginning of the last field of an event's line: the CRC-32 of what stands before it."""
 _SUFFIX = len(CHECKSUM) + 10
@@ -145,8 +148,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file."""
-    return json.loads(path.read_text())
+    """Return the value in a JSON file; raises `ValueError` for a record that differs from what `write_record` wrote."""
+    value = json.loads(path.read_text())
+    if isinstance(value, dict) and RECORD_CHECKSUM in value and value.pop(RECORD_CHECKSUM) != _checksum(value):
+        raise ValueError("it differs from what was written")
+    return value
+
+
+def write_record(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write fields as `write_json` does, with a checksum that `read_json` compares: for records that nobody edits."""
+    write_json(path, {**fields, RECORD_CHECKSUM: _checksum(fields)})
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(fields).encode()):08x}"
 
 
 def what_was_started(run: RunDir) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import traceback
 from collections import Counter
@@ -35,7 +36,7 @@ from workbench.execution.checkpoint import files, save_load
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, check_unedited, read_json, write_json
+from workbench.rundir import RunDir, append_event, check_unedited, read_json, write_json, write_record
 from workbench.runs.launching import launcher, processes, run_directory
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.environment import environment
@@ -148,6 +149,10 @@ class World:
         self.entries = [(f"model.{name}", name, weight) for name, weight in self.weights.items()]
         self.entries += [(f"optim.{name}.exp_avg", name, moment) for name, moment in self.moments.items()]
         self.launched: list[Any] = []
+        self.views: dict[str, Any] = {}
+        self.events: list[str] = []
+        self.damaged = Path()
+        """File that is damaged now."""
         self.run = self._written()
         self.cache = next((folder / "home" / "tokens").glob("*/facts.json")).parent
         self.whole = folder / "whole"
@@ -170,7 +175,7 @@ class World:
         write_json(run.launcher, {"supervisor": DEAD, "plan": {"world": 2}, "devices": ["cpu"]})
         write_json(run.rank(0), {**DEAD, "rank": 0, "stage": 0, "device": "CPU process 0"})
         error = {"rank": 0, "stage": 0, "type": "RuntimeError", "message": "no more", "traceback": "T", "time": 1.0}
-        write_json(run.error(0), error)
+        write_record(run.error(0), error)
         run.log(0).write_text("some words\nTraceback (most recent call last):\n")
         append_event(run.events, "status", state="starting", message="")
         append_event(run.events, "start", devices=2, world=2, parameters=10, resumed_from=None)
@@ -221,24 +226,24 @@ class World:
 
     # What may be asked
 
-    def shown(self) -> None:
-        """Show the run in every way that may be asked for without a figure."""
+    def shown(self) -> str | None:
+        """Return which views of the run silently show something else than while it was whole, if any does.
+
+        Two kinds of damage have nothing that could tell: to what a process printed, and to the order of whole events.
+        """
         run = wb.load_run(self.run.path)
-        for show in (
-            lambda: repr(run),
-            run._repr_html_,
-            lambda: repr(wb.list_runs(self.run.path.parent)),
-            run.error,
-            run.logs,
-            run.events,
-            run.milestones,
-            run.evaluations,
-            run.samples,
-            run.utilization,
-            lambda: run.environment,
-            lambda: repr(wb.runs.summary([run])),
-        ):
-            answered(show)
+        found, events = {name: _said(show, run) for name, show in VIEWS.items()}, [str(event) for event in run.events()]
+        if not self.views:
+            self.views, self.events = found, events
+        changed = {name: each for name, each in found.items() if each != self.views[name]}
+        told = run.row()["damaged_lines"] or run.history().missing
+        told = told or any(
+            isinstance(each, WorkbenchError) or word in each for each in changed.values() for word in TOLD
+        )
+        printed = [name for name in ("logs", "error") if self.damaged.suffix == ".log"]
+        ordered = [name for name in ("events", "milestones") if set(events) <= set(self.events)]
+        silent = [n for n, each in changed.items() if each not in BLANK and n not in (*printed, *ordered)]
+        return f"views {silent}: {changed[silent[0]][-200:]}" if silent and not told else None
 
     def curve(self) -> str | None:
         """Return what is silently wrong in the curve or the state, if anything is."""
@@ -307,6 +312,40 @@ class World:
         return None if data_fingerprint(self.experiment) == self.fingerprint else "other samples"
 
 
+VIEWS: dict[str, Callable[[wb.Run], Any]] = {
+    "repr": repr,
+    "page": lambda run: run._repr_html_(),
+    "list": lambda run: _own_row(repr(wb.list_runs(run.path.parent))),
+    "error": lambda run: str(run.error()),
+    "logs": lambda run: run.logs(),
+    "events": lambda run: repr(run.events()),
+    "milestones": lambda run: repr(run.milestones()),
+    "evaluations": lambda run: repr(run.evaluations()),
+    "samples": lambda run: repr(run.samples()),
+    "utilization": lambda run: repr(run.utilization()),
+    "environment": lambda run: repr(run.environment),
+    "summary": lambda run: repr(wb.runs.summary([run])),
+}
+"""Everything that shows a run without a figure."""
+TOLD = ("damaged", "No rank left an error file", "vanished")
+"""Words by which a view says that a file is not what was written."""
+BLANK = ("", "[]", "{}", "None")
+"""What a view shows of a file that is gone: nothing."""
+
+
+def _own_row(table: str) -> str:
+    """Return the run's row of the table of runs, without its age."""
+    return str([re.split(r"  +", line)[:-1] for line in table.split("\n") if "small" in line])
+
+
+def _said(show: Callable[[wb.Run], Any], run: wb.Run) -> Any:
+    """Return what a view shows, or the error with which it ends."""
+    try:
+        return show(run)
+    except WorkbenchError as error:
+        return error
+
+
 def decisive(plan: Plan) -> dict[str, Any]:
     """Return what of a plan determines the training."""
     return {name: value for name, value in json.loads(json.dumps(plan.to_json())).items() if name not in PREDICTED}
@@ -355,6 +394,7 @@ def test_no_damage_is_silent_and_none_ends_in_a_traceback(world: World) -> None:
             file = damaged[number % len(damaged)]
             mutate = dice.choice((*ANY, *ALSO.get(file.suffix, ())))
             questions = of_cache if file.parent == world.cache else of_run
+            world.damaged = file
             changed = mutate(file.read_bytes(), dice)
             file.unlink() if changed is None else file.write_bytes(changed)
             name = f"mutation {number}, {mutate.__name__} of {file.relative_to(world.folder)}"
@@ -376,3 +416,14 @@ def test_no_damage_is_silent_and_none_ends_in_a_traceback(world: World) -> None:
     print(f"\n{MUTATIONS} mutations of {len(damaged)} files: {shown}")
     assert not problems, f"{len(problems)} problems: \n" + "\n".join(problems)
     assert counts["told"] > MUTATIONS / 4, "most mutations did nothing"
+
+
+def test_another_word_in_an_error_is_told(world: World) -> None:
+    world.restore()
+    assert "no more" in str(wb.load_run(world.run.path).error())
+    file = world.run.error(0)
+    file.write_text(file.read_text().replace("no more", "no less"))
+    error = str(wb.load_run(world.run.path).error())
+    assert "no less" not in error
+    assert "The error files 0.json are damaged" in error
+    world.restore()

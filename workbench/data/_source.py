@@ -185,8 +185,13 @@ def held_out(request: SampleRequest) -> TrainingDataset:
     """Return the held-out samples of an experiment with an `evaluation`, in a fixed order.
 
     They come from `eval_data`, or from the part of the text that training does not read. Raises `DataError` if there
-    are too few of them, or if their fields differ from those of the training data.
+    are too few of them, if their fields differ from those of the training data, or without an `evaluation`.
     """
+    if getattr(request, "evaluation", None) is None:
+        raise DataError(
+            f"A value of type {type(request).__name__} has no held-out samples. Give an experiment with an evaluation: "
+            "wb.Experiment(…, evaluation=wb.Evaluation(every=100))."
+        )
     if request.eval_data is not None:
         return request.eval_data.held_out(request, request.data)
     return request.data.held_out(request)

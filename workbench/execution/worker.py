@@ -71,6 +71,7 @@ from workbench.rundir import (
     redirect_output,
     this_process,
     write_json,
+    write_record,
 )
 from workbench.units import GIB, gib
 
@@ -98,7 +99,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
         plan = Plan.load(run.plan)
     except PlanMismatch as error:  # without a plan, the rank does not know its stage
         said = {"rank": rank, "stage": None, "type": type(error).__name__, "message": str(error)}
-        write_json(run.error(rank), {**said, "traceback": traceback.format_exc(), "time": time.time()})
+        write_record(run.error(rank), {**said, "traceback": traceback.format_exc(), "time": time.time()})
         enter("failed", f"rank {rank}: {error}".splitlines()[0])
         return 1
     stage = rank // (plan.data * plan.tensor)
@@ -116,7 +117,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
         facts = {"rank": rank, "stage": stage, "type": type(cause).__name__, "message": message}
         if isinstance(cause, NonFiniteLoss):  # all ranks raise it, and one of the stage where it arose tells
             facts |= {"facts": cause.facts, "is_origin": cause.facts.get("stage", stage) == stage}
-        write_json(run.error(rank), {**facts, "traceback": text, "time": time.time()})
+        write_record(run.error(rank), {**facts, "traceback": text, "time": time.time()})
         enter("failed", f"rank {rank} (stage {stage}): {type(cause).__name__}: {message}".splitlines()[0])
         return 1
     if rank == 0 and steps >= target:

@@ -11,6 +11,7 @@ from typing import Any
 from workbench.errors import InvalidExperiment
 from workbench.models._named import Model
 from workbench.tables import html_table, text_table
+from workbench.units import is_count
 from workbench.validation import factor_of
 
 EMBEDDING, LOGITS_BIAS, READ_OUT_NORM, READ_OUT = "embedding", "bias of logits", "norm before the read-out", "read-out"
@@ -168,6 +169,8 @@ def at_width(model: Model, width: int) -> Model:
     Raises `InvalidExperiment` if the width is not a multiple of the head size, or if the model is no `wb.models.…`.
     """
     _check_models(model)
+    if not is_count(width):
+        raise InvalidExperiment(f"width={width!r} is no hidden size. Give a whole number of at least 1.", width=width)
     head = model.hidden_size // model.num_heads
     if width < head or width % head:
         raise InvalidExperiment(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.arguments import checked_arguments
+from workbench.errors import InvalidArgument
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, configuration_key
 from workbench.sweeps.objective import describe
@@ -90,8 +91,11 @@ class Sweep(Queue):
             objectives=tuple(objectives),
         )
 
+    @checked_arguments
     def best(self, count: int = 1) -> list[Run]:
         """Return the runs, with every seed, of the `count` configurations whose mean objective is lowest."""
+        if count < 1:
+            raise InvalidArgument(f"count={count} is no number of configurations. Give at least 1.", count=count)
         ranked = [row for row in self.rows() if row.mean is not None]
         return [run for row in ranked[:count] for run in row.runs]
 

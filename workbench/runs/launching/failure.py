@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from workbench.errors import InvalidArgument, RunFailed
-from workbench.rundir import RunDir, read_json, write_json
+from workbench.rundir import RunDir, read_json, write_record
 from workbench.runs.launching.processes import rank_records
 
 LOG_TAIL_LINES = 30
@@ -59,9 +59,10 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
     cause = root_cause(run)
     name = run.path.name
     if cause is None:
-        log = run.log("launcher")
+        log, damaged = run.log("launcher"), sorted(path.name for path in run.errors.glob("*.json"))
+        why = f"The error files {', '.join(damaged)} are damaged." if damaged else "No rank left an error file."
         return RunFailed(
-            f"Run {name} failed: {message} The launcher's log ends with:\n\n{log_tail(run, 'launcher')}\n"
+            f"Run {name} failed: {message} {why} The launcher's log ends with:\n\n{log_tail(run, 'launcher')}\n"
             f"The whole log is {log}.",
             run=str(run.path),
         )
@@ -103,7 +104,7 @@ def record_silent_death(run: RunDir, launcher_output: str) -> bool:
     when = time.time() if earliest is None else earliest.time - 1e-3
     error_type, message = _exit_meaning(exit_code)
     fields = {"rank": rank, "stage": stages.get(rank), "type": error_type, "message": message, "time": when}
-    write_json(run.error(rank), {**fields, "traceback": log_tail(run, rank) or launcher_output[-4000:]})
+    write_record(run.error(rank), {**fields, "traceback": log_tail(run, rank) or launcher_output[-4000:]})
     return True
 
 

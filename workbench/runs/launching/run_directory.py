@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
 from workbench.experiment import user_parts
-from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json
+from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json, write_record
 from workbench.runs.launching import processes
 from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
@@ -75,7 +75,7 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
     with _unwritable_named(), _own_directory(attempt, checkpoint) as run:
         write_json(run.experiment, experiment.to_json())
         write_json(run.plan, attempt.plan.to_json())
-        write_json(run.environment, {**environment(), **attempt.provenance})
+        write_record(run.environment, {**environment(), **attempt.provenance})
         settings = tracker_settings(run, experiment)
         if settings is None:
             run.tracker.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import psutil
 
 from workbench.events import RankRecord
 from workbench.execution.heartbeat import STACK_SIGNAL, TIMED, Beat, read_beat
-from workbench.rundir import RunDir, append_event, is_elsewhere, write_json
+from workbench.rundir import RunDir, append_event, is_elsewhere, write_record
 from workbench.runs.launching import processes
 from workbench.units import duration
 
@@ -188,7 +188,7 @@ class StallWatch:
         rank = int(culprit.record["rank"])
         stacks = "\n".join(f"{state.name}:\n{state.stack or 'no answer'}" for state in self._states)
         fields = {"rank": rank, "stage": culprit.record.get("stage"), "type": "Stalled", "time": time.time()}
-        write_json(self._run.error(rank), {**fields, "message": self._message(lasted_s), "traceback": stacks})
+        write_record(self._run.error(rank), {**fields, "message": self._message(lasted_s), "traceback": stacks})
 
 
 def end_s() -> float:
