@@ -643,8 +643,9 @@ def values_from(pairs: Sequence[str], option: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
-        if not equals:
-            raise UnknownParameter(f"{option} {pair} gives no value. Write {pair}=VALUE.", parameter=pair)
+        if not equals or not name.strip():
+            written = f"{pair}=VALUE" if name.strip() and not equals else f"NAME=VALUE, such as {option} steps=40"
+            raise UnknownParameter(f"{option} was given {pair!r}. Write {written}.", parameter=pair)
         values[name] = words.get(text, text)
         with contextlib.suppress(ValueError):
             values[name] = json.loads(text)

@@ -44,7 +44,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -177,18 +177,33 @@ def changes_since_start(run: RunDir) -> list[str]:
     """Return what was edited in `experiment.json` and `plan.json` since the start: `"seed: 0, now 1"`."""
     if not run.started.exists():
         return []
-    changes = []
     now = what_was_started(run)
-    for name, before in read_json(run.started).items():
-        after = now[name]
+    return [
+        f"{path} of {name}.json: {_short(old)}, now {_short(new)}"
+        for name, before in read_json(run.started).items()
+        for path, old, new in _differences(before, now[name])
+    ]
+
+
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the path of each value that differs, down to `stages[1].backward_ms`, with the old and the new one as text.
+
+    They are compared as text, because True equals 1, and a field that is gone may have had the value None.
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
         for field in sorted(before.keys() | after.keys()):
-            # As text, because True equals 1, and a field that is gone may have had the value None.
-            old, new = (
-                json.dumps(each[field], sort_keys=True) if field in each else "nothing" for each in (before, after)
-            )
-            if old != new:
-                changes.append(f"{field} of {name}.json: {_short(old)}, now {_short(new)}")
-    return changes
+            deeper = f"{path}.{field}" if path else field
+            yield from _differences(before.get(field, _NOTHING), after.get(field, _NOTHING), deeper)
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for index, pair in enumerate(zip(before, after, strict=True)):
+            yield from _differences(*pair, f"{path}[{index}]")
+    else:
+        old, new = ("nothing" if value is _NOTHING else json.dumps(value, sort_keys=True) for value in (before, after))
+        if old != new:
+            yield path, old, new
+
+
+_NOTHING = object()
 
 
 def check_unedited(run: RunDir) -> None:

@@ -167,8 +167,9 @@ def choices_from(pairs: Sequence[str]) -> Choices:
     choices: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = (part.strip() for part in pair.partition("="))
-        if not equals:
-            raise UnknownParameter(f"--fix {pair} gives no value. Write --fix {pair}=VALUE.", parameter=pair)
+        if not equals or not name:
+            written = f"{pair}=VALUE" if name and not equals else "NAME=VALUE, such as --fix pipeline=2"
+            raise UnknownParameter(f"--fix was given {pair!r}. Write {written}.", parameter=pair)
         if name not in types:
             known = suggestion(name, types)
             raise UnknownParameter(f"--fix {pair}: there is no choice {name!r}. {known}", parameter=name)

@@ -148,8 +148,12 @@ def test_a_summary_of_runs_shows_the_notes_of_their_plans_once() -> None:
 
 
 def test_degrees_that_would_divide_a_coupled_batch_are_refused_with_the_way_out() -> None:
-    with pytest.raises(PlanInfeasible, match=r"compares samples of one batch.*batch_coupling='allow'"):
-        plan_of(graph_of(clip), 2, data=2)
+    fixed: dict[str, Any]
+    for fixed in ({"data": 2}, {"micro_batch": 4}, {"micro_batch": 4, "data": 2}):
+        choices = " and ".join(f"{name}={value}" for name, value in fixed.items())
+        words = rf"samples of one batch.* all 8 must .* and {choices} divides them. Leave {choices} out.*'allow'"
+        with pytest.raises(PlanInfeasible, match=words):
+            plan_of(graph_of(clip), 2, **fixed)
 
 
 def _experiment(**fields: Any) -> Experiment:

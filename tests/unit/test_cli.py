@@ -220,5 +220,8 @@ def test_values_keep_their_types():
     pairs = ["steps=40", "rate=1e-4", "on=True", "name=trial=2", "sizes=[1, 2]", "limit=None"]
     values = {"steps": 40, "rate": 1e-4, "on": True, "name": "trial=2", "sizes": [1, 2], "limit": None}
     assert cli.values_from(pairs, "-p") == values
-    with pytest.raises(UnknownParameter, match=r"-p steps gives no value\. Write steps=VALUE"):
+    with pytest.raises(UnknownParameter, match=r"-p was given 'steps'\. Write steps=VALUE"):
         cli.values_from(["steps"], "-p")
+    for nameless in ("", "=5"):
+        with pytest.raises(UnknownParameter, match=rf"--set was given '{nameless}'\. Write NAME=VALUE, such as"):
+            cli.values_from([nameless], "--set")

@@ -99,6 +99,11 @@ def test_an_edited_experiment_or_plan_is_refused_with_what_changed(text: Path, p
     write_json(run.plan, {**read_json(run.plan), "micro_batch": 3})
     with pytest.raises(PlanMismatch, match=r"micro_batch of plan\.json"):
         check_unedited(run)
+    facts = read_json(run.plan)
+    slower = [{**facts["stages"][0], "backward_ms": 9}]
+    write_json(run.plan, {**facts, "micro_batch": plan.micro_batch, "stages": slower})
+    with pytest.raises(PlanMismatch, match=r"stages\[0\]\.backward_ms of plan\.json: [\d.e-]+, now 9\. Undo"):
+        check_unedited(run)
     run.started.write_text("[")
     with pytest.raises(PlanMismatch, match=r"started\.json"):
         check_unedited(run)

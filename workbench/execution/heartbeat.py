@@ -31,6 +31,10 @@ class Beat:
     """Number of activities that the rank has begun."""
 
 
+STDERR = 2
+"""File descriptor of the rank's log: a crash in a compiled library leaves the Python lines that called it there."""
+
+
 class Heartbeat:
     """Writes the beats of this process: one short write into the page cache for each activity, without waiting."""
 
@@ -38,6 +42,7 @@ class Heartbeat:
         for folder in (run.ranks, run.stacks):
             folder.mkdir(parents=True, exist_ok=True)
         self._stacks = run.stack(rank).open("a")
+        faulthandler.enable(STDERR)
         faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True)
         self._descriptor = os.open(run.beat(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._step, self._number = 0, 0

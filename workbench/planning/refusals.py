@@ -35,12 +35,18 @@ def no_options(profile: Profile, request: Request, works: Works) -> PlanInfeasib
 
 def coupled_samples(profile: Profile, request: Request, outcome: str) -> PlanInfeasible:
     """Return the refusal where a model's loss mixes samples and the batch cannot stay whole: `outcome` says why."""
+    fixed, batch = request.fixed, request.global_batch
+    dividing = [f"micro_batch={fixed.micro_batch}"] if fixed.micro_batch not in (None, batch) else []
+    dividing += [f"data={fixed.data}"] if (fixed.data or 1) > 1 else []
+    way = "Give the plan fewer devices or a smaller batch"
+    if dividing:
+        outcome, way = f"and {' and '.join(dividing)} divides them", f"Leave {' and '.join(dividing)} out"
     return PlanInfeasible(
-        f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all "
-        f"{request.global_batch} must stay in one micro-batch on one replica, {outcome}. Give the plan fewer devices "
-        f"or a smaller batch, or accept a loss that depends on the plan: batch_coupling='allow' in the experiment.",
+        f"The loss of {profile.model} compares samples of one batch ({profile.coupled[0]}), so that all {batch} must "
+        f"stay in one micro-batch on one replica, {outcome}. {way}, or accept a loss that depends on the plan: "
+        "batch_coupling='allow' in the experiment.",
         coupled=list(profile.coupled),
-        global_batch=request.global_batch,
+        global_batch=batch,
     )
 
 

@@ -139,7 +139,7 @@ def _exit_meaning(exit_code: int | None) -> tuple[str, str]:
         name = signal.Signals(-exit_code).name
         hint = {
             "SIGKILL": "Usually the machine ran out of memory: take a smaller micro-batch, or fewer ranks.",
-            "SIGSEGV": "A compiled library crashed.",
+            "SIGSEGV": "A compiled library crashed; the log of the rank ends with the Python lines that called it.",
             "SIGBUS": "Usually /dev/shm is full.",
         }.get(name, "")
         return name, f"the process was killed by {name}. {hint}".rstrip()
