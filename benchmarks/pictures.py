@@ -48,7 +48,13 @@ from workbench.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, GLOBAL_BATCH = 512, 256
-RECORDED = ("bert-large-20261124-042651", "bert-scaled-20261124-042700")
+RECORDED = {
+    "bert-large-20261125-015020": "BERT-Large",
+    "bert-large-20261125-015021": "BERT-Large, another seed",
+    "bert-scaled-20261125-015030": "54 × 1920, rule of width and depth",
+    "bert-scaled-20261125-015026": "54 × 1920, rule of width alone",
+}
+"""Names of the recorded runs, and what the picture calls them."""
 FAMILIES = {
     "gemm": ("matrix products", theme.FORWARD),
     "attention": ("attention", theme.BACKWARD),
@@ -227,9 +233,10 @@ def figures() -> go.Figure:
 def curves() -> go.Figure:
     """Draw the README's picture from the recorded runs."""
     runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
-    figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920 on one H200")
+    figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920, each on one H100")
+    figure.for_each_trace(lambda trace: trace.update(name=RECORDED.get(trace.name, trace.name)))
     figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
-    return figure.update_layout(margin={"t": 64})
+    return figure.update_layout(margin={"t": 64}).update_yaxes(range=(3.9, 7.3))
 
 
 def evaluation() -> go.Figure:

@@ -13,8 +13,9 @@ import pytest
 from workbench.rundir import RunDir, append_event, this_process, write_json
 
 RECORDED = Path(__file__).resolve().parents[2] / "notebooks" / "recorded"
-REACHED = {"bert-scaled-20261124-042700": 0.55, "bert-large-20261124-042651": 0.63}
-"""Finished share of each run's steps."""
+PAIR = ("bert-scaled-20261125-015026", "bert-large-20261125-015020")
+REACHED = 0.55
+"""Share of the first run's steps at the moment that is shown: the second, which trained before it, has finished."""
 CELLS = (
     "import workbench as wb\n\nwb.live(wb.list_runs())",
     "wb.list_runs()",
@@ -57,21 +58,20 @@ OUT_OF_SIGHT = """() => {
 
 @pytest.fixture
 def paused(server: lab.Server) -> Any:
-    """Copy the recorded runs into the server's folder as if they trained, with this process as their supervisor."""
+    """Copy the recorded runs into the server's folder as they were at one moment, with this process as supervisor."""
     runs = server.root / "runs"
-    for name, share in REACHED.items():
+    for name in PAIR:
         shutil.copytree(RECORDED / name, runs / name)
         run = RunDir(runs / name)
         events = [json.loads(line) for line in run.events.read_text().splitlines()]
-        steps = [event for event in events if event["type"] == "step"]
-        reached = steps[int(share * len(steps))]["time"]
-        ends = ("finished", "stopped")
-        kept = [event for event in events if event["time"] <= reached and event.get("state") not in ends]
+        if name == PAIR[0]:
+            steps = [event for event in events if event["type"] == "step"]
+            moment = steps[int(REACHED * len(steps))]["time"]
+        kept = [event for event in events if event["time"] <= moment]
         run.events.write_text("".join(json.dumps(event) + "\n" for event in kept))
-        write_json(run.launcher, {"supervisor": this_process()})
+    write_json(RunDir(runs / PAIR[0]).launcher, {"supervisor": this_process()})
     yield
-    for name in REACHED:
-        append_event(RunDir(runs / name).events, "status", state="stopped", message="")
+    append_event(RunDir(runs / PAIR[0]).events, "status", state="stopped", message="")
 
 
 def show(page: Any, index: int) -> None:
