@@ -191,7 +191,7 @@ class PairExpectation:
         size, words = f"{abs(at):.2g} nats", "below" if at >= 0 else "above"
         interval = f" ({CONFIDENCE:.0%} interval {low:+.2g} to {high:+.2g})" if low < high else ""
         return (
-            f"After {count(self.tokens)} tokens ({self.tokens / few:.2g} and {self.tokens / many:.2g} for each "
+            f"After {count(self.tokens)} tokens ({count(self.tokens / few)} and {count(self.tokens / many)} for each "
             f"parameter without embeddings), {large} ({count(many)}) is expected {size} {words} {small} ({count(few)})"
             f"{interval}, by {self.source}."
         )
