@@ -103,6 +103,10 @@ MODEL_WORDS = {
     "initializer_range": {("1.5",): "a deviation"},
     "name": {("unknown name", "long text"): "a name"},
 }
+SAVED = {
+    name: {("-1", "0", "-0.5", "1.5", "inf", "-inf", "10**18"): "a CSV has no pixels"} for name in ("width", "scale")
+}
+TEXT_NAME = {("unknown name", "long text"): "a name"}
 TEXT = {("unknown name", "long text"): "looked for when the experiment is planned"}
 ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     "plan": PLANNED,
@@ -154,6 +158,20 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "above": {("-1", "0", "-0.5", "1.5", "10**18", "2**70"): "a loss"},
         "after": {("0", "10**18", "2**70", "10**400"): "a step"},
     },
+    "doctor": {"data": {("True",): "a choice"}},
+    "ladder_points": {"runs": {("[]", "{}"): "no run, no point"}},
+    "data.documents": {
+        "progress": {("True",): "a choice"},
+        "name": TEXT_NAME,
+    },
+    "save": SAVED,
+    "Figure.save": SAVED,
+    "save_html": {
+        "figures": {("[]", "{}", "[None]"): "a page without figures"},
+        "path": {FILES: "a new file"},
+        "title": {TEXTS: "a title"},
+        "text": {TEXTS: "a text"},
+    },
     "calibrate": {"again": {("True",): "a choice"}},
     "Run": {"path": {FILES: "a handle, which is read when it is used"}},
     "Sweep": {"path": {FILES: "a handle, which is read when it is used"}},
@@ -173,7 +191,7 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
     },
     "data.corpus": {"name_or_path": TEXT, "streaming": {("True",): "a choice"}},
     "data.hub": dict.fromkeys(("name", "split", "text_column", "config", "revision"), TEXT),
-    **{f"models.{name}": MODEL_WORDS for name in ("bert", "gpt2", "opt", "gpt3")},
+    **{f"models.{name}": MODEL_WORDS for name in ("bert", "bert_large", "gpt2", "opt", "gpt3")},
 }
 """The same for other functions, by function and parameter."""
 
@@ -201,7 +219,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     import workbench.notebooks
     import workbench.widgets  # noqa: F401
 
-    signal.signal(signal.SIGALRM, _interrupt)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORKBENCH_HOME", str(folder / "home"))
         patch.setenv("WORKBENCH_RUNS", str(folder / "runs"))
@@ -260,7 +277,7 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
     of_experiment = {field.name: getattr(experiment, field.name) for field in fields(experiment)}
     planned = {"experiment": experiment, "cluster": cluster}
     shared = {"notebook": "missing.ipynb"}
-    grid = wb.grid(experiment, cluster, zero=[0, 1])
+    grid, queue = wb.grid(experiment, cluster, zero=[0, 1]), wb.sweeps.Sweep("no-such-sweep")
     functions: list[tuple[str, Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
         ("Experiment", wb.Experiment, of_experiment, tuple(of_experiment)),
         ("Experiment.replace", experiment.replace, {}, tuple(PATHS)),
@@ -311,7 +328,18 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("data.corpus", wb.data.corpus, {}, ()),
         ("data.hub", wb.data.hub, {"name": "some/text"}, ()),
         ("models.gpt3", wb.models.gpt3, {}, ()),
-        *((f"models.{kind}", getattr(wb.models, kind), {}, MODEL) for kind in ("bert", "gpt2", "opt")),
+        *((f"models.{kind}", getattr(wb.models, kind), {}, MODEL) for kind in ("bert", "bert_large", "gpt2", "opt")),
+        ("models.at_width", wb.models.at_width, {"model": experiment.model, "width": 32}, ()),
+        ("data.held_out", wb.data.held_out, {"request": experiment}, ()),
+        ("data.documents", wb.data.documents, {"texts": ["one text"]}, ()),
+        ("doctor", wb.runs.doctor, {}, ()),
+        ("Plans.frontier", wb.search(**planned).frontier, {}, ()),
+        ("Queue.stop", queue.stop, {}, ()),
+        ("Queue.wait", queue.wait, {}, ()),
+        ("Sweep.best", queue.best, {}, ()),
+        ("save", wb.figures.save, {"figure": wb.figures.Figure(), "path": "figure.csv"}, ()),
+        ("Figure.save", wb.figures.Figure().save, {"path": "figure.csv"}, ()),
+        ("save_html", wb.figures.save_html, {"figures": wb.figures.Figure(), "path": "page.html"}, ()),
         ("sweep", wb.sweep, {"experiment": experiment, "steps": [2, 4]}, (*SWEEP, "learning_rate", "no_such_axis")),
         (
             "grid",
@@ -406,6 +434,7 @@ def _remove(path: Path) -> None:
 def _outcome(target: Target, parameter: str, value: Any) -> tuple[str, str, float]:
     """Return `refused`, `accepted` or `raised`, with what was said, and the processor time in seconds."""
     began = time.process_time()
+    signal.signal(signal.SIGALRM, _interrupt)
     signal.setitimer(signal.ITIMER_REAL, HANGS_S)
     try:
         answer = target.call(**{**target.right, parameter: value})
@@ -422,6 +451,78 @@ def _outcome(target: Target, parameter: str, value: Any) -> tuple[str, str, floa
         signal.setitimer(signal.ITIMER_REAL, 0)
         _remove(Path("no-such-thing"))
     return outcome, said, time.process_time() - began
+
+
+NOT_CALLED_BY_USERS: Mapping[str, str] = {
+    "Cluster.group_link Cluster.hop_link Cluster.peers_link": "asked by the cost model, for groups that it made",
+    "Plan.device_bytes Plan.keeps_weight_copies Plan.stages_of": "asked by ranks and figures, for ranks of the plan",
+    "Calibration.applied_to Calibration.cluster Calibration.load Calibration.save": "of a measurement: tested with it",
+    "Dynamic.covers Dynamic.kept Dynamic.ratio Dynamic.update_steps": "asked by the planner and the ranks",
+    "Static.covers Static.kept Static.update_steps": "asked by the planner and the ranks",
+    "ChinchillaLaw.difference ChinchillaLaw.loss KaplanLaw.difference KaplanLaw.loss": "arithmetic on arrays",
+    "ScalingLaw.difference ScalingLaw.differences ScalingLaw.losses ScalingLaw.predict": "arithmetic on arrays",
+    "ladder pair_difference": "take a law that was fitted to runs",
+    "Cluster.from_json": "given what `to_json` of a plan wrote, which `Plan.from_json` checks",
+    "Sweep.cells Grid.in_words Figure.laid_out": "make tables and pictures of what is shown",
+    "as_data as_model data_fingerprint encoded_prompts data.from_json models.from_json sparsity.from_json": (
+        "called with what an experiment has checked, or with what it wrote"
+    ),
+}
+"""Names of the public surface that are no verbs for users, and why."""
+
+
+NOT_VARIED = {f"{name}({axis})" for name in ("heat_map", "seed_bands") for axis in "xy"} | {
+    "best_so_far(x)",
+    "Experiment.from_json(code)",
+}
+"""Parameters that only mean something beside a sweep of runs, or the code of a run."""
+
+
+def _surface() -> dict[str, Callable[..., Any]]:
+    """Return the public functions and the methods of public classes that take arguments, by name.
+
+    Constructors are left out: those of results are for no user, and the others check each field by its type.
+    """
+    rooms = [wb, *(value for value in (getattr(wb, name) for name in dir(wb)) if inspect.ismodule(value))]
+    found = {}
+    for room in rooms:
+        for name in {*dir(room), *(n for n, value in vars(room).items() if _is_at_home(value, room))}:
+            value = getattr(room, name)
+            if inspect.isclass(value):
+                members = ((f"{name}.{key}", getattr(value, key)) for key in dir(value) if not key.startswith("_"))
+                found |= {key: inner for key, inner in members if inspect.isroutine(inner) and _takes_arguments(inner)}
+            elif inspect.isroutine(value) and not name.startswith("_") and _takes_arguments(value):
+                found[f"{room.__name__.split('.')[-1]}.{name}" if name == "from_json" else name] = value
+    return found
+
+
+def _is_at_home(value: Any, room: Any) -> bool:
+    """Return True for a function that a room offers without listing it."""
+    return inspect.isfunction(value) and value.__module__.startswith(room.__name__) and room is not wb
+
+
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    is_ours = str(getattr(function, "__module__", "")).startswith("workbench")
+    return is_ours and any(name != "self" for name in inspect.signature(function).parameters)
+
+
+def _plain(function: Callable[..., Any]) -> Any:
+    return inspect.unwrap(getattr(function, "__func__", function))
+
+
+def test_every_function_of_the_public_surface_and_each_of_its_parameters_is_called(world: dict[str, Any]) -> None:
+    targets = {_plain(target.call): target for target in _targets(world)}
+    surface, exempt = _surface(), {name for names in NOT_CALLED_BY_USERS for name in names.split()}
+    missing = {name for name, function in surface.items() if _plain(function) not in targets}
+    assert not missing - exempt, "Give them right arguments in _targets, or a reason in NOT_CALLED_BY_USERS."
+    assert not exempt - missing, "They are called, or gone."
+    unnamed = {
+        f"{target.name}({name})"
+        for target in targets.values()
+        for name, parameter in inspect.signature(target.call).parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) and name not in target.parameters
+    }
+    assert unnamed == NOT_VARIED
 
 
 def test_every_wrong_call_is_answered(world: dict[str, Any]) -> None:

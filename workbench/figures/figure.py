@@ -13,6 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from workbench.arguments import checked_arguments
 from workbench.errors import DataError, InvalidArgument
 from workbench.figures import theme
 
@@ -48,6 +49,7 @@ def subplots(*numbers: int, **options: Any) -> Figure:
     return figure
 
 
+@checked_arguments
 def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
     """Write a figure to a file whose name ends in `.png`, `.svg`, `.pdf` or `.csv`, and return its path.
 

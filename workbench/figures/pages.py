@@ -15,6 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
+from workbench.arguments import checked_arguments
 from workbench.errors import DataError
 from workbench.figures import theme
 from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
@@ -74,6 +75,7 @@ def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
     return str(plotly.io.to_html(value, config=theme.CONFIG, **options))
 
 
+@checked_arguments
 def save_html(
     figures: go.Figure | Sequence[go.Figure | str], path: str | Path, title: str = "Workbench", text: str = ""
 ) -> Path:
@@ -92,8 +94,11 @@ def save_html(
 
 def _write_page(page: str, path: str | Path) -> Path:
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{target.name:.80} cannot be written: {error.strerror}. Give another path.") from None
     return target
 
 

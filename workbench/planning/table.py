@@ -21,6 +21,8 @@ from workbench.units import MIB, gib, is_count, milliseconds
 
 FASTEST_SHOWN = 14
 """Number of rows shown of options that fit, fastest first."""
+MOST_LIMITS = 200
+"""Largest number of memory limits of a frontier; each takes a search."""
 REJECTED_SHOWN = 6
 """Number of rows shown of options that do not fit, nearest to fitting first."""
 
@@ -92,8 +94,8 @@ class Plans:
         The limits lie between the least memory that any option needs and what a device offers, at equal ratios. A plan
         that is no faster than a leaner one is left out.
         """
-        if not is_count(limits):
-            raise InvalidArgument(f"limits={limits!r} is no number of memory limits. Give at least 1.")
+        if not is_count(limits) or limits > MOST_LIMITS:
+            raise InvalidArgument(f"limits={limits!r:.80} is no number of memory limits. Give 1 to {MOST_LIMITS:,}.")
         try:
             least = checked_search(
                 self.profile, self.profile.precision, replace(self.request, memory_limit_bytes=1), False

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import RunNotFound
 from workbench.experiment import USER_PARTS, Experiment, counted
 from workbench.planning.plan import Plan
 from workbench.rundir import read_json, write_json
@@ -77,7 +78,11 @@ class QueueDir:
         return value
 
     def queue(self) -> list[Entry]:
-        return [Entry(index, **entry) for index, entry in enumerate(read_json(self.queue_file))]
+        try:
+            entries = read_json(self.queue_file)
+        except FileNotFoundError:
+            raise RunNotFound(f"There is no sweep and no grid at {self.path}.", path=str(self.path)) from None
+        return [Entry(index, **entry) for index, entry in enumerate(entries)]
 
     def write_queue(self, entries: list[Entry]) -> None:
         write_json(self.queue_file, [{"choice": dict(entry.choice), "seed": entry.seed} for entry in entries])
