@@ -1,8 +1,8 @@
 """A contrast of configurations calls one lower that is, and seldom one that is not: measured on made curves.
 
-`TUNED` shows the generators that the estimators were tried on, `HELD_OUT` those that were first run when they were
-done. "Noise" is the standard deviation of one run's end between seeds, as the contrast reads the end: that of the seed
-and that along the curve together.
+`TUNED` shows the generators that the estimators were chosen on, `HELD_OUT` those that came later: one of them, with
+noise along the curve alone, asked for one change. "Noise" is the standard deviation of one run's end between seeds, as
+the contrast reads the end: that of the seed and that along the curve together.
 """
 
 from __future__ import annotations
