@@ -60,7 +60,7 @@ class Fragile(nn.Module):
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, x: Any, divisor: Any, root: Any, labels: Any) -> torch.Tensor:
-        mask = torch.full((WIDTH,), -torch.inf, device=x.device).where(x.sum() == torch.inf, 0.0)
+        mask = torch.full((WIDTH,), -torch.inf, device=x.device).where(x.sum(-1, keepdim=True) == torch.inf, 0.0)
         x = self.stem(x)
         for layer in self.layers:
             x = layer(x, divisor, root) + mask
