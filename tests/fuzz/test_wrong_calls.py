@@ -405,6 +405,8 @@ MODEL = (
 )
 SWEEP = ("experiment", "seeds", "sampler", "trials", "stop", "directory")
 
+DEFAULT = "None is the default"
+
 
 def _reason(target: Target, parameter: str, label: str) -> str:
     """Return why a call may be accepted, or an empty text."""
@@ -420,7 +422,7 @@ def _reason(target: Target, parameter: str, label: str) -> str:
     signature = inspect.signature(target.call).parameters
     default = signature[parameter].default if parameter in signature else None
     if label == "None" and default is None:
-        return "None is the default"
+        return DEFAULT
     return next((reason for labels, reason in known.items() if label in labels), "")
 
 
@@ -530,8 +532,10 @@ def test_every_wrong_call_is_answered(world: dict[str, Any]) -> None:
     counts: Counter[str] = Counter()
     problems = []
     for target, parameter, label in calls:
-        outcome, said, seconds = _outcome(target, parameter, WRONG[label])
         reason = _reason(target, parameter, label)
+        if reason == DEFAULT:  # a right call, which may take its time
+            continue
+        outcome, said, seconds = _outcome(target, parameter, WRONG[label])
         if outcome == "accepted" and reason:
             counts["accepted for a reason"] += 1
             continue
