@@ -68,14 +68,16 @@ def write_run(path: Path, steps: int, metrics: int = 0, state: str = "running") 
 
 def write_steps(events: Path, first: int, last: int, metrics: int = 0) -> None:
     """Steps `first` … `last` in one go, as a recorded run has them."""
+    from workbench.rundir import event_line
+
     random = np.random.default_rng(first)
     noise = random.normal(0, 0.1, last - first + 1)
     extra = {f"metric_{index}": 1.0 / (index + 1) for index in range(metrics)}
     now = time.time()
-    with events.open("a") as file:
+    with events.open("ab") as file:
         for step, jitter in zip(range(first, last + 1), noise, strict=True):
             row = step_row(step, 4 + 6 * float(np.exp(-step / 5e4)) + float(jitter))
-            file.write(json.dumps({"type": "step", "time": now, **row, **extra}) + "\n")
+            file.write(event_line("step", time=now, **row, **extra))
 
 
 def step_row(step: int, loss: float) -> dict[str, Any]:

@@ -281,15 +281,21 @@ def process_alive(record: ProcessRecord | None) -> bool:
         return False
 
 
+def event_line(type: str, /, **fields: Any) -> bytes:
+    """Return an event as a line of `events.jsonl`, with its checksum and its end."""
+    text = json.dumps({"type": type, **fields}, allow_nan=True)[:-1].encode()
+    return b'%s%s%08x"}\n' % (text, CHECKSUM, zlib.crc32(text))
+
+
 def append_event(path: Path, type: str, /, **fields: Any) -> None:
     """Append one event as a line with its checksum; several processes may share the file.
 
     Lines that `log_event` could not write are written first. Raises `OSError` if nothing can be written.
     """
-    text = json.dumps({"type": type, "time": time.time(), **fields}, allow_nan=True)[:-1].encode()
+    line = event_line(type, **{"time": time.time(), **fields})
     with _WAITING_LOCK:
         lines = _WAITING.setdefault(path, [])
-        lines.append(b'%s%s%08x"}\n' % (text, CHECKSUM, zlib.crc32(text)))
+        lines.append(line)
         try:
             _append(path, b"".join(lines))
         except OSError:
@@ -309,9 +315,8 @@ def log_event(path: Path, type: str, /, **fields: Any) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        text = json.dumps({"type": type, **fields}, allow_nan=True)[:-1].encode()
         with _WAITING_LOCK:
-            _WAITING.setdefault(path, []).append(b'%s%s%08x"}\n' % (text, CHECKSUM, zlib.crc32(text)))
+            _WAITING.setdefault(path, []).append(event_line(type, **fields))
 
 
 def _append(path: Path, lines: bytes) -> None:
@@ -379,14 +384,5 @@ def parse_event(line: bytes, is_checked: bool = False) -> Event | None:
 
 
 def is_intact(line: bytes) -> bool:
-    """Return True for a line, without its end, that agrees with its checksum.
-
-    A line without a checksum, which an earlier version or another program wrote, must look like a JSON object.
-    """
-    if line[-_SUFFIX:-10] == CHECKSUM:
-        return b'%08x"}' % zlib.crc32(line[:-_SUFFIX]) == line[-10:]
-    if b"crc" in line[-40:] or b'32": "' in line[-40:]:  # the checksum itself is damaged
-        with contextlib.suppress(ValueError):
-            return isinstance(json.loads(line), dict)
-        return False
-    return line[:1] == b"{" and line[-1:] == b"}"
+    """Return True for a line, without its end, that agrees with the checksum at its end; without one it is damaged."""
+    return line[-_SUFFIX:-10] == CHECKSUM and b'%08x"}' % zlib.crc32(line[:-_SUFFIX]) == line[-10:]

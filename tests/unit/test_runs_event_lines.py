@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workbench.rundir import RunDir, append_event, this_process, write_json
+from workbench.rundir import RunDir, append_event, event_line, this_process, write_json
 from workbench.runs.records import event_lines
 from workbench.runs.records.history import History, HistoryTail, latest_events, read_history
 from workbench.runs.run import Run
@@ -26,7 +25,7 @@ STEPS = 6000
 def step_line(step: int, **fields: Any) -> str:
     figures = {"loss": 7.0 / step, "learning_rate": 1e-4, "grad_norm": 1.25, "step_ms": 250.5, "mfu": None}
     totals = {"tokens": 64 * step, "samples": step, "flops": 1e9 * step, "seconds": 0.25 * step, "tokens_per_s": 256.0}
-    return json.dumps({"type": "step", "time": 1e9 + step / 4, "step": step, **figures, **totals, **fields}) + "\n"
+    return event_line("step", **{"time": 1e9 + step / 4, "step": step, **figures, **totals, **fields}).decode()
 
 
 def write_steps(events: Path, first: int, last: int, **fields: Any) -> None:

@@ -22,6 +22,7 @@ from workbench.figures.pattern_view import LOOKS, exploration
 from workbench.figures.pattern_view import pattern as draw_pattern
 from workbench.planning.profiling import graph
 from workbench.planning.runnable import check_sparsity
+from workbench.rundir import event_line
 from workbench.runs.records.history import read_tail
 from workbench.runs.records.patterns import Patterns
 from workbench.sparsity import Dynamic, Static, learning_rate
@@ -226,7 +227,7 @@ def patterns(folder: Path) -> Patterns:
     """Return the patterns of a run that stopped after its first update and made its second one anew."""
     events = [start(0.0), event(0, 0, 4, BEFORE, 1.0), event(3, 1, 6, AFTER, 2.0), event(5, 2, 8, BEFORE, 3.0)]
     events += [start(4.0, "checkpoints/step-00000004"), event(5, 2, 7, ANEW, 5.0)]
-    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    (folder / "events.jsonl").write_bytes(b"".join(event_line(each.pop("type"), **each) for each in events))
     return read_tail(folder / "events.jsonl").patterns
 
 

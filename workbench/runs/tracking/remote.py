@@ -15,7 +15,7 @@ from typing import Any
 from workbench.columns import COLUMNS
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.home import cache_home
-from workbench.rundir import RunDir, append_event, write_json
+from workbench.rundir import RunDir, append_event, event_line, write_json
 
 ANSWER_LIMIT_S = 60
 _STATES = {"finished": "finished", "running": "running", "pending": "queued", "killed": "stopped"}
@@ -78,8 +78,8 @@ def _write_events(run: RunDir, remote: Any, steps: list[dict[str, Any]], devices
     begun = [step["time"] for step in steps if step.get("time")]
     append_event(part, "status", state="starting", message="", **({"time": begun[0]} if begun else {}))
     append_event(part, "start", devices=devices, resumed_from=None)
-    with part.open("a") as file:
-        file.writelines(json.dumps({"type": "step", **step}) + "\n" for step in steps)
+    with part.open("ab") as file:
+        file.writelines(event_line("step", **step) for step in steps)
     append_event(part, "status", state=_STATES.get(remote.state, "failed"), message=f"On W&B: {remote.state}.")
     part.replace(run.events)
 
