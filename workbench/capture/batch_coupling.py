@@ -10,6 +10,7 @@ reported. After one that this module does not know nothing is certain: its line 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ())
     return _Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
 
 
-class _Walk:
+class _Walk(ABC):
     """A walk over the nodes of one graph in order, which gives each a state."""
 
     def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
@@ -170,8 +171,9 @@ class _Walk:
                 if any(_name(each) in _POSITIONS and self._samples & set(shape_of(each)) for each in made):
                     self._doubtful.append(node)
 
+    @abstractmethod
     def _state(self, node: fx.Node) -> int:
-        raise NotImplementedError
+        """Return how the result of an operation holds the samples of the batch."""
 
 
 class _Follower(_Walk):
