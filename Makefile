@@ -2,7 +2,7 @@
 # make test   lint, types, architecture and all tests that CI runs
 # make docs   the documentation site, built strictly into site/
 # make wheel  the wheel, built and tried in an empty environment
-# make lab    JupyterLab on 127.0.0.1 with the templates in its launcher
+# make lab    JupyterLab on 127.0.0.1 with a card for each template in its launcher
 # A fresh machine needs Python 3.11 or newer and make; everything else is installed into .venv.
 
 PYTHON ?= python3
@@ -34,8 +34,11 @@ $(VENV)/.documented: $(VENV)/.installed requirements-test.lock requirements-docs
 demo: $(VENV)/.installed
 	$(BIN)/workbench execute templates/bert_scaling.ipynb --to $(REPORTS)
 
+# The extension is taken from this checkout, as it stands. In a container there is often no user but root.
+LAB_EXTENSION := $(CURDIR)/workbench/lab/jupyter
 lab: $(VENV)/.installed
-	$(BIN)/jupyter lab --ip=127.0.0.1
+	JUPYTER_PATH=$(LAB_EXTENSION) JUPYTER_CONFIG_PATH=$(LAB_EXTENSION) \
+		$(BIN)/jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

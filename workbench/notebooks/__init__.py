@@ -1,8 +1,8 @@
-"""Notebooks: starting from a template, executing with parameters, sharing, and reproducing."""
+"""Notebooks: starting from a template, executing with parameters, sharing, and reproducing.
 
-from workbench.notebooks.executing import Executed, execute
-from workbench.notebooks.reproducing import Reproduction, reproduce, what_runs
-from workbench.notebooks.sharing import Shared, share
-from workbench.notebooks.templates import new, template_path
+The public names stand in `__init__.pyi`; each is imported when it is first used.
+"""
 
-__all__ = ["Executed", "Reproduction", "Shared", "execute", "new", "reproduce", "share", "template_path", "what_runs"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

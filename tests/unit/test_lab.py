@@ -1,0 +1,145 @@
+"""The endpoints behind JupyterLab's launcher: who may call them, and what they write where."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tornado.web
+from jupyter_server.base.handlers import APIHandler, JupyterHandler
+from jupyter_server.serverapp import ServerWebApplication
+
+from workbench.lab.handlers import HANDLERS
+from workbench.notebooks.templates import templates
+
+ROOT = Path(__file__).resolve().parents[2]
+JUPYTER = ROOT / "workbench" / "lab" / "jupyter"
+TOKEN = "a-token-of-the-test"
+START_LIMIT_S = 60
+
+
+def unauthenticated(handlers: dict[str, type[tornado.web.RequestHandler]]) -> list[str]:
+    """Return the verbs that answer anyone, as Jupyter itself judges them."""
+    judge = ServerWebApplication._check_handler_auth
+    return [verb for path, handler in handlers.items() for verb in judge(None, path, handler)]  # type: ignore[arg-type]
+
+
+def test_every_verb_of_every_handler_asks_who_calls() -> None:
+    assert HANDLERS
+    assert all(issubclass(handler, APIHandler) for handler in HANDLERS.values())
+    assert unauthenticated(dict(HANDLERS)) == []
+
+
+def test_a_verb_that_asks_nobody_is_found() -> None:
+    class Open(JupyterHandler):
+        def get(self) -> None:
+            self.finish("anyone")
+
+    assert "GET of Open" in unauthenticated({"open": Open})[0]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Start a Jupyter server that finds the extension by its configuration alone; yield its address and its root."""
+    root = tmp_path_factory.mktemp("server")
+    (root / "notebooks").mkdir()
+    folders = {f"JUPYTER_{name}_DIR": str(root / ".jupyter" / name) for name in ("CONFIG", "DATA", "RUNTIME")}
+    paths = {"PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_PATH": str(JUPYTER), "JUPYTER_PATH": str(JUPYTER)}
+    port = free_port()
+    arguments = ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}"]
+    arguments += [f"--ServerApp.root_dir={root / 'notebooks'}", f"--IdentityProvider.token={TOKEN}"]
+    with (root / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jupyter_server", *arguments],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **folders, **paths},
+            cwd=root,
+        )
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while ask(f"http://127.0.0.1:{port}/api")[0] != 200:
+            assert process.poll() is None, (root / "log").read_text()
+            assert time.monotonic() < deadline, (root / "log").read_text()
+            time.sleep(0.1)
+        assert "JupyterServerAuthWarning" not in (root / "log").read_text()
+        yield f"http://127.0.0.1:{port}", root / "notebooks"
+    finally:
+        process.terminate()
+        process.wait(15)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, body: Any = None, token: str | None = TOKEN, verb: str | None = None) -> tuple[int, Any]:
+    """Return the status and the JSON of an answer; 0 while nothing listens."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, method=verb)
+    if token is not None:
+        request.add_header("Authorization", f"token {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        text = error.read()
+        return error.code, json.loads(text) if text.startswith(b"{") else text.decode()
+    except urllib.error.URLError:
+        return 0, None
+
+
+@pytest.mark.parametrize("path", HANDLERS)
+@pytest.mark.parametrize("verb", ["GET", "POST", "PUT", "PATCH", "DELETE"])
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_a_caller_without_the_token_gets_403(server: tuple[str, Path], path: str, verb: str, token: str | None) -> None:
+    status, _ = ask(f"{server[0]}/workbench/{path}", None if verb == "GET" else {}, token, verb)
+    implemented = getattr(HANDLERS[path], verb.lower()) != tornado.web.RequestHandler._unimplemented_method
+    assert status == 403 if implemented else status in (403, 405)
+    assert not list(server[1].iterdir())
+
+
+def test_the_launcher_gets_a_card_for_each_template(server: tuple[str, Path]) -> None:
+    status, answer = ask(f"{server[0]}/workbench/templates")
+    assert status == 200
+    assert {card["name"] for card in answer["templates"]} == set(templates())
+    assert all(card["title"] and card["description"].endswith(".") for card in answer["templates"])
+
+
+def test_a_copy_stands_beside_the_users_notebooks_under_a_name_of_its_own(server: tuple[str, Path]) -> None:
+    folder = server[1] / "mine <b>bold"
+    folder.mkdir()
+    for name in ("bert_scaling", "bert_scaling-2", "bert_scaling-3"):
+        status, answer = ask(f"{server[0]}/workbench/notebooks", {"template": "bert_scaling", "folder": folder.name})
+        assert (status, answer) == (201, {"path": f"{folder.name}/{name}.ipynb"})
+    copied, template = (
+        json.loads(path.read_text()) for path in (folder / f"{name}.ipynb", templates()["bert_scaling"])
+    )
+    assert [cell["source"] for cell in copied["cells"]] == [cell["source"] for cell in template["cells"]]
+
+
+@pytest.mark.parametrize("folder", ["..", "../elsewhere", "/../..", "a/../../b"])
+def test_a_folder_outside_the_servers_root_is_refused(server: tuple[str, Path], folder: str) -> None:
+    before = sorted(server[1].parent.rglob("*.ipynb"))
+    (server[1].parent / "elsewhere").mkdir(exist_ok=True)
+    assert ask(f"{server[0]}/workbench/notebooks", {"template": "sweep", "folder": folder})[0] in (400, 404)
+    assert sorted(server[1].parent.rglob("*.ipynb")) == before
+
+
+@pytest.mark.parametrize("name", ["sweeep", "../../etc/passwd", "/etc/passwd", None])
+def test_a_template_that_there_is_not_is_refused_with_the_known_names(server: tuple[str, Path], name: Any) -> None:
+    status, answer = ask(f"{server[0]}/workbench/notebooks", {"template": name, "folder": ""})
+    assert status == 404
+    assert "bert_scaling" in answer["message"] or "'sweep'" in answer["message"]
