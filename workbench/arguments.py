@@ -36,6 +36,7 @@ WORDS = {
     "NoneType": "None",
     "Sequence": "a list of these",
     "Iterable": "several of these",
+    "list": "a list",
     "Mapping": "a dict",
 }
 """Descriptions of the types of parameters, by the name of the type."""
@@ -59,7 +60,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:
             return inner(*args, **kwargs)  # raises, and names the keyword
         for name, value in given.items():
-            _check(function.__qualname__, name, value, kinds(name))
+            check(function.__qualname__, name, value, kinds(name))
         return inner(*args, **kwargs)
 
     return checked
@@ -83,7 +84,7 @@ def _resolved(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any
             names[name] = getattr(public, name)
 
 
-def _check(callee: str, name: str, value: Any, kind: Any) -> None:
+def check(callee: str, name: str, value: Any, kind: Any) -> None:
     """Raise `InvalidArgument` unless a value is of the type that the annotation names."""
     if not _fits(value, kind):
         raise InvalidArgument(

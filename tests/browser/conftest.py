@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import sys
@@ -54,6 +55,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
     environment |= {"JUPYTER_PATH": extension, "JUPYTER_CONFIG_PATH": extension}
     with lab.jupyterlab(root, environment) as running:
         yield running
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Keep every core busy."""
+    processes = [multiprocessing.get_context("fork").Process(target=spin) for _ in range(os.cpu_count() or 1)]
+    for process in processes:
+        process.start()
+    yield
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 @pytest.hookimpl(wrapper=True)

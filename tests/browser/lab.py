@@ -184,3 +184,26 @@ def restart_kernel(page: Any) -> None:
 
 def save(page: Any) -> None:
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save').then(() => 1)")
+
+
+CARD = ".jp-LauncherCard[data-category='Workbench']"
+DRAWN = """() => {
+    const graph = document.querySelector('.jupyter-widgets .js-plotly-plot');
+    const area = graph?.closest('.jp-WindowedPanel-outer')?.getBoundingClientRect();
+    const shown = (graph?.querySelector('.plot') ?? graph)?.getBoundingClientRect();
+    if (!area || shown.height < 50 || shown.top < area.top || shown.top + shown.height / 2 > area.bottom) return 0;
+    const lines = Array.from(graph.querySelectorAll('.scatterlayer path.js-line'));
+    return Math.max(0, ...lines.map(line => (line.getAttribute('d').match(/[LHVC]/g) || []).length));
+}"""
+"""Script that returns the segments of the longest line drawn by a live figure; 0 while its plot is out of view."""
+
+
+def open_launcher(page: Any, server: Server) -> None:
+    """Open JupyterLab with its launcher, and wait for the cards of the templates."""
+    page.goto(f"{server.url}/lab?token={server.token}&reset", timeout=PATIENCE_MS)
+    page.locator(CARD).first.wait_for(timeout=PATIENCE_MS)
+
+
+def wait_for_curve(page: Any, segments: int = 10) -> None:
+    """Wait until a live figure in view has drawn a line of so many segments."""
+    page.wait_for_function(f"() => ({DRAWN})() >= {segments}", timeout=PATIENCE_MS)

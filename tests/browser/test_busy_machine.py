@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -35,23 +34,6 @@ WATCH = """() => {
         if (last > (window.seen.at(-1)?.[0] ?? 0)) window.seen.push([last, Date.now() / 1000]);
     }, 20);
 }"""
-
-
-def spin() -> None:
-    while True:
-        pass
-
-
-@pytest.fixture
-def busy() -> Iterator[None]:
-    """Keep every core busy."""
-    processes = [multiprocessing.get_context("fork").Process(target=spin) for _ in range(os.cpu_count() or 1)]
-    for process in processes:
-        process.start()
-    yield
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 @pytest.fixture

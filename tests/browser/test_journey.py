@@ -1,4 +1,4 @@
-"""A researcher's day in a real JupyterLab: from the launcher's template to a page for a colleague."""
+"""A researcher's day in a real JupyterLab: from the launcher's card to a page for a colleague."""
 
 from __future__ import annotations
 
@@ -33,31 +33,6 @@ def folder(server: lab.Server) -> Iterator[Path]:
         run.stop()
     for run in list_runs(runs):
         run.wait(PATIENCE_S)
-
-
-def set_parameters(page: Any, **values: Any) -> None:
-    """Append assignments to the notebook's parameters cell."""
-    page.evaluate(
-        """(lines) => {
-            const panel = window.jupyterapp.shell.currentWidget;
-            const cell = panel.content.widgets.find(w => (w.model.getMetadata('tags') || []).includes('parameters'));
-            cell.model.sharedModel.setSource(cell.model.sharedModel.getSource() + '\\n' + lines);
-        }""",
-        "\n".join(f"{name} = {value!r}" for name, value in values.items()),
-    )
-
-
-def show_cell(page: Any, text: str) -> None:
-    """Scroll to the cell whose source holds `text`: JupyterLab keeps only visible cells in the page."""
-    page.evaluate(
-        """(text) => {
-            const content = window.jupyterapp.shell.currentWidget.content;
-            const index = content.widgets.findIndex(w => w.model.sharedModel.getSource().includes(text));
-            content.activeCellIndex = index;
-            return content.scrollToCell(content.widgets[index], 'start').then(() => 1);
-        }""",
-        text,
-    )
 
 
 def is_running(page: Any, text: str) -> bool:
@@ -98,18 +73,38 @@ def lower_priority(folder: Path) -> None:
                 os.setpriority(os.PRIO_PROCESS, record["pid"], min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5))
 
 
-def open_template(page: Any, server: lab.Server, name: str) -> None:
-    """Open a template through the Template card of JupyterLab's launcher."""
-    page.goto(f"{server.url}/lab?token={server.token}&reset", timeout=lab.PATIENCE_MS)
-    page.locator(".jp-LauncherCard", has_text="Template").first.click()
-    dialog = page.locator(".jp-Dialog")
-    dialog.wait_for()
-    dialog.locator("select").first.select_option(label="workbench")
-    options = dialog.locator("select").last
-    wanted = options.locator("option", has_text=name).first
-    options.select_option(value=wanted.get_attribute("value"))
-    dialog.get_by_role("button", name="GO").click()
-    lab.wait_for_kernel(page)
+def start_with_parameters(page: Any, title: str, **values: Any) -> None:
+    """Start a template with other parameters, by the menu of its card in the launcher."""
+    page.locator(lab.CARD, has_text=title).click(button="right")
+    page.get_by_role("menuitem", name="Change parameters").click()
+    for name, value in values.items():
+        page.locator(f"#workbench-{name}").fill(str(value))
+    page.get_by_role("button", name="Start").click()
+
+
+def test_one_click_on_a_card_draws_the_curve_in_view_while_all_cores_are_busy(
+    lab_page: Any,
+    server: lab.Server,
+    folder: Path,
+    picture: Any,
+    busy: None,  # noqa: ARG001
+) -> None:
+    page = lab_page
+    page.set_default_timeout(lab.PATIENCE_MS)
+    lab.open_launcher(page, server)
+    picture(page, "lab-cards")
+    began = time.monotonic()
+    page.locator(lab.CARD, has_text="Scaled BERT").click()
+    lab.wait_for_curve(page)
+    print(f"1 click and {time.monotonic() - began:.1f} s to the first curve; load {os.getloadavg()[0]:.1f}")
+    page.wait_for_timeout(3000)
+    assert page.evaluate(lab.DRAWN) > 10  # it is still in view, and grows
+    picture(page, "lab-first-curve")
+    assert page.title().startswith("bert_scaling")
+    assert not list(server.root.glob("Untitled*"))
+    for run in list_runs(folder):
+        run.kill()
+    assert page.refused == []
 
 
 @pytest.mark.timeout(900)
@@ -118,17 +113,21 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
 ) -> None:
     page = lab_page
     page.set_default_timeout(lab.PATIENCE_MS)
-    open_template(page, server, "bert_scaling")
-    set_parameters(page, steps=STEPS, global_batch=8, seq_len=32)
-    lab.start_all(page)
+    lab.open_launcher(page, server)
+    start_with_parameters(page, "Scaled BERT", steps="many", global_batch=8, seq_len=32)
+    page.get_by_role("alert").get_by_text("Experiment.steps='many' is not a whole number.").wait_for()
+    assert page.locator("#workbench-seq_len").input_value() == "32"
+    picture(page, "lab-parameters")
+    page.locator("#workbench-steps").fill(str(STEPS))
+    page.get_by_role("button", name="Start").click()
 
-    show_cell(page, "wb.live(runs)")
     page.locator(".jupyter-widgets span", has_text="running").first.wait_for()
     lower_priority(folder)
-    show_cell(page, "wb.live(runs)")
+    lab.wait_for_curve(page)
     wait_for_steps(page, 30)
     wait_for_steps(page, page.evaluate(STEPS_SHOWN) + 20)  # the curve grows while the cell below still waits
     assert is_running(page, "run.wait()")
+    assert page.evaluate(lab.DRAWN) > 10
     picture(page, "lab-training")
 
     for left in (1, 0):  # the run that trains, and the one that waits for its devices

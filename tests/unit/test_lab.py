@@ -130,6 +130,60 @@ def test_a_copy_stands_beside_the_users_notebooks_under_a_name_of_its_own(server
     assert [cell["source"] for cell in copied["cells"]] == [cell["source"] for cell in template["cells"]]
 
 
+def test_the_form_of_a_template_shows_names_defaults_comments_and_choices(server: tuple[str, Path]) -> None:
+    status, answer = ask(f"{server[0]}/workbench/parameters?template=bert_scaling")
+    fields = {field["name"]: field for field in answer["parameters"]}
+    assert status == 200
+    assert fields["preset"]["choices"] == ["demo", "full", "rehearsal"]
+    assert fields["limited_steps"] == {"name": "limited_steps", "default": "100", "help": "", "choices": []}
+    assert "presidential addresses" in fields["corpus"]["help"]
+
+
+def test_a_copy_holds_the_values_of_the_form_and_keeps_the_comments(server: tuple[str, Path]) -> None:
+    given = {
+        "preset": "full",
+        "steps": "40",
+        "corpus": "<img src=x onerror=alert(1)> 'é\".txt",
+        "pilot_rates": "[1e-3]",
+    }
+    status, answer = ask(f"{server[0]}/workbench/notebooks", {"template": "bert_scaling", "parameters": given})
+    assert status == 201
+    cells = json.loads((server[1] / answer["path"]).read_text())["cells"]
+    source = "".join(next(cell for cell in cells if "parameters" in cell["metadata"].get("tags", []))["source"])
+    names: dict[str, Any] = {}
+    exec(source, names)
+    assert (names["preset"], names["steps"], names["pilot_rates"]) == ("full", 40, [1e-3])
+    assert names["corpus"] == given["corpus"]
+    assert "# None: as many as the tokens ask for" in source
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("steps", "-5", "Experiment.steps=-5 must be 1 or more."),
+        ("steps", "abc", "Experiment.steps='abc' is not a whole number. Give a whole number."),
+        ("seed", "1.5", "bert_scaling cannot use seed=1.5. Give a whole number."),
+        ("seed", "__import__('os').abort()", "bert_scaling cannot use seed=\"__import__('os').abort()\". Give a whole"),
+        ("preset", "100 %d", "bert_scaling cannot use preset='100 %d'. Give one of demo, full, rehearsal."),
+        ("scatter", "1e999", "scatter=inf is not finite. Give a finite number."),
+        ("stepps", "5", "bert_scaling.ipynb has no parameter 'stepps'. Did you mean 'steps'?"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_a_sentence_and_nothing_is_written(
+    server: tuple[str, Path], name: str, text: str, sentence: str
+) -> None:
+    before = sorted(server[1].rglob("*.ipynb"))
+    status, answer = ask(f"{server[0]}/workbench/notebooks", {"template": "bert_scaling", "parameters": {name: text}})
+    assert (status, answer["message"][: len(sentence)]) == (400, sentence)
+    assert sorted(server[1].rglob("*.ipynb")) == before
+
+
+@pytest.mark.parametrize("template", templates())
+def test_each_template_says_which_cell_shows_its_curve(template: str) -> None:
+    cells = json.loads(templates()[template].read_text())["cells"]
+    assert [cell["cell_type"] for cell in cells if "curve" in cell["metadata"].get("tags", [])] == ["code"]
+
+
 @pytest.mark.parametrize("folder", ["..", "../elsewhere", "/../..", "a/../../b"])
 def test_a_folder_outside_the_servers_root_is_refused(server: tuple[str, Path], folder: str) -> None:
     before = sorted(server[1].parent.rglob("*.ipynb"))

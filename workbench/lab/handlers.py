@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -10,8 +12,9 @@ from jupyter_core.utils import ensure_async
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
-from workbench.errors import suggestion
+from workbench.errors import WorkbenchError, suggestion
 from workbench.lab.cards import cards
+from workbench.notebooks.parameters import checked_values, parameters, with_values
 from workbench.notebooks.templates import templates
 
 
@@ -27,6 +30,19 @@ class Templates(APIHandler):
         self.finish({"templates": cards()})
 
 
+class Parameters(APIHandler):
+    """The parameters of a template."""
+
+    auth_resource = "contents"
+
+    @tornado.web.authenticated
+    @authorized
+    def get(self) -> None:
+        """Answer with the name, the default, the comment and the choices of each parameter of a `template`."""
+        declared = parameters(known_template(self.get_query_argument("template", "")))
+        self.finish({"parameters": [asdict(parameter) for parameter in declared.values()]})
+
+
 class Notebooks(APIHandler):
     """Copies of templates beside the user's notebooks."""
 
@@ -37,14 +53,23 @@ class Notebooks(APIHandler):
     async def post(self) -> None:
         """Copy a `template` into a `folder` of the server's files, and answer with the copy's path.
 
-        The contents manager writes the copy, and refuses a folder outside the server's root.
+        `parameters` holds the text of each value that differs from the template's. The contents manager writes the
+        copy, and refuses a folder outside the server's root.
         """
         asked = self.get_json_body() or {}
-        name = str(asked.get("template"))
-        if name not in templates():
-            raise tornado.web.HTTPError(404, f"There is no template {name!r}. {suggestion(name, templates())}")
-        notebook = nbformat.read(templates()[name], as_version=4)
-        path = await self._free_path(str(asked.get("folder", "")), name)
+        template = known_template(asked.get("template"))
+        texts = {str(name): str(text) for name, text in asked.get("parameters", {}).items()}
+        notebook = nbformat.read(template, as_version=4)
+        if texts:
+            try:
+                values = checked_values(template, texts)
+            except WorkbenchError as error:
+                self.set_status(400)
+                self.finish({"message": str(error)})
+                return
+            cell = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+            cell.source = with_values(cell.source, values)
+        path = await self._free_path(str(asked.get("folder", "")), template.stem)
         await ensure_async(self.contents_manager.save({"type": "notebook", "content": notebook}, path))
         self.set_status(201)
         self.finish({"path": path})
@@ -59,5 +84,12 @@ class Notebooks(APIHandler):
         return path
 
 
-HANDLERS = {"templates": Templates, "notebooks": Notebooks}
+def known_template(name: Any) -> Path:
+    """Return the path of an installed template; raises 404 with the known names."""
+    if name not in templates():
+        raise tornado.web.HTTPError(404, f"There is no template {name!r}. {suggestion(str(name), templates())}")
+    return templates()[name]
+
+
+HANDLERS = {"templates": Templates, "parameters": Parameters, "notebooks": Notebooks}
 """Path below `workbench/` -> its handler."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import UnknownParameter, WorkbenchError, suggestion
+from workbench.errors import WorkbenchError
 from workbench.figures.pages import finish_notebook, notebook_to_html, read_notebook
+from workbench.notebooks.parameters import check_names
 from workbench.notebooks.record import add_record
 from workbench.rundir import RunDir
 from workbench.runs.launching.launcher import LAUNCHES
@@ -70,7 +71,7 @@ def execute(
     executed, page = to.absolute() / notebook.name, to.absolute() / f"{notebook.stem}.html"
     with tempfile.TemporaryDirectory() as scratch:
         source = _with_kernel(notebook, Path(scratch))
-        _check_parameters(source, parameters or {})
+        check_names(source, parameters or {})
         to.mkdir(parents=True, exist_ok=True)
         launches = Path(scratch) / "launches"
         launches.touch()
@@ -142,20 +143,6 @@ def _with_kernel(notebook: Path, scratch: Path) -> Path:
     value.metadata["kernelspec"] = nbformat.from_dict(KERNEL)
     nbformat.write(value, scratch / notebook.name)
     return scratch / notebook.name
-
-
-def _check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
-    import papermill
-
-    declared = papermill.inspect_notebook(str(notebook)) if parameters else {}
-    for name in parameters:
-        if name not in declared:
-            names = ", ".join(declared) or "none"
-            hint = suggestion(name, declared) if declared else "It has no cell tagged parameters."
-            listed = "" if hint.startswith("Known names") or not declared else f" It has: {names}."
-            raise UnknownParameter(
-                f"{notebook.name} has no parameter {name!r}. {hint}{listed}", parameter=name, known=tuple(declared)
-            )
 
 
 def launched_runs(file: Path) -> list[Run]:

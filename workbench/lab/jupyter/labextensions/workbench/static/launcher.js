@@ -1,43 +1,111 @@
-// A card for each template in the launcher's Workbench section: one click makes a named copy and opens it.
+// A card for each template in the launcher's Workbench section. One click makes a named copy in the current folder, runs
+// it, and keeps the cell tagged `curve` in view. A form changes the parameters of a copy before it runs.
 import connect from './server.js';
+import follow from './curve.js';
+import form from './form.js';
 
 const CATEGORY = 'Workbench';
-const ICON = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
+const CARD = `.jp-LauncherCard[data-category="${CATEGORY}"]`;
+const STYLE = `
+  .jp-Launcher-content { display: flex; flex-direction: column; }
+  .jp-Launcher-section:has(${CARD}) { order: -1; }
+  .workbench-form { display: grid; grid-template-columns: max-content 16em minmax(14em, 28em);
+    gap: 6px 12px; align-items: center; }
+  .workbench-form .workbench-refused { grid-column: 1 / -1; color: var(--jp-error-color0, #b00020); font-weight: 600; }
+  .workbench-form label, .workbench-form input, .workbench-form select { font-family: var(--jp-code-font-family); }
+  .workbench-form small { color: var(--jp-ui-font-color2); }
+`;
+const CURVE = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
   <path class="jp-icon3" stroke="#616161" d="M3 3v18h18"/>
   <path class="jp-icon-brand0" stroke="#0072b2" d="M6 6c2 9 6 11 14 11"/>
 </svg>`;
+const SLIDERS = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
+  <path class="jp-icon3" stroke="#616161" d="M3 7h8m6 0h4M3 17h3m6 0h9"/>
+  <path class="jp-icon-brand0" stroke="#0072b2" d="M11 4h6v6h-6zM6 14h6v6H6z"/>
+</svg>`;
 
 export default async function launcher(library) {
-  const [{ILauncher}, {showErrorMessage}, {LabIcon}, request] = await Promise.all([
-    library('@jupyterlab/launcher'),
-    library('@jupyterlab/apputils'),
-    library('@jupyterlab/ui-components'),
-    connect(library),
-  ]);
+  const [{ILauncher}, apputils, {LabIcon}, {IDefaultFileBrowser}, {NotebookActions}, {Widget}, request] =
+    await Promise.all([
+      library('@jupyterlab/launcher'),
+      library('@jupyterlab/apputils'),
+      library('@jupyterlab/ui-components'),
+      library('@jupyterlab/filebrowser'),
+      library('@jupyterlab/notebook'),
+      library('@lumino/widgets'),
+      connect(library),
+    ]);
+
   return {
     id: 'workbench:launcher',
     autoStart: true,
-    optional: [ILauncher],
-    activate: async (app, launcher) => {
-      const icon = new LabIcon({name: 'workbench:template', svgstr: ICON});
+    optional: [ILauncher, IDefaultFileBrowser, apputils.ICommandPalette],
+    activate: async (app, launcher, browser, palette) => {
+      document.head.append(Object.assign(document.createElement('style'), {textContent: STYLE}));
+      const curve = follow(NotebookActions);
       const {templates} = await request('templates');
-      templates.forEach(({name, title, description}, rank) => {
-        const command = `workbench:new-${name}`;
+
+      // Makes a copy, opens it and runs it; `parameters` holds the text of each value that the user changed.
+      const start = async ({name}, cwd, parameters = {}) => {
+        const folder = app.serviceManager.contents.localPath(cwd ?? browser?.model.path ?? '');
+        const {path} = await request('notebooks', {template: name, folder, parameters});
+        const panel = await app.commands.execute('docmanager:open', {path, factory: 'Notebook'});
+        void curve.runAll(panel);
+        return panel;
+      };
+      const refuse = ({title}, error) => apputils.showErrorMessage(`${title} was not started`, error.message);
+
+      const startWithParameters = async (template, cwd) => {
+        const {parameters} = await request(`parameters?template=${encodeURIComponent(template.name)}`);
+        for (let given = {}, refusal = ''; ; ) {
+          const body = form(Widget, parameters, given, refusal);
+          const buttons = [apputils.Dialog.cancelButton(), apputils.Dialog.okButton({label: 'Start'})];
+          const answer = await apputils.showDialog({title: template.title, body, buttons, focusNodeSelector: 'input'});
+          if (!answer.button.accept) return undefined;
+          given = answer.value;
+          try {
+            return await start(template, cwd, given);
+          } catch (error) {
+            refusal = error.message;
+          }
+        }
+      };
+
+      const icon = new LabIcon({name: 'workbench:curve', svgstr: CURVE});
+      templates.forEach((template, rank) => {
+        const command = `workbench:start-${template.name}`;
         app.commands.addCommand(command, {
-          label: title,
-          caption: description,
+          label: template.title,
+          caption: `${template.description}\nRight-click to change its parameters.`,
           icon,
-          execute: async ({cwd = ''}) => {
-            try {
-              const {path} = await request('notebooks', {template: name, folder: cwd});
-              return await app.commands.execute('docmanager:open', {path, factory: 'Notebook'});
-            } catch (error) {
-              await showErrorMessage(`${title} cannot be started`, error.message);
-            }
-          },
+          execute: ({cwd}) => start(template, cwd).catch(error => refuse(template, error)),
         });
         launcher?.add({command, category: CATEGORY, rank});
+        palette?.addItem({command, category: CATEGORY});
       });
+
+      // The template of the card that was right-clicked, or the one that the user chooses.
+      const chosen = async () => {
+        const card = app.contextMenuHitTest(node => node.matches(CARD));
+        const title = card?.querySelector('.jp-LauncherCard-label')?.textContent;
+        const found = templates.find(template => template.title === title);
+        if (found) return found;
+        const titles = templates.map(template => template.title);
+        const {value} = await apputils.InputDialog.getItem({title: 'Which template?', items: titles});
+        return templates.find(template => template.title === value);
+      };
+      app.commands.addCommand('workbench:start-with-parameters', {
+        label: 'Change parameters…',
+        caption: 'Start a template with other parameters.',
+        icon: new LabIcon({name: 'workbench:sliders', svgstr: SLIDERS}),
+        execute: async ({cwd}) => {
+          const template = await chosen();
+          return template && startWithParameters(template, cwd).catch(error => refuse(template, error));
+        },
+      });
+      launcher?.add({command: 'workbench:start-with-parameters', category: CATEGORY, rank: templates.length});
+      palette?.addItem({command: 'workbench:start-with-parameters', category: CATEGORY});
+      app.contextMenu.addItem({command: 'workbench:start-with-parameters', selector: CARD, rank: 0});
     },
   };
 }
