@@ -1,10 +1,12 @@
 """How quickly what trains is seen, and what watching costs.
 
-    python benchmarks/live.py            # everything; minutes, and Chromium for the first three
+    python benchmarks/live.py            # everything; minutes, and Chromium for the first four
     python benchmarks/live.py tracking launch
 
 Prints, for this machine:
 
+- `first_curve`: clicks and seconds from the launcher to the first curve that `templates/bert_scaling.ipynb` draws
+  in view, and how long after the click its first cell was done, its runs were launched and a step was logged;
 - `latency`: from the moment an event is written to the moment a real browser (JupyterLab in headless Chromium) has
   drawn it, p50 and p95;
 - `zoom`: 10 runs × 1 M points: time of `wb.live` for events that nobody has opened before, and again in another kernel;
@@ -103,7 +105,8 @@ def laboratory(folder: Path) -> Iterator[tuple[Any, Any]]:
         sys.exit(
             "There is no Chromium on this machine. Install one (apt-get install chromium), or ask for: tracking launch."
         )
-    with lab.jupyterlab(folder, {"PYTHONPATH": str(REPOSITORY)}) as server, sync_playwright() as play:
+    environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(folder / "runs")}
+    with lab.jupyterlab(folder, environment) as server, sync_playwright() as play:
         browser = play.chromium.launch(
             executable_path=CHROMIUM, args=[*lab.CHROMIUM_ARGUMENTS, "--enable-precise-memory-info"]
         )
@@ -131,6 +134,33 @@ def in_kernel(page: Any, expression: str) -> Any:
         expression,
     )
     return json.loads(answer)
+
+
+def first_curve(folder: Path) -> str:
+    """One click on the card of the demo; what is drawn is counted in the page, and the clicks too."""
+    import lab
+
+    from workbench.rundir import read_events
+    from workbench.runs.registry import list_runs
+
+    with laboratory(folder / "lab") as (server, page):
+        page.add_init_script("window.clicks = 0; addEventListener('click', e => window.clicks += e.isTrusted, true)")
+        lab.open_launcher(page, server)
+        clicked = time.time()
+        page.locator(lab.CARD, has_text="Scaled BERT").click()
+        cells = "window.jupyterapp.shell.currentWidget?.content?.widgets"
+        page.wait_for_function(f"() => {cells}?.some?.(cell => cell.model.executionCount)")
+        began_s = time.time() - clicked
+        lab.wait_for_curve(page)
+        curve_s = time.time() - clicked
+        clicks = page.evaluate("() => window.clicks")
+        events = [read_events(run.directory.events) for run in list_runs(folder / "lab" / "runs")]
+        launched_s = min(each[0]["time"] for each in events) - clicked
+        step_s = min(event["time"] for each in events for event in each if event["type"] == "step") - clicked
+        for run in list_runs(folder / "lab" / "runs"):
+            run.kill()
+    parts = f"first cell done {began_s:.1f} s, launched {launched_s:.1f} s, first step {step_s:.1f} s after the click"
+    return f"first curve     {clicks} click and {curve_s:.1f} s ({parts})"
 
 
 def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> str:
@@ -313,7 +343,14 @@ print(*took)
     return f"launch          returns in {statistics.median(others):.2f} s (the first of a kernel: {first:.2f} s)"
 
 
-MEASUREMENTS = {"tracking": tracking, "launch": launch, "latency": latency, "zoom": zoom, "memory": memory}
+MEASUREMENTS = {
+    "tracking": tracking,
+    "launch": launch,
+    "first_curve": first_curve,
+    "latency": latency,
+    "zoom": zoom,
+    "memory": memory,
+}
 
 
 def main() -> None:

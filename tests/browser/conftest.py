@@ -48,11 +48,9 @@ def browser_context_args(browser_context_args: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
-    """Start a JupyterLab with the extension of this checkout; its kernels keep runs in `runs` beside the notebooks."""
+    """Start a JupyterLab; its kernels keep runs in `runs` beside the notebooks."""
     root = tmp_path_factory.mktemp("lab")
-    extension = str(REPOSITORY / "workbench" / "lab" / "jupyter")
     environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(root / "runs"), "OMP_NUM_THREADS": "1"}
-    environment |= {"JUPYTER_PATH": extension, "JUPYTER_CONFIG_PATH": extension}
     with lab.jupyterlab(root, environment) as running:
         yield running
 

@@ -30,6 +30,8 @@ START_TIMEOUT_S = 120
 PATIENCE_MS = 180_000
 """Longest wait in ms for anything that must happen: a busy machine takes many times longer than an idle one."""
 ATTEMPTS = 6
+EXTENSION = Path(__file__).parents[2] / "workbench" / "lab" / "jupyter"
+"""Folder in which Jupyter finds the extension of this checkout, before one that is installed."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Server:
 
 @contextlib.contextmanager
 def jupyterlab(root: Path, environment: dict[str, str]) -> Iterator[Server]:
-    """Start JupyterLab over `root` with settings of its own; end it on leaving."""
+    """Start JupyterLab with our extension over `root`, with settings of its own; end it on leaving."""
     port, token = _free_port(), secrets.token_hex(16)
     server = Server(f"http://127.0.0.1:{port}", token, root)
     with (root / "server.log").open("wb") as log:
@@ -100,7 +102,8 @@ def _private_folders(root: Path) -> dict[str, str]:
     quiet = folders["JUPYTERLAB_SETTINGS_DIR"] / "@jupyterlab" / "apputils-extension"
     quiet.mkdir(parents=True)
     (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
-    return {variable: str(folder) for variable, folder in folders.items()}
+    found = dict.fromkeys(("JUPYTER_PATH", "JUPYTER_CONFIG_PATH"), str(EXTENSION))
+    return {variable: str(folder) for variable, folder in folders.items()} | found
 
 
 def _wait_until_ready(server: Server, process: subprocess.Popen[bytes]) -> None:

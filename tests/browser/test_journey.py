@@ -74,9 +74,10 @@ def lower_priority(folder: Path) -> None:
 
 
 def start_with_parameters(page: Any, title: str, **values: Any) -> None:
-    """Start a template with other parameters, by the menu of its card in the launcher."""
-    page.locator(lab.CARD, has_text=title).click(button="right")
-    page.get_by_role("menuitem", name="Change parameters").click()
+    """Start a template with other parameters, by the last card of the launcher's section."""
+    page.locator(lab.CARD, has_text="Change parameters").click()
+    page.locator(".jp-Dialog select").select_option(label=title)
+    page.get_by_role("button", name="Ok").click()
     for name, value in values.items():
         page.locator(f"#workbench-{name}").fill(str(value))
     page.get_by_role("button", name="Start").click()
@@ -114,7 +115,11 @@ def test_from_the_launcher_to_a_page_for_a_colleague(
     page = lab_page
     page.set_default_timeout(lab.PATIENCE_MS)
     lab.open_launcher(page, server)
-    start_with_parameters(page, "Scaled BERT", steps="many", global_batch=8, seq_len=32)
+    page.locator(lab.CARD, has_text="Which learning rate").click(button="right")  # a card's menu has its own form
+    page.get_by_role("menuitem", name="Change parameters").click()
+    assert page.locator("#workbench-learning_rates").input_value() == "[1e-3, 6e-3]"
+    page.get_by_role("button", name="Cancel").click()
+    start_with_parameters(page, "Scaled BERT against BERT-Large", steps="many", global_batch=8, seq_len=32)
     page.get_by_role("alert").get_by_text("Experiment.steps='many' is not a whole number.").wait_for()
     assert page.locator("#workbench-seq_len").input_value() == "32"
     picture(page, "lab-parameters")

@@ -113,7 +113,7 @@ def test_a_library_is_imported_in_its_room_only(library: str) -> None:
 
 def test_every_heavy_dependency_has_a_home() -> None:
     light = {"lazy-loader", "numpy", "nvidia-ml-py", "packaging", "psutil", "rich", "tqdm"}
-    light |= {"ipykernel", "jupyterlab", "jupyterlab-templates"}
+    light |= {"ipykernel", "jupyterlab"}
     modules = {"pyyaml": "yaml", "jupyter-server": "jupyter_server"}
     names = {modules.get(name, name) for name in (Requirement(line).name for line in PROJECT["dependencies"])}
     with_torch = {"triton"}  # builds of torch for GPUs bring it, so that it is no dependency of ours

@@ -9,7 +9,7 @@ from pathlib import Path
 from workbench.errors import RunNotFound, WorkbenchError, suggestion
 
 FOLDER = Path("notebook_templates") / "workbench"
-"""Folder of the templates inside a Jupyter data folder; jupyterlab-templates looks there."""
+"""Folder of the templates inside a Jupyter data folder."""
 CHECKOUT = Path(__file__).resolve().parents[2] / "templates"
 
 

@@ -13,6 +13,7 @@ const STYLE = `
     gap: 6px 12px; align-items: center; }
   .workbench-form .workbench-refused { grid-column: 1 / -1; color: var(--jp-error-color0, #b00020); font-weight: 600; }
   .workbench-form label, .workbench-form input, .workbench-form select { font-family: var(--jp-code-font-family); }
+  .workbench-form .jp-select-wrapper { margin: 0; }
   .workbench-form small { color: var(--jp-ui-font-color2); }
 `;
 const CURVE = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
@@ -84,9 +85,9 @@ export default async function launcher(library) {
         palette?.addItem({command, category: CATEGORY});
       });
 
-      // The template of the card that was right-clicked, or the one that the user chooses.
-      const chosen = async () => {
-        const card = app.contextMenuHitTest(node => node.matches(CARD));
+      // The template of the card whose menu was used, or the one that the user chooses.
+      const chosen = async ofCard => {
+        const card = ofCard && app.contextMenuHitTest(node => node.matches(CARD));
         const title = card?.querySelector('.jp-LauncherCard-label')?.textContent;
         const found = templates.find(template => template.title === title);
         if (found) return found;
@@ -98,14 +99,16 @@ export default async function launcher(library) {
         label: 'Change parameters…',
         caption: 'Start a template with other parameters.',
         icon: new LabIcon({name: 'workbench:sliders', svgstr: SLIDERS}),
-        execute: async ({cwd}) => {
-          const template = await chosen();
+        execute: async ({cwd, ofCard}) => {
+          const template = await chosen(ofCard);
           return template && startWithParameters(template, cwd).catch(error => refuse(template, error));
         },
       });
       launcher?.add({command: 'workbench:start-with-parameters', category: CATEGORY, rank: templates.length});
       palette?.addItem({command: 'workbench:start-with-parameters', category: CATEGORY});
-      app.contextMenu.addItem({command: 'workbench:start-with-parameters', selector: CARD, rank: 0});
+      app.contextMenu.addItem({
+        command: 'workbench:start-with-parameters', args: {ofCard: true}, selector: CARD, rank: 0,
+      });
     },
   };
 }
