@@ -148,16 +148,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raises `ValueError` for a record that differs from what `write_record` wrote."""
-    value = json.loads(path.read_text())
-    if isinstance(value, dict) and RECORD_CHECKSUM in value and value.pop(RECORD_CHECKSUM) != _checksum(value):
-        raise ValueError("it differs from what was written")
-    return value
+    """Return the value in a JSON file."""
+    return json.loads(path.read_text())
 
 
 def write_record(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write fields as `write_json` does, with a checksum that `read_json` compares: for records that nobody edits."""
+    """Write fields as `write_json` does, with a checksum that `read_record` compares: for records that nobody edits."""
     write_json(path, {**fields, RECORD_CHECKSUM: _checksum(fields)})
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the fields of a record; raises `ValueError` if they are not what `write_record` wrote."""
+    value = read_json(path)
+    if not isinstance(value, dict) or value.pop(RECORD_CHECKSUM, None) != _checksum(value):
+        raise ValueError("it differs from what was written")
+    return value
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
@@ -166,9 +171,9 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 def what_was_started(run: RunDir) -> dict[str, Any]:
     """Return what determines the training: `experiment.json`, and `plan.json` without what the planner predicted."""
-    plan = read_json(run.plan)
+    plan, experiment = read_json(run.plan), read_json(run.experiment)
     return {
-        "experiment": read_json(run.experiment),
+        "experiment": {name: value for name, value in experiment.items() if name != RECORD_CHECKSUM},
         "plan": {name: value for name, value in plan.items() if name not in ("candidates", "prediction", "cluster")},
     }
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from workbench.rundir import RunDir, append_event, this_process, write_json
+from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
 
 TOKENS_PER_STEP = 8192
 
@@ -18,9 +18,9 @@ TOKENS_PER_STEP = 8192
 def main(directory: str, steps: int, seconds_per_step: float, fail_at: int | None) -> None:
     run = RunDir(Path(directory))
     run.path.mkdir(parents=True)
-    write_json(run.environment, {})
+    write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": this_process()})
-    write_json(run.experiment, {"steps": steps, "name": run.path.name})
+    write_record(run.experiment, {"steps": steps, "name": run.path.name})
     append_event(run.events, "status", state="running", message="")
     append_event(run.events, "start", devices=["cpu", "cpu"], world=2, resumed_from=None)
     began = time.time()
@@ -56,7 +56,7 @@ def train(run: RunDir, step: int, seconds_per_step: float, began: float) -> None
 
 
 def fail(run: RunDir) -> None:
-    write_json(
+    write_record(
         run.error(1),
         {
             "rank": 1,

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
+from workbench.rundir import RunDir, append_event, read_json, this_process, write_json, write_record
 
 
 def main(run: RunDir) -> int:
@@ -22,7 +22,7 @@ def main(run: RunDir) -> int:
             "message": "Out of memory: tried 3 GiB.",
             "time": 0.0,
         }
-        write_json(run.error(0), {**error, "traceback": ""})
+        write_record(run.error(0), {**error, "traceback": ""})
         return 1
     step_ms = 40.0 - 4 * plan["micro_batch"] + 50 * (plan["tensor"] - 1)
     for step in range(1, steps + 1):

@@ -22,7 +22,7 @@ from workbench.figures.timeline_view import timeline
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.predicted_timeline import timeline as predicted
 from workbench.planning.simulation import peak_holdings
-from workbench.rundir import RunDir, read_events, write_json
+from workbench.rundir import RunDir, read_events, write_json, write_record
 from workbench.runs.records.history import read_history
 from workbench.runs.tracking.recorder import write_offline
 
@@ -54,7 +54,7 @@ def check_column(run: RunDir, project: str) -> None:
     assert any(trace.y is not None and set(trace.y) == {60.0} for trace in figure.data)
     drawn = loss_curves([curve], x="ranks_seen", y="ranks_seen")
     assert (drawn.layout.yaxis.title.text, drawn.layout.xaxis.title.text) == ("Three per rank", "Threes")
-    write_json(run.environment, {})
+    write_record(run.environment, {})
     write_json(run.tracker, {"project": project, "id": "abc", "name": "run", "group": "g", "tags": []})
     write_offline(run, "")
     (file,) = run.tracking.glob("wandb/offline-run-*/run-*.wandb")

@@ -24,7 +24,7 @@ from workbench.cost.device import Device, Link
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, read_events, write_json
+from workbench.rundir import RunDir, read_events, write_json, write_record
 from workbench.runs.records.history import read_history
 
 VOCAB, SEQ = 96, 16
@@ -65,7 +65,7 @@ def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None =
     run = RunDir(path)
     for folder in (run.logs, run.ranks, run.errors, run.code, run.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
-    write_json(run.experiment, asked.to_json())
+    write_record(run.experiment, asked.to_json())
     write_json(run.plan, chosen.to_json())
     (run.code / "data.pkl").write_bytes(cloudpickle.dumps(getattr(asked.data, "dataset_or_factory", None)))
     run.resume.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from workbench.rundir import RunDir, append_event, read_json, this_process, write_json
+from workbench.rundir import RunDir, append_event, read_json, this_process, write_json, write_record
 
 
 def main(run: RunDir) -> None:
@@ -31,7 +31,7 @@ def main(run: RunDir) -> None:
         _train(run, rank, world)
     except BaseException as error:
         fields = {"rank": rank, "stage": rank, "type": type(error).__name__, "message": str(error)}
-        write_json(run.error(rank), {**fields, "traceback": traceback.format_exc(), "time": time.time()})
+        write_record(run.error(rank), {**fields, "traceback": traceback.format_exc(), "time": time.time()})
         raise
     finally:
         if dist.is_initialized():

@@ -36,7 +36,7 @@ from workbench.execution.checkpoint import files, save_load
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, TrainingProgress
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, check_unedited, read_json, write_json, write_record
+from workbench.rundir import RunDir, append_event, check_unedited, read_record, write_json, write_record
 from workbench.runs.launching import launcher, processes, run_directory
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.environment import environment
@@ -261,7 +261,7 @@ class World:
     def description(self) -> str | None:
         """Return what a rank would silently train otherwise, if anything."""
         check_unedited(self.run)
-        found = {"plan": decisive(Plan.load(self.run.plan)), "experiment": read_json(self.run.experiment)}
+        found = {"plan": decisive(Plan.load(self.run.plan)), "experiment": read_record(self.run.experiment)}
         wanted = {"plan": decisive(self.plan), "experiment": json.loads(json.dumps(self.experiment.to_json()))}
         differing = [name for name in found if found[name] != wanted[name]]
         _ = wb.load_run(self.run.path).experiment

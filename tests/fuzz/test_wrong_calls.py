@@ -26,7 +26,7 @@ from workbench.errors import WorkbenchError
 from workbench.experiment import GROUPS, PATHS
 from workbench.measure import calibration
 from workbench.notebooks import reproducing
-from workbench.rundir import append_event, write_json
+from workbench.rundir import append_event, write_record
 from workbench.runs.launching import launcher
 from workbench.strategy import Choices
 from workbench.sweeps import queue as sweep_queue
@@ -258,7 +258,7 @@ def _start(*_args: Any, **_keywords: Any) -> Any:
 
 def _run(folder: Path, experiment: wb.Experiment, plan: wb.Plan) -> wb.Run:
     run = make_run(folder / "runs", steps=4)
-    write_json(run.experiment, experiment.to_json())
+    write_record(run.experiment, experiment.to_json())
     plan.save(run.plan)
     for step in range(1, 5):
         append_event(run.events, "step", step=step, loss=7.0 / step, seconds=0.5 * step, tokens=128 * step)

@@ -15,7 +15,7 @@ from workbench import cli, notebooks
 from workbench.cost.cluster import Cluster
 from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.planning.plan import Plan
-from workbench.rundir import RunDir, append_event, this_process, write_json
+from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
 from workbench.strategy import Choices, choices_from
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,8 +118,8 @@ def test_an_error_is_one_sentence_and_exit_code_2(tmp_path):
 
 def test_scripts_read_runs_as_json(tmp_path):
     run = RunDir(tmp_path / "runs" / "bert-1")
-    write_json(run.experiment, {"name": "bert", "steps": 100, "model": {}})
-    write_json(run.environment, {})
+    write_record(run.experiment, {"name": "bert", "steps": 100, "model": {}})
+    write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": this_process()})
     append_event(run.events, "status", state="running", message="")
     append_event(run.events, "step", step=4, loss=6.5, tokens_per_s=1e3)
@@ -140,8 +140,8 @@ def test_new_and_sync_are_commands(tmp_path):
 
 def test_a_run_is_followed_without_a_browser_until_it_has_failed(tmp_path):
     run = RunDir(tmp_path / "runs" / "bert-1")
-    write_json(run.experiment, {"name": "bert", "steps": 100, "model": {}})
-    write_json(run.environment, {})
+    write_record(run.experiment, {"name": "bert", "steps": 100, "model": {}})
+    write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": this_process()})
     append_event(run.events, "status", state="running", message="")
     append_event(run.events, "step", step=4, loss=6.5, tokens_per_s=1e3, step_ms=500.0)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from workbench.capture import capture, spec_of
 from workbench.figures.partition_view import partition
 from workbench.figures.plan_view import plan_html, show_plan
-from workbench.rundir import append_event, write_json
+from workbench.rundir import append_event, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
 from workbench.widgets.run_reader import RunReader
@@ -36,7 +36,7 @@ def failed(tmp_path: Path) -> Run:
     run = make_run(tmp_path, name=MARKUP)
     append_event(run.events, "checkpoint_problem", step=1, path="p", message=f"problem {MARKUP}")
     error = {"rank": 1, "stage": 1, "type": f"Bad{MARKUP}", "message": MARKUP, "traceback": f"File {MARKUP}"}
-    write_json(run.error(1), {**error, "time": 1.0})
+    write_record(run.error(1), {**error, "time": 1.0})
     append_event(run.events, "status", state="failed", message=f"rank 1 (stage 1): {MARKUP}")
     return Run(run.path)
 

@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 from workbench.errors import UnknownParameter
 from workbench.figures.decimation import MAX_POINTS
-from workbench.rundir import RunDir, append_event, this_process, write_json
+from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
 from workbench.runs.records.summary import data_wait
 from workbench.runs.run import Run
 from workbench.widgets import dashboard, live, live_widget
@@ -39,9 +39,9 @@ def directory(tmp_path: Path) -> RunDir:
 def start_run(path: Path, steps: int = 100) -> RunDir:
     run = RunDir(path)
     run.path.mkdir(parents=True)
-    write_json(run.environment, {})
+    write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": this_process()})
-    write_json(run.experiment, {"steps": steps})
+    write_record(run.experiment, {"steps": steps})
     append_event(run.events, "status", state="running", message="")
     append_event(run.events, "start", devices=["cpu"], world=1, resumed_from=None)
     return run
@@ -130,7 +130,7 @@ def test_closing_ends_the_thread_and_leaves_the_run_alone(directory: RunDir) -> 
 
 def test_a_failed_run_shows_its_ranks_error_as_text(directory: RunDir) -> None:
     error = {"rank": 3, "stage": 1, "type": "ValueError", "message": "<i>bad</i>", "traceback": "File <x>", "time": 1.0}
-    write_json(directory.error(3), error)
+    write_record(directory.error(3), error)
     end(directory, "failed", "rank 3")
     dashboard = live(Run(directory.path))
     eventually(lambda: not dashboard.following)

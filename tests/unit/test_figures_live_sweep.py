@@ -10,7 +10,7 @@ import pytest
 from test_figures_live import end, eventually, start_run, train
 
 import workbench as wb
-from workbench.rundir import RunDir, this_process, write_json
+from workbench.rundir import RunDir, this_process, write_json, write_record
 from workbench.sweeps.directory import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
 from workbench.widgets import LiveSweep
@@ -33,7 +33,7 @@ def sweep(tmp_path: Path) -> Sweep:
 
 def begin(directory: QueueDir, entry: Entry) -> RunDir:
     run = start_run(directory.run(entry))
-    write_json(run.experiment, {"steps": 100, "name": "sweep", "seed": entry.seed})
+    write_record(run.experiment, {"steps": 100, "name": "sweep", "seed": entry.seed})
     return run
 
 

@@ -16,7 +16,7 @@ from workbench.analysis.seed_contrast import (
 from workbench.errors import InvalidArgument, InvalidExperiment, UnknownParameter
 from workbench.figures.contrast_view import contrast
 from workbench.figures.figure import picture
-from workbench.rundir import RunDir, append_event, write_json
+from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.sparsity import Dynamic, Static
 from workbench.sweeps.directory import Entry, QueueDir, Result
 from workbench.sweeps.sweep import Sweep
@@ -95,8 +95,8 @@ def sweep(tmp_path) -> Sweep:
     for entry in directory.queue():
         path = RunDir(directory.run(entry))
         values = {"learning_rate": [1e-3, 1e-4][entry.choice["learning_rate"]], "seed": entry.seed, "name": "sweep"}
-        write_json(path.experiment, values)
-        write_json(path.environment, {})
+        write_record(path.experiment, values)
+        write_record(path.environment, {})
         append_event(path.events, "start", devices=1, world=1)
         for step in range(1, 11):
             loss = 5 - entry.choice["learning_rate"] + 0.01 * entry.seed

@@ -25,7 +25,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.refusals import too_large_to_build
 from workbench.planning.search import search
-from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json
+from workbench.rundir import RunDir, append_event, process_alive, process_record, this_process, write_json, write_record
 from workbench.runs.doctor import SHOWN_PACKAGES, doctor
 from workbench.runs.launching import device_queue, run_directory
 from workbench.runs.launching.failure import record_silent_death, root_cause
@@ -43,8 +43,8 @@ DEAD = {"pid": 2**22 + 1, "created": 0.0}
 
 def make_run(folder, name="bert-1", steps=100, supervisor=DEAD) -> RunDir:
     run = RunDir(folder / name)
-    write_json(run.experiment, {"name": name, "steps": steps, "model": {}})
-    write_json(run.environment, {})
+    write_record(run.experiment, {"name": name, "steps": steps, "model": {}})
+    write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": supervisor})
     append_event(run.events, "status", state="running", message="")
     return run
@@ -77,7 +77,7 @@ def test_a_continued_run_keeps_what_is_known_of_its_data_and_origin(tmp_path):
     own = Experiment(model=models.bert_large(), data=[{"input_ids": [1]}] * 8, steps=100)
     named = own.replace(data=data.corpus("demo"))
     run = make_run(tmp_path)
-    write_json(run.environment, {"cloned_from": "bert-0", "data_fingerprint": "abc", "python": "3.0"})
+    write_record(run.environment, {"cloned_from": "bert-0", "data_fingerprint": "abc", "python": "3.0"})
     kept = {"cloned_from": "bert-0", "data_fingerprint": "abc"}
     assert continued_provenance(run, own) == kept
     assert continued_provenance(run, own.replace(steps=200)) == kept | {"data_fingerprint": None}
@@ -169,7 +169,7 @@ def test_the_registry_lists_runs_newest_first(tmp_path):
 def test_a_row_of_the_registry_has_what_a_live_table_shows(tmp_path):
     run = make_run(tmp_path, supervisor=this_process())
     gpus = [{"index": 0, "uuid": "GPU-a"}, {"index": 3, "uuid": "GPU-b"}]
-    write_json(run.environment, {"gpus": gpus})
+    write_record(run.environment, {"gpus": gpus})
     write_json(run.launcher, {"supervisor": this_process(), "plan": {"world": 2}, "devices": ["GPU-b", "GPU-a"]})
     (row,) = list_runs(tmp_path).rows()
     assert (row["state"], row["eta_s"], row["devices"], row["gpus"]) == ("running", None, 2, [3, 0])
@@ -206,15 +206,15 @@ def test_a_checkpoint_whose_deletion_was_interrupted_is_not_complete(tmp_path, m
 def test_the_earliest_error_is_the_root_cause(tmp_path):
     run = make_run(tmp_path)
     fields = {"stage": 0, "message": "m", "traceback": "t"}
-    write_json(run.error(0), {**fields, "rank": 0, "type": "ConnectionError", "time": 2.0})
-    write_json(run.error(3), {**fields, "rank": 3, "type": "OutOfMemoryError", "time": 1.0})
+    write_record(run.error(0), {**fields, "rank": 0, "type": "ConnectionError", "time": 2.0})
+    write_record(run.error(3), {**fields, "rank": 3, "type": "OutOfMemoryError", "time": 1.0})
     assert root_cause(run).sentence == "rank 3 (stage 0): OutOfMemoryError: m"
 
 
 def test_a_rank_killed_by_a_signal_comes_before_the_complaints_of_the_others(tmp_path):
     run = make_run(tmp_path)
     write_json(run.rank(1), {**DEAD, "rank": 1, "stage": 7})
-    write_json(run.error(0), {"rank": 0, "stage": 0, "type": "RuntimeError", "message": "reset by peer", "time": 5.0})
+    write_record(run.error(0), {"rank": 0, "stage": 0, "type": "RuntimeError", "message": "reset by peer", "time": 5.0})
     report = "Failures:\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 10)\n" + (
         "Root Cause:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 11)\n"
     )
@@ -226,7 +226,7 @@ def test_a_rank_killed_by_a_signal_comes_before_the_complaints_of_the_others(tmp
 
 def test_a_rank_that_said_why_is_not_overruled_by_its_exit_code(tmp_path):
     run = make_run(tmp_path)
-    write_json(run.error(0), {"rank": 0, "type": "ValueError", "message": "bad", "time": 5.0})
+    write_record(run.error(0), {"rank": 0, "type": "ValueError", "message": "bad", "time": 5.0})
     assert not record_silent_death(run, "  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 11)\n")
     assert root_cause(run).type == "ValueError"
 

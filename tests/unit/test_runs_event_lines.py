@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workbench.rundir import RunDir, append_event, event_line, this_process, write_json
+from workbench.rundir import RunDir, append_event, event_line, this_process, write_json, write_record
 from workbench.runs.records import event_lines
 from workbench.runs.records.history import History, HistoryTail, latest_events, read_history
 from workbench.runs.run import Run
@@ -149,8 +149,8 @@ def test_readers_beside_a_writer_see_every_step_once(tmp_path: Path) -> None:
 
 def test_the_latest_of_a_long_run_is_what_its_events_say(events: Path) -> None:
     run = RunDir(events.parent)
-    write_json(run.experiment, {"steps": 2 * STEPS})
-    write_json(run.environment, {})
+    write_record(run.experiment, {"steps": 2 * STEPS})
+    write_record(run.environment, {})
     write_json(run.launcher, {"supervisor": this_process()})
     append_event(events, "status", state="running", message="")
     append_event(events, "memory", rank=0, stage=0, device="cpu", peak_bytes=7, reserved_bytes=7, limit_bytes=None)

@@ -26,6 +26,7 @@ from workbench.rundir import (
     read_events,
     this_process,
     write_json,
+    write_record,
 )
 from workbench.runs import status
 from workbench.runs.launching import device_queue, launcher, processes, run_directory, supervisor
@@ -196,7 +197,7 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path):
 
 
 def test_a_run_that_is_just_being_launched_is_listed_as_queued(tmp_path):
-    write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    write_record(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
     (row,) = list_runs(tmp_path).rows()
     assert (row["state"], row["steps"]) == ("queued", 10)
 
@@ -319,13 +320,13 @@ def test_what_ends_orphaned_ranks_finds_workbench_where_this_process_does(tmp_pa
 
 
 def test_a_run_that_is_just_being_launched_can_be_stopped(tmp_path):
-    write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    write_record(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
     found = Run(tmp_path / "new").stop()
     assert found.directory.stop_file.exists()
     assert supervisor._wait_for_devices(found.directory, device_queue.Ticket(tmp_path / "nowhere.json")) is None
 
 
 def test_what_was_prepared_for_others_to_start_is_not_asked_to_stop(tmp_path):
-    write_json(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
+    write_record(tmp_path / "new" / "experiment.json", {"name": "new", "steps": 10})
     write_json(tmp_path / "new" / "launcher.json", {})
     assert not Run(tmp_path / "new").stop().directory.stop_file.exists()

@@ -14,7 +14,7 @@ from wandb_log import offline_history
 
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.experiment import Tracking
-from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json
+from workbench.rundir import RunDir, append_event, read_events, read_json, this_process, write_json, write_record
 from workbench.runs.registry import load_run
 from workbench.runs.tracking import wandb_run as tracking
 
@@ -34,10 +34,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = RunDir(tmp_path / "bert-1")
     run.logs.mkdir(parents=True)
-    write_json(
+    write_record(
         run.experiment, {"name": "bert", "steps": 30, "learning_rate": 1e-3, "project": EXPERIMENT.tracking.project}
     )
-    write_json(run.environment, {"packages": {"torch": "2.13.0"}, "command": ["train.py", "--secret"]})
+    write_record(run.environment, {"packages": {"torch": "2.13.0"}, "command": ["train.py", "--secret"]})
     write_json(run.tracker, tracking.tracker_settings(run, EXPERIMENT))
     write_json(run.launcher, {"supervisor": this_process()})
     append_event(run.events, "status", state="running", message="")

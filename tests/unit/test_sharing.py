@@ -23,7 +23,7 @@ from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import reproducing, sharing, templates
 from workbench.notebooks.record import Record, read_record
 from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
-from workbench.rundir import RunDir, append_event, write_json
+from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.runs.run import Run
 from workbench.widgets.static_twin import EMPTY, HIDE_DEAD_WIDGET
 
@@ -39,8 +39,8 @@ def losses(seed: int, drift: float = 0.0) -> np.ndarray:
 
 def run_of(folder: Path, values: np.ndarray, name: str = "bert-1", **facts: Any) -> Run:
     run = RunDir(folder / name)
-    write_json(run.experiment, {"name": "bert", "steps": len(values), "seed": 0})
-    write_json(run.environment, {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "gpus": [], **facts})
+    write_record(run.experiment, {"name": "bert", "steps": len(values), "seed": 0})
+    write_record(run.environment, {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "gpus": [], **facts})
     from figure_values import plan
 
     write_json(run.plan, plan(2, 8, 4).to_json())
@@ -208,7 +208,7 @@ def test_what_differs_is_named(tmp_path):
         "cores": 8,
     }
     second = run_of(tmp_path, losses(0), "second", packages=packages, **facts)
-    write_json(second.directory.experiment, {"name": "bert", "steps": STEPS, "seed": 1})
+    write_record(second.directory.experiment, {"name": "bert", "steps": STEPS, "seed": 1})
     plan = second.plan.to_json()
     doubled = {"micro_batch": 2 * plan["micro_batch"], "num_microbatches": plan["num_microbatches"] // 2}
     write_json(second.directory.plan, {**plan, **doubled})

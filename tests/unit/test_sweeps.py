@@ -17,7 +17,7 @@ from workbench.capture import captured_model
 from workbench.columns import COLUMNS
 from workbench.cost.cluster import Cluster
 from workbench.errors import DataError, InvalidExperiment, UnknownParameter
-from workbench.rundir import RunDir, append_event, read_json, write_json
+from workbench.rundir import RunDir, append_event, read_json, write_json, write_record
 from workbench.runs.launching import launcher
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import History, read_tail
@@ -253,7 +253,7 @@ def sweep(tmp_path) -> wb.sweeps.Sweep:
     for entry in queue:
         if entry.index % 4 != 3:
             run = RunDir(directory.run(entry))
-            write_json(run.experiment, {"steps": 3, "name": "sweep"})
+            write_record(run.experiment, {"steps": 3, "name": "sweep"})
             append_event(run.events, "start", devices=1, world=1)
             for step in (1, 2, 3):
                 append_event(run.events, "step", step=step, loss=4.0 + entry.seed, tokens=step * 100.0)

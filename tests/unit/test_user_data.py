@@ -14,7 +14,7 @@ from workbench import models
 from workbench.errors import DataError
 from workbench.execution.user_data import check_user_data
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_json, write_json
+from workbench.rundir import RunDir, read_json, write_json, write_record
 
 MODEL = models.bert(hidden_size=16, num_layers=2, num_heads=2, vocab_size=50, max_positions=8)
 
@@ -57,9 +57,9 @@ def test_the_same_samples_go_on_and_others_are_refused_until_they_are_accepted(r
     for steps in (10, 20):
         with pytest.raises(DataError, match=r"Rows gives other samples .*accept_changed_data=True"):
             check_user_data(run, asked(lambda index: index + 1.0, steps=steps))
-    write_json(run.environment, {"accepted_changed_data": True})
+    write_record(run.environment, {"accepted_changed_data": True})
     check_user_data(run, asked(lambda index: index + 1.0))
-    write_json(run.environment, {})
+    write_record(run.environment, {})
     check_user_data(run, asked(lambda index: index + 1.0))  # the new samples are those of the run from now on
     with pytest.raises(DataError, match="gives other samples"):
         check_user_data(run, asked(float))

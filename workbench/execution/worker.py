@@ -68,6 +68,7 @@ from workbench.rundir import (
     check_unedited,
     log_event,
     read_json,
+    read_record,
     redirect_output,
     this_process,
     write_json,
@@ -357,7 +358,7 @@ class TrainingWorker:
 def _read_experiment(run_dir: RunDir) -> Experiment:
     """Return the experiment of a run, with the user's own code."""
     code = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in USER_PARTS}
-    return Experiment.from_json(read_json(run_dir.experiment), code)
+    return Experiment.from_json(read_record(run_dir.experiment), code)
 
 
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:

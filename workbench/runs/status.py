@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from workbench.errors import RunNotFound
 from workbench.events import EndEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
-from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_json
+from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
 from workbench.runs.records.history import latest_events
@@ -248,14 +248,11 @@ def _steps_asked_for(run: RunDir) -> int | None:
 
 
 def read_described(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a run; raises `RunNotFound` where it cannot be read."""
+    """Return the fields of a record of a run; raises `RunNotFound` where it cannot be read."""
     try:
-        value = read_json(path)
+        return read_record(path)
     except (OSError, RecursionError, ValueError) as error:
         raise RunNotFound(f"{path} cannot be read: {error}.", run=str(path.parent)) from None
-    if not isinstance(value, dict):
-        raise RunNotFound(f"{path} does not hold what was written to it.", run=str(path.parent))
-    return value
 
 
 def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
@@ -311,7 +308,7 @@ def _device_count(run: RunDir, progress: Progress) -> int | None:
 
 def _gpu_indices(run: RunDir) -> list[int]:
     given = processes.launcher_record(run).get("devices", ())
-    gpus = read_json(run.environment).get("gpus", ()) if given else ()
+    gpus = read_record(run.environment).get("gpus", ()) if given else ()
     indices = {gpu.get("uuid"): gpu.get("index") for gpu in gpus}
     return [int(indices[name]) for name in given if name in indices]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
-from workbench.rundir import RunDir, read_json
+from workbench.rundir import RunDir, read_record
 from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, resumed_step
 from workbench.runs.records.text_samples import TextSamples
 from workbench.runs.run import Run
@@ -134,7 +134,7 @@ class RunReader:
 
     def _read_num_steps(self) -> int | None:
         try:
-            return int(read_json(self._directory.experiment)["steps"])
+            return int(read_record(self._directory.experiment)["steps"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

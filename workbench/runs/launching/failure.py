@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from workbench.errors import InvalidArgument, RunFailed
-from workbench.rundir import RunDir, read_json, write_record
+from workbench.rundir import RunDir, read_record, write_record
 from workbench.runs.launching.processes import rank_records
 
 LOG_TAIL_LINES = 30
@@ -44,7 +44,7 @@ def root_cause(run: RunDir) -> RankError | None:
     errors = []
     for path in run.errors.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file
-            value, written = read_json(path), path.stat().st_mtime
+            value, written = read_record(path), path.stat().st_mtime
             text = {name: str(value.get(name, "")) for name in ("message", "traceback")}
             error_type, when = str(value.get("type", "Error")), float(value.get("time", written))
             is_origin = bool(value.get("is_origin"))

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from workbench.data import data_fingerprint
 from workbench.errors import PlanInfeasible
 from workbench.planning.runnable import CAPTURED_FIELDS, captured_model, check_runnable
-from workbench.rundir import RunDir, append_event, check_unedited, process_alive, process_record, read_json, write_json
+from workbench.rundir import (
+    RunDir,
+    append_event,
+    check_unedited,
+    process_alive,
+    process_record,
+    read_json,
+    read_record,
+    write_json,
+)
 from workbench.runs.launching import device_queue, processes
 from workbench.runs.launching.run_directory import Attempt, code_of_clone, worker_path, written
 from workbench.runs.status import Status, runs_elsewhere, supervisor_record
@@ -98,7 +107,7 @@ def clone(run: RunDir, plan: Plan, changes: Mapping[str, Any], *, worker: str = 
     from workbench.planning.plan import Plan as Stored
 
     check_unedited(run)
-    before = Experiment.from_json(read_json(run.experiment))
+    before = Experiment.from_json(read_record(run.experiment))
     experiment = before.replace(**changes)
     is_checked = plan == Stored.load(run.plan) and all(
         value_of(before, name) == value_of(experiment, name) for name in CAPTURED_FIELDS

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.data import data_fingerprint
 from workbench.errors import CheckpointError, DataError, RunExists, RunNotFound, WorkbenchError
 from workbench.experiment import user_parts
-from workbench.rundir import RunDir, read_json, runs_root, what_was_started, write_json, write_record
+from workbench.rundir import RunDir, read_json, read_record, runs_root, what_was_started, write_json, write_record
 from workbench.runs.launching import processes
 from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
@@ -73,7 +73,7 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
     if checkpoint is not None:
         _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
     with _unwritable_named(), _own_directory(attempt, checkpoint) as run:
-        write_json(run.experiment, experiment.to_json())
+        write_record(run.experiment, experiment.to_json())
         write_json(run.plan, attempt.plan.to_json())
         write_record(run.environment, {**environment(), **attempt.provenance})
         settings = tracker_settings(run, experiment)
@@ -269,7 +269,7 @@ def _check_data(run: RunDir, experiment: Experiment, provenance: Mapping[str, An
 
     recorded = None
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a run that does not say what it was trained on
-        recorded, then = read_json(run.environment).get("data_fingerprint"), read_json(run.experiment)
+        recorded, then = read_record(run.environment).get("data_fingerprint"), read_record(run.experiment)
     if not recorded or provenance.get("accepted_changed_data") or experiment.data.is_user_defined:
         return
     if then.get("data") != json.loads(json.dumps(experiment.data.to_json())):
@@ -317,11 +317,11 @@ def continued_provenance(run: RunDir, experiment: Experiment, accepts_changed_da
     """
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):  # a continuation needs none of it
-        before = read_json(run.environment)
+        before = read_record(run.environment)
     provenance: dict[str, Any] = {name: before[name] for name in ("cloned_from", "data_fingerprint") if name in before}
     if not experiment.data.is_user_defined:
         provenance["data_fingerprint"] = data_fingerprint(experiment)
-    elif experiment.total_steps != read_json(run.experiment)["steps"]:
+    elif experiment.total_steps != read_record(run.experiment)["steps"]:
         provenance["data_fingerprint"] = None
     if accepts_changed_data:
         provenance["accepted_changed_data"] = True

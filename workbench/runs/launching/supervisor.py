@@ -18,7 +18,7 @@ from pathlib import Path
 
 from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
 from workbench.machine import available_cores
-from workbench.rundir import KILLED, EventTail, RunDir, append_event, process_record, read_json, write_json
+from workbench.rundir import KILLED, EventTail, RunDir, append_event, process_record, read_json, read_record, write_json
 from workbench.runs.launching import processes
 from workbench.runs.launching.device_queue import Ticket
 from workbench.runs.launching.device_sampler import sampled
@@ -380,7 +380,7 @@ def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | N
     A scheduler, a terminal that closes, or a machine that shuts down, sends a signal to every process: the ranks
     answer with a checkpoint, and their launcher dies of it.
     """
-    target = read_json(attempt.run.experiment)["steps"]
+    target = read_record(attempt.run.experiment)["steps"]
     if exit_code in ENDED_IN_ORDER and attempt.steps is not None:
         if attempt.steps >= target:
             return "finished", f"{attempt.steps} steps."

@@ -22,7 +22,7 @@ from typing import Any
 
 from workbench.columns import wandb_name
 from workbench.events import EvaluationEvent, SamplesEvent, StepEvent
-from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json
+from workbench.rundir import FINAL_STATES, EventTail, RunDir, append_event, read_events, read_json, read_record
 from workbench.runs.launching.processes import run_alive
 from workbench.runs.records.history import resumed_step
 from workbench.runs.records.text_samples import answer
@@ -172,10 +172,10 @@ def config_of(run: RunDir) -> dict[str, Any]:
     """
     plan = read_json(run.plan) if run.plan.exists() else {}
     plan.pop("candidates", None)
-    environment = read_json(run.environment)
+    environment = read_record(run.environment)
     private = ("command", "directory", "executable")
     shown = {key: value for key, value in environment.items() if key not in private}
-    return {**read_json(run.experiment), "plan": plan, "environment": shown}
+    return {**read_record(run.experiment), "plan": plan, "environment": shown}
 
 
 def _log_steps(run: RunDir, session: Any, follow: bool) -> int:

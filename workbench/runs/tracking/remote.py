@@ -15,7 +15,7 @@ from typing import Any
 from workbench.columns import COLUMNS
 from workbench.errors import RunNotFound, WorkbenchError
 from workbench.home import cache_home
-from workbench.rundir import RunDir, append_event, event_line, write_json
+from workbench.rundir import RunDir, append_event, event_line, write_json, write_record
 
 ANSWER_LIMIT_S = 60
 _STATES = {"finished": "finished", "running": "running", "pending": "queued", "killed": "stopped"}
@@ -61,10 +61,10 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
     steps = [_step(row) for row in rows]
     last = max((step["step"] for step in steps), default=0)
     write_json(run.remote, {"url": str(remote.url)})
-    write_json(run.experiment, {"steps": last, **config, "name": str(remote.display_name or remote.id)})
+    write_record(run.experiment, {"steps": last, **config, "name": str(remote.display_name or remote.id)})
     if isinstance(plan, Mapping) and "stages" in plan:
         write_json(run.plan, {**plan, "candidates": []})
-    write_json(run.environment, environment if isinstance(environment, Mapping) else {})
+    write_record(run.environment, environment if isinstance(environment, Mapping) else {})
     degrees = ("pipeline", "data", "tensor")
     is_planned = isinstance(plan, Mapping) and all(degree in plan for degree in degrees)
     devices = math.prod(int(plan[degree]) for degree in degrees) if is_planned else 1
