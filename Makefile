@@ -64,6 +64,8 @@ wheel: $(VENV)/.documented
 	$(PYTHON) -m venv .wheel/venv
 	.wheel/venv/bin/python -m pip --disable-pip-version-check --quiet install --no-compile --constraint requirements.lock dist/*.whl
 	cd .wheel && venv/bin/workbench doctor && venv/bin/workbench new bert_scaling && test -s bert_scaling.ipynb
+	.wheel/venv/bin/jupyter server extension list 2>&1 | grep -q "workbench.lab.*OK"
+	.wheel/venv/bin/jupyter labextension list 2>&1 | grep -q "workbench v.*OK"
 	rm -rf .wheel
 
 clean:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tornado.web
 from jupyter_server.base.handlers import APIHandler, JupyterHandler
 from jupyter_server.serverapp import ServerWebApplication
 
+import workbench as wb
 from workbench.lab.handlers import HANDLERS
 from workbench.notebooks.templates import templates
 
@@ -197,3 +199,12 @@ def test_a_template_that_there_is_not_is_refused_with_the_known_names(server: tu
     status, answer = ask(f"{server[0]}/workbench/notebooks", {"template": name, "folder": ""})
     assert status == 404
     assert "bert_scaling" in answer["message"] or "'sweep'" in answer["message"]
+
+
+def test_the_extension_has_the_version_of_the_package_and_fetches_nothing_from_elsewhere() -> None:
+    folder = JUPYTER / "labextensions" / "workbench"
+    assert json.loads((folder / "package.json").read_text())["version"] == wb.__version__
+    modules = {path.name: path.read_text() for path in (folder / "static").glob("*.js")}
+    imported = {name for text in modules.values() for name in re.findall(r"from '(?:\./)?([^']+)'", text)}
+    assert imported <= modules.keys()
+    assert not [name for name, text in modules.items() if re.search(r"https?://(?!www\.w3\.org)|innerHTML", text)]
