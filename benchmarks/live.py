@@ -9,7 +9,7 @@ Prints, for this machine:
   in view, and how long after the click its first cell was done, its runs were launched and a step was logged;
 - `latency`: from the moment an event is written to the moment a real browser (JupyterLab in headless Chromium) has
   drawn it, p50 and p95;
-- `zoom`: 10 runs × 1 M points: time of `wb.live` for events that nobody has opened before, and again in another kernel;
+- `zoom`: 10 runs × 1 M points: time of `wb.live` for runs that nobody has opened before, and again in another kernel;
   then from the end of a drag to the redrawn curve with the points of the visible range, p50, p95 and the longest of 30;
 - `memory`: growth of the kernel and of the page while a recorded 8-hour run (one step a second) is replayed;
 - `tracking`: what one step's events cost the training with 50 metrics a step, as a share of steps of several lengths;
@@ -195,6 +195,8 @@ def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> str:
 
 def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30) -> str:
     """The last run trains, the others have ended; a drag over the plot, and when its points were there."""
+    from workbench.runs.records.kept_blocks import ColumnKeeper
+
     first = write_run(folder / "run-0", points)
     paths = [first]
     for index in range(1, runs):
@@ -203,6 +205,8 @@ def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30)
         (path / "events.jsonl").unlink()
         os.link(first / "events.jsonl", path / "events.jsonl")
         paths.append(path)
+    for path in paths:  # as each run's supervisor does while it goes on
+        ColumnKeeper(path / "events.jsonl").keep()
     with laboratory(folder / "lab") as (server, page):
         page.set_default_timeout(600_000)
         show_dashboard(server, page, paths)

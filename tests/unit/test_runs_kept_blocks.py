@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,39 @@ def test_a_run_that_goes_on_adds_to_what_is_kept(events: Path, monkeypatch: pyte
     forbid_parsing(monkeypatch)
     assert everything(events) == found
     assert len(read_history(events)) == 2 * STEPS
+
+
+def test_what_is_kept_while_a_run_goes_on_is_all_that_its_first_reader_needs(
+    events: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_blocks, "BLOCK_BYTES", 512)
+    keeper = kept_blocks.ColumnKeeper(events)
+    keeper.keep()
+    train(events, STEPS + 1, STEPS + 200)
+    keeper.keep()
+    kept_blocks.ColumnKeeper(events).keep()  # another supervisor, of a run that is resumed
+    with monkeypatch.context() as patch:
+        forbid_parsing(patch)
+        found = [block.num_bytes for block in kept_blocks.read_blocks(events, with_columns=False)]
+    assert sum(found) == events.stat().st_size
+    assert everything(events) == unkept(events)
+
+
+def test_events_that_agreed_once_are_not_read_again(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_blocks, "SETTLED_S", 60.0)  # what was written just now may change within its time stamp
+        expected = everything(events)
+    assert everything(events) == expected
+    summed = list[bytes]()
+
+    def noted(data: Any, *start: int) -> int:
+        summed.append(bytes(data))
+        return zlib.crc32(data, *start)
+
+    monkeypatch.setattr(kept_blocks, "zlib", SimpleNamespace(crc32=noted))
+    assert everything(events) == expected
+    assert summed
+    assert not any(b'"type": "step"' in data for data in summed)
 
 
 def test_changed_events_are_believed_also_if_their_size_and_date_are_the_same(events: Path) -> None:

@@ -126,6 +126,8 @@ def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float]
     It is in powers of ten for a logarithmic axis. Returns None if no loss diverges by more than `FLATTENING` times what
     all others span.
     """
+    if not any(mark.type == "divergence" for curve in prepared for mark in curve.marks):
+        return None
     settled, most = [], -math.inf
     for curve in prepared:
         known = np.isfinite(curve.raw)

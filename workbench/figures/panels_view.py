@@ -123,7 +123,7 @@ def panels(
         else:
             prepared = prepare(name) if prepare else preparation.prepare_all(curves, name)
             traces = rate_traces(prepared, name, x, smoothing > 0, window)
-            y_axis |= _rate_axis(curves, name)
+            y_axis |= _rate_axis(prepared, name)
         figure.add_traces(traces, rows=row, cols=col)
         figure.update_xaxes(row=row, col=col, **x_axis)
         figure.update_yaxes(row=row, col=col, **y_axis)
@@ -144,12 +144,12 @@ def _laid_out(figure: Figure, rows: int) -> Figure:
     )
 
 
-def _rate_axis(curves: Sequence[CurveLike], name: str) -> dict[str, Any]:
+def _rate_axis(curves: Sequence[PreparedCurve], name: str) -> dict[str, Any]:
     """Return the y axis of a rate; ticks on a logarithmic axis depend on how many decades it spans."""
     options: dict[str, Any] = {"exponentformat": "e", "nticks": 6, "tickformat": PANELS[name].tick_format}
     if not PANELS[name].logarithmic:
         return {"type": "linear", **options}
-    values = np.concatenate([np.empty(0), *(column(curve, name) for curve in curves)])
+    values = np.concatenate([np.empty(0), *(curve.raw[curve.raw_index] for curve in curves)])  # holds their extremes
     known = values[np.isfinite(values) & (values > 0)]
     decades = math.log10(known.max() / known.min()) if len(known) else 0.0
     return {"type": "log", "dtick": "D2" if decades < 2.5 else 1, **options}

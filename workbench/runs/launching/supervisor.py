@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workbench.events import LauncherRecord, PlanFacts, ProcessRecord
 from workbench.machine import available_cores
@@ -25,6 +26,9 @@ from workbench.runs.launching.device_sampler import sampled
 from workbench.runs.launching.failure import record_silent_death, root_cause
 from workbench.runs.launching.stalls import StallWatch
 from workbench.runs.tracking.wandb_run import start_recorder
+
+if TYPE_CHECKING:
+    from workbench.runs.records.kept_blocks import ColumnKeeper
 
 POLL_S = 0.2
 LONGEST_POLL_S = 10.0
@@ -86,6 +90,7 @@ class _Supervised:
     steps: int | None = None
     """Steps in the ranks' `end` event; None unless the ranks have left in order."""
     stalls: StallWatch = field(init=False)
+    columns: ColumnKeeper | None = None
 
     def __post_init__(self) -> None:
         self.stalls = StallWatch(self.run)
@@ -102,6 +107,16 @@ class _Supervised:
                 self.stalls.note_step(event.get("step_ms"))
             if event["type"] == "end":
                 self.steps = int(event["steps"])
+
+    def keep_columns(self) -> None:
+        """Leave the columns of a long run beside its events, so that it opens quickly at any time."""
+        with contextlib.suppress(OSError):
+            if self.columns is None and self.run.events.stat().st_size >= LONG_EVENTS_BYTES:
+                from workbench.runs.records.kept_blocks import ColumnKeeper
+
+                self.columns = ColumnKeeper(self.run.events)
+            if self.columns is not None:
+                self.columns.keep()
 
 
 def main(directory: str) -> int:
@@ -122,17 +137,6 @@ def main(directory: str) -> int:
             return _train(run, {**launcher, "devices": devices}, Nodes())
         finally:
             ticket.leave()
-            _keep_columns(run)
-
-
-def _keep_columns(run: RunDir) -> None:
-    """Leave the columns of a long run beside its events, so that it opens quickly from now on."""
-    with contextlib.suppress(OSError):
-        if run.events.stat().st_size >= LONG_EVENTS_BYTES:
-            from workbench.runs.records.kept_blocks import read_blocks
-
-            for _ in read_blocks(run.events):
-                pass
 
 
 def supervise(run: RunDir, launcher: LauncherRecord, nodes: Nodes) -> int:
@@ -303,6 +307,7 @@ def _watch(process: subprocess.Popen[bytes], attempt: _Supervised, launcher: Lau
             if not {one["pid"] for one in workers} <= {one["pid"] for one in launcher.get("workers", ())}:
                 launcher["workers"] = workers
                 _save(attempt.run, launcher, nodes)
+            attempt.keep_columns()
         if attempt.stalls.look():
             attempt.forced = True
             processes.kill_trees(_ranks(attempt.run))

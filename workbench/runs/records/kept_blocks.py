@@ -1,9 +1,10 @@
 """Blocks of events kept beside them in binary, so that a long run opens in a fraction of the time of its first reading.
 
 `events.columns` is a sequence of records, one for each large block of `events.jsonl`: a header with a checksum of its
-own, and the block's columns with theirs. It is written by whoever reads these events first, and never trusted against
-them: either the file of events is the very same that was read (inode, size and both times of change), or the checksum
-of what a record was made from is computed again. From the first record that does not agree, the events are read.
+own, and the block's columns with theirs. It is written by the supervisor while the run goes, or by whoever reads these
+events first, and never trusted against them: either the file of events is the very same that was read (inode, size and
+both times of change), or the checksum of what a record was made from is computed again. From the first record that does
+not agree, the events are read. A record without events says that all before it agreed with the file of events.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from workbench.runs.records.event_lines import LOGGED, SAMPLE_ROWS, Block, blocks, parsed
+from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, Block, blocks, parsed
 
 KEPT_BYTES = 2**20
 """Size of a block from which it is kept; a smaller one is parsed in the time that it takes to look for it."""
@@ -31,6 +32,8 @@ SETTLED_S = 2.0
 _MAGIC = b"WBevent1"
 _HEAD = struct.Struct("<8sII")
 """Magic, length and CRC-32 of the header."""
+_NOTHING = parsed(b"")
+"""What a record without events holds."""
 
 
 def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> Iterator[Block]:
@@ -38,31 +41,57 @@ def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> It
 
     Blocks have neither steps nor samples, and come sooner, without `with_columns`.
     """
-    kept, known = path.with_suffix(".columns"), 0
+    kept, known, is_same = path.with_suffix(".columns"), 0, True
+    keeps = with_columns and offset == 0
+    identity = _identity(path) if keeps else None
     if offset == 0:
-        for block, end in _kept_blocks(path, kept, with_columns):
+        for block, end, same in _kept_blocks(path, kept, with_columns):
             yield block
-            offset, known = offset + block.num_bytes, end
-    keeps = with_columns and (known > 0 or offset == 0)
+            offset, known, is_same = offset + block.num_bytes, end, same
+        if keeps and not is_same and identity is not None:
+            with contextlib.suppress(OSError):
+                known = _append(kept, known, _record(identity, offset, b"", _NOTHING))
     for text in blocks(path, offset):
         block = parsed(text, with_columns)
         if keeps := keeps and len(text) >= KEPT_BYTES:  # records follow one another without a gap
             with contextlib.suppress(OSError):  # a full disk, or another reader who writes the same
-                known = _append(kept, known, _record(path, offset, text, block))
+                known = _append(kept, known, _record(_identity(path), offset, text, block))
         offset += len(text)
         yield block
 
 
-def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[Block, int]]:
-    """Yield the kept blocks that agree with the events, each with the offset of the end of its record."""
+class ColumnKeeper:
+    """Keeps the columns of a run's events while they are written; a call costs what has arrived since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._kept = path, path.with_suffix(".columns")
+        self._offset = self._known = 0
+        for block, end, _ in _kept_blocks(path, self._kept, with_columns=False):
+            self._offset, self._known = self._offset + block.num_bytes, end
+
+    def keep(self) -> None:
+        """Write a record for each large block of new events; raise `OSError` if it cannot."""
+        if self._path.stat().st_size - self._offset < BLOCK_BYTES:
+            return
+        for text in blocks(self._path, self._offset):
+            if len(text) < KEPT_BYTES:
+                return
+            record = _record(_identity(self._path), self._offset, text, parsed(text))
+            self._known = _append(self._kept, self._known, record)
+            self._offset += len(text)
+
+
+def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[Block, int, bool]]:
+    """Yield the kept blocks that agree with the events, with the end of the record and whether the file is the same."""
     with contextlib.suppress(OSError), kept.open("rb") as file, path.open("rb") as events:
         heads = list(_headers(file))
         is_same = bool(heads) and heads[-1][0]["file"] == _identity(path) is not None
+        text = memoryview(bytearray(0 if is_same else max((head["bytes"] for head, _ in heads), default=0)))
         for head, end in heads:
             if not is_same:
                 events.seek(head["start"])
-                text = events.read(head["bytes"])
-                if len(text) != head["bytes"] or zlib.crc32(text) != head["crc32"]:
+                length = events.readinto(text[: head["bytes"]])  # new memory for each block would take longer to map
+                if length != head["bytes"] or zlib.crc32(text[:length]) != head["crc32"]:
                     return
             sizes = ((len(LOGGED), head["steps"]), (SAMPLE_ROWS, head["samples"]))
             steps, samples = (np.empty((rows, count if with_columns else 0)) for rows, count in sizes)
@@ -77,7 +106,7 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[B
             others = tuple((line, steps, event) for line, steps, event in head["others"])
             names = tuple(head["names"])
             block = Block(head["bytes"], steps, samples, names, head["device_type"], others, head["damaged"])
-            yield block, end
+            yield block, end, is_same
 
 
 def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
@@ -97,10 +126,10 @@ def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
         yield head, position
 
 
-def _record(path: Path, start: int, text: bytes, block: Block) -> bytes:
+def _record(identity: list[int] | None, start: int, text: bytes, block: Block) -> bytes:
     columns = block.steps.tobytes() + block.samples.tobytes()
     head = {
-        "file": _identity(path),
+        "file": identity,
         "start": start,
         "bytes": len(text),
         "crc32": zlib.crc32(text),
@@ -118,8 +147,11 @@ def _record(path: Path, start: int, text: bytes, block: Block) -> bytes:
 
 
 def _identity(path: Path) -> list[int] | None:
-    """Return what changes whenever a file does; None if it changed so lately that the next change might not show."""
-    at = path.stat()
+    """Return what changes whenever a file does; None if it changed too lately for another to show, or is gone."""
+    try:
+        at = path.stat()
+    except OSError:
+        return None
     settled = time.time() - max(at.st_mtime, at.st_ctime) > SETTLED_S
     return [at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns] if settled else None
 
