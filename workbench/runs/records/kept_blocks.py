@@ -33,7 +33,7 @@ _MAGIC = b"WBevent1"
 _HEAD = struct.Struct("<8sII")
 """Magic, length and CRC-32 of the header."""
 _NOTHING = parsed(b"")
-"""What a record without events holds."""
+"""Block of a record without events."""
 
 
 def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> Iterator[Block]:
