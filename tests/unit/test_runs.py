@@ -265,6 +265,18 @@ def test_runs_of_kernels_that_see_different_gpus_do_not_wait_for_each_other(tmp_
     assert second.ahead() == ["first"]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_run_that_waits_for_another_user_says_so_and_no_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    theirs, mine, late = (
+        device_queue.take_ticket(make_run(tmp_path, name), pool=("a",), count=1, supervisor=this_process())
+        for name in ("secret", "mine", "late")
+    )
+    os.chown(theirs.path, 12345, -1)
+    assert mine.ahead() == ["another user's run"]
+    assert late.ahead() == ["another user's run", "mine"]
+
+
 def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch, sleeper):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     orphan = make_run(tmp_path, "orphan")

@@ -17,6 +17,7 @@ from workbench.data import encoded_prompts
 from workbench.experiment import Experiment
 from workbench.memo import memoised
 from workbench.tensors import TensorSpec
+from workbench.waiting import waiting
 
 
 class CapturedModel:
@@ -42,7 +43,8 @@ class CapturedModel:
     @cached_property
     def graph(self) -> Graph:
         """The graph of one micro-batch of a step; raises `CaptureError`."""
-        return capture(self._built(), self._batch, name=self._source.name, loss=self._loss)
+        with waiting(f"capturing {self._source.name}"):
+            return capture(self._built(), self._batch, name=self._source.name, loss=self._loss)
 
     @cached_property
     def division(self) -> Division:
@@ -63,7 +65,8 @@ class CapturedModel:
             )
 
         samples = samples_from(experiment.data.examples(experiment), random)
-        return division_of(self.graph, self._source.build, samples)
+        with waiting(f"checking whether the batch of {self._source.name} can be divided"):
+            return division_of(self.graph, self._source.build, samples)
 
     @cached_property
     def signature(self) -> str:

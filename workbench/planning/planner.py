@@ -15,6 +15,7 @@ from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.request import Request, check_choices, memory_limit_bytes
 from workbench.planning.table import Plans, weigh
 from workbench.strategy import Choices, Fixed
+from workbench.waiting import waiting
 
 if TYPE_CHECKING:
     from workbench.cost.profile import Profile
@@ -54,9 +55,10 @@ def search(
     Arguments and errors are those of `wb.plan`.
     """
     limit, fixed = memory_limit_bytes(memory_limit_gib), checked_choices(experiment, choices)
-    costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
-    request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
-    return weigh(costs, costs.precision, request)
+    with waiting(f"planning {experiment.model.name}"):
+        costs, cluster = profile_and_cluster(experiment, cluster)  # last, because capture takes seconds
+        request = Request(experiment.global_batch, experiment.seq_len, cluster, limit, fixed)
+        return weigh(costs, costs.precision, request)
 
 
 def checked_choices(experiment: Experiment, choices: Choices) -> Fixed:

@@ -13,6 +13,7 @@ from workbench.errors import InvalidArgument, InvalidExperiment, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import check_cluster
 from workbench.validation import LARGEST_COUNT
+from workbench.waiting import waiting
 
 if TYPE_CHECKING:
     from workbench.capture import Graph
@@ -82,7 +83,8 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
             if probes is None:
                 probes = stack.enter_context(BlockProbes())
                 probes.ask(request, cluster.device)
-            measured = measure_blocks(probes, costs, cluster, experiment.global_batch)
+            with waiting(f"measuring the blocks of {experiment.model.name} on this machine"):
+                measured = measure_blocks(probes, costs, cluster, experiment.global_batch)
     return (corrected_profile(costs, cluster.device, measured) if measured else costs), cluster
 
 

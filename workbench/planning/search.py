@@ -26,6 +26,7 @@ from workbench.planning.refusals import coupled_samples, host_too_small, no_opti
 from workbench.planning.request import Request, check, check_cluster, memory_limit_bytes
 from workbench.planning.stage_cuts import Cutter
 from workbench.strategy import Choices, Fixed, Strategy
+from workbench.waiting import Say
 
 MAX_SETTLED = 80
 """Number of options that are weighed after the best is known, so that a table of the fastest has steps, not bounds."""
@@ -137,12 +138,15 @@ class Search:
         self.searched = 0
         """Number of options, once `plan` has run."""
         self._weighed: dict[Strategy, Option] = {}
+        self._say: Say | None = None
 
-    def plan(self, num_simulated: int = 1) -> Plan:
+    def plan(self, num_simulated: int = 1, say: Say | None = None) -> Plan:
         """Return the fastest plan that fits.
 
-        `Plan.candidates` has the simulated step of `num_simulated` of the fastest options, and bounds of others.
+        `Plan.candidates` has the simulated step of `num_simulated` of the fastest options, and bounds of others. `say`
+        is told how many options have been weighed.
         """
+        self._say = say
         by_bound = sorted(map(Option.of, options(self.profile, self.request)), key=lambda option: option.bound_ms)
         self.searched = len(by_bound)
         if not by_bound:
@@ -179,6 +183,8 @@ class Search:
         """Cut an option, and simulate it unless its stages show that it cannot win."""
         option.weighed = True
         self._weighed[option.strategy] = option
+        if self._say is not None:
+            self._say(f"{len(self._weighed):,} of at most {self.searched:,}")
         if option.least_bytes > self.request.offered_bytes:
             return
         option.cut, option.least_bytes = Cutter(option.costs).best(self.request.offered_bytes)

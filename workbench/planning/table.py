@@ -18,6 +18,7 @@ from workbench.planning.search import Search, checked_search, uncollected
 from workbench.strategy import RECOMPUTE
 from workbench.tables import STYLE, Html, html_table, text_table
 from workbench.units import MIB, gib, is_count, milliseconds
+from workbench.waiting import waiting
 
 FASTEST_SHOWN = 14
 """Number of rows shown of options that fit, fastest first."""
@@ -48,8 +49,8 @@ LEGEND = ("PP", "DP", "TP", "ZeRO", "step", "memory", "bubble")
 def weigh(profile: Profile, precision: str, request: Request) -> Plans:
     """Search as `workbench.planning.search` does, and return every option that was considered."""
     search = checked_search(profile, precision, request)
-    with uncollected():
-        best = search.plan(num_simulated=FASTEST_SHOWN)
+    with uncollected(), waiting(f"weighing plans for {request.cluster.describe()}") as say:
+        best = search.plan(num_simulated=FASTEST_SHOWN, say=say)
     return Plans(best, search.searched, profile, request)
 
 

@@ -19,6 +19,7 @@ from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
 from workbench.runs.records.history import latest_events
+from workbench.waiting import waiting
 
 RECENT_STEPS = 20
 """Number of latest steps over which the median speed is taken."""
@@ -174,14 +175,17 @@ def wait_for_end(run: RunDir, seen: Progress = Progress(), timeout: float | None
     Returns what `read_status` does. Raises `RunFailed`, with the worker's own traceback, if the run failed.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while True:
-        status, seen = read_status(run, seen)
-        if status.final:
-            break
-        if time.monotonic() > deadline:
-            return status, seen
-        time.sleep(POLL_S)
-    processes.wait_left(run)
+    with waiting(f"waiting for {run.path.name}") as say:
+        while True:
+            status, seen = read_status(run, seen)
+            if status.final:
+                break
+            if time.monotonic() > deadline:
+                return status, seen
+            step = f", step {seen.steps[-1]['step']:,}" if seen.steps else ""
+            say(f"{status}{step}")
+            time.sleep(POLL_S)
+        processes.wait_left(run)
     if status.state == "failed":
         raise run_failed(run, status.message)
     return status, seen

@@ -31,6 +31,7 @@ from workbench.strategy import Choices, Fixed
 from workbench.sweeps.measured import WARM_STEPS, MeasuredGrid, start_measuring
 from workbench.tables import html_table
 from workbench.units import duration, gib, plain
+from workbench.waiting import waiting
 
 MOST_CELLS = 5_000
 MAY_BE_FASTEST = 1.27
@@ -259,13 +260,13 @@ def grid(
     """
     values = _checked_axes(axes)
     limit = memory_limit_bytes(memory_limit_gib)
-    profile, cluster = profile_and_cluster(experiment, cluster)
-    with uncollected():
-        cells = tuple(
-            _predicted(experiment, profile, cluster, limit, dict(zip(values, chosen, strict=True)))
-            for chosen in itertools.product(*values.values())
-        )
-    return Grid(experiment, cluster, values, cells)
+    cells, count = list[Cell](), math.prod(map(len, values.values()))
+    with uncollected(), waiting(f"planning a grid of {experiment.model.name}") as say:
+        profile, cluster = profile_and_cluster(experiment, cluster)
+        for chosen in itertools.product(*values.values()):
+            say(f"{len(cells):,} of {count:,} cells")
+            cells.append(_predicted(experiment, profile, cluster, limit, dict(zip(values, chosen, strict=True))))
+    return Grid(experiment, cluster, values, tuple(cells))
 
 
 def _checked_axes(axes: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:

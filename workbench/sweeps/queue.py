@@ -24,6 +24,7 @@ from workbench.runs.launching.run_directory import new_directory, user_code
 from workbench.runs.run import Run
 from workbench.sweeps.directory import SWEEP, Entry, QueueDir, Result
 from workbench.user_code import user_path
+from workbench.waiting import waiting
 
 POLL_S = 0.2
 STARTS_S = 60.0
@@ -94,6 +95,10 @@ class Queue:
         ended = [(entry, self.directory.result(entry)) for entry in self.directory.queue()]
         return [(entry, result) for entry, result in ended if result is not None]
 
+    def look(self) -> tuple[str, str]:
+        """Return how far the queue has come, in words, and as HTML for a notebook."""
+        return f"{len(self.results())} of {len(self.directory.queue())} runs have ended", ""
+
     @checked_arguments
     def wait(self, timeout: float | None = None) -> Self:
         """Block until every run has ended, or until `timeout` seconds have passed.
@@ -101,10 +106,11 @@ class Queue:
         Raises `WorkbenchError` if the supervisor vanished before the queue was complete.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self.alive:
-            if deadline is not None and time.monotonic() > deadline:
-                return self
-            time.sleep(POLL_S)
+        with waiting(f"waiting for {self.name}", self.look):
+            while self.alive:
+                if deadline is not None and time.monotonic() > deadline:
+                    return self
+                time.sleep(POLL_S)
         if not self.complete and not self.directory.stop_file.exists():
             left = len(self.directory.queue()) - len(self.results())
             raise WorkbenchError(

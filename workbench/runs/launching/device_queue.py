@@ -105,10 +105,11 @@ class Ticket:
             return devices
 
     def ahead(self) -> list[str]:
-        """Return the names of the live runs before this one, oldest first."""
+        """Return the names of the live runs before this one, oldest first; `another user's run` for those of others."""
         mine = read_json(self.path)
         with _locked(self.path.parent):
-            return [Path(ticket["run"]).name for ticket in self._rivals(mine)]
+            rivals = self._rivals(mine)
+            return [Path(t["run"]).name if t["user"] == os.getuid() else "another user's run" for t in rivals]
 
     def _rivals(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the live earlier tickets that may be given some of the same devices."""
@@ -168,7 +169,7 @@ def _live_tickets(folder: Path) -> list[dict[str, Any]]:
             if not _is_whole(ticket):  # written by another program, or damaged: nobody would ever remove it
                 path.unlink(missing_ok=True)
             elif process_alive(ticket["supervisor"]) or run_alive(RunDir(Path(ticket["run"]))):
-                live.append({**ticket, "number": int(path.stem)})
+                live.append({**ticket, "number": int(path.stem), "user": path.stat().st_uid})
             else:
                 path.unlink(missing_ok=True)
     return live

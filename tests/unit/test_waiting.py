@@ -1,0 +1,89 @@
+"""What a long call says while it is waited for: in a terminal and in a kernel, nothing of it for a short one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+REPOSITORY = Path(__file__).parents[2]
+WAITS = """
+import time
+from workbench import waiting
+waiting.SHOWN_AFTER_S, waiting.EVERY_S, waiting.LOOK_S = 0.3, 0.05, 0.05
+
+def work(seconds, **options):
+    with waiting.waiting("planning <b>", **options) as say:
+        say("first")
+        with waiting.waiting("capturing it") as nested:
+            nested("half")
+            time.sleep(seconds)
+        say("last")
+        time.sleep(seconds)
+"""
+
+
+def in_terminal(code: str) -> str:
+    """Return what a terminal of 80 columns is sent on stderr."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
+    process = subprocess.Popen([sys.executable, "-c", WAITS + code], stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(ours, 1000)
+        except OSError:  # the other end was closed
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    return seen.decode()
+
+
+def test_a_terminal_shows_one_line_that_changes_and_is_gone_at_the_end() -> None:
+    seen = in_terminal("work(0.6)")
+    lines = seen.split("\r\x1b[2K")
+    assert any(re.fullmatch(r"Planning <b>: capturing it: half \(\d+ (ms|s)\)", line) for line in lines), seen
+    assert any(line.startswith("Planning <b>: last (") for line in lines), seen
+    assert lines[-1] == ""
+    assert "\n" not in seen
+
+
+def test_a_short_wait_shows_nothing_and_neither_does_a_file() -> None:
+    assert in_terminal("work(0.01)") == ""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", WAITS + "work(0.5)"], env=environment, capture_output=True, check=True)
+    assert done.stdout + done.stderr == b""
+
+
+def test_a_notebook_shows_one_output_that_changes_and_is_empty_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    manager, client = start_new_kernel()
+    shown: dict[str, list[dict[str, str]]] = {"display_data": [], "update_display_data": []}
+
+    def note(message: dict[str, object]) -> None:
+        if message["msg_type"] in shown:
+            shown[str(message["msg_type"])].append(message["content"]["data"])  # type: ignore[index]
+
+    try:
+        client.execute_interactive(WAITS + "work(0.6, look=lambda: ('3 of 4', '<table></table>'))", output_hook=note)
+        assert len(shown["display_data"]) == 1
+        updates = shown["update_display_data"]
+        assert len(updates) > 5
+        assert updates[-2]["text/html"].startswith("<small>Planning &lt;b&gt;: 3 of 4 (")
+        assert updates[-2]["text/html"].endswith("</small><table></table>")
+        assert updates[-1] == {"text/plain": "", "text/html": ""}
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
