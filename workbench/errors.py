@@ -25,6 +25,12 @@ class WorkbenchError(ValueError):
         super().__init__(message)
         self.facts = facts
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints for this error."""
+        from workbench.tracebacks import in_notebook
+
+        return in_notebook(self)
+
     def __reduce__(self) -> Any:
         return (_rebuild, (type(self), str(self), self.facts))
 

@@ -20,7 +20,7 @@ from workbench.figures.decimation import MAX_POINTS, decimated, focused, gap_sta
 from workbench.figures.figure import picture
 from workbench.figures.panels_view import panel_names, panels
 from workbench.figures.prepared_curve import diverged_at
-from workbench.runs.records.history import Utilization
+from workbench.runs.records.history import Utilization, final_loss
 
 
 def parts(figure: Any, part: str) -> list[Any]:
@@ -108,10 +108,10 @@ def test_a_run_without_a_step_says_so() -> None:
     assert [note.text for note in figure.layout.annotations] == ["no step recorded yet"]
 
 
-def test_the_end_of_each_line_carries_its_last_value() -> None:
+def test_the_end_of_each_line_carries_the_final_loss_of_the_tables() -> None:
     figure = loss_curves([curve("a", steps=1000)], smoothing=0.0)
     [end] = parts(figure, "end")
-    assert end.text[0] == f"<b>{curve('a', steps=1000).columns['loss'][-1]:#.3g}</b>"
+    assert end.text[0] == f"<b>{final_loss(curve('a', steps=1000).columns['loss']):.2f}</b>"
 
 
 @pytest.mark.parametrize(("loss", "label"), [(10.946, "10.95"), (5.417, "5.42"), (0.05123, "0.0512"), (0.0, "0.00")])

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from workbench.rundir import append_event
-from workbench.runs.records.history import History, HistoryTail, read_history
+from workbench.analysis.curve import Curve
+from workbench.figures.curves_view import loss_curves
+from workbench.rundir import RunDir, append_event, write_record
+from workbench.runs.records.history import History, HistoryTail, final_loss, read_history
+from workbench.runs.run import Run
+from workbench.widgets.run_reader import RunReader
 
 
 @pytest.fixture
@@ -99,3 +103,23 @@ def test_columns_are_read_only_and_equally_long(events):
     with pytest.raises(ValueError, match="read-only"):
         history.loss[0] = 0.0
     assert isinstance(history, History)
+
+
+def test_every_place_that_prints_the_loss_of_an_ended_run_prints_the_same(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    write_record(run.environment, {})
+    write_record(run.experiment, {"steps": 200, "name": "run"})
+    append_event(run.events, "start", devices=1, resumed_from=None)
+    for step in range(1, 201):
+        append_event(run.events, "step", step=step, tokens=step, loss=2 + 1 / step + 0.1 * (-1) ** step * (step % 7))
+    append_event(run.events, "status", state="finished", message="200 steps.")
+    read = Run(run.path)
+    final = final_loss(read.history().loss)
+    assert abs(final - read.history().loss[-1]) > 0.05, "the last step alone would say something else"
+    assert read.row()["loss"] == final
+    assert f"→ {final:.4g})" in repr(read.history())
+    assert f"loss {final:.4g}" in RunReader(run.path).read().facts
+    curve = Curve("run", read.history())
+    [end] = [trace for trace in loss_curves([curve], x="step").data if trace.meta == "end"]
+    assert end.text[0] == f"<b>{final:.2f}</b>"

@@ -85,5 +85,3 @@ def test_a_notebook_shows_one_output_that_changes_and_is_empty_at_the_end(monkey
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-
-

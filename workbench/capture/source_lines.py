@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from workbench.errors import CaptureError
+from workbench.tracebacks import place
 
 _INSTALLED = tuple(
     str(Path(path)) for path in {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parent)} if path != "/"
@@ -41,7 +42,7 @@ class SourceLine:
     def where(self) -> str:
         """The line as a part of a sentence, `" at file:number (`text`)"`; empty if it is not known."""
         caller = f", called from {self.caller}" if self.caller else ""
-        return f" at {self.file}:{self.number} (`{self.text}`{caller})" if self.file else ""
+        return f" at {place(self.file, self.number)} (`{self.text}`{caller})" if self.file else ""
 
     def error(self, model: str, message: str, **facts: Any) -> CaptureError:
         """Return a `CaptureError` that blames this line; the message continues the model's name."""
@@ -71,7 +72,7 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
     line = _line(frame.filename, frame.lineno or 0, frame.line)
     if frame in users or not users:
         return line
-    return replace(line, caller=f"{users[-1].filename}:{users[-1].lineno}")
+    return replace(line, caller=place(users[-1].filename, users[-1].lineno or 0))
 
 
 def line_of_frame(frame: FrameType) -> SourceLine:

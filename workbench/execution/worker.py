@@ -74,6 +74,7 @@ from workbench.rundir import (
     write_json,
     write_record,
 )
+from workbench.tracebacks import CELLS, formatted, know_cells
 from workbench.units import GIB, gib
 
 BetweenSteps = EvaluationLog | SampleLog | SparsityLog
@@ -90,6 +91,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
     _complete_environment()
     rank = int(os.environ["RANK"])
     redirect_output(run.log(rank))
+    know_cells(run.code / CELLS)
     is_supervised = run.launcher.exists() and "supervisor" in read_json(run.launcher)
 
     def enter(state: str, message: str = "") -> None:
@@ -111,7 +113,7 @@ def main(directory: str, worker_type: type[TrainingWorker] | None = None) -> int
         worker = (worker_type or TrainingWorker)(run, plan)
         steps, target = worker.run(), worker.experiment.total_steps
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
+        text = formatted(error)
         print(text, file=sys.stderr, flush=True)
         cause = root_exception(error)
         message = error_message(cause, plan)

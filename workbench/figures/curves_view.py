@@ -18,6 +18,7 @@ from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.figures.legend_placement import CORNERS, place_legend
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve
+from workbench.runs.records.history import final_loss
 
 Y_LABELS = {**{name: column.label for name, column in COLUMNS.items() if column.label}, **EVALUATION_LABELS}
 
@@ -292,7 +293,7 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
             hovertemplate="held-out loss %{y:.4g}",
         ),
         "mark": _mark_trace(curve, x, line),
-        "end": _end_trace(curve, x, line, label_position),
+        "end": _end_trace(curve, x, line, label_position, y == "loss"),
     }
     for role, trace in traces.items():
         trace.update(
@@ -351,14 +352,16 @@ def _height_before(values: Array, at: Indices) -> Array:
     return np.asarray(values[finite[before]])
 
 
-def _end_trace(curve: PreparedCurve, x: str, line: Array, position: str | None) -> go.Scatter:
+def _end_trace(curve: PreparedCurve, x: str, line: Array, position: str | None, is_loss: bool) -> go.Scatter:
+    """Return the last point of a curve; the number beside that of a training loss is the one that tables show."""
     points = curve.points("end")
+    final = final_loss(curve.raw[: points[-1] + 1]) if is_loss and len(points) else math.nan
     return go.Scatter(
         x=curve.x[x][points],
         y=line[points],
         mode="markers" if position is None else "markers+text",
         marker={"color": curve.color, "size": 6},
-        text=[f"<b>{_describe_loss(value)}</b>" for value in line[points]],
+        text=[f"<b>{_describe_loss(final if math.isfinite(final) else value)}</b>" for value in line[points]],
         textposition=position or "middle right",
         textfont={"color": curve.color, "size": theme.FONT_PX},
         cliponaxis=False,

@@ -18,7 +18,7 @@ from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
-from workbench.runs.records.history import latest_events
+from workbench.runs.records.history import final_loss, latest_events
 from workbench.waiting import waiting
 
 RECENT_STEPS = 20
@@ -74,6 +74,7 @@ class RunRow(TypedDict):
     steps: int | None
     """Steps that the experiment asks for."""
     loss: float | None
+    """Loss of the last step; after the end, `workbench.runs.records.history.final_loss`."""
     tokens: float | None
     tokens_per_s: float | None
     mfu: float | None
@@ -273,7 +274,9 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
         "message": status.message,
         "step": int(step.get("step", 0)),
         "steps": steps,
-        "loss": step.get("loss"),
+        "loss": final_loss([each.get("loss") for each in progress.steps])
+        if status.final and step
+        else step.get("loss"),
         "tokens": step.get("tokens"),
         "tokens_per_s": progress.median("tokens_per_s"),
         "mfu": progress.median("mfu"),

@@ -15,7 +15,7 @@ import numpy as np
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
 from workbench.rundir import RunDir, read_record
-from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, resumed_step
+from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, final_loss, resumed_step
 from workbench.runs.records.text_samples import TextSamples
 from workbench.runs.run import Run
 from workbench.runs.status import Status
@@ -79,7 +79,8 @@ class Snapshot:
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
         of_all = f" of {self.steps:,}" if self.steps else ""
-        parts = [f"step {self.step:,}{of_all}", f"loss {self.history.loss[-1]:.4g}"]
+        loss = final_loss(self.history.loss) if self.status.final else self.history.loss[-1]
+        parts = [f"step {self.step:,}{of_all}", f"loss {loss:.4g}"]
         speed = _recent_median(self.history.tokens_per_s)
         if speed is not None:
             parts.append(f"{count(speed)} tokens/s")

@@ -25,6 +25,7 @@ from workbench.runs.launching import processes
 from workbench.runs.records.environment import environment
 from workbench.runs.status import complete_checkpoints, read_status, written_elsewhere
 from workbench.runs.tracking.wandb_run import tracker_settings
+from workbench.tracebacks import CELLS, sent_cells
 from workbench.user_code import pickled, user_path
 
 if TYPE_CHECKING:
@@ -295,6 +296,7 @@ def user_code(experiment: Experiment) -> dict[str, bytes]:
             files[f"{name}.pkl"] = pickled(name, value)
             files[f"{name}.py"] = _source(value).encode()
     if files:
+        files[CELLS] = sent_cells(content for name, content in files.items() if name.endswith(".pkl"))
         files[CODE_PATH] = path_json(user_path())
     return files
 

@@ -26,6 +26,19 @@ GOING_ON = ("running", "stalled")
 """States of a run whose devices are sampled for it."""
 
 
+LAST_STEPS = 20
+"""Number of last logged steps over which the final loss is averaged."""
+
+
+def final_loss(losses: Sequence[float | None] | Column) -> float:
+    """Return the loss that a training ended with, wherever one is printed: the mean of its last 20 logged losses.
+
+    It is NaN without a logged step, and not finite if one of the 20 is not.
+    """
+    last = np.array(losses[-LAST_STEPS:], dtype=np.float64)  # None becomes NaN
+    return float(last.mean()) if len(last) else math.nan
+
+
 class History:
     """The logged steps of a run: read-only float64 columns of equal length, in order of `step`, NaN where unknown.
 
@@ -60,7 +73,7 @@ class History:
         missing = f", {self.missing:,} missing" if self.missing else ""
         return (
             f"History({len(self):,} steps to step {self.step[-1]:.0f}{missing}, "
-            f"loss {self.loss[0]:.4g} → {self.loss[-1]:.4g})"
+            f"loss {self.loss[0]:.4g} → {final_loss(self.loss):.4g})"
         )
 
     @property

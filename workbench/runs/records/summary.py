@@ -11,7 +11,7 @@ import numpy as np
 
 from workbench.arguments import checked_arguments
 from workbench.events import Event
-from workbench.runs.records.history import History, HistoryTail, read_tail
+from workbench.runs.records.history import History, HistoryTail, final_loss, read_tail
 from workbench.runs.registry import Runs, load_runs
 from workbench.runs.run import Run
 from workbench.tables import STYLE, html_table, text_table
@@ -19,8 +19,6 @@ from workbench.units import count, duration, gib
 
 SETTLING_STEPS = 10
 """Number of steps at the start that medians leave out, because of compilation, caches and clocks."""
-LAST_STEPS = 20
-"""Number of last steps over which the final loss is averaged."""
 
 
 def measurements(run: Run) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _row(run: Run, tail: HistoryTail, metrics: Sequence[str], sparse: Mapping[st
     start = next((event for event in milestones if event["type"] == "start"), None)
     steps, measured = len(history), _measured(history, milestones)
     peak = max(measured["peak_bytes"].values(), default=None)
-    loss = float(np.mean(history.loss[-LAST_STEPS:])) if steps else float("nan")
+    loss = final_loss(history.loss)
     sharding = f", ZeRO {plan.zero}" if plan.zero else ""
     recompute = ", recompute" if plan.recompute != "none" else ""
     division = f"PP {plan.pipeline} × DP {plan.data}{sharding}, {plan.num_microbatches} × {plan.micro_batch}{recompute}"
