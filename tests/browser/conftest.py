@@ -1,4 +1,5 @@
-"""Browser tests need Chromium (`apt-get install chromium`) and pytest-playwright; without either they skip."""
+"""Browser tests need Chromium (`apt-get install chromium`) and pytest-playwright; without either they skip,
+and the last lines of pytest say so."""
 
 from __future__ import annotations
 
@@ -24,16 +25,26 @@ CHROMIUM = next(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = None
+REMEDIES = {
+    "pytest-playwright is not installed": "pip install pytest-playwright",
+    "there is no Chromium on this machine": "sudo apt-get install chromium",
+}
+SKIPPED = pytest.StashKey[int]()
+
+
+def _missing() -> str | None:
+    no_playwright, no_chromium = REMEDIES
     if importlib.util.find_spec("pytest_playwright") is None:
-        missing = "pytest-playwright is not installed"
-    elif CHROMIUM is None:
-        missing = "no Chromium on this machine (apt-get install chromium)"
+        return no_playwright
+    return no_chromium if CHROMIUM is None else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing, ours = _missing(), [item for item in items if HERE in item.path.parents]
+    config.stash[SKIPPED] = len(ours) if missing else 0
     if missing:
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason=missing))
+        for item in ours:
+            item.add_marker(pytest.mark.skip(reason=missing))
 
 
 @pytest.fixture(scope="session")
@@ -116,8 +127,15 @@ def picture() -> Any:
     return take
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print where the screenshots are."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+    """Print where the screenshots are; at the very end, what was not tested and the one command that is missing."""
+    yield
     if TAKEN:
         names = ", ".join(sorted({path.name for path in TAKEN}))
         terminalreporter.write_line(f"{len(set(TAKEN))} screenshots to look at in {SCREENSHOTS}: {names}")
+    missing, count = _missing(), config.stash.get(SKIPPED, 0)
+    if missing and count:
+        terminalreporter.section(f"{count} BROWSER TESTS DID NOT RUN", sep="!", red=True, bold=True)
+        words = f"JupyterLab was not driven, because {missing}. To have these tests: {REMEDIES[missing]}"
+        terminalreporter.write_line(words, red=True, bold=True)
