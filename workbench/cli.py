@@ -370,11 +370,12 @@ def show(
     follow: Follow = False,
     every: Every = 5.0,
     to: Annotated[Path | None, typer.Option("--to", help="Write figures of the run's plan to this HTML file.")] = None,
+    static: Annotated[bool, typer.Option("--static", help="With --to: a small page without a script.")] = False,
 ) -> None:
     """Print the state and the plan of a run, and the error of a failed one."""
     shown = wb.load_run(run)
     if to is not None:
-        typer.echo(plan_page(shown, to))
+        typer.echo(plan_page(shown, to, static))
         return
     if as_json:
         typer.echo(json.dumps(shown.row(), indent=2))
@@ -668,12 +669,14 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def plan_page(run: Run, to: Path) -> Path:
-    """Write the figures of a run's plan as one HTML page, and return its path."""
+def plan_page(run: Run, to: Path, static: bool) -> Path:
+    """Write the figures of a run's plan as one HTML page, with 4.5 MB of plotly unless `static`; return its path."""
     from workbench.figures.pages import save_html
-    from workbench.figures.plan_view import show_plan
+    from workbench.figures.plan_view import plan_html, show_plan
 
-    return save_html(show_plan(run.plan), to, title=f"{run.name}: its plan", text=describe_plan(run.plan)).absolute()
+    plan = run.plan
+    figures = [plan_html(plan) if static else show_plan(plan)]
+    return save_html(figures, to, title=f"{run.name}: its plan", text=describe_plan(plan)).absolute()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
     remote.json          the W&B address of a run that was copied from there; absent for a run of this machine
-    plan.html            the plan's pictures as a page, once the recorder has drawn them
+    plan.html            the plan as a small page without a script, once the recorder has written it
     notebook.ipynb       the executed notebook that launched the run, if `workbench execute` ran it
 
 Events are dicts with `type` and `time` (Unix seconds); `workbench.events` lists the fields of each type, and those of

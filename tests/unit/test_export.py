@@ -13,7 +13,7 @@ from figure_values import curve, plan
 from workbench.errors import DataError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import save
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, notebook_to_html, save_html
+from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, mimebundle, notebook_to_html, save_html
 from workbench.figures.plan_view import plan_html, show_plan
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
@@ -85,6 +85,34 @@ def test_a_notebook_becomes_one_page_with_live_figures(notebook: Path, tmp_path:
     assert_opens_offline(page)
     assert len(PLOTLY_BANNER.findall(page)) == 1
     assert len(re.findall(r'class="plotly-graph-div"', page)) == 2
+
+
+def test_a_page_begins_with_the_answer_and_folds_the_code(tmp_path: Path) -> None:
+    figure = nbformat.v4.new_output("display_data", mimebundle(loss_curves([curve("a")])))
+    words = nbformat.v4.new_output("execute_result", {"text/plain": "the larger one is lower"}, execution_count=2)
+    cells = [
+        nbformat.v4.new_markdown_cell("# Which is lower\n\nTwo models."),
+        nbformat.v4.new_code_cell("train()", outputs=[nbformat.v4.new_output("stream", text="trained")]),
+        nbformat.v4.new_code_cell("draw(1 < 2)", outputs=[figure], metadata={"tags": ["answer"]}),
+        nbformat.v4.new_code_cell("conclude()", outputs=[words], metadata={"tags": ["answer"]}),
+    ]
+    path = tmp_path / "answer.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    page = notebook_to_html(path, tmp_path / "answer.html").read_text()
+    assert_opens_offline(page)
+    body = page[page.rindex("<body") :]
+    shown = ["Which is lower</h1>", "the larger one is lower", "Plotly.newPlot(", "Two models.", "trained"]
+    places = [body.index(each.replace("</h1>", "")) for each in shown]
+    assert places == sorted(places)
+    assert len(set(re.findall(r'plotly-graph-div" id="([^"]+)"', body))) == 2, "each has a place of its own"
+    assert body.count("<details><summary>code</summary>") == 3
+    assert "<details open" not in body
+
+
+def test_a_page_of_words_alone_has_no_script_and_is_small(tmp_path: Path) -> None:
+    page = save_html([plan_html(plan())], tmp_path / "page.html")
+    assert "<script" not in page.read_text()
+    assert page.stat().st_size < 50_000
 
 
 def test_widgets_leave_their_fallback_and_no_state(notebook: Path, tmp_path: Path) -> None:

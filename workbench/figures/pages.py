@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import html
 import json
 import math
@@ -33,7 +34,7 @@ PAGE = """<!DOCTYPE html>
 body {{ font-family: {font}; color: {ink}; background: white; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; }}
 figure {{ margin: 0 0 2rem 0; }}
 </style>
-<script>{plotly}</script>
+{script}
 </head>
 <body>
 <h1>{title}</h1>
@@ -41,6 +42,15 @@ figure {{ margin: 0 0 2rem 0; }}
 </body>
 </html>
 """
+ANSWER = "answer"
+"""Tag of cells whose outputs stand first on the page of a notebook."""
+FOLDED = "folded.html.j2"
+FOLDING = """{%- extends 'lab/index.html.j2' -%}
+{%- block input_group -%}
+{%- if cell.source -%}<details><summary>code</summary>{{ super() }}</details>{%- endif -%}
+{%- endblock input_group -%}
+"""
+"""Template of a page that shows a cell's code when its reader asks for it."""
 REMOTE_SCRIPTS = re.compile(
     r'<script[^>]*\bsrc=""[^>]*>\s*</script>'
     r'|<script type="module">(?:(?!</script>).)*mermaid(?:(?!</script>).)*</script>',
@@ -81,14 +91,16 @@ def save_html(
 ) -> Path:
     """Write figures below one another as one self-contained page, which fetches nothing when it opens.
 
-    A `str` among `figures` is inserted as HTML (such as `plan_html`); `text` is plain text above the figures.
+    A `str` among `figures` is inserted as HTML (such as `plan_html`), and a page of these alone is small: it has no
+    script. `text` is plain text above the figures.
     """
     parts = [figures] if isinstance(figures, go.Figure) else list(figures)
     body = "".join(part if isinstance(part, str) else f"<figure>{figure_html(part)}</figure>\n" for part in parts)
     if text:
         body = f'<p style="white-space: pre-line">{html.escape(text)}</p>\n{body}'
+    script = "" if all(isinstance(part, str) for part in parts) else f"<script>{plotly_js()}</script>"
     escaped = html.escape(title)
-    page = PAGE.format(title=escaped, font=theme.FONT_FAMILY, ink=theme.INK, plotly=plotly_js(), body=body)
+    page = PAGE.format(title=escaped, font=theme.FONT_FAMILY, ink=theme.INK, script=script, body=body)
     return _write_page(page, path)
 
 
@@ -110,18 +122,21 @@ def plotly_js() -> str:
 
 
 def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
-    """Turn an executed notebook into one self-contained page with live figures.
+    """Turn an executed notebook into one self-contained page with live figures, the answer first and the code folded.
 
+    Below the title come the outputs of cells tagged `answer`, text before figures, then the notebook as it is.
     Figures stay interactive through a single embedded plotly.js. Widgets need a kernel: the HTML or picture stored
     beside a widget takes its place, and its state is left out. No script, style or font is fetched.
 
     Raises `DataError` if the file is no notebook.
     """
+    from jinja2 import DictLoader
     from nbconvert import HTMLExporter
 
     notebook = read_notebook(Path(notebook_path))
+    notebook.cells = [*_opening(notebook), *notebook.cells]
     num_figures = sum(_make_static(output) for cell in notebook.cells for output in cell.get("outputs", []))
-    exporter = HTMLExporter()
+    exporter = HTMLExporter(extra_loaders=[DictLoader({FOLDED: FOLDING})], template_file=FOLDED)
     exporter.embed_images = True
     for url in ("require_js_url", "jquery_url", "mathjax_url", "mermaid_js_url", "jupyter_widgets_base_url"):
         if exporter.has_trait(url):
@@ -131,6 +146,25 @@ def notebook_to_html(notebook_path: str | Path, html_path: str | Path) -> Path:
     if num_figures:
         page = page.replace("<head>", f"<head><script>{plotly_js()}</script>", 1)
     return _write_page(page, html_path)
+
+
+def _opening(notebook: Any) -> list[Any]:
+    """Take the title from a notebook, and return it with the outputs of the cells that hold the answer."""
+    answers = [cell for cell in notebook.cells if ANSWER in cell.metadata.get("tags", ()) and cell.get("outputs")]
+    answers.sort(key=lambda cell: any(PLOTLY_MIME in output.get("data", {}) for output in cell.outputs))
+    if not answers:
+        return []
+    opening = [copy.deepcopy(cell) for cell in answers]
+    for cell in opening:
+        cell.source = ""
+    first = notebook.cells[0]
+    if first.cell_type == "markdown" and first.source.startswith("# "):
+        title = copy.deepcopy(first)
+        title.source, _, first.source = first.source.partition("\n")
+        opening.insert(0, title)
+    for number, cell in enumerate(opening):
+        cell.id = f"opening-{number}"  # a notebook has no two cells with one name
+    return opening
 
 
 def _make_static(output: Any) -> bool:

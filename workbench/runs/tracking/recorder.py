@@ -297,7 +297,7 @@ def _draw_plan(run: RunDir) -> None:
         return
     if run.plan_page.exists() and run.plan_page.stat().st_mtime >= run.plan.stat().st_mtime:
         return
-    command = [sys.executable, "-m", "workbench.cli", "show", str(run.path), "--to", str(run.plan_page)]
+    command = [sys.executable, "-m", "workbench.cli", "show", str(run.path), "--static", "--to", str(run.plan_page)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PICTURE_LIMIT_S, check=False)
 
