@@ -25,6 +25,7 @@ Everything that a run leaves lies in one folder, readable without importing torc
     attempts/<n>/        the same files of earlier attempts, once a run was resumed
     tracking/            Weights & Biases files
     remote.json          the W&B address of a run that was copied from there; absent for a run of this machine
+    labels.json          tags, a note and the archive: what people say of the run; absent until somebody does
     plan.html            the plan as a small page without a script, once the recorder has written it
     notebook.ipynb       the executed notebook that launched the run, if `workbench execute` ran it
 
@@ -53,6 +54,7 @@ import psutil
 
 from workbench.errors import PlanMismatch
 from workbench.events import Event, ProcessRecord
+from workbench.home import cache_home
 
 STATES = ("queued", "starting", "running", "stalled", "finished", "stopped", "failed")
 FINAL_STATES = ("finished", "stopped", "failed")
@@ -66,6 +68,8 @@ RECORD_CHECKSUM = "crc32_of_record"
 CHECKSUM = b', "crc32": "'
 """Beginning of the last field of an event's line: the CRC-32 of what stands before it."""
 _SUFFIX = len(CHECKSUM) + 10
+ROOTS_FILE = "runs_folders.json"
+"""File of the cache with the folders in which runs were launched."""
 _WAITING: dict[Path, list[bytes]] = {}
 """Lines of this process that a full disk has not taken yet."""
 _WAITING_LOCK = threading.Lock()
@@ -74,6 +78,22 @@ _WAITING_LOCK = threading.Lock()
 def runs_root() -> Path:
     """Return the folder of runs: `$WORKBENCH_RUNS`, or `runs` in the current directory."""
     return Path(os.environ.get("WORKBENCH_RUNS") or "runs").expanduser().absolute()
+
+
+def known_runs_roots() -> list[Path]:
+    """Return `runs_root()` and every folder in which this user launched a run, as far as they exist."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        noted = [Path(folder) for folder in read_json(cache_home() / ROOTS_FILE)]
+        return [folder for folder in dict.fromkeys([runs_root(), *noted]) if folder.is_dir()]
+    return [runs_root()] if runs_root().is_dir() else []
+
+
+def note_runs_root(folder: Path) -> None:
+    """Let other programs of this user find a folder of runs; folders that are gone are forgotten."""
+    known = known_runs_roots()
+    if folder not in known or not (cache_home() / ROOTS_FILE).exists():
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            write_json(cache_home() / ROOTS_FILE, [str(root) for root in dict.fromkeys([*known, folder])])
 
 
 class _Entry:
@@ -100,6 +120,7 @@ class RunDir:
     events = _Entry("events.jsonl")
     tracker = _Entry("wandb.json")
     remote = _Entry("remote.json")
+    labels = _Entry("labels.json")
     plan_page = _Entry("plan.html")
     notebook = _Entry("notebook.ipynb")
     resume = _Entry("resume.json")

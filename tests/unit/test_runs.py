@@ -160,7 +160,7 @@ def test_the_registry_lists_runs_newest_first(tmp_path):
     assert table["old"].name == table[1].name
     assert [run.name for run in table[:1]] == ["new"]
     lines = repr(table).splitlines()
-    assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when"]
+    assert lines[0].split() == ["name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when", "tags"]
     assert lines[1].split()[:6] == ["new", "running", "10", "of", "100", "10"]
     assert table._repr_html_().count("<tr>") == 3
     assert "No runs" in repr(list_runs(tmp_path / "nowhere"))
@@ -251,6 +251,24 @@ def test_runs_of_few_devices_share_a_node_and_a_large_one_waits_its_turn(tmp_pat
     assert four.try_start() == pool
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_the_queue_names_a_users_own_runs_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    first, second, third = (
+        device_queue.take_ticket(make_run(tmp_path, name), pool=["a"], count=1, supervisor=this_process())
+        for name in ("theirs", "mine", "mine-too")
+    )
+    assert first.try_start() == ("a",)
+    os.chown(first.path, 12345, 12345)
+    assert third.ahead() == [device_queue.OTHERS, "mine"]
+    assert [(row["name"], row["devices"], row["waits_for"]) for row in device_queue.waiting_and_training()] == [
+        (device_queue.OTHERS, ["a"], []),
+        ("mine", None, [device_queue.OTHERS]),
+        ("mine-too", None, [device_queue.OTHERS, "mine"]),
+    ]
+    second.leave()
+
+
 def test_runs_of_kernels_that_see_different_gpus_do_not_wait_for_each_other(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
 
@@ -263,18 +281,6 @@ def test_runs_of_kernels_that_see_different_gpus_do_not_wait_for_each_other(tmp_
     assert second.try_start() is None
     assert (other.ahead(), other.try_start()) == ([], ("b",))
     assert second.ahead() == ["first"]
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-def test_a_run_that_waits_for_another_user_says_so_and_no_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
-    theirs, mine, late = (
-        device_queue.take_ticket(make_run(tmp_path, name), pool=("a",), count=1, supervisor=this_process())
-        for name in ("secret", "mine", "late")
-    )
-    os.chown(theirs.path, 12345, -1)
-    assert mine.ahead() == ["another user's run"]
-    assert late.ahead() == ["another user's run", "mine"]
 
 
 def test_a_ticket_lapses_with_the_last_process_of_its_run(tmp_path, monkeypatch, sleeper):

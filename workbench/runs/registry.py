@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from workbench.arguments import checked_arguments
-from workbench.errors import InvalidArgument, RunNotFound
-from workbench.rundir import RunDir, runs_root
+from workbench.errors import InvalidArgument, RunNotFound, suggestion
+from workbench.rundir import STATES, RunDir, runs_root
+from workbench.runs.labels import read_labels
 from workbench.runs.run import Run, step_text
 from workbench.runs.status import RunRow, created_at, state_in_words, unreadable_row
 from workbench.tables import html_table, text_table
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 OneRun = Run | str | os.PathLike[str]
 """A run, or its directory or name."""
 Runs = OneRun | Iterable[OneRun]
-HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when")
+HEADER = ("name", "state", "step", "loss", "tokens/s", "MFU", "left", "devices", "when", "tags")
 """Columns of a table of runs."""
+SORTABLE = tuple(name for name in RunRow.__annotations__ if name not in ("gpus", "tags"))
+"""Figures of a row by which runs can be sorted."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,55 @@ class RunTable:
 
 
 @checked_arguments
-def list_runs(root: str | os.PathLike[str] | None = None) -> RunTable:
-    """Return the runs in `root`, newest first; by default those in `$WORKBENCH_RUNS` or `./runs`."""
+def list_runs(
+    root: str | os.PathLike[str] | None = None,
+    *,
+    tag: str | None = None,
+    state: str | None = None,
+    text: str | None = None,
+    sort: str | None = None,
+    archived: bool = False,
+) -> RunTable:
+    """Return the runs in `root`, newest first; by default those in `$WORKBENCH_RUNS` or `./runs`.
+
+    Args:
+        root: the folder of runs.
+        tag: only runs with this tag.
+        state: only runs in this state, such as `"running"`.
+        text: only runs with this text in their name, tags or note; case does not matter.
+        sort: figure of `run.row()` by which to sort, smallest first, such as `"loss"`; `"-loss"` begins with the
+            largest. Runs without the figure come last.
+        archived: list archived runs too.
+    """
+    by = sort and sort.removeprefix("-")
+    for name, word, choices in (("state", state, STATES), ("sort", by, SORTABLE)):
+        if word is not None and word not in choices:
+            raise InvalidArgument(f"{name}={word!r} does not exist. {suggestion(word, choices)}", parameter=name)
     folder = runs_root() if root is None else Path(root).expanduser().absolute()
-    return RunTable(folder, tuple(Run(path) for path in sorted(_run_folders(folder), key=created_at, reverse=True)))
+    runs = [Run(path) for path in sorted(_run_folders(folder), key=created_at, reverse=True)]
+    if by is None and tag is state is text is None:  # only labels need to be read
+        return RunTable(folder, tuple(run for run in runs if archived or not _is_archived(run)))
+    chosen = [
+        (row, run)
+        for row, run in ((row_or_reason(run), run) for run in runs)
+        if (archived or not row["archived"])
+        and (tag is None or tag in row["tags"])
+        and state in (None, row["state"])
+        and (text or "").casefold() in "\n".join((row["name"], *row["tags"], row["notes"])).casefold()
+    ]
+    if by is not None:
+        known = [pair for pair in chosen if _is_known(pair[0][by])]  # type: ignore[literal-required]
+        known.sort(key=lambda pair: pair[0][by], reverse=by != sort)  # type: ignore[literal-required]
+        chosen = known + [pair for pair in chosen if pair not in known]
+    return RunTable(folder, tuple(run for _, run in chosen))
+
+
+def _is_known(figure: Any) -> bool:
+    return not (figure is None or (isinstance(figure, float) and math.isnan(figure)))
+
+
+def _is_archived(run: Run) -> bool:
+    return read_labels(run.directory, {}).archived
 
 
 @checked_arguments
@@ -172,4 +221,5 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         "" if row["eta_s"] is None else duration(row["eta_s"]),
         devices,
         f"{duration(max(0.0, time.time() - row['time']))} ago" if row["time"] else "",
+        ", ".join(row["tags"]),
     )

@@ -12,6 +12,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import PlanMismatch, RunFailed, RunNotFound, WorkbenchError
 from workbench.events import Event
 from workbench.rundir import RunDir, check_unedited, read_events
+from workbench.runs.labels import Labelled
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import log_tail, run_failed
 from workbench.runs.status import (
@@ -42,7 +43,7 @@ PLANNED_FIELDS = frozenset({"model", "data", "global_batch", "seq_len", "precisi
 """Fields of an experiment that a plan depends on: a clone that changes one of them is planned anew."""
 
 
-class Run:
+class Run(Labelled):
     """One training, read from its directory; it works from any kernel."""
 
     @checked_arguments

@@ -16,6 +16,7 @@ from workbench.errors import RunNotFound
 from workbench.events import EndEvent, MemoryEvent, ProcessRecord, StartEvent, StepEvent
 from workbench.execution.checkpoint import files
 from workbench.rundir import FINAL_STATES, KILLED, RunDir, is_elsewhere, process_alive, read_record
+from workbench.runs.labels import read_labels
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
 from workbench.runs.records.history import final_loss, latest_events
@@ -90,6 +91,9 @@ class RunRow(TypedDict):
     """Lines of `events.jsonl` that differ from what was written; the curve lacks what they held."""
     time: float
     """Unix seconds of the last step, or of the last change of state."""
+    tags: list[str]
+    notes: str
+    archived: bool
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,7 @@ def read_described(path: Path) -> dict[str, Any]:
 def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
     """Return the figures that are shown of a run."""
     steps = _steps_asked_for(run)
+    labels = read_labels(run, read_experiment(run))
     step: Mapping[str, Any] = progress.steps[-1] if progress.steps else {}
     step_ms, eta_s = progress.median("step_ms"), None
     if status.state == "running" and step_ms is not None and steps is not None:
@@ -286,6 +291,9 @@ def row_of(run: RunDir, status: Status, progress: Progress) -> RunRow:
         "peak_bytes": max((int(event["peak_bytes"]) for event in progress.memory.values()), default=None),
         "damaged_lines": progress.damaged,
         "time": step.get("time", status.time),
+        "tags": list(labels.tags),
+        "notes": labels.notes,
+        "archived": labels.archived,
     }
 
 
@@ -302,7 +310,10 @@ def unreadable_row(run: RunDir, error: Exception) -> RunRow:
     """Return the figures of a run whose files cannot be read: it has failed, with the reason as its message."""
     reason = str(error) if isinstance(error, RunNotFound) else f"It cannot be read: {type(error).__name__}: {error}."
     readable = {"name": run.path.name, "path": str(run.path), "state": "failed", "message": reason}
-    return {**dict.fromkeys(RunRow.__annotations__), **readable, "step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}  # type: ignore[typeddict-item]
+    labels = read_labels(run, {})
+    said = {"tags": list(labels.tags), "notes": labels.notes, "archived": labels.archived}
+    numbers = {"step": 0, "gpus": [], "damaged_lines": 0, "time": 0.0}
+    return {**dict.fromkeys(RunRow.__annotations__), **readable, **numbers, **said}  # type: ignore[typeddict-item]
 
 
 def _device_count(run: RunDir, progress: Progress) -> int | None:

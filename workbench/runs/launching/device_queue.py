@@ -28,6 +28,7 @@ from workbench.rundir import RunDir, process_alive, read_json, write_json
 from workbench.runs.launching.processes import run_alive
 
 CPU = ("cpu",)
+OTHERS = "another user's run"
 ROUNDING = 1e-6
 """Tolerated excess of the sum of shares of a device over 1: three shares of a third are one device."""
 
@@ -105,11 +106,10 @@ class Ticket:
             return devices
 
     def ahead(self) -> list[str]:
-        """Return the names of the live runs before this one, oldest first; `another user's run` for those of others."""
+        """Return the names of the live runs before this one, oldest first; those of other users are not told."""
         mine = read_json(self.path)
         with _locked(self.path.parent):
-            rivals = self._rivals(mine)
-            return [Path(t["run"]).name if t["user"] == os.getuid() else "another user's run" for t in rivals]
+            return [_name_for_me(ticket) for ticket in self._rivals(mine)]
 
     def _rivals(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the live earlier tickets that may be given some of the same devices."""
@@ -119,6 +119,22 @@ class Ticket:
 
     def leave(self) -> None:
         self.path.unlink(missing_ok=True)
+
+
+def waiting_and_training() -> list[dict[str, Any]]:
+    """Return every live run of this host's queue, oldest first: its name, its devices, and the runs that it waits for.
+
+    `devices` is None for a run that waits. Other users' runs have no name.
+    """
+    folder = queue_folder()
+    with _locked(folder):
+        live = _live_tickets(folder)
+    queue = []
+    for fields in live:
+        with contextlib.suppress(FileNotFoundError):  # it left a moment ago
+            ahead = [] if fields["devices"] else Ticket(folder / f"{fields['number']:06d}.json").ahead()
+            queue.append({"name": _name_for_me(fields), "devices": fields["devices"], "waits_for": ahead})
+    return queue
 
 
 def take_ticket(
@@ -154,6 +170,11 @@ def queue_folder() -> Path:
             "folder that can be written.",
             folder=str(folder),
         ) from None
+
+
+def _name_for_me(ticket: Mapping[str, Any]) -> str:
+    """Return the name of a ticket's run to its owner, and to everybody else that it is another user's."""
+    return Path(ticket["run"]).name if ticket["user"] == os.getuid() else OTHERS
 
 
 def _tickets(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from workbench.rundir import (
     RunDir,
     append_event,
     check_unedited,
+    note_runs_root,
     process_alive,
     process_record,
     read_json,
@@ -67,6 +68,7 @@ def launch(
     device_queue.queue_folder()
     is_training = worker != processes.EVALUATOR
     with written(attempt) as run:
+        note_runs_root(run.path.parent)
         if not is_training:
             run.tracker.unlink(missing_ok=True)  # the run that is evaluated has the result, not a run of its own on W&B
         append_event(run.events, "status", state="queued", message="")
@@ -80,6 +82,7 @@ def launch(
 def prepare(attempt: Attempt, captured: CapturedModel | None = None, *, progress: bool | None = None) -> RunDir:
     """Write the run directory as `launch` does and start nothing: Slurm, `torchrun` or `accelerate launch` will."""
     with written(_checked(attempt, captured, progress)) as run:
+        note_runs_root(run.path.parent)
         write_json(run.launcher, {})  # an empty record says that somebody else will start the run
         append_event(run.events, "status", state="queued", message="Prepared; start it on its nodes.")
     return run

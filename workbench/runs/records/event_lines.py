@@ -8,6 +8,8 @@ from what was written are counted and left out.
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ BULK_BYTES = 2**18
 """Size of a block from which Arrow is faster than Python, in spite of its start-up time."""
 RECENT_BYTES = 2**20
 """Bytes before the end of a file that are searched for the latest steps at a time."""
+SPREAD_BYTES = 2**12
+"""Bytes in which `spread_steps` looks for a step."""
 _STEP = b'{"type": "step"'
 _ACTIONS = b'{"type": "actions"'
 """Beginning of long events that only the timeline reads, from the file itself."""
@@ -99,6 +103,30 @@ def recent_steps(path: Path, start: int, end: int, count: int) -> list[Event]:
             lines = [line for line in text.splitlines() if line.startswith(_STEP)][count * -2 :]
             steps = [event for line in lines if (event := parse_event(line)) is not None] + steps
     return steps[-count:]
+
+
+def spread_steps(path: Path, count: int) -> list[Event]:
+    """Return about `count` step events spread evenly over a file, without reading all of it, in order of their steps.
+
+    Of steps that a resumption repeats, the later ones are returned.
+    """
+    lines = list[bytes]()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        places = [0] if size <= BULK_BYTES else range(0, size, max(1, size // count))
+        for place in places:
+            file.seek(place)
+            text = file.read(SPREAD_BYTES if size > BULK_BYTES else size)
+            lines_here = [line for line in text.splitlines()[place > 0 :] if line.startswith(_STEP)]
+            lines += lines_here[:1] if size > BULK_BYTES else lines_here[:: max(1, len(lines_here) // count)]
+    steps, first = list[Any](), math.inf
+    for line in reversed(lines):
+        event: Any = parse_event(line) or {}
+        number = event.get("step")
+        if isinstance(number, int | float) and number < first:
+            steps.append(event)
+            first = number
+    return steps[::-1]
 
 
 class _Unusual(ValueError):
