@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _register_displays() -> None:
-    """Let plans and contrasts at the end of a notebook cell show figures, and runs and sweeps tables that update."""
+    """Let plans and contrasts at the end of a notebook cell show figures, and sweeps a table that updates."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
         return
@@ -47,11 +47,6 @@ def _register_displays() -> None:
 
         display(coordinate_check(check))
 
-    def display_runs(table: Any) -> None:
-        from workbench.widgets import LiveTable
-
-        LiveTable(table)._ipython_display_()
-
     def display_sweep(sweep: Any) -> None:
         from workbench.widgets.live_sweep import show_sweep
 
@@ -63,7 +58,6 @@ def _register_displays() -> None:
     displays.for_type_by_name("workbench.analysis.seed_contrast", "SeedContrast", display_contrast)
     displays.for_type_by_name("workbench.analysis.coordinates", "CoordinateCheck", display_coordinates)
     if hasattr(shell, "kernel"):
-        displays.for_type_by_name("workbench.runs.registry", "RunTable", display_runs)
         displays.for_type_by_name("workbench.sweeps.sweep", "Sweep", display_sweep)
 
 

@@ -18,7 +18,6 @@ REACHED = 0.55
 """Share of the first run's steps at the moment that is shown: the second, which trained before it, has finished."""
 CELLS = (
     "import workbench as wb\n\nwb.live(wb.list_runs())",
-    "wb.list_runs()",
     'large = wb.Experiment(model=wb.models.bert_large(), data=wb.data.corpus("demo"), steps=400, global_batch=256, '
     'seq_len=128)\nwb.what_if(large, wb.Cluster.of("h200", gpus=4))',
 )

@@ -1,4 +1,4 @@
-"""The table of runs and the what-if panel without a browser."""
+"""The what-if panel and the widgets of figures without a browser."""
 
 from __future__ import annotations
 
@@ -6,77 +6,20 @@ import gzip
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
-import pytest
 from cost_values import layered_profile as profile
-from test_figures_live import checkpoint, end, eventually, start_run, train
+from test_figures_live import end, eventually, start_run, train
 
 from workbench.cost.cluster import Cluster
 from workbench.figures.pages import plotly_js
 from workbench.planning.search import what_if
-from workbench.rundir import RunDir, append_event
+from workbench.rundir import append_event
 from workbench.runs.records.follow import progress_line
 from workbench.runs.registry import list_runs
-from workbench.runs.run import Run
-from workbench.widgets import LiveTable, WhatIf, live
+from workbench.widgets import WhatIf, live
 from workbench.widgets.plot import Plot, growing_plot
 from workbench.widgets.run_row import STATE_COLORS
-
-
-def cells(table: LiveTable) -> list[str]:
-    """Return the HTML of each run's row."""
-    rows = table.children[1:-3]
-    return ["".join(str(cell.value) for cell in row.children[:-2]) for row in rows]
-
-
-def buttons(table: LiveTable, row: int = 0) -> list[Any]:
-    return list(table.children[1 + row].children[-2:])
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    running, stopped = start_run(tmp_path / "running <1>"), start_run(tmp_path / "stopped")
-    train(running, 1, 10)
-    train(stopped, 1, 20)
-    checkpoint(stopped, 20)
-    end(stopped, "stopped", "Stopped at step 20 of 100.")
-    return tmp_path
-
-
-def row_of(table: LiveTable, name: str) -> int:
-    return next(index for index, text in enumerate(cells(table)) if name in text)
-
-
-def test_the_table_follows_runs_and_shows_those_that_start(folder: Path) -> None:
-    table = LiveTable(list_runs(folder), refresh_s=0.05)
-    assert "running &lt;1&gt;" in cells(table)[row_of(table, "running")]
-    assert "10 of 100" in cells(table)[row_of(table, "running &lt;")]
-    train(RunDir(folder / "running <1>"), 11, 30)
-    eventually(lambda: "30 of 100" in cells(table)[row_of(table, "running &lt;")])
-    start_run(folder / "new")
-    eventually(lambda: len(cells(table)) == 3)
-    table.close()
-    eventually(lambda: not table.following)
-
-
-def test_the_buttons_of_a_row_stop_resume_and_attach(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resumed = []
-    monkeypatch.setattr(Run, "resume", lambda run: resumed.append(run.name))
-    table = LiveTable(list_runs(folder), refresh_s=0.05)
-    attach, stop = buttons(table, row_of(table, "running &lt;"))
-    stop.click()
-    eventually((folder / "running <1>" / "STOP").exists)
-    _, resume = buttons(table, row_of(table, ">stopped<"))
-    assert resume.description == "Resume"
-    resume.click()
-    eventually(lambda: resumed == ["stopped"])
-    attach.click()
-    [dashboard] = table.children[-1].children
-    assert dashboard.following
-    dashboard.close()
-    table.close()
 
 
 def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:
@@ -135,10 +78,9 @@ def test_a_run_that_trained_on_after_its_loss_was_lost_is_no_green_finished_run(
     table = list_runs(tmp_path)
     assert "finished, not finite" in repr(table)
     assert "finished, not finite" in progress_line(table[0].row())
-    live_table, dashboard = LiveTable(table), live(table[0])
-    for shown in (cells(live_table)[0], dashboard.twin()[0]):
-        assert "not finite" in shown
-        assert STATE_COLORS["failed"] in shown
-        assert STATE_COLORS["finished"] not in shown
-    live_table.close()
+    dashboard = live(table[0])
+    shown = dashboard.twin()[0]
+    assert "not finite" in shown
+    assert STATE_COLORS["failed"] in shown
+    assert STATE_COLORS["finished"] not in shown
     dashboard.close()

@@ -1,4 +1,4 @@
-"""Workbench in JupyterLab: the launcher's cards, and the server's endpoints behind them.
+"""Workbench in JupyterLab: the launcher's cards, the sidebar of runs, and the server's endpoints behind them.
 
 The browser's part is in `jupyter/labextensions/workbench/static/`: modules that JupyterLab loads as they are.
 """

@@ -14,6 +14,7 @@ from jupyter_server.base.handlers import APIHandler
 
 from workbench.errors import WorkbenchError, suggestion
 from workbench.lab.cards import cards
+from workbench.lab.run_handlers import RUN_HANDLERS
 from workbench.notebooks.parameters import checked_values, parameters, with_values
 from workbench.notebooks.templates import templates
 
@@ -91,5 +92,5 @@ def known_template(name: Any) -> Path:
     return templates()[name]
 
 
-HANDLERS = {"templates": Templates, "parameters": Parameters, "notebooks": Notebooks}
+HANDLERS = {"templates": Templates, "parameters": Parameters, "notebooks": Notebooks, **RUN_HANDLERS}
 """Path below `workbench/` -> its handler."""

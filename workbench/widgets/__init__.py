@@ -2,7 +2,6 @@
 
 from workbench.widgets.dashboard import Live, live
 from workbench.widgets.live_sweep import LiveSweep
-from workbench.widgets.run_table import LiveTable
 from workbench.widgets.what_if import WhatIf
 
-__all__ = ["Live", "LiveSweep", "LiveTable", "WhatIf", "live"]
+__all__ = ["Live", "LiveSweep", "WhatIf", "live"]

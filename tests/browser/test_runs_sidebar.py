@@ -1,0 +1,159 @@
+"""The sidebar of runs in JupyterLab, without a kernel: a thousand runs, search, comparison of ticked rows, stopping."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lab
+import pytest
+
+from workbench.rundir import RunDir, event_line, this_process, write_json, write_record
+
+REPOSITORY = Path(__file__).parents[2]
+OPEN_LIMIT_S, SEARCH_LIMIT_MS = 8.0, 1500.0
+"""Five to eight times what an idle machine may take (1 s and 200 ms): the cores that run the tests are busy."""
+HOSTILE = "<img src=x onerror=document.title='hacked'>"
+ROW = ".wb-run"
+LINES = ".wb-plot .scatterlayer .trace path.js-line"
+
+
+def write_run(path: Path, age_s: float, state: str = "finished", rate: float = 1e-4, diverges: bool = False) -> RunDir:
+    run = RunDir(path)
+    path.mkdir(parents=True)
+    steps, begun = 60, time.time() - age_s
+    write_record(run.experiment, {"name": "small", "steps": 2 * steps, "learning_rate": rate, "seed": 0})
+    write_record(run.environment, {})
+    write_json(
+        run.launcher, {"supervisor": this_process() if state == "running" else {"pid": 2**22 + 1, "created": 0.0}}
+    )
+    lines = [event_line("start", devices=["cpu"], world=1, resumed_from=None, time=begun)]
+    for step in range(1, steps + 1):
+        loss = 2 - 0.2 * math.log10(rate) + 4 * math.exp(-step / 15) + 0.05 * math.sin(7 * step)
+        loss *= 1.5 ** (step - 40) if diverges and step > 40 else 1.0
+        counted = {"tokens": step * 1000, "samples": step, "flops": step * 1e9, "seconds": step / 2}
+        speed = {"step_ms": 500.0, "tokens_per_s": 2000.0, "learning_rate": rate, "grad_norm": 1.0}
+        lines.append(event_line("step", step=step, loss=loss, time=begun + step, **counted, **speed))
+    lines.append(event_line("status", state=state, message="", time=begun + steps))
+    run.events.write_bytes(b"".join(lines))
+    os.utime(run.experiment, (begun, begun))
+    return run
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[lab.Server]:
+    """Start a JupyterLab over a folder of a thousand runs, with a cache of its own."""
+    root = tmp_path_factory.mktemp("sidebar")
+    runs = root / "runs"
+    for number in range(995):
+        write_run(runs / f"old-{number:03d}", 10_000 + number)
+    write_run(runs / "rate-small", 50, rate=1e-4)
+    write_run(runs / "rate-large", 40, rate=1e-3)
+    write_run(runs / "rate-too-large", 30, rate=1.0, diverges=True)
+    write_run(runs / HOSTILE, 20)
+    write_run(runs / "going", 10, state="running")
+    extension = str(REPOSITORY / "workbench" / "lab" / "jupyter")
+    environment = {"PYTHONPATH": str(REPOSITORY), "WORKBENCH_RUNS": str(runs), "OMP_NUM_THREADS": "1"}
+    environment |= {"JUPYTER_PATH": extension, "JUPYTER_CONFIG_PATH": extension, "WORKBENCH_HOME": str(root / "home")}
+    with lab.jupyterlab(root, environment) as running:
+        yield running
+
+
+def open_sidebar(page: Any, server: lab.Server) -> float:
+    """Open JupyterLab and the sidebar; return the seconds from the click to the first rows."""
+    page.goto(f"{server.url}/lab?token={server.token}&reset", timeout=lab.PATIENCE_MS)
+    tab = page.locator('[data-id="workbench-runs"]')
+    tab.wait_for(timeout=lab.PATIENCE_MS)
+    page.wait_for_selector(".jp-Launcher", timeout=lab.PATIENCE_MS)
+    clicked = time.monotonic()
+    tab.click(timeout=lab.PATIENCE_MS)
+    page.wait_for_selector(f"{ROW} .wb-sparkline polyline", timeout=lab.PATIENCE_MS)
+    return time.monotonic() - clicked
+
+
+def find(page: Any, words: str) -> Any:
+    page.fill(".wb-search", words)
+    return page.locator(ROW)
+
+
+def test_a_thousand_runs_open_and_are_searched_without_a_pause(lab_page: Any, server: lab.Server, picture: Any) -> None:
+    opened = open_sidebar(lab_page, server)
+    lab_page.get_by_text("1000 runs").wait_for(timeout=lab.PATIENCE_MS)
+    searched, shown = lab_page.evaluate(
+        """() => {
+            const field = document.querySelector('.wb-search'), begun = performance.now();
+            field.value = 'old-07';
+            field.dispatchEvent(new Event('input'));
+            document.body.getBoundingClientRect();  // the page is laid out
+            return [performance.now() - begun, document.querySelector('.wb-count').textContent];
+        }"""
+    )
+    print(f"opened in {opened:.2f} s, searched in {searched:.0f} ms")
+    assert shown == "10 runs, 990 not shown"
+    assert opened < OPEN_LIMIT_S
+    assert searched < SEARCH_LIMIT_MS
+    assert lab_page.locator(ROW).count() == 10
+    find(lab_page, "")
+    assert lab_page.locator(ROW).count() < 60, "only rows in view are in the page"
+    picture(lab_page, "runs-sidebar")
+
+
+def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_none(
+    lab_page: Any, server: lab.Server, picture: Any
+) -> None:
+    open_sidebar(lab_page, server)
+    rows = find(lab_page, "rate-")
+    for index in range(3):
+        rows.nth(index).locator(".wb-tick").check()
+    lab_page.locator(".wb-compare").click()
+    lab_page.locator(LINES).nth(2).wait_for(state="attached", timeout=lab.PATIENCE_MS)
+    legend = lab_page.locator(".wb-plot .legendtext").all_text_contents()
+    assert sorted(legend) == ["learning_rate 0.0001", "learning_rate 0.001", "learning_rate 1.0"]
+    ticks = lab_page.locator(".wb-plot .ytick text").all_text_contents()
+    assert max(float(tick) for tick in ticks) < 100, ticks
+    assert "diverges" in lab_page.locator(".wb-plot").inner_text()
+    picture(lab_page, "runs-compared")
+    lab_page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    dark = "() => getComputedStyle(document.querySelector('.wb-plot .main-svg')).backgroundColor.match(/\\d+/g)[0] < 60"
+    lab_page.wait_for_function(dark, timeout=lab.PATIENCE_MS)
+    time.sleep(1)
+    picture(lab_page, "runs-compared-dark")
+    lab_page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+
+
+def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(lab_page: Any, server: lab.Server, picture: Any) -> None:
+    open_sidebar(lab_page, server)
+    row = find(lab_page, "going")
+    row.hover()
+    row.get_by_role("button", name="Write a checkpoint").click()
+    row.get_by_text("Stopping").wait_for(timeout=lab.PATIENCE_MS)
+    deadline = time.monotonic() + lab.PATIENCE_MS / 1000
+    while not (server.root / "runs" / "going" / "STOP").exists():
+        assert time.monotonic() < deadline
+        lab_page.wait_for_timeout(100)
+    row = find(lab_page, "onerror")
+    assert row.locator(".wb-name").inner_text() == HOSTILE
+    row.locator(".wb-name").click()
+    lab_page.locator(LINES).first.wait_for(state="attached", timeout=lab.PATIENCE_MS)
+    row.hover()
+    row.get_by_role("button", name="Note about").click()
+    lab_page.locator(".jp-Dialog input").fill("<b>look</b> again")
+    lab_page.locator(".jp-Dialog .jp-mod-accept").click()
+    row.get_by_text("<b>look</b> again").wait_for(timeout=lab.PATIENCE_MS)
+    row.hover()
+    row.get_by_role("button", name="Hide").click()
+    lab_page.get_by_text("0 runs, 1000 not shown").wait_for(timeout=lab.PATIENCE_MS)
+    find(lab_page, "")
+    lab_page.get_by_title("Move to the main area").click()
+    lab_page.locator(".lm-DockPanel .wb-run").first.wait_for(timeout=lab.PATIENCE_MS)
+    lab_page.reload(timeout=lab.PATIENCE_MS)
+    lab_page.locator(".lm-DockPanel .wb-run").first.wait_for(timeout=lab.PATIENCE_MS)
+    lab_page.get_by_text("999 runs, 1 not shown").wait_for(timeout=lab.PATIENCE_MS)
+    picture(lab_page, "runs-in-main-area")
+    assert "hacked" not in lab_page.title()
+    assert lab_page.locator(".wb-run img, .wb-curves img").count() == 0
+    assert lab_page.refused == []

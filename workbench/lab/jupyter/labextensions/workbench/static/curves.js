@@ -1,0 +1,138 @@
+// Panels of the main area with the curves of one run or of several; the server computes the figure, and no kernel runs.
+import {element} from './drawing.js';
+
+const REFRESH_MS = 2000;
+const COMMAND = 'workbench:curves';
+const ENDED = ['finished', 'stopped', 'failed'];
+
+// Returns Plotly, which the first figure of a page loads; widgets of notebooks share it.
+async function plotly(request) {
+  globalThis.workbenchPlotly ??= (async () => {
+    const {source} = await request('plotly');
+    // the page has a module loader of its own, which would otherwise be given plotly.js instead of the window
+    const parts = ['const module = undefined, exports = undefined, define = undefined;\n', source];
+    const url = URL.createObjectURL(new Blob(parts, {type: 'text/javascript'}));
+    await import(url).finally(() => URL.revokeObjectURL(url));
+    return globalThis.Plotly;
+  })().catch(error => {
+    globalThis.workbenchPlotly = undefined;  // the next figure tries again
+    throw error;
+  });
+  return globalThis.workbenchPlotly;
+}
+
+// Returns the figure's layout in the colours of JupyterLab's theme, as wide and as high as its node.
+function themed(layout, node) {
+  const style = getComputedStyle(document.body), color = name => style.getPropertyValue(name).trim();
+  const ink = color('--jp-ui-font-color1'), paper = color('--jp-layout-color1'), grid = color('--jp-border-color2');
+  const text = part => ({...part, font: {...part?.font, color: ink}});
+  const axes = Object.fromEntries(Object.entries(layout).filter(([name]) => /^[xy]axis/.test(name)).map(([name, axis]) =>
+    [name, {...axis, title: text(axis.title), color: ink, gridcolor: grid, linecolor: grid, zerolinecolor: grid,
+      tickfont: {...axis.tickfont, color: ink}}]));
+  return {
+    ...layout,
+    ...axes,
+    paper_bgcolor: paper,
+    plot_bgcolor: paper,
+    font: {...layout.font, color: ink},
+    title: {...text(layout.title), ...(layout.title?.subtitle && {subtitle: text(layout.title.subtitle)})},
+    legend: {...text(layout.legend), bgcolor: paper, bordercolor: grid},
+    updatemenus: (layout.updatemenus ?? []).map(menu => ({...text(menu), bgcolor: paper, bordercolor: grid})),
+    uirevision: 'kept',  // a zoom stays when the curves grow
+    autosize: false,
+    width: node.clientWidth,
+    height: Math.min(node.clientHeight, 560),  // menus and title are placed for such a height
+  };
+}
+
+export default async function curvePanels(library, request) {
+  const [{Widget}, {WidgetTracker}] = await Promise.all([library('@lumino/widgets'), library('@jupyterlab/apputils')]);
+
+  class Curves extends Widget {
+    constructor(paths, runs) {
+      super();
+      this.paths = paths;
+      this.runs = runs;
+      this.id = `workbench-curves-${paths.join('|')}`;
+      this.title.label = paths.length === 1 ? paths[0].split('/').at(-1) : `${paths.length} runs`;
+      this.title.caption = paths.join('\n');
+      this.title.closable = true;
+      this.addClass('wb-curves');
+      this.facts = element('div', 'wb-curve-facts');
+      this.note = element('div', 'wb-curve-note', 'reading …');
+      this.plot = element('div', 'wb-plot');
+      this.node.append(this.facts, this.note, this.plot);
+      this.listener = () => this.tell();
+      runs.listeners.add(this.listener);
+      this.sized = new ResizeObserver(() => this.draw());
+      this.sized.observe(this.plot);
+      this.theme = new MutationObserver(() => setTimeout(() => this.draw(), 300));  // when its style sheet is there
+      this.theme.observe(document.body, {attributeFilter: ['data-jp-theme-name']});
+      this.tell();
+      this.follow();
+    }
+
+    tell() {
+      this.facts.replaceChildren(...this.paths.map(path => {
+        const row = this.runs.rows.get(path);
+        const words = row ? [row.words, row.facts, row.message, row.notes] : ['this run is gone'];
+        return element('div', '', element('b', '', row?.name ?? path), ` ${words.filter(Boolean).join(' · ')}`);
+      }));
+    }
+
+    async follow() {
+      if (this.isDisposed) return;
+      if (!document.hidden && (this.isVisible || !this.figure)) {
+        try {
+          const answer = await request('curves', {paths: this.paths, seen: this.seen});
+          this.seen = answer.seen;
+          if (answer.figure) {
+            this.figure = answer.figure;
+            await this.draw();
+          }
+          this.note.textContent = '';
+        } catch (error) {
+          this.note.textContent = error.message;
+        }
+      }
+      const ended = this.figure && this.paths.every(path => ENDED.includes(this.runs.rows.get(path)?.state));
+      this.timer = setTimeout(() => this.follow(), ended ? 5 * REFRESH_MS : REFRESH_MS);
+    }
+
+    async draw() {
+      if (!this.figure || this.isDisposed) return;
+      const Plotly = await plotly(request);
+      if (!this.plot.clientWidth || this.isDisposed) return;  // hidden: the observer asks again
+      const config = {displaylogo: false, responsive: false};
+      await Plotly.react(this.plot, this.figure.data, themed(this.figure.layout, this.plot), config);
+    }
+
+    dispose() {
+      if (this.isDisposed) return;
+      clearTimeout(this.timer);
+      this.runs.listeners.delete(this.listener);
+      this.sized.disconnect();
+      this.theme.disconnect();
+      globalThis.Plotly?.purge(this.plot);
+      super.dispose();
+    }
+  }
+
+  // Returns the function that opens a panel, and brings panels back when the page is loaded again.
+  return (app, restorer, runs) => {
+    const tracker = new WidgetTracker({namespace: 'workbench-curves'});
+    const open = paths => {
+      const id = `workbench-curves-${paths.join('|')}`;
+      const panel = tracker.find(widget => widget.id === id) ?? new Curves(paths, runs);
+      if (!panel.isAttached) {
+        app.shell.add(panel, 'main');
+        tracker.add(panel);
+      }
+      app.shell.activateById(panel.id);
+      return panel;
+    };
+    app.commands.addCommand(COMMAND, {label: 'Workbench: curves of runs', execute: ({paths}) => paths?.length && open(paths)});
+    restorer?.restore(tracker, {command: COMMAND, args: ({paths}) => ({paths}), name: ({id}) => id});
+    return open;
+  };
+}

@@ -1,0 +1,372 @@
+// The sidebar of runs. It needs no kernel: the server reads the runs' files, and this module draws the rows that show.
+import connect from './server.js';
+import curvePanels from './curves.js';
+import {age, element, sparkline} from './drawing.js';
+
+const ROW_PX = 68;
+const POLL_MS = 2000;
+const HIDDEN_POLL_MS = 20000;
+const STATES = ['running', 'queued', 'starting', 'stalled', 'finished', 'stopped', 'failed'];
+const ENDED = ['finished', 'stopped', 'failed'];
+const last = nothing => value => value ?? nothing;
+const ORDERS = {  // label, and comparison of two rows
+  newest: ['newest first', (a, b) => b.created - a.created],
+  name: ['by name', (a, b) => a.name.localeCompare(b.name, undefined, {numeric: true})],
+  loss: ['lowest loss', (a, b) => last(Infinity)(a.loss) - last(Infinity)(b.loss) || b.created - a.created],
+  speed: ['fastest', (a, b) => last(0)(b.tokens_per_s) - last(0)(a.tokens_per_s)],
+  left: ['next to end', (a, b) => last(1e12)(a.eta_s) - last(1e12)(b.eta_s)],
+};
+const SETTINGS = 'workbench:runs';
+const ICON = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 24 24" fill="none" stroke-width="2">
+  <path class="jp-icon3" stroke="#616161" d="M3 3v18h18"/>
+  <path class="jp-icon-brand0" stroke="#0072b2" d="M6 6c2 9 6 11 14 11"/>
+</svg>`;
+
+// All runs as the server last told them. `listeners` are called after each answer.
+class Runs {
+  constructor(request) {
+    this.request = request;
+    this.rows = new Map();
+    this.answer = {version: 0, index: '', queue: [], devices: []};
+    this.problem = '';
+    this.listeners = new Set();
+  }
+
+  async poll() {
+    try {
+      const {version, index} = this.answer;
+      const answer = await this.request(`runs?since=${version}&index=${index}`);
+      if (answer.since !== version) this.rows.clear();
+      for (const path of answer.gone) this.rows.delete(path);
+      for (const row of answer.rows) {
+        const words = [row.name, row.words, row.notes, ...(row.tags ?? [])];
+        this.rows.set(row.path, {...row, tags: row.tags ?? [], text: words.join('\n').toLowerCase()});
+      }
+      this.answer = answer;
+      this.problem = '';
+    } catch (error) {
+      this.problem = `The server does not answer: ${error.message}`;
+    }
+    this.listeners.forEach(listener => listener());
+  }
+
+  async act(path, action, value) {
+    await this.request('run', {path, action, value});
+    await this.poll();
+  }
+}
+
+// The list with its search field; only the rows in view are in the page.
+class RunList {
+  constructor(runs, actions) {
+    this.runs = runs;
+    this.actions = actions;
+    this.ticked = new Set();
+    this.drawn = new Map();
+    this.shown = [];
+    this.pending = new Map();
+    this.settings = {order: 'newest', archived: false, details: true, ...stored()};
+    this.node = element('div', 'wb-runs');
+    this.search = element('input', 'wb-search jp-mod-styled');
+    this.search.type = 'search';
+    this.search.placeholder = 'Search names, tags and notes';
+    this.search.setAttribute('aria-label', 'Search runs');
+    this.state = this.choice('State', {'': 'all states', ...Object.fromEntries(STATES.map(state => [state, state]))});
+    this.tag = this.choice('Tag', {'': 'all tags'});
+    this.order = this.choice('Order', Object.fromEntries(Object.entries(ORDERS).map(([name, [label]]) => [name, label])));
+    this.order.value = this.settings.order in ORDERS ? this.settings.order : 'newest';
+    this.archived = element('input');
+    this.archived.type = 'checkbox';
+    this.archived.checked = this.settings.archived;
+    const archive = element('label', 'wb-archive', 'archive');
+    archive.prepend(this.archived);
+    archive.title = 'Show archived runs too';
+    this.count = element('span', 'wb-count');
+    this.compare = this.button('Compare', 'Curves of the ticked runs', () => actions.open([...this.ticked]));
+    this.compare.classList.add('wb-compare');
+    this.move = this.button('⇱', '', actions.move);
+    this.scroller = element('div', 'wb-scroller');
+    this.scroller.tabIndex = -1;
+    this.space = element('div', 'wb-space');
+    this.space.setAttribute('role', 'list');
+    this.scroller.append(this.space);
+    this.details = element('details', 'wb-devices');
+    this.details.open = this.settings.details;
+    this.details.append(element('summary', '', 'Devices and queue'), element('div'));
+    this.node.append(
+      element('div', 'wb-bar', this.search, this.move),
+      element('div', 'wb-bar', this.state, this.tag, this.order, archive),
+      element('div', 'wb-bar', this.count, this.compare),
+      this.scroller,
+      this.details,
+    );
+    this.search.addEventListener('input', () => this.update(true));
+    for (const control of [this.state, this.tag, this.order, this.archived]) {
+      control.addEventListener('change', () => this.update(true));
+    }
+    this.details.addEventListener('toggle', () => this.store());
+    this.scroller.addEventListener('scroll', () => this.draw());
+    this.resized = new ResizeObserver(() => this.draw());
+    this.resized.observe(this.scroller);
+    runs.listeners.add(() => this.update());
+  }
+
+  choice(label, options) {
+    const select = element('select', 'wb-choice jp-mod-styled');
+    select.setAttribute('aria-label', label);
+    this.fill(select, options);
+    return select;
+  }
+
+  fill(select, options) {
+    const value = select.value;
+    select.replaceChildren(...Object.entries(options).map(([name, text]) => {
+      const option = element('option', '', text);
+      option.value = name;
+      return option;
+    }));
+    select.value = value in options ? value : Object.keys(options)[0];
+  }
+
+  button(text, title, onclick) {
+    const button = element('button', 'wb-button jp-mod-styled', text);
+    button.title = title;
+    if (title) button.setAttribute('aria-label', title);
+    button.addEventListener('click', event => {
+      event.stopPropagation();
+      onclick(button);
+    });
+    return button;
+  }
+
+  store() {
+    const settings = {order: this.order.value, archived: this.archived.checked, details: this.details.open};
+    localStorage.setItem(SETTINGS, JSON.stringify({...stored(), ...settings}));
+  }
+
+  update(byUser = false) {
+    if (byUser) {
+      this.store();
+      this.scroller.scrollTop = 0;
+    }
+    const all = [...this.runs.rows.values()];
+    const tags = [...new Set(all.flatMap(row => row.tags))].sort();
+    if (String(tags) !== this.tags) {
+      this.tags = String(tags);
+      this.fill(this.tag, {'': 'all tags', ...Object.fromEntries(tags.map(tag => [tag, tag]))});
+    }
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    this.shown = all.filter(row =>
+      (this.archived.checked || !row.archived)
+      && (!this.state.value || row.state === this.state.value)
+      && (!this.tag.value || row.tags.includes(this.tag.value))
+      && words.every(word => row.text.includes(word)));
+    this.shown.sort(ORDERS[this.order.value][1]);
+    for (const path of this.ticked) if (!this.runs.rows.has(path)) this.ticked.delete(path);
+    const hidden = all.length - this.shown.length;
+    this.count.textContent = this.runs.problem
+      || (all.length ? `${this.shown.length} runs${hidden ? `, ${hidden} not shown` : ''}` : 'No run yet. wb.launch starts one.');
+    this.space.style.height = `${this.shown.length * ROW_PX}px`;
+    this.drawDevices();
+    this.draw();
+  }
+
+  draw() {
+    this.compare.textContent = this.ticked.size ? `Compare ${this.ticked.size}` : 'Tick to compare';
+    this.compare.disabled = !this.ticked.size;
+    const first = Math.max(0, Math.floor(this.scroller.scrollTop / ROW_PX) - 3);
+    const visible = this.shown.slice(first, first + Math.ceil(this.scroller.clientHeight / ROW_PX) + 7);
+    const kept = new Map();
+    visible.forEach((row, index) => {
+      const before = this.drawn.get(row.path);
+      const node = before?.row === row ? before.node : this.row(row);
+      node.style.top = `${(first + index) * ROW_PX}px`;
+      node.querySelector('.wb-age').textContent = age(row.time || row.created);
+      node.querySelector('.wb-tick').checked = this.ticked.has(row.path);
+      if (before && before.node !== node) before.node.replaceWith(node);
+      else if (!before) this.space.append(node);
+      kept.set(row.path, {row, node});
+    });
+    for (const [path, {node}] of this.drawn) if (!kept.has(path)) node.remove();
+    this.drawn = kept;
+  }
+
+  row(row) {
+    const {path, name, words = '', step, steps, loss, pace = '', facts = 'reading …', message, notes, tags} = row;
+    const ended = ENDED.includes(row.state);
+    const tick = element('input', 'wb-tick');
+    tick.type = 'checkbox';
+    tick.setAttribute('aria-label', `Compare ${name}`);
+    tick.addEventListener('change', () => {
+      if (tick.checked) this.ticked.add(path); else this.ticked.delete(path);
+      this.draw();
+    });
+    const title = element('button', 'wb-name', name);
+    title.title = `${name}\n${path}\nClick for its curves`;
+    title.addEventListener('click', () => this.actions.open([path]));
+    const badge = element('span', 'wb-badge', words.split(', ').at(-1));
+    badge.dataset.state = words.includes('not finite') ? 'failed' : row.state ?? '';
+    const of = steps ? ` of ${steps.toLocaleString()}` : '';
+    const progress = step === undefined ? facts : `${step.toLocaleString()}${of}${loss === null ? '' : ` · ${Number(loss.toPrecision(4))}`}`;
+    const said = element('span', 'wb-said', progress);
+    said.title = facts;
+    const below = element('span', 'wb-below');
+    if (pace) below.append(element('span', 'wb-note', pace));
+    tags.forEach(tag => below.append(element('span', 'wb-tag', tag)));
+    const note = [message && row.state !== 'finished' ? message : '', notes].filter(Boolean).join(' · ');
+    below.append(element('span', 'wb-note', note));
+    below.title = [pace, tags.join(', '), note].filter(Boolean).join('\n');
+    const buttons = element('span', 'wb-actions');
+    const pending = this.pending.get(path);
+    if (pending && pending.state === row.state) {
+      buttons.append(element('span', '', pending.label));
+    } else {
+      this.pending.delete(path);
+      if (row.state && !ended) buttons.append(this.acting(row, 'Stop', 'stop', 'Write a checkpoint and end this run'));
+      if (row.resumable) buttons.append(this.acting(row, 'Resume', 'resume', 'Continue from the last checkpoint'));
+    }
+    buttons.append(
+      this.button('Tag', `Tags of ${name}`, () => this.actions.tag(row)),
+      this.button('Note', `Note about ${name}`, () => this.actions.note(row)),
+      this.button(row.archived ? 'Unarchive' : 'Archive', row.archived ? `List ${name} again` : `Hide ${name} from the list`,
+        () => this.actions.act(path, 'archive', !row.archived)),
+    );
+    const node = element('div', 'wb-run',
+      element('div', 'wb-line', tick, badge, title, element('span', 'wb-age')),
+      element('div', 'wb-line', sparkline(row.losses ?? []), said),
+      element('div', 'wb-line', below, buttons));
+    node.setAttribute('role', 'listitem');
+    node.dataset.path = path;
+    if (row.archived) node.classList.add('wb-archived');
+    return node;
+  }
+
+  acting(row, text, action, title) {
+    return this.button(text, `${title}: ${row.name}`, async button => {
+      button.disabled = true;
+      this.pending.set(row.path, {state: row.state, label: text === 'Stop' ? 'Stopping …' : 'Resuming …'});
+      button.replaceWith(element('span', '', this.pending.get(row.path).label));
+      if (!await this.actions.act(row.path, action)) {
+        this.pending.delete(row.path);
+        this.drawn.delete(row.path);
+        this.space.querySelectorAll('.wb-run').forEach(node => node.dataset.path === row.path && node.remove());
+        this.draw();
+      }
+    });
+  }
+
+  drawDevices() {
+    const {devices, queue} = this.runs.answer;
+    const lines = devices.map(({name, share, used_bytes: used}) => {
+      const bar = element('span', 'wb-meter', element('span'));
+      bar.firstChild.style.width = `${Math.round(100 * (share ?? 0))}%`;
+      const memory = used === null ? '' : `, ${(used / 2 ** 30).toFixed(1)} GiB`;
+      return element('div', 'wb-line', element('span', 'wb-device', name), bar,
+        element('span', '', `${share === null ? '?' : Math.round(100 * share)} %${memory}`));
+    });
+    const waiting = queue.map(({name, waits_for: others}) =>
+      element('div', 'wb-line', `${name} waits for ${others.length ? others.join(', ') : 'its devices'}`));
+    this.details.lastChild.replaceChildren(...lines, ...waiting);
+  }
+}
+
+function stored() {
+  try {
+    return JSON.parse(localStorage.getItem(SETTINGS)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+export default async function sidebar(library) {
+  const [{ILayoutRestorer}, {Widget}, {ICommandPalette, InputDialog, showErrorMessage}, {LabIcon}, request] = await Promise.all([
+    library('@jupyterlab/application'),
+    library('@lumino/widgets'),
+    library('@jupyterlab/apputils'),
+    library('@jupyterlab/ui-components'),
+    connect(library),
+  ]);
+  const curves = await curvePanels(library, request);
+
+  class Panel extends Widget {
+    onCloseRequest() {  // the tab in the main area closes: the runs go back to the side
+      this.toSide();
+    }
+  }
+
+  return {
+    id: 'workbench:runs',
+    autoStart: true,
+    optional: [ILayoutRestorer, ICommandPalette],
+    activate: (app, restorer, palette) => {
+      const style = document.createElement('link');
+      style.rel = 'stylesheet';
+      style.href = new URL('sidebar.css', import.meta.url).href;
+      document.head.append(style);
+      const runs = new Runs(request);
+      const guarded = async (path, action, value) => {
+        try {
+          await runs.act(path, action, value);
+          return true;
+        } catch (error) {
+          await showErrorMessage(`${runs.rows.get(path)?.name ?? path}: ${action}`, error.message);
+          return false;
+        }
+      };
+      const open = curves(app, restorer, runs);
+      const tag = async row => {
+        const {value, button} = await InputDialog.getText({title: 'Tags, separated by commas', text: row.tags.join(', ')});
+        if (!button.accept) return;
+        const wanted = value.split(',').map(word => word.trim()).filter(Boolean);
+        for (const word of wanted) if (!row.tags.includes(word)) await guarded(row.path, 'tag', word);
+        for (const word of row.tags) if (!wanted.includes(word)) await guarded(row.path, 'untag', word);
+      };
+      const note = async row => {
+        const {value, button} = await InputDialog.getText({title: 'Note', text: row.notes ?? ''});
+        if (button.accept) await guarded(row.path, 'note', value);
+      };
+      const panel = new Panel();
+      const move = area => {
+        localStorage.setItem(SETTINGS, JSON.stringify({...stored(), area}));
+        panel.title.label = area === 'main' ? 'Runs' : '';
+        panel.title.closable = area === 'main';
+        list.move.textContent = area === 'main' ? '⇲' : '⇱';
+        list.move.title = area === 'main' ? 'Move back to the side' : 'Move to the main area';
+        app.shell.add(panel, area, {rank: 150});
+        app.shell.activateById(panel.id);
+      };
+      const toggle = () => move(stored().area === 'main' ? 'left' : 'main');
+      const list = new RunList(runs, {open, tag, note, act: guarded, move: toggle});
+      panel.toSide = () => move('left');
+      panel.id = 'workbench-runs';
+      panel.title.caption = 'Runs of Workbench';
+      panel.title.icon = new LabIcon({name: 'workbench:runs', svgstr: ICON});
+      panel.addClass('wb-panel');
+      panel.node.append(list.node);
+      list.move.title = 'Move to the main area';
+      app.shell.add(panel, 'left', {rank: 150});
+      restorer?.add(panel, panel.id);
+      if (stored().area === 'main') app.restored.then(() => move('main'));
+      app.commands.addCommand('workbench:show-runs', {
+        label: 'Workbench: show the runs',
+        execute: () => app.shell.activateById(panel.id),
+      });
+      app.commands.addCommand('workbench:move-runs', {
+        label: 'Workbench: move the runs between the side and the main area',
+        execute: toggle,
+      });
+      for (const command of ['workbench:show-runs', 'workbench:move-runs']) palette?.addItem({command, category: 'Workbench'});
+      let timer = null;
+      const follow = async () => {
+        clearTimeout(timer);
+        await runs.poll();
+        clearTimeout(timer);
+        const idle = document.hidden || !(panel.isVisible || runs.listeners.size > 1);
+        timer = setTimeout(follow, runs.answer.unread ? 0 : idle ? HIDDEN_POLL_MS : POLL_MS);
+      };
+      panel.node.addEventListener('pointerenter', follow);
+      document.addEventListener('visibilitychange', () => document.hidden || follow());
+      follow();
+    },
+  };
+}

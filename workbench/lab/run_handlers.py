@@ -1,0 +1,124 @@
+"""The endpoints behind the sidebar of runs. They read and change this user's own runs only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tornado.web
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+
+from workbench.errors import RunNotFound, WorkbenchError
+from workbench.lab.run_curves import figure_of, sizes_of_events
+from workbench.lab.run_index import RunIndex, own_run
+from workbench.rundir import known_runs_roots
+from workbench.runs.run import Run
+
+Result = TypeVar("Result")
+MOST_CURVES = 50
+ACTIONS: dict[str, Callable[[Run, Any], Any]] = {
+    "stop": lambda run, _: run.stop(),
+    "resume": lambda run, _: run.resume(),
+    "tag": lambda run, value: run.tag(value),
+    "untag": lambda run, value: run.untag(value),
+    "note": lambda run, value: run.note(value),
+    "archive": lambda run, value: run.archive(value),
+}
+
+
+class _RunHandler(APIHandler):
+    """A handler that reads files in threads, so that a slow disk does not hold up the server."""
+
+    auth_resource = "contents"
+
+    @property
+    def roots(self) -> list[Path]:
+        """The folders of runs of this user, and `runs` beside the notebooks."""
+        beside = Path(self.settings.get("server_root_dir") or ".").expanduser().absolute() / "runs"
+        return list(dict.fromkeys([*known_runs_roots(), beside]))
+
+    @property
+    def index(self) -> RunIndex:
+        """The server's only index of runs."""
+        if "workbench_run_index" not in self.settings:
+            self.settings["workbench_run_index"] = RunIndex()
+        index: RunIndex = self.settings["workbench_run_index"]
+        return index
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Return the result of some work; an error of Workbench's becomes the answer."""
+        try:
+            return await asyncio.to_thread(work)
+        except RunNotFound as error:
+            raise tornado.web.HTTPError(404, str(error)) from None
+        except WorkbenchError as error:
+            raise tornado.web.HTTPError(409, str(error).partition("\n")[0]) from None
+
+
+class Runs(_RunHandler):
+    """The rows of the sidebar."""
+
+    @tornado.web.authenticated
+    @authorized
+    async def get(self) -> None:
+        """Answer with the rows that changed since version `since` of index `index`."""
+        index = self.index
+        same = self.get_query_argument("index", "") == str(id(index))
+        since = self.get_query_argument("since", "0")
+        version = int(since) if same and since.isdecimal() else 0
+        answer = await self.in_thread(lambda: index.read(self.roots, version))
+        self.finish({"index": str(id(index)), "since": version, **answer})
+
+
+class RunActions(_RunHandler):
+    """The buttons of a row."""
+
+    @tornado.web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Do `action` (a key of `ACTIONS`) to the run at `path`, with `value`."""
+        asked = self.get_json_body() or {}
+        action = ACTIONS.get(str(asked.get("action")))
+        if action is None:
+            raise tornado.web.HTTPError(400, f"There is no action {asked.get('action')!r:.80}.")
+        await self.in_thread(lambda: action(own_run(str(asked.get("path")), self.roots), asked.get("value")))
+        self.finish({})
+
+
+class RunCurves(_RunHandler):
+    """The figure of the main area."""
+
+    @tornado.web.authenticated
+    @authorized
+    async def post(self) -> None:
+        """Answer with the curves of the runs at `paths`; without a figure if their events have the sizes `seen`."""
+        asked = self.get_json_body() or {}
+        paths = asked.get("paths")
+        if not isinstance(paths, list) or not 1 <= len(paths) <= MOST_CURVES:
+            raise tornado.web.HTTPError(400, f"Name 1 to {MOST_CURVES} runs.")
+
+        def drawn() -> dict[str, Any]:
+            runs = [own_run(str(path), self.roots) for path in paths]
+            sizes = sizes_of_events(runs)
+            return {"seen": sizes, "figure": None if sizes == asked.get("seen") else figure_of(runs)}
+
+        self.finish(await self.in_thread(drawn))
+
+
+class Plotly(_RunHandler):
+    """The library that draws the figure."""
+
+    @tornado.web.authenticated
+    @authorized
+    async def get(self) -> None:
+        """Answer with the source of plotly.js."""
+        from workbench.figures.pages import plotly_js
+
+        self.finish({"source": await self.in_thread(plotly_js)})
+
+
+RUN_HANDLERS = {"runs": Runs, "run": RunActions, "curves": RunCurves, "plotly": Plotly}
+"""Path below `workbench/` -> its handler."""

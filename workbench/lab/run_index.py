@@ -1,0 +1,191 @@
+"""The rows of JupyterLab's sidebar: a user's own runs, of which each reading looks only at what has changed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workbench.errors import RunNotFound, WorkbenchError
+from workbench.rundir import FINAL_STATES, RunDir
+from workbench.runs.launching.device_queue import waiting_and_training
+from workbench.runs.launching.device_sampler import GpuMeter, Meter
+from workbench.runs.records.event_lines import spread_steps
+from workbench.runs.registry import row_or_reason
+from workbench.runs.run import Run, progress_words, step_text
+from workbench.runs.status import RunRow, state_in_words
+from workbench.units import duration
+
+SPARKLINE_POINTS = 60
+READING_S = 0.3
+"""Seconds after which a reading answers with what it has; the rest comes with the next one."""
+
+Signature = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class _Entry:
+    """One run as it was last read."""
+
+    run: Run
+    version: int
+    signature: Signature = ()
+    """Size and time of change of the files that a row is made of."""
+    row: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if nothing but a change of its files can change the row."""
+        return self.row.get("state") in FINAL_STATES
+
+
+class RunIndex:
+    """Rows of all runs below some folders; one index serves every page of a server."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Path, _Entry] = {}
+        self._gone: dict[str, int] = {}
+        self._version = 0
+        self._lock = threading.Lock()
+        self._meter: Meter | None = _gpu_meter()
+
+    def read(self, roots: Iterable[Path], since: int = 0) -> dict[str, Any]:
+        """Return the rows that changed after version `since`, the paths that are gone, the queue and the devices.
+
+        `unread` is the number of runs whose row has a name only, because there was no time to read more.
+        """
+        with self._lock:
+            unread = self._update(own_runs(roots))
+            return {
+                "version": self._version,
+                "rows": [entry.row for entry in self._entries.values() if entry.version > since],
+                "gone": [path for path, version in self._gone.items() if version > since],
+                "unread": unread,
+                "queue": _queue(),
+                "devices": self._devices(),
+            }
+
+    def _update(self, found: Sequence[Path]) -> int:
+        for path in self._entries.keys() - set(found):
+            del self._entries[path]
+            self._version += 1
+            self._gone[str(path)] = self._version
+        waiting = list[tuple[_Entry, Signature]]()
+        for path in found:
+            signature = _signature(RunDir(path))
+            entry = self._entries.get(path)
+            if entry is None:
+                self._version += 1
+                self._gone.pop(str(path), None)
+                entry = self._entries[path] = _Entry(Run(path), self._version)
+                entry.row = {"path": str(path), "name": path.name, "created": signature[0][1] / 1e9}
+            if signature != entry.signature or not entry.is_settled:
+                waiting.append((entry, signature))
+        waiting.sort(key=lambda pair: (bool(pair[0].signature), pair[1][0][1]), reverse=True)  # then the newest first
+        deadline, read = time.monotonic() + READING_S, 0
+        for entry, signature in waiting:
+            row = {**entry.row, **_row(entry.run, signature != entry.signature)}
+            entry.signature = signature
+            if row != entry.row:
+                self._version += 1
+                entry.row, entry.version = row, self._version
+            read += 1
+            if time.monotonic() > deadline:
+                break
+        return sum(not entry.signature for entry, _ in waiting[read:])
+
+    def _devices(self) -> list[dict[str, Any]]:
+        busy = [{"name": "CPU", "share": psutil.cpu_percent() / 100, "used_bytes": None}]
+        if self._meter is not None:
+            sample = self._meter.sample()
+            columns = zip(sample.names, sample.shares, sample.used_bytes, strict=True)
+            busy += [{"name": name, "share": share, "used_bytes": used} for name, share, used in columns]
+        return busy
+
+
+def own_runs(roots: Iterable[Path]) -> list[Path]:
+    """Return the directories of this user's runs in some folders; neither those of other users nor links."""
+    found = []
+    for root in roots:
+        with contextlib.suppress(OSError), os.scandir(root) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    is_own = entry.is_dir(follow_symlinks=False) and entry.stat().st_uid == os.getuid()
+                    if is_own and RunDir(Path(entry.path)).experiment.is_file():
+                        found.append(Path(entry.path))
+    return found
+
+
+def own_run(path: str, roots: Iterable[Path]) -> Run:
+    """Return the run of this user at a path that a page names; raises `RunNotFound` for every other path."""
+    with contextlib.suppress(OSError, ValueError):
+        real = Path(path).resolve(strict=True)
+        if real.parent in {root.resolve() for root in roots} and real in own_runs([real.parent]):
+            return Run(real)
+    raise RunNotFound(f"You have no run {path!r:.200} in a folder of runs.", run=path[:200])
+
+
+def _signature(run: RunDir) -> Signature:
+    signature = list[tuple[int, int]]()
+    for path in (run.experiment, run.events, run.labels):
+        try:
+            at = path.stat()
+            signature.append((at.st_size, at.st_mtime_ns))
+        except OSError:
+            signature.append((0, 0))
+    return tuple(signature)
+
+
+def _row(run: Run, has_changed: bool) -> dict[str, Any]:
+    row = row_or_reason(run)
+    shown: dict[str, Any] = {
+        name: row[name]
+        for name in ("state", "message", "step", "steps", "tokens_per_s", "eta_s", "time", "tags", "notes", "archived")
+    }
+    loss = row["loss"]
+    shown["loss"] = loss if isinstance(loss, int | float) and math.isfinite(loss) else None
+    shown["words"] = state_in_words(row["state"], row["step"], loss)
+    pace = [] if row["state"] in FINAL_STATES else _pace(row)
+    shown["pace"] = " · ".join([*(word for word in progress_words(row) if "tokens" in word), *pace])
+    shown["facts"] = " · ".join([f"step {step_text(row)}", *progress_words(row), *pace])
+    shown["resumable"] = row["state"] in ("stopped", "failed") and bool(run.checkpoints)
+    if has_changed:
+        events: list[Any] = list(spread_steps(run.directory.events, SPARKLINE_POINTS))
+        losses = [(event["step"], event.get("loss")) for event in events]
+        known = [(step, value) for step, value in losses if isinstance(value, int | float) and math.isfinite(value)]
+        shown["losses"] = [(step, float(f"{value:.4g}")) for step, value in known]
+    return shown
+
+
+def _pace(row: RunRow) -> list[str]:
+    """Return the time left and the devices of a run."""
+    left = [] if row["eta_s"] is None else [f"{duration(row['eta_s'])} left"]
+    gpus = [f"GPU {', '.join(map(str, row['gpus']))}"] if row["gpus"] else []
+    several = [f"{row['devices']} devices"] if not gpus and (row["devices"] or 0) > 1 else []
+    return [*left, *gpus, *several]
+
+
+def _queue() -> list[dict[str, Any]]:
+    try:
+        return [row for row in waiting_and_training() if row["waits_for"] or row["devices"] is None]
+    except (OSError, WorkbenchError):  # no run was ever launched here, or the folder cannot be written
+        return []
+
+
+def _gpu_meter() -> Meter | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        return GpuMeter([str(index) for index in range(count)]) if count else None
+    except Exception:  # no driver, or one of another version
+        return None
