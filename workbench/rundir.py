@@ -236,6 +236,8 @@ def check_unedited(run: RunDir) -> None:
     """Raise `PlanMismatch` if somebody edited `experiment.json` or `plan.json` since the run was started."""
     try:
         changes = changes_since_start(run)
+        if not changes and run.started.exists():
+            read_record(run.experiment)
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         changes = [f"{type(error).__name__} while the two were compared with started.json: {error}"]
     if changes:

@@ -15,7 +15,7 @@ from workbench.execution.checkpoint.files import DamagedCheckpoint, digest_of, r
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
-from workbench.rundir import RunDir, check_unedited, read_json, write_json, write_record
+from workbench.rundir import RunDir, check_unedited, read_json, write_json
 from workbench.runs.launching.launcher import prepare
 from workbench.runs.launching.run_directory import Attempt
 
@@ -91,10 +91,10 @@ def test_an_edited_experiment_or_plan_is_refused_with_what_changed(text: Path, p
     run = started(text, plan)
     check_unedited(run)
     written = read_json(run.experiment)
-    write_record(run.experiment, {**written, "learning_rate": 3e-4})
+    write_json(run.experiment, {**written, "learning_rate": 3e-4})
     with pytest.raises(PlanMismatch, match=r"learning_rate of experiment\.json: 0\.0001, now 0\.0003"):
         wb.load_run(run.path).resume()
-    write_record(run.experiment, written)
+    write_json(run.experiment, written)
     check_unedited(run)
     write_json(run.plan, {**read_json(run.plan), "micro_batch": 3})
     with pytest.raises(PlanMismatch, match=r"micro_batch of plan\.json"):

@@ -47,8 +47,9 @@ class History:
     resumption.
     """
 
-    def __init__(self, columns: Mapping[str, Column]) -> None:
+    def __init__(self, columns: Mapping[str, Column], begins_after: int | None = None) -> None:
         self._columns = dict(columns)
+        self._begins_after = begins_after
 
     def __getattr__(self, name: str) -> Column:
         if name.startswith("_") or name not in self._columns:
@@ -78,11 +79,11 @@ class History:
 
     @property
     def missing(self) -> int:
-        """Return the number of steps that should be logged between two others, and are not."""
-        distances = np.diff(self.step)
+        """Return the number of steps that should be logged before or between others, and are not."""
+        distances = np.diff(self.step, prepend=self.step[:1] if self._begins_after is None else self._begins_after)
         if not len(distances):
             return 0
-        usual = float(np.median(distances))
+        usual = float(np.median(distances[1:] if len(distances) > 1 else distances))
         return int(sum(distance // usual - 1 for distance in distances if distance > usual))
 
 
@@ -198,6 +199,7 @@ class HistoryTail:
         self._devices, self._training = 1, False
         self._started_at = set[float]()
         self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
+        self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
         self._device_type, self._names = "", dict[str, int]()
         self._evaluations: dict[int, list[float]] = {}
         self._on_data: dict[str, dict[int, list[float]]] = {}
@@ -213,7 +215,7 @@ class HistoryTail:
             self._offset += block.num_bytes
             self._take(block)
         columns = dict(zip((*LOGGED, "gpu_hours"), self._steps.view(), strict=True))
-        return History({name: columns[name] for name in COLUMNS})
+        return History({name: columns[name] for name in COLUMNS}, self._begins_after)
 
     @property
     def utilization(self) -> Utilization:
@@ -281,6 +283,8 @@ class HistoryTail:
         self._training = True
         resumed = resumed_step(event.get("resumed_from"))
         self._forget_after(resumed)
+        if not self._steps.length:
+            self._begins_after = resumed
         self._evaluations = {step: row for step, row in self._evaluations.items() if resumed and step <= resumed}
         self._texts = {step: event for step, event in self._texts.items() if resumed and step <= resumed}
         self._patterns = {step: event for step, event in self._patterns.items() if resumed and step <= resumed}
