@@ -281,6 +281,9 @@ def test_templates_are_found_where_an_installed_wheel_puts_them(tmp_path, monkey
     assert notebooks.template_path("mine") == folder / "mine.ipynb"
 
 
-def test_the_wheel_puts_the_templates_where_jupyter_looks():
+def test_the_wheel_puts_the_templates_and_the_extension_where_jupyter_looks():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert settings["shared-data"] == {"templates": f"share/jupyter/{templates.FOLDER}"}
+    places = {"labextensions": "share/jupyter", "jupyter_server_config.d": "etc/jupyter"}
+    extension = {f"workbench/lab/jupyter/{folder}": f"{place}/{folder}" for folder, place in places.items()}
+    assert settings["shared-data"] == {"templates": f"share/jupyter/{templates.FOLDER}", **extension}
+    assert all((ROOT / folder).is_dir() for folder in settings["shared-data"])
