@@ -88,6 +88,21 @@ def main() -> None:
         sys.exit(2)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"workbench {wb.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, launch, watch and compare the training of unmodified PyTorch models."""
+
+
 class PlanView(StrEnum):
     """A view of a search for plans, as `workbench plan --show` prints it."""
 

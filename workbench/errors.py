@@ -119,12 +119,17 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for word in kwargs:
             if word not in known:
-                raise UnknownParameter(
-                    f"{name} has no parameter {word!r}. {suggestion(word, known)}", parameter=word, callee=name
-                )
+                hint = _replaced(word, [*args, *kwargs.values()]) or suggestion(word, known)
+                raise UnknownParameter(f"{name} has no parameter {word!r}. {hint}", parameter=word, callee=name)
         return function(*args, **kwargs)
 
     return checked
+
+
+def _replaced(word: str, arguments: Iterable[Any]) -> str:
+    """Return how to change a value that one of the arguments holds, such as the steps of an experiment."""
+    holders = (type(one).__name__.lower() for one in arguments if word in getattr(type(one), "REPLACED", ()))
+    return next((f"It is a value of the {holder}: give {holder}.replace({word}=…)." for holder in holders), "")
 
 
 def _keys_of(annotation: Any, function: Callable[..., Any]) -> frozenset[str]:

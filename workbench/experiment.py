@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, TypeAdapter
 
@@ -25,6 +25,7 @@ from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.models import ModelSource
 from workbench.sparsity import Static
 from workbench.sparsity import from_json as sparsity_from_json
+from workbench.tables import facts_html
 from workbench.units import is_count
 from workbench.user_code import UserFunction, as_user_function
 from workbench.validation import (
@@ -323,6 +324,9 @@ class Experiment:
     name: Line | None = None
     """Name of the run directory, and of the run for people; by default that of the model."""
 
+    REPLACED: ClassVar[frozenset[str]] = frozenset()
+    """Short names that `replace` takes, which an error of another function points to."""
+
     def __post_init__(self) -> None:
         if self.name is None:
             object.__setattr__(self, "name", self.model.name)
@@ -338,6 +342,15 @@ class Experiment:
                 seq_len=self.seq_len,
                 max_positions=limit,
             )
+
+    def _repr_html_(self) -> str:
+        values = {name: (value_of(self, name), path) for name, path in PATHS.items() if name != "name"}
+        rows = [
+            (name, str(getattr(value, "name", value)))
+            for name, (value, path) in values.items()
+            if value is not None and (len(path) == 1 or value != getattr(GROUPS[path[0]], path[1], None))
+        ]
+        return facts_html(str(self.name), rows)
 
     @property
     def total_steps(self) -> int:
@@ -465,6 +478,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     )
 }
 """Fields that lead to a value, by its short name: `("optimizer", "weight_decay")` of `weight_decay`."""
+Experiment.REPLACED = frozenset(PATHS)
 USER_PARTS = ("model", "data", "eval_data", "lr_schedule", "loss", "optimizer", "metrics")
 """Short names of what may be user-defined, whose code travels to the workers in `code/<name>.pkl`."""
 _COUNTED_FROM = {"model", "data", "seq_len", "global_batch", "evaluation", "eval_samples", "eval_data"}

@@ -21,6 +21,11 @@ def text_table(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
+def facts_html(title: str, facts: Iterable[tuple[str, str]]) -> str:
+    """Return a title and a table of names and values, all escaped, as notebooks show a value."""
+    return f"<b>{html.escape(title)}</b>{html_table((), facts)}"
+
+
 def html_table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],

@@ -16,6 +16,7 @@ from typing import Any
 from workbench.cost.device import Device, Link
 from workbench.cost.hardware import NODES
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
+from workbench.tables import facts_html
 from workbench.units import gib, is_count, plain
 
 MOST_DEVICES = 2**17
@@ -109,6 +110,12 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"Cluster({self.describe()}, {gib(self.device.memory_bytes)} each)"
+
+    def _repr_html_(self) -> str:
+        facts = [("memory of a device", gib(self.device.memory_bytes)), ("numbers of the device", self.device.basis)]
+        facts += [("inside a node", f"{self.intra.bandwidth / 1e9:,.4g} GB/s a device")]
+        facts += [("between nodes", f"{self.inter.bandwidth / 1e9:,.4g} GB/s a device")] if self.nodes > 1 else []
+        return facts_html(self.describe(), facts)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "device": self.device.to_json()}

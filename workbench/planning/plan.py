@@ -25,7 +25,8 @@ from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.request import Request
 from workbench.rundir import read_json, write_json
 from workbench.strategy import RECOMPUTE, Strategy
-from workbench.units import duration, gib
+from workbench.tables import facts_html, html_table
+from workbench.units import count, duration, gib
 from workbench.validation import WRITTEN, first_problem
 
 FORMAT = 4
@@ -296,6 +297,17 @@ class Plan(Strategy):
 
     def __repr__(self) -> str:
         return f"Plan({self.model} on {self.cluster.describe()}: {self.describe()})"
+
+    def _repr_html_(self) -> str:
+        facts = [("division", self.division()), ("step, predicted", duration(self.prediction.step_ms / 1e3))]
+        facts += [("tokens/s, predicted", f"{self.prediction.tokens_per_s:,.0f}")]
+        facts += [("fullest device, predicted", gib(self.peak_bytes)), *(("note", note) for note in self.notes)]
+        stages = [
+            (str(s.index), f"{s.first_block} to {s.end_block - 1}", count(s.parameters), gib(s.memory.total))
+            for s in self.stages
+        ]
+        title = f"{self.model} on {self.cluster.describe()}"
+        return facts_html(title, facts) + html_table(("stage", "blocks", "parameters", "memory"), stages)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from workbench.runs.labels import read_labels
 from workbench.runs.launching import processes
 from workbench.runs.launching.failure import run_failed
 from workbench.runs.records.history import final_loss, latest_events
+from workbench.tables import facts_html
 from workbench.waiting import waiting
 
 RECENT_STEPS = 20
@@ -54,6 +55,9 @@ class Status:
 
     def __str__(self) -> str:
         return f"{self.state}: {self.message}" if self.message else self.state
+
+    def _repr_html_(self) -> str:
+        return facts_html(self.state, [("", self.message)] if self.message else [])
 
 
 @dataclass(frozen=True)

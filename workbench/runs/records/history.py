@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from workbench.runs.records.event_lines import LOGGED, Block, columns_of, number
 from workbench.runs.records.kept_blocks import read_blocks
 from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
+from workbench.tables import html_table
 
 Column = NDArray[np.float64]
 _TIME, _SECONDS = LOGGED.index("time"), LOGGED.index("seconds")
@@ -76,6 +78,15 @@ class History:
             f"History({len(self):,} steps to step {self.step[-1]:.0f}{missing}, "
             f"loss {self.loss[0]:.4g} → {final_loss(self.loss):.4g})"
         )
+
+    def _repr_html_(self) -> str:
+        shown = {name: column[np.isfinite(column)] for name, column in self._columns.items() if name != "time"}
+        rows = [
+            (name, *(f"{value:.5g}" for value in (known[0], known[-1], known.min(), known.max())))
+            for name, known in shown.items()
+            if len(known)
+        ]
+        return html.escape(repr(self)) + html_table(("column", "first", "last", "least", "greatest"), rows)
 
     @property
     def missing(self) -> int:
