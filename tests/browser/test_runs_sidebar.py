@@ -19,7 +19,7 @@ OPEN_LIMIT_S, SEARCH_LIMIT_MS = 8.0, 1500.0
 """Five to eight times what an idle machine may take (1 s and 200 ms): the cores that run the tests are busy."""
 HOSTILE = "<img src=x onerror=document.title='hacked'>"
 ROW = ".wb-run"
-LINES = ".wb-plot .scatterlayer .trace path.js-line"
+LINES = ".wb-plot:nth-of-type(3) .scatterlayer .trace path.js-line"
 
 
 def write_run(path: Path, age_s: float, state: str = "finished", rate: float = 1e-4, diverges: bool = False) -> RunDir:
@@ -113,9 +113,11 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     lab_page.locator(LINES).nth(2).wait_for(state="attached", timeout=lab.PATIENCE_MS)
     legend = lab_page.locator(".wb-plot .legendtext").all_text_contents()
     assert sorted(legend) == ["learning_rate 0.0001", "learning_rate 0.001", "learning_rate 1.0"]
-    ticks = lab_page.locator(".wb-plot .ytick text").all_text_contents()
+    ticks = lab_page.locator(".wb-plot:nth-of-type(3) .ytick text").all_text_contents()
     assert max(float(tick) for tick in ticks) < 100, ticks
-    assert "diverges" in lab_page.locator(".wb-plot").inner_text()
+    assert "diverges" in lab_page.locator(".wb-plot").first.inner_text()
+    titles = " ".join(lab_page.locator(".wb-plot").nth(1).locator(".annotation-text").all_text_contents())
+    assert "tokens/s" in titles.lower(), titles
     picture(lab_page, "runs-compared")
     lab_page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     dark = "() => getComputedStyle(document.querySelector('.wb-plot .main-svg')).backgroundColor.match(/\\d+/g)[0] < 60"

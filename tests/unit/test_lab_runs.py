@@ -12,7 +12,7 @@ from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import run_index
-from workbench.lab.run_curves import figure_of, labels_by_difference
+from workbench.lab.run_curves import figures_of, labels_by_difference
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
 from workbench.runs.records.event_lines import BULK_BYTES, spread_steps
@@ -134,7 +134,8 @@ def test_curves_are_labelled_by_what_differs_and_a_diverged_run_flattens_none(tm
     assert labels_by_difference(runs[:1]) == ["x"]
     for step in range(201, 260):
         append_event(runs[0].directory.events, "step", step=step, loss=2.0 ** min(step - 200, 40), tokens=step * 1000)
-    figure = figure_of(runs)
+    figure, panels = figures_of(runs)
+    assert panels["data"]
     _, high = figure["layout"]["yaxis"]["range"]
     assert high < 100
     assert any("diverges" in json.dumps(trace) for trace in figure["data"])
@@ -163,8 +164,8 @@ def test_the_endpoints_show_and_change_own_runs_and_refuse_paths_outside(
         assert status in (400, 409), answer
     status, answer = ask(f"{url}/workbench/curves", {"paths": [str(run.path)]})
     assert status == 200
-    assert answer["figure"]["data"]
+    assert answer["figures"][0]["data"]
     status, answer = ask(f"{url}/workbench/curves", {"paths": [str(run.path)], "seen": answer["seen"]})
-    assert answer["figure"] is None
+    assert answer["figures"] is None
     assert ask(f"{url}/workbench/run", {"path": str(run.path), "action": "stop"})[0] == 200
     eventually(run.stop_file.exists)

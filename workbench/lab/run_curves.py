@@ -1,4 +1,4 @@
-"""The figure that compares runs in JupyterLab's main area, with each run labelled by what differs."""
+"""The figures that compare runs in JupyterLab's main area, with each run labelled by what differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from workbench.analysis.contrast import setting_differences
 from workbench.analysis.curve import Curve
 from workbench.errors import RunNotFound
 from workbench.experiment import values_by_name
+from workbench.runs.records.history import read_tail
 from workbench.runs.run import Run
+from workbench.runs.status import read_progress
 
 MOST_SETTINGS = 3
 """Largest number of settings in a label."""
@@ -40,12 +42,18 @@ def sizes_of_events(runs: Sequence[Run]) -> list[int]:
     return [run.directory.events.stat().st_size if run.directory.events.exists() else 0 for run in runs]
 
 
-def figure_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the loss curves of runs as a plotly figure in JSON."""
+def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the loss curves of runs, and the panels of speed, devices and memory below them, as figures in JSON."""
     from workbench.figures.curves_view import loss_curves
+    from workbench.figures.panels_view import panel_names, panels
 
-    named = zip(labels_by_difference(runs), runs, strict=True)
-    curves = [Curve(name, run.history(), evaluations=run.evaluations()) for name, run in named]
+    tails = [read_tail(run.directory.events) for run in runs]
+    named = zip(labels_by_difference(runs), tails, strict=True)
+    curves = [Curve(name, tail.read(), evaluations=tail.evaluations) for name, tail in named]
+    peaks = [read_progress(run.directory).memory for run in runs]
+    usage = [tail.utilization for tail in tails]
     title = runs[0].name if len(runs) == 1 else f"Loss of {len(runs)} runs"
-    figure: dict[str, Any] = json.loads(loss_curves(curves, title=title).to_json())
-    return figure
+    figures = [loss_curves(curves, title=title)]
+    if panel_names(curves, peaks, usage):
+        figures.append(panels(curves, peaks, usage=usage))
+    return [json.loads(figure.to_json()) for figure in figures]

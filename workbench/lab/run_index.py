@@ -56,6 +56,7 @@ class RunIndex:
         self._version = 0
         self._lock = threading.Lock()
         self._meter: Meter | None = _gpu_meter()
+        self._cpu_times, self._cpu_share = psutil.cpu_times(), 0.0
 
     def read(self, roots: Iterable[Path], since: int = 0) -> dict[str, Any]:
         """Return the rows that changed after version `since`, the paths that are gone, the queue and the devices.
@@ -103,7 +104,11 @@ class RunIndex:
         return sum(not entry.signature for entry, _ in waiting[read:])
 
     def _devices(self) -> list[dict[str, Any]]:
-        busy = [{"name": "CPU", "share": psutil.cpu_percent() / 100, "used_bytes": None}]
+        times = psutil.cpu_times()  # psutil.cpu_percent() begins anew in each thread of the server
+        passed, idle = sum(times) - sum(self._cpu_times), times.idle - self._cpu_times.idle
+        if passed > 1.0:
+            self._cpu_times, self._cpu_share = times, max(0.0, 1 - idle / passed)
+        busy = [{"name": "CPU", "share": self._cpu_share, "used_bytes": None}]
         if self._meter is not None:
             sample = self._meter.sample()
             columns = zip(sample.names, sample.shares, sample.used_bytes, strict=True)

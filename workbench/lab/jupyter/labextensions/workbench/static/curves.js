@@ -2,6 +2,8 @@
 import {element} from './drawing.js';
 
 const REFRESH_MS = 2000;
+const MUTED = '#5B6472';  // of figures; other colours are those of runs
+const LOSS_PX = 460;  // titles and menus are placed for about this height
 const COMMAND = 'workbench:curves';
 const ENDED = ['finished', 'stopped', 'failed'];
 
@@ -21,8 +23,8 @@ async function plotly(request) {
   return globalThis.workbenchPlotly;
 }
 
-// Returns the figure's layout in the colours of JupyterLab's theme, as wide and as high as its node.
-function themed(layout, node) {
+// Returns the figure's layout in the colours of JupyterLab's theme, as wide as its node.
+function themed(layout, node, height) {
   const style = getComputedStyle(document.body), color = name => style.getPropertyValue(name).trim();
   const ink = color('--jp-ui-font-color1'), paper = color('--jp-layout-color1'), grid = color('--jp-border-color2');
   const text = part => ({...part, font: {...part?.font, color: ink}});
@@ -40,8 +42,9 @@ function themed(layout, node) {
     updatemenus: (layout.updatemenus ?? []).map(menu => ({...text(menu), bgcolor: paper, bordercolor: grid})),
     uirevision: 'kept',  // a zoom stays when the curves grow
     autosize: false,
+    annotations: (layout.annotations ?? []).map(part => part.font?.color === MUTED ? text(part) : part),
     width: node.clientWidth,
-    height: Math.min(node.clientHeight, 560),  // menus and title are placed for such a height
+    height,
   };
 }
 
@@ -60,12 +63,12 @@ export default async function curvePanels(library, request) {
       this.addClass('wb-curves');
       this.facts = element('div', 'wb-curve-facts');
       this.note = element('div', 'wb-curve-note', 'reading …');
-      this.plot = element('div', 'wb-plot');
-      this.node.append(this.facts, this.note, this.plot);
+      this.plots = [element('div', 'wb-plot'), element('div', 'wb-plot')];
+      this.node.append(this.facts, this.note, ...this.plots);
       this.listener = () => this.tell();
       runs.listeners.add(this.listener);
       this.sized = new ResizeObserver(() => this.draw());
-      this.sized.observe(this.plot);
+      this.sized.observe(this.node);
       this.theme = new MutationObserver(() => setTimeout(() => this.draw(), 300));  // when its style sheet is there
       this.theme.observe(document.body, {attributeFilter: ['data-jp-theme-name']});
       this.tell();
@@ -82,12 +85,12 @@ export default async function curvePanels(library, request) {
 
     async follow() {
       if (this.isDisposed) return;
-      if (!document.hidden && (this.isVisible || !this.figure)) {
+      if (!document.hidden && (this.isVisible || !this.figures)) {
         try {
           const answer = await request('curves', {paths: this.paths, seen: this.seen});
           this.seen = answer.seen;
-          if (answer.figure) {
-            this.figure = answer.figure;
+          if (answer.figures) {
+            this.figures = answer.figures;
             await this.draw();
           }
           this.note.textContent = '';
@@ -95,16 +98,19 @@ export default async function curvePanels(library, request) {
           this.note.textContent = error.message;
         }
       }
-      const ended = this.figure && this.paths.every(path => ENDED.includes(this.runs.rows.get(path)?.state));
+      const ended = this.figures && this.paths.every(path => ENDED.includes(this.runs.rows.get(path)?.state));
       this.timer = setTimeout(() => this.follow(), ended ? 5 * REFRESH_MS : REFRESH_MS);
     }
 
     async draw() {
-      if (!this.figure || this.isDisposed) return;
+      if (!this.figures || this.isDisposed) return;
       const Plotly = await plotly(request);
-      if (!this.plot.clientWidth || this.isDisposed) return;  // hidden: the observer asks again
+      if (!this.node.clientWidth || this.isDisposed) return;  // hidden: the observer asks again
       const config = {displaylogo: false, responsive: false};
-      await Plotly.react(this.plot, this.figure.data, themed(this.figure.layout, this.plot), config);
+      for (const [index, {data, layout}] of this.figures.entries()) {
+        const plot = this.plots[index], height = layout.height ?? LOSS_PX;
+        await Plotly.react(plot, data, themed(layout, plot, height), config);
+      }
     }
 
     dispose() {
@@ -113,7 +119,7 @@ export default async function curvePanels(library, request) {
       this.runs.listeners.delete(this.listener);
       this.sized.disconnect();
       this.theme.disconnect();
-      globalThis.Plotly?.purge(this.plot);
+      for (const plot of this.plots) globalThis.Plotly?.purge(plot);
       super.dispose();
     }
   }
