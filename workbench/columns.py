@@ -210,9 +210,9 @@ COLUMNS: dict[str, Column] = {
         is_derived=True,
         axis=Axis(
             "gpu_hours",
-            "GPU-hours",
-            ((1.0, "GPU-hours"), (1 / 60, "GPU-minutes")),
-            lambda value: f"{value:.3g} GPU-hours" if value >= 0.1 else f"{60 * value:.3g} GPU-minutes",
+            "device-hours",
+            ((1.0, "Device-hours"), (1 / 60, "Device-minutes")),
+            lambda value: f"{value:.3g} device-hours" if value >= 0.1 else f"{60 * value:.3g} device-minutes",
         ),
     ),
     "time": Column(words="time at which the step was logged, in Unix seconds"),

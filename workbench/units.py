@@ -9,11 +9,15 @@ GIB = 1024**3
 MIB = 1024**2
 
 
-def gib(num_bytes: float) -> str:
-    """Format bytes as `"36.7 GiB"`; small sizes in MiB or KiB."""
-    if abs(num_bytes) >= 0.1 * GIB:
-        return f"{num_bytes / GIB:.1f} GiB"
-    if abs(num_bytes) >= 0.1 * MIB:
+def gib(num_bytes: float, like: float | None = None) -> str:
+    """Format bytes as `"36.7 GiB"`; small sizes in MiB or KiB.
+
+    `like` is the largest of the sizes that stand together, in whose unit all of them are written.
+    """
+    largest = abs(num_bytes if like is None else like)
+    if largest >= 0.1 * GIB:
+        return f"{num_bytes / GIB:.{1 if abs(num_bytes) >= 0.1 * GIB or not num_bytes else 3}f} GiB"
+    if largest >= 0.1 * MIB:
         return f"{num_bytes / MIB:.1f} MiB"
     return f"{num_bytes / 1024:.1f} KiB"
 

@@ -142,7 +142,7 @@ def test_every_x_axis_has_a_title_with_its_unit(x: str) -> None:
         "samples": "(k)",
         "time": "minutes",
         "flops": "EFLOP",
-        "gpu_hours": "GPU-minutes",
+        "gpu_hours": "Device-minutes",
     }
     assert words[x] in figure.layout.xaxis.title.text
 

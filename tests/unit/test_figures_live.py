@@ -11,6 +11,7 @@ from threading import current_thread
 from typing import Any
 
 import nbformat
+import plotly.graph_objects as go
 import pytest
 from nbclient import NotebookClient
 
@@ -265,7 +266,14 @@ def test_an_unknown_axis_is_refused_before_anything_is_shown(directory: RunDir) 
 def test_no_cell_waits_for_the_picture_of_a_dashboard(directory: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     train(directory, 1, 10)
     threads: list[str] = []
-    monkeypatch.setattr(live_widget, "mimebundle_with_picture", lambda _: threads.append(current_thread().name) or {})
+    drawn = live_widget.mimebundle
+
+    def note(figure: go.Figure, with_picture: bool) -> dict[str, Any]:
+        if with_picture:
+            threads.append(current_thread().name)
+        return drawn(figure, with_picture)
+
+    monkeypatch.setattr(live_widget, "mimebundle", note)
     dashboard = live(Run(directory.path))
     dashboard._ipython_display_()
     eventually(lambda: bool(threads))

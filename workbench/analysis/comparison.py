@@ -192,7 +192,7 @@ def standings(
     smoothing: float = SMOOTHING,
     scatter: Scatter | None = None,
 ) -> tuple[Standing, ...]:
-    """Return which run is lowest at equal tokens, FLOPs, GPU-hours and time.
+    """Return which run is lowest at equal tokens, FLOPs, device-hours and time.
 
     Axes without a stretch that all runs share are left out: one step of a slow run may cost more than another run as a
     whole.

@@ -13,6 +13,7 @@ from workbench.analysis.curve import CurveLike, column, evaluations_of
 from workbench.analysis.scatter import Scatter
 from workbench.analysis.smoothing import SMOOTHING, check_smoothing
 from workbench.tables import html_table
+from workbench.units import gib
 
 LEAST_EVALUATIONS = 5
 """Smallest number of held-out losses of each run from which they are compared in place of training losses."""
@@ -20,7 +21,7 @@ ADVICE = "To tell recipes apart, train each with three seeds or more, or give sc
 """The way out where one seed each cannot tell."""
 IGNORED_SETTINGS = (
     *("candidates", "prediction", "stages", "block_names", "signature", "flops_per_step"),
-    *("time", "started", "command", "directory", "executable", "name", "run"),
+    *("load_average", "time", "started", "command", "directory", "executable", "name", "run"),
 )
 """Keys that are no settings: results of a search, facts that follow from the model, when and where a run started."""
 
@@ -112,7 +113,7 @@ def setting_differences(described: Sequence[Mapping[str, Any]]) -> tuple[tuple[s
 
 def described_settings(described: Mapping[str, Any]) -> dict[str, str]:
     """Return every leaf of a nested description that is not None, as a dotted name and a short text."""
-    return {name: _in_words(value) for name, value in _flattened(described).items() if value is not None}
+    return {name: _in_words(name, value) for name, value in _flattened(described).items() if value is not None}
 
 
 def _flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -127,7 +128,9 @@ def _flattened(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _in_words(value: Any) -> str:
+def _in_words(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, int | float):
+        return gib(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 4:
         return f"{len(value)} items"
     text = str(value)

@@ -31,7 +31,7 @@ def contrast(
     smoothing: float = SMOOTHING,
     scatter: float | Runs | Sweep | None = None,
 ) -> Contrast | SeedContrast:
-    """Return a comparison of runs at equal tokens, FLOPs, GPU-hours and time.
+    """Return a comparison of runs at equal tokens, FLOPs, device-hours and time.
 
     It holds the difference of each run to the first over the axis `x`, with the noise along the curves and the points
     where they cross, and everything that differs in experiments, plans and environments. Arguments are those of

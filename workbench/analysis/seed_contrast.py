@@ -39,7 +39,7 @@ class SeedDifference:
     names: tuple[str, str]
     axis: str
     at: float
-    """Position in the unit of the recorded column: tokens, FLOPs or GPU-hours."""
+    """Position in the unit of the recorded column: tokens, FLOPs or device-hours."""
     means: tuple[float, float]
     seeds: tuple[int, int]
     """Number of runs of each configuration."""
@@ -94,7 +94,7 @@ class SeedContrast:
     loss: str
     """`Held-out loss` or `Training loss`."""
     differences: tuple[SeedDifference, ...]
-    """Difference of each other configuration to the first, at equal tokens, FLOPs and GPU-hours."""
+    """Difference of each other configuration to the first, at equal tokens, FLOPs and device-hours."""
 
     def __repr__(self) -> str:
         return "\n".join([f"{self.loss}, intervals over the seeds:", *(item.describe() for item in self.differences)])
@@ -178,7 +178,7 @@ def contrast_seeds(
             difference = _difference((other, first), axis, table, smoothing, paired, scatter)
             differences += [] if difference is None else [difference]
     if not differences:
-        raise UnknownParameter("The runs share no stretch of tokens, FLOPs or GPU-hours. Train them further.")
+        raise UnknownParameter("The runs share no stretch of tokens, FLOPs or device-hours. Train them further.")
     held_out = all(len(column(curve, "eval_loss")) for curve in compared[first])
     return SeedContrast("Held-out loss" if held_out else "Training loss", tuple(differences))
 

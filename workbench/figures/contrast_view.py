@@ -72,6 +72,7 @@ def differences(items: Sequence[Difference]) -> Figure:
 def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Scatter]:
     name, color, x = theme.text(item.names[0]), theme.series_color(index), item.x / scale
     band = theme.band(x, item.low, item.high, color, legendgroup=str(index))
+    known = bool((item.high - item.low > 0).any())  # no interval of zero width is written
     line = go.Scatter(
         x=x,
         y=item.value,
@@ -80,7 +81,7 @@ def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Sc
         name=name,
         legendgroup=str(index),
         customdata=np.column_stack([item.low, item.high]),
-        hovertemplate="%{y:+.3f} (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})",
+        hovertemplate="%{y:+.3f}" + known * " (%{customdata[0]:+.3f} to %{customdata[1]:+.3f})",
         meta="difference",
     )
     traces = [band, line]

@@ -41,7 +41,7 @@ def coordinate_check(check: CoordinateCheck) -> Figure:
                 figure.add_trace(trace, row=row, col=column)
             figure.update_xaxes(type="log", tickvals=list(sizes), row=row, col=column)
     figure.update_xaxes(title_text=check.axis.capitalize(), row=3)
-    figure.update_yaxes(type="log")
+    figure.update_yaxes(type="log", tickformat=theme.LOG_TICKS)
     figure.update_yaxes(title_text="Mean magnitude", col=1)
     subtitle = f"Drift is the exponent of the {check.axis} after the last step; 0 is level"
     title = theme.title(f"Coordinate check: activation sizes over the {check.axis}", subtitle)

@@ -41,7 +41,9 @@ MARK_LOOKS: Mapping[str, MarkLook] = {
     "divergence": MarkLook("triangle-up", 12, theme.ALERT, "white", "▲ diverges from here"),
 }
 FLATTENING = 4.0
-"""Height of a divergence above all other losses, in multiples of their span, from which it is left out of the axis."""
+"""Height of a value above all others, in multiples of their span, from which it is left out of the axis."""
+USUAL_PERCENTILE = 98.0
+"""Percentile of a run's values below which it is while it trains as it should."""
 MAX_INSIDE = 8
 """Largest number of runs whose names fit into a legend inside the plot, and whose ends have labels."""
 LABEL_ROOM = 0.06
@@ -91,10 +93,11 @@ def loss_curves(
         )
     scales = {name: unit.scale for name, unit in axes.items()}
     prepared = Preparation.of(curves, smoothing, scales).prepare_all(curves, y)
-    figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0))
+    y_range = settled_range(prepared, log_y)
+    top = None if y_range is None or log_y else y_range[1]
+    figure = Figure(curve_traces(prepared, x, y, smooth=smoothing > 0, top=top))
     _lay_out(figure, axes[x].title, y, log_y, len(prepared) > MAX_INSIDE)
     figure.update_layout(title=theme.title(theme.text(title or f"{_label(y)} of each run")))
-    y_range = settled_range(prepared, log_y)
     figure.update_yaxes(range=y_range)
     if len(prepared) <= MAX_INSIDE:
         figure.update_layout(legend=place_legend(figure.data, log_y=log_y, y_range=y_range))
@@ -122,26 +125,44 @@ def _held_out(curves: Sequence[CurveLike], y: str) -> list[CurveLike]:
 
 
 def settled_range(prepared: Sequence[PreparedCurve], log_y: bool) -> list[float] | None:
-    """Return a range of the y axis without the values after which losses diverge, which would flatten all the rest.
+    """Return a range of the y axis without what would flatten all the rest: losses after they diverge, and outliers.
 
-    It is in powers of ten for a logarithmic axis. Returns None if no loss diverges by more than `FLATTENING` times what
-    all others span.
+    It is in powers of ten for a logarithmic axis. Returns None if the axis may show every value (`robust_range`).
     """
-    if not any(mark.type == "divergence" for curve in prepared for mark in curve.marks):
-        return None
-    settled, most = [], -math.inf
+    curves, settled = [], []
     for curve in prepared:
-        known = np.isfinite(curve.raw)
-        for at, mark in zip(curve.mark_index, curve.marks, strict=True):
-            if mark.type == "divergence":
-                known[at + 1 :] = False
-                most = max(most, float(np.nanmax(curve.line)))
-        settled.append(curve.raw[known])
-    values = np.concatenate([np.empty(0), *settled])
-    if not len(values) or (log_y and values.min() <= 0):
+        values = curve.raw[curve.raw_index]
+        ends = [at for at, mark in zip(curve.mark_index, curve.marks, strict=True) if mark.type == "divergence"]
+        before = curve.raw_index <= min(ends, default=len(curve.raw))
+        known = np.isfinite(values)
+        curves.append(values[known])
+        settled.append(values[known & before])
+    if log_y:
+        if any(len(values) and values.min() <= 0 for values in settled):
+            return None
+        curves = [values[values > 0] for values in curves]
+        curves, settled = [[np.log10(values) for values in each] for each in (curves, settled)]
+    return robust_range(curves, settled)
+
+
+def robust_range(curves: Sequence[Array], settled: Sequence[Array] | None = None) -> list[float] | None:
+    """Return low and high end of an axis without outliers, or None if no value is one.
+
+    A value is an outlier if it lies more than `FLATTENING` times their span above the values that are usual: those up
+    to the median, over the curves, of the first value or the 98th percentile, whichever is larger.
+
+    Args:
+        curves: the finite values of each curve in their order.
+        settled: the part of each that the axis should show; by default all.
+    """
+    shown = [values for values in (curves if settled is None else settled) if len(values)]
+    if not shown:
         return None
-    low, high = (math.log10(end) if log_y else float(end) for end in (values.min(), values.max()))
-    most = math.log10(most) if log_y and most > 0 else most
+    usual = [max(float(values[0]), float(np.percentile(values, USUAL_PERCENTILE))) for values in shown]
+    together, level = np.concatenate(shown), float(np.percentile(usual, 50, method="lower"))
+    low = float(together.min())
+    high = float(together[together <= level + FLATTENING * (level - low)].max())
+    most = max(float(values.max()) for values in curves if len(values))
     room = 0.05 * (high - low)
     return [low - room, high + room] if high > low and most - high > FLATTENING * (high - low) else None
 
@@ -163,13 +184,11 @@ def _lay_out(figure: Figure, x_title: str, y: str, log_y: bool, many: bool) -> N
         xaxis={"title": {"text": x_title}, "rangemode": "tozero", "unifiedhovertitle": {"text": hover_title(x_title)}},
         yaxis={
             "title": {"text": _label(y)},
-            "tickformat": "," if y.endswith("_ms") else None,
+            "tickformat": "," if y.endswith("_ms") else theme.LOG_TICKS if log_y else None,
             "type": "log" if log_y else "linear",
         },
         uirevision="keep",
     )
-    if y.endswith("_ms"):
-        figure.update_yaxes(tickformat=",")  # Plotly would write 9k ms
 
 
 def hover_title(x_title: str) -> str:
@@ -228,6 +247,8 @@ def _y_menu(figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bo
         y_range, log = settled_range(prepared, axis_type == "log"), axis_type == "log"
         place = place_legend(figure.data, log_y=log, y_range=y_range) if len(prepared) <= MAX_INSIDE else {}
         changes = {f"legend.{key}": value for key, value in place.items()}
+        ticks = "," if y.endswith("_ms") else theme.LOG_TICKS if log else None
+        changes["yaxis.tickformat"] = ticks
         args = [{"yaxis.type": axis_type, "yaxis.autorange": y_range is None, "yaxis.range": y_range, **changes}]
         buttons.append({"label": f"{axis_type} {label}", "method": "relayout", "args": args})
     look = {"type": "buttons", "direction": "right", "pad": {"b": 4, "l": 140}, **MENU_LOOK}
@@ -235,16 +256,22 @@ def _y_menu(figure: Figure, prepared: Sequence[PreparedCurve], y: str, log_y: bo
 
 
 def curve_traces(
-    prepared: Sequence[PreparedCurve], x: str, y: str, smooth: bool, complete: bool = False
+    prepared: Sequence[PreparedCurve],
+    x: str,
+    y: str,
+    smooth: bool,
+    complete: bool = False,
+    top: float | None = None,
 ) -> list[go.Scatter]:
     """Return the traces of all runs; a trace's `legendgroup` is the run's key, its `meta` one of `TRACE_ROLES`.
 
-    Roles without a point are left out, unless `complete`: then every run has one trace of each role, in that order.
+    Roles without a point are left out, unless `complete`: then every run has one trace of each role, in that order. A
+    run that ends above `top`, the upper end of the y axis, has an arrow with its last value there.
     """
     traces = [
         trace
-        for curve, position in zip(prepared, _label_positions(prepared, x), strict=True)
-        for trace in _traces(curve, x, y, smooth, position)
+        for curve, position in zip(prepared, _label_positions(prepared, x, top), strict=True)
+        for trace in _traces(curve, x, y, smooth, position, top)
     ]
     return traces if complete else [trace for trace in traces if len(trace.x) or trace.meta == "line"]
 
@@ -259,7 +286,9 @@ def visible_points(curve: PreparedCurve, x: str, smooth: bool) -> dict[str, dict
     }
 
 
-def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: str | None) -> list[go.Scatter]:
+def _traces(
+    curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: str | None, top: float | None
+) -> list[go.Scatter]:
     """Return one trace of each role with one legend entry for all."""
     line = curve.line if smooth else curve.raw
     visible = visible_points(curve, x, smooth)
@@ -293,7 +322,7 @@ def _traces(curve: PreparedCurve, x: str, y: str, smooth: bool, label_position: 
             hovertemplate="held-out loss %{y:.4g}",
         ),
         "mark": _mark_trace(curve, x, line),
-        "end": _end_trace(curve, x, line, label_position, y == "loss"),
+        "end": _end_trace(curve, x, line, label_position, y == "loss", top),
     }
     for role, trace in traces.items():
         trace.update(
@@ -335,11 +364,15 @@ def _mark_trace(curve: PreparedCurve, x: str, line: Array) -> go.Scatter:
 
 
 def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
-    """Return the explanation of the symbols on the curves; None if there are none."""
+    """Return the explanation of the symbols on the curves and of what the axis leaves out; None if there is neither."""
     types = {mark.type for curve in prepared for mark in curve.marks}
     words = [look.words for mark_type, look in MARK_LOOKS.items() if mark_type in types]
     words += ["◆ held-out loss"] if any(curve.evaluations for curve in prepared) else []
     words += ["✕ NaN or infinite"] if any(len(curve.gaps) for curve in prepared) else []
+    if (y_range := settled_range(prepared, False)) is not None:
+        peaks = [(curve.name, float(np.nanmax(curve.raw))) for curve in prepared if np.isfinite(curve.raw).any()]
+        beyond = [f"{theme.text(theme.short(name))} (up to {peak:.2g})" for name, peak in peaks if peak > y_range[1]]
+        words.append(f"↑ leaves the axis: {', '.join(beyond[:3])}{' …' if len(beyond) > 3 else ''}")
     return " · ".join(words) or None
 
 
@@ -352,18 +385,23 @@ def _height_before(values: Array, at: Indices) -> Array:
     return np.asarray(values[finite[before]])
 
 
-def _end_trace(curve: PreparedCurve, x: str, line: Array, position: str | None, is_loss: bool) -> go.Scatter:
+def _end_trace(
+    curve: PreparedCurve, x: str, line: Array, position: str | None, is_loss: bool, top: float | None
+) -> go.Scatter:
     """Return the last point of a curve; the number beside that of a training loss is the one that tables show."""
     points = curve.points("end")
     final = final_loss(curve.raw[: points[-1] + 1]) if is_loss and len(points) else math.nan
+    above = top is not None and bool((line[points] > top).any())
     return go.Scatter(
         x=curve.x[x][points],
-        y=line[points],
+        y=np.full(len(points), top) if above else line[points],
         mode="markers" if position is None else "markers+text",
         marker={"color": curve.color, "size": 6},
-        text=[f"<b>{_describe_loss(final if math.isfinite(final) else value)}</b>" for value in line[points]],
+        text=[
+            f"<b>{'↑ ' * above}{_describe_loss(final if math.isfinite(final) else value)}</b>" for value in line[points]
+        ],
         textposition=position or "middle right",
-        textfont={"color": curve.color, "size": theme.FONT_PX},
+        textfont={"color": theme.as_text(curve.color), "size": theme.FONT_PX},
         cliponaxis=False,
         hoverinfo="skip",
     )
@@ -374,18 +412,19 @@ def _describe_loss(value: float) -> str:
     return f"{value:.2f}" if 1 <= abs(value) < 100 else f"{value:#.3g}"
 
 
-def _label_positions(prepared: Sequence[PreparedCurve], x: str) -> list[str | None]:
+def _label_positions(prepared: Sequence[PreparedCurve], x: str, top: float | None) -> list[str | None]:
     """Return the position of each end label: labels that would overlap are parted; None leaves one of a crowd out."""
     ends = {
-        index: (curve.x[x][curve.last], curve.line[curve.last])
+        index: (curve.x[x][curve.last], min(float(curve.line[curve.last]), math.inf if top is None else top))
         for index, curve in enumerate(prepared)
         if curve.last is not None
     }
     if len(ends) > MAX_INSIDE:
-        return [None] * len(prepared)
+        beyond = [index for index, (_, end_y) in ends.items() if end_y == top]
+        return ["bottom left" if index in beyond[:1] else None for index in range(len(prepared))]
     span_x = max((end_x for end_x, _ in ends.values()), default=0.0) or 1.0
     shown = np.concatenate([curve.raw[curve.raw_index] for curve in prepared] or [np.empty(0)])
-    finite = shown[np.isfinite(shown)]
+    finite = shown[np.isfinite(shown) & (shown <= (math.inf if top is None else top))]
     span_y = (float(np.ptp(finite)) if len(finite) else 0.0) or 1.0
     positions: list[str | None] = ["middle right"] * len(prepared)
     for index, (_, end_y) in ends.items():

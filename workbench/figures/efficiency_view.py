@@ -14,7 +14,7 @@ from workbench.errors import InvalidArgument, PlanMismatch
 from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.planning.plan import Plan
-from workbench.sweeps.measured import MeasuredCell
+from workbench.sweeps.measured import MeasuredCell, contention
 from workbench.units import duration
 
 PARTS = {
@@ -67,8 +67,15 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     figure.update_yaxes(range=[0, top])
     subtitle = "bars: predicted, and the efficiency that follows; dashed: linear scaling"
     subtitle += "; diamonds: measured, and their efficiency" if marks else ""
+    if warning := contention([point for point in points if isinstance(point, MeasuredCell)]):
+        subtitle += f"<br>{warning}"
     words = f"{plans[0].model} on {plans[0].cluster.device.name}: efficiency against linear scaling"
-    layout = {"height": 470, "barmode": "stack", "legend": theme.LEGEND_BELOW, "margin": {"b": 100, "t": 84}}
+    layout = {
+        "height": 470,
+        "barmode": "stack",
+        "legend": theme.LEGEND_BELOW,
+        "margin": {"b": 100, "t": 84 + 18 * bool(warning)},
+    }
     return figure.laid_out(title=theme.title(theme.text(words), subtitle), **layout)
 
 

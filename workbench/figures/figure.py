@@ -38,6 +38,18 @@ class Figure(go.Figure):
         self.update_layout(template=theme.TEMPLATE, **layout)
         return self
 
+    def _ipython_display_(self) -> None:
+        """Show the figure in JupyterLab with its PNG beside it; with another renderer of Plotly's, as Plotly does."""
+        from IPython.display import display
+        from plotly.io import renderers
+
+        from workbench.figures.pages import mimebundle
+
+        if renderers.default == "plotly_mimetype":
+            display(mimebundle(self), raw=True)
+        else:
+            super()._ipython_display_()
+
     def save(self, path: str | Path, width: int = theme.ASSUMED_WIDTH_PX, scale: float = 2.0) -> Path:
         """Write the figure as a file; see `workbench.figures.save`."""
         return save(self, path, width, scale)

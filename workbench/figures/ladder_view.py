@@ -47,7 +47,7 @@ def ladder(law: ScalingLaw, predicted: Sequence[LadderPoint] = ()) -> Figure:
         marks = {"mode": "markers", "marker": marker, "name": f"{count(size)}, runs", "showlegend": False, **group}
         figure.add_trace(go.Scatter(x=x, y=y, hovertemplate="%{x:.4g} tokens<br>%{y:.4g}<extra></extra>", **marks))
     figure.update_xaxes(type="log", title_text="Tokens")
-    figure.update_yaxes(type="log", title_text="Held-out loss in nats")
+    figure.update_yaxes(type="log", tickformat=theme.LOG_TICKS, title_text="Held-out loss in nats")
     words = "Ends of runs, the law, and its 90 % interval"
     words += "; dashed and open: predicted without these runs" if predicted else ""
     return _finished(figure, "The ladder: loss over tokens for each size", words)

@@ -63,26 +63,23 @@ Mermaid diagrams knows addresses of its own.
 """
 
 
-def mimebundle(figure: go.Figure) -> dict[str, Any]:
-    """Return the figure as JupyterLab stores and draws it, whatever plotly's default renderer is."""
-    return {PLOTLY_MIME: {**json.loads(figure.to_json()), "config": dict(theme.CONFIG)}}
+def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
+    """Return the figure as JupyterLab stores and draws it, whatever plotly's default renderer is, with its PNG.
 
-
-def mimebundle_with_picture(figure: go.Figure) -> dict[str, Any]:
-    """Return the same with a PNG, which GitHub, a viewer, an e-mail or a paper shows without a script.
-
-    A figure that JupyterLab draws on an open page needs none: JupyterLab would show the picture until the pointer
-    comes, and stores a picture of its own.
+    JupyterLab shows the PNG until the pointer comes, so that a figure has its size and its marks in a tab that is
+    hidden while it arrives, where plotly.js would draw it 0 pixels high. GitHub, a viewer, an e-mail or a paper shows
+    the PNG without a script.
     """
-    static = {"image/png": base64.b64encode(picture(figure)).decode()} if has_twin(figure) else {}
-    return {**mimebundle(figure), **static, "text/plain": ""}
+    static = {"image/png": base64.b64encode(picture(figure)).decode()} if with_picture and has_twin(figure) else {}
+    config = {PLOTLY_MIME: {**json.loads(figure.to_json()), "config": dict(theme.CONFIG)}}
+    return {**config, **static, "text/plain": ""}
 
 
 def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
     """Return a `<div>` that draws the figure on a page that has loaded plotly.js."""
     value = figure if isinstance(figure, go.Figure) else {k: figure[k] for k in ("data", "layout") if k in figure}
     options = {"full_html": False, "include_plotlyjs": False, "include_mathjax": False, "validate": False}
-    return str(plotly.io.to_html(value, config=theme.CONFIG, **options))
+    return str(plotly.io.to_html(value, config={**theme.CONFIG, "responsive": True}, **options))
 
 
 @checked_arguments

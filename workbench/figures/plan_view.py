@@ -118,7 +118,7 @@ def plan_html(plan: Plan) -> str:
     largest = max(stage.memory.total for stage in plan.stages)
     scale_bytes = largest if plan.chunks > 1 else max(largest, min(limit_of(plan)[0], 4 * largest))
     holder = "a device" if plan.chunks == 1 else f"a stage; each device holds {plan.chunks}"
-    rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes) for stage in plan.stages)
+    rows = "".join(_stage_row(plan, stage, longest_ms, scale_bytes, largest) for stage in plan.stages)
     style = (
         f"font-family:{html.escape(theme.FONT_FAMILY)};color:{theme.INK};background:#fff;padding:12px;max-width:960px"
     )
@@ -132,7 +132,7 @@ def plan_html(plan: Plan) -> str:
     )
 
 
-def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) -> str:
+def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float, largest: int) -> str:
     stage_ms = stage.forward_ms + stage.backward_ms
     num_blocks = stage.end_block - stage.first_block
     first, last = plan.block_names[stage.first_block], plan.block_names[stage.end_block - 1]
@@ -149,11 +149,11 @@ def _stage_row(plan: Plan, stage: Stage, longest_ms: float, scale_bytes: float) 
         size = getattr(stage.memory, category)
         width = f"{75 * size / scale_bytes:.2f}%"
         look = f"display:inline-block;height:16px;width:{width};background:{shade}"
-        segments += f'<div style="{look}" title="{label} {gib(size)}"></div>'
+        segments += f'<div style="{look}" title="{label} {gib(size, largest)}"></div>'
     return (
         f'<tr style="background:#fff;color:{theme.INK}">'
         f'<td style="text-align:left;white-space:nowrap"><b>stage {stage.index}</b> · {count(stage.parameters)} · '
         f"{duration(stage_ms / 1e3)}</td>"
         f'<td style="text-align:left">{bar}</td>'
-        f'<td style="text-align:left;white-space:nowrap">{segments} {gib(stage.memory.total)}</td></tr>'
+        f'<td style="text-align:left;white-space:nowrap">{segments} {gib(stage.memory.total, largest)}</td></tr>'
     )

@@ -89,7 +89,12 @@ def prediction(
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     figure.laid_out(
         height=inner + 190,
-        title=theme.title(theme.text(title or f"{plan.model}: predicted and measured"), theme.text(plan.describe())),
+        title=theme.title(
+            theme.text(title or f"{plan.model}: predicted and measured"),
+            theme.text(
+                f"{plan.describe()} · percentages: how far the prediction lies above (+) or below (−) the measurement"
+            ),
+        ),
         margin={"t": 118, "b": 72, "l": 32},
         barmode="overlay",
         uniformtext={"mode": "hide", "minsize": 8} if step is not None else None,

@@ -13,6 +13,7 @@ from workbench.analysis.curve import Array, finite_points
 from workbench.arguments import checked_arguments
 from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
+from workbench.figures.curves_view import robust_range
 from workbench.figures.figure import Figure
 from workbench.runs.records.history import Evaluations, History, read_tail
 from workbench.runs.run import Run
@@ -76,8 +77,11 @@ def draw_seed_bands(
         others = [lines[run.path] for run in row.runs if run not in row.finished and len(lines[run.path][0]) > 1]
         figure.add_traces(_traces(row, finished, others, scale))
     figure.update_xaxes(title_text=x_title, rangemode="tozero")
-    figure.update_yaxes(title_text=LOSSES[y])
-    left_out = f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
+    y_range = robust_range([line[1] for line in lines.values() if len(line[1])])
+    beyond = sum(bool(len(loss)) and float(loss.max()) > (y_range or (0, np.inf))[1] for _, loss in lines.values())
+    figure.update_yaxes(title_text=LOSSES[y], range=y_range)
+    left_out = f"; {beyond} of {len(lines)} runs leave the axis" if beyond else ""
+    left_out += f"; {len(rows) - len(shown)} configurations are left out" if len(rows) > len(shown) else ""
     words = f"Mean over the finished seeds, whose band holds them all; thin lines: other runs{left_out}"
     main = theme.title(theme.text(sweep.name), words)
     figure.laid_out(height=460, title=main, hovermode="x unified")

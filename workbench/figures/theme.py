@@ -1,6 +1,7 @@
 """Look of every figure: palette, fonts, margins.
 
-The background is opaque white, so that a figure is legible in JupyterLab's dark theme, on a dark web page and in a PNG.
+The background is opaque, so that a figure is legible on a dark web page and in a PNG. It is white but for a trace, by
+which JupyterLab recognises a figure of this package and shows it dark in a dark theme (`workbench/lab`, `figures.js`).
 Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which stay distinct under the common
 colour-vision deficiencies; two of them are darkened for contrast on white.
 """
@@ -21,8 +22,11 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 NAME_CHARACTERS = 48
 """Largest length of a run's name in a legend: a longer name would leave no room for the curves."""
 
+PAPER = "#FEFFFF"
 INK = "#1F2937"
 MUTED = "#5B6472"
+MUTED_CSS = f"var(--jp-ui-font-color2, {MUTED})"
+"""Colour of secondary text in HTML, which follows JupyterLab's theme."""
 GRID = "#E5E8EC"
 AXIS = "#9AA3AF"
 ALERT = "#B3261E"
@@ -46,10 +50,16 @@ ASSUMED_WIDTH_PX = 1000
 
 CONFIG: dict[str, object] = {
     "displaylogo": False,
-    "responsive": True,
-    "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
+    "modeBarButtonsToRemove": [
+        *("sendChartToCloud", "select2d", "lasso2d", "autoScale2d"),
+        *("zoomIn2d", "zoomOut2d"),  # the wheel and a drag do the same, and more buttons would cover titles
+    ],
 }
-"""Configuration of plotly.js for every figure, without buttons that send data to a company or have no effect here."""
+"""Configuration of plotly.js for every figure, without buttons that send data to a company or have no effect here.
+
+It is not `responsive`: a figure that had a picture before it, as in JupyterLab, would then be 0 pixels high after the
+window's next change. JupyterLab changes the width of its figures itself.
+"""
 
 TEXT_INSIDE: dict[str, object] = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
 """Layout of text in the middle of a bar, never turned."""
@@ -75,7 +85,7 @@ def room_below(names: Iterable[str]) -> int:
 TEMPLATE = go.layout.Template(
     layout=go.Layout(
         font={"family": FONT_FAMILY, "size": FONT_PX, "color": INK},
-        paper_bgcolor="white",
+        paper_bgcolor=PAPER,
         plot_bgcolor="white",
         colorway=PALETTE,
         margin={"l": 64, "r": 32, "t": 64, "b": 52},
@@ -130,10 +140,25 @@ def pale(color: str, share: float = 0.6) -> str:
 
 
 def ink_on(color: str) -> str:
-    """Return the text colour, white or dark, that reads better on `color` (relative luminance, WCAG 2)."""
+    """Return the text colour, white or black, that reads better on `color`; its contrast is 4.58 at least (WCAG 2)."""
+    light = luminance(color) + 0.05
+    return "#ffffff" if 1.05 / light > light / 0.05 else "#000000"
+
+
+def luminance(color: str) -> float:
+    """Return the relative luminance of `#rrggbb`, 0 to 1 (WCAG 2)."""
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb(color))]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.065 else INK
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def as_text(color: str) -> str:
+    """Return `color` darkened until text in it has a contrast of 4.5 to the paper, the least that WCAG 2 asks for.
+
+    A colour in words is returned as it is.
+    """
+    while color.startswith("#") and 1.05 / (luminance(color) + 0.05) < 4.6:
+        color = "#" + "".join(f"{int(0.96 * channel):02x}" for channel in rgb(color))
+    return color
 
 
 def rgb(color: str) -> tuple[int, int, int]:
@@ -170,6 +195,10 @@ def title(main: str, subtitle: str | None = None) -> dict[str, object]:
     if subtitle:
         value["subtitle"] = {"text": subtitle}
     return value
+
+
+LOG_TICKS = ",~g"
+"""Tick format of a logarithmic axis: Plotly itself writes 2 and 5 for 0.002 and 0.005."""
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TwinPage:
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self.picture = Figure((width / 72, height / 72), dpi=72, facecolor="white")
+        self.picture = Figure((width / 72, height / 72), dpi=72, facecolor=theme.PAPER)
         self.px = Affine2D().scale(1 / 72) + self.picture.dpi_scale_trans
 
     def axes(self, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -135,7 +135,7 @@ class TwinLegends:
                 look = {**line_look(trace.line), "linewidth": 0.8, "linestyle": (0, (1, 2))}
                 page.line([x + 4, box.x1 + 4, box.x1 + 16], [y, y, height], **look)
             color = trace.marker.color or trace.line.color
-            page.write(box.x1 + 19, height, words, color, 11, va="center_baseline")
+            page.write(box.x1 + 19, height, words, theme.as_text(color), 11, va="center_baseline")
         if len(self.ends) > most:
             page.write(box.x1 + 19, box.y0 - 30, f"and {len(self.ends) - most} more", theme.MUTED, 11, va="top")
         if not self.entries:

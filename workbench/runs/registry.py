@@ -177,12 +177,24 @@ def load_runs(runs: Runs) -> list[Run]:
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the runs' experiments if they differ and can be read, else the names of the runs."""
+    """Return what tells runs apart, for legends: the names of their experiments, else the settings that differ.
+
+    It is the names of the runs where their experiments cannot be read, or differ in no setting or in more than four.
+    """
+    from workbench.experiment import values_by_name
+
     try:
-        names = [str(run.config["name"]) for run in runs]
+        configs = [values_by_name(run.config) for run in runs]
+        names = [str(config["name"]) for config in configs]
     except (RunNotFound, KeyError):
-        names = []
-    return names if len(set(names)) == len(runs) else [run.name for run in runs]
+        return [run.name for run in runs]
+    if len(set(names)) == len(runs):
+        return names
+    plain = [{k: v for k, v in config.items() if isinstance(v, int | float | str)} for config in configs]
+    varied = [name for name in plain[0] if len({config.get(name) for config in plain}) > 1]
+    labels = [" · ".join(f"{name} {config.get(name, '–')}" for name in varied) for config in plain]
+    labels = [label.removeprefix("name ") for label in labels]
+    return labels if len(set(labels)) == len(runs) and len(varied) <= 4 else [run.name for run in runs]
 
 
 def row_or_reason(run: Run) -> RunRow:

@@ -23,6 +23,8 @@ from workbench.sweeps.queue import Queue, find_queue, new_queue, start_queue
 from workbench.tables import html_table, text_table
 from workbench.units import duration
 
+BUSY = 1.5
+"""Load of a core from which other work disturbs a measurement; a cell measured before leaves about 1."""
 WARM_STEPS = 3
 """First steps of a cell that are not timed: they compile, allocate and fill caches."""
 
@@ -41,6 +43,8 @@ class MeasuredCell:
     """The sentence of the error where it failed."""
     peak_bytes: int | None = None
     """Measured memory of the fullest device; None unless its run finished."""
+    load: float = 0.0
+    """Processes that wanted each core in the minute before the run (load average over cores); 0 if unknown."""
 
     @property
     def predicted_ms(self) -> float:
@@ -74,7 +78,9 @@ class MeasuredGrid(Queue):
         if result.state != "finished":
             return MeasuredCell(choices, plan, result.state, None, result.reason)
         step_ms = float(np.median(run.history().step_ms[WARM_STEPS:]))
-        return MeasuredCell(choices, plan, result.state, step_ms, peak_bytes=run.row()["peak_bytes"])
+        machine = run.environment
+        load = float(machine.get("load_average", 0.0)) / machine["cores"]
+        return MeasuredCell(choices, plan, result.state, step_ms, peak_bytes=run.row()["peak_bytes"], load=load)
 
     def measured(self) -> tuple[MeasuredCell, ...]:
         """Return the cells that were measured, fastest first."""
@@ -109,6 +115,8 @@ class MeasuredGrid(Queue):
         """Return how far the measurement has come and what it says."""
         cells, measured = self.cells(), self.measured()
         lines = [f"{len(measured)} of {len(cells)} cells measured, {self.state}. {self.why}"]
+        if warning := contention(measured):
+            lines.append(warning)
         if len(measured) > 1:
             chosen = self._choice(measured)
             lines.append(f"Rank correlation of predicted and measured steps: {self.rank_correlation:.2f}.")
@@ -138,6 +146,17 @@ class MeasuredGrid(Queue):
             )
             for cell in self.cells()
         ]
+
+
+def contention(cells: Sequence[MeasuredCell]) -> str:
+    """Return a warning if the machine was busy with other work while cells were measured; else an empty string."""
+    busy = [cell.load for cell in cells if cell.load >= BUSY]
+    if not busy:
+        return ""
+    return (
+        f"The machine was busy when {len(busy)} of {len(cells)} cells were measured (up to {max(busy):.1f} processes "
+        "for each core): measure again when it is idle."
+    )
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

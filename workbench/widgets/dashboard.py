@@ -19,8 +19,8 @@ from workbench.arguments import checked_arguments
 from workbench.figures import theme
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import Figure
-from workbench.figures.pages import mimebundle
 from workbench.figures.prepared_curve import map_in_threads
+from workbench.rundir import runs_root
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
@@ -40,7 +40,9 @@ class Live(LiveWidget):
     """A dashboard, as `live` returns it. `close()` ends it; the runs go on."""
 
     def __init__(self, runs: Sequence[Run], settings: CurveSettings) -> None:
-        super().__init__(REFRESH_S)
+        folder = runs_root()
+        places = [run.name if run.path.parent == folder else str(run.path) for run in runs]
+        super().__init__(REFRESH_S, f"wb.live({places})")
         self._readers = map_in_threads(lambda index: RunReader(runs[index].path), range(len(runs)))
         self._labels = distinct_names(runs)
         self._snapshots = [self._read(index) for index in range(len(runs))]
@@ -89,7 +91,7 @@ class Live(LiveWidget):
         if (settings, window, points) != before:
             self._loss.draw(self._snapshots, settings)
             key = self._loss.key
-            self._key.value = f'<small style="color:{theme.MUTED};margin-left:64px">{key or ""}</small>'
+            self._key.value = f'<small style="color:{theme.MUTED_CSS};margin-left:64px">{key or ""}</small>'
             self._key.layout.display = None if key else "none"
         self._texts.value = samples_at(self._snapshots, self._loss.hovered_step)
         if before is not None and window != before[1]:
@@ -108,11 +110,11 @@ class Live(LiveWidget):
                 return (rows,)
             figure = self._loss.static_figure(self._snapshots, settings)
             figure.update_layout(title=theme.title("Loss of each run", "as it stood when the notebook was saved"))
-            return rows, self.bundle(figure.update_layout(margin={"t": 64}, height=440), always=True)
+            return rows, self.bundle(figure.update_layout(margin={"t": 64}, height=440))
         curves = [snapshot.curve for snapshot in self._snapshots]
         x, _ = shared_axis(curves, settings.x)
         loss = loss_curves(curves, x=x, smoothing=settings.smoothing, log_y=settings.log_y)
-        return rows, self.bundle(loss), None if self._panels.figure is None else mimebundle(self._panels.figure)
+        return rows, self.bundle(loss), None if self._panels.figure is None else self.bundle(self._panels.figure)
 
     def remains(self) -> dict[str, Any]:
         """Return the rows with their buttons where a run can be resumed, and for a page without a kernel its call."""

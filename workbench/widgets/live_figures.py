@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 from workbench.analysis.axes import shared_axes
 from workbench.analysis.curve import CurveLike, metrics_of
 from workbench.columns import AxisUnit
+from workbench.figures import theme
 from workbench.figures.curves_view import (
     MAX_INSIDE,
     curve_traces,
@@ -134,7 +135,8 @@ class LiveLossFigure:
             self.widget.visible = None
         window = self.window
         whole = self._prepare(snapshots, x, unit, settings.smoothing)
-        redrawn = self._update_traces(whole, x, settings.smoothing > 0, window)
+        y_range = None if settings.log_y else settled_range(whole, False)
+        redrawn = self._update_traces(whole, x, settings.smoothing > 0, window, None if y_range is None else y_range[1])
         self._update_layout(unit.title, settings)
         if len(whole) <= MAX_INSIDE and window is None:
             legend = self.figure.layout.legend
@@ -145,11 +147,13 @@ class LiveLossFigure:
         self.widget.tells_hover = any(len(snapshot.texts) for snapshot in snapshots)
         self.widget.show(self.figure, sorted(redrawn))
 
-    def _update_traces(self, whole: Sequence[PreparedCurve], x: str, smooth: bool, window: Window) -> set[int]:
+    def _update_traces(
+        self, whole: Sequence[PreparedCurve], x: str, smooth: bool, window: Window, top: float | None
+    ) -> set[int]:
         """Update the traces of changed runs, and the visible points of all runs; return the indices of both."""
         visible = [curve.focused(x, window, _live_points(len(whole))) for curve in whole]
         changed = [shown[0] is not curve or shown[2] != smooth for shown, curve in zip(self._shown, whole, strict=True)]
-        fresh = curve_traces(visible, x, "loss", smooth=smooth, complete=True) if any(changed) else []
+        fresh = curve_traces(visible, x, "loss", smooth=smooth, complete=True, top=top) if any(changed) else []
         redrawn = set[int]()
         for index, curve in enumerate(whole):
             first, end = index * len(TRACE_ROLES), (index + 1) * len(TRACE_ROLES)
@@ -177,11 +181,13 @@ class LiveLossFigure:
             title={"text": x_title},
             unifiedhovertitle={"text": hover_title(x_title)},
             type="log" if settings.log_x else "linear",
+            tickformat=theme.LOG_TICKS if settings.log_x else None,
             uirevision=f"{x_title}, {settings.log_x}",
         )
         y_type = "log" if settings.log_y else "linear"
         y_range = settled_range(self._latest, settings.log_y)
-        look = {"range": y_range, "autorange": y_range is None}
+        ticks = theme.LOG_TICKS if settings.log_y else None
+        look = {"range": y_range, "autorange": y_range is None, "tickformat": ticks}
         self.figure.layout.yaxis.update(type=y_type, uirevision=str(settings.log_y), **look)
 
     def static_figure(self, snapshots: Sequence[Snapshot], settings: CurveSettings) -> Figure:
@@ -189,9 +195,10 @@ class LiveLossFigure:
         curves = [snapshot.curve for snapshot in snapshots]
         x, _ = shared_axis(curves, settings.x)
         figure = loss_layout(curves, x)
-        figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0))
-        figure.layout.legend = self.figure.layout.legend
         y_range = settled_range(self._latest, settings.log_y)
+        top = None if y_range is None or settings.log_y else y_range[1]
+        figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0, top=top))
+        figure.layout.legend = self.figure.layout.legend
         figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear", "range": y_range})
         return figure
 
@@ -300,6 +307,7 @@ def _update_axis(axis: Any, title: str, log_x: bool, window: Window) -> None:
     if axis.title.text:
         axis.title.text = title
     axis.type = "log" if log_x else "linear"
+    axis.tickformat = theme.LOG_TICKS if log_x else None
     if window is None:
         axis.autorange = True
     else:

@@ -33,7 +33,7 @@ class LiveSweep(LiveWidget):
     """A sweep that updates itself until it has ended. `close()` removes it from the page; the sweep goes on."""
 
     def __init__(self, sweep: Sweep, refresh_s: float = REFRESH_S) -> None:
-        super().__init__(refresh_s)
+        super().__init__(refresh_s, f"wb.sweeps.load_sweep({str(sweep.path)!r})")
         self._sweep = sweep
         self._readers: dict[Path, _Reader] = {}
         self._records: dict[Path, Record] = {}

@@ -15,7 +15,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython import get_ipython
 
-from workbench.figures.pages import mimebundle, mimebundle_with_picture
+from workbench.figures.pages import mimebundle
 from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
 
 REST_FACTOR = 3.0
@@ -27,15 +27,17 @@ UNSEEN_FACTOR = 10.0
 class LiveWidget(widgets.VBox):
     """A column of widgets that updates itself. `close()` ends it; the runs go on.
 
+    `again` is the call that shows it anew after a restart of the kernel, where that is not its cell's.
+
     A subclass draws in `update`, says in `twin` what stands in a saved notebook, and calls `follow` when it is made.
     """
 
-    def __init__(self, every_s: float, **options: Any) -> None:
+    def __init__(self, every_s: float, again: str = "", **options: Any) -> None:
         super().__init__(_view_count=0, **options)  # with a number instead of None the page counts the widget's views
         self.observe(lambda _: self.wake(), names="_view_count")
         self._in_a_hurry = False
         self.note, self.hider = widgets.HTML(), twin_hider()
-        self.twins = StaticTwins(self, self.twin, self.remains)
+        self.twins = StaticTwins(self, self.twin, self.remains, again)
         self._every_s = every_s
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,14 +54,13 @@ class LiveWidget(widgets.VBox):
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
         return dict(EMPTY)
 
-    def bundle(self, figure: go.Figure, always: bool = False) -> dict[str, Any]:
-        """Return a figure for the twin; a page that shows the widget adds a picture to the notebook by itself.
+    def bundle(self, figure: go.Figure) -> dict[str, Any]:
+        """Return a figure for the twin.
 
         While a cell waits for the widget to show there is no picture: loading matplotlib takes a third of a second, and
         the next update adds it.
         """
-        needs_none = self._in_a_hurry or (self._view_count and not always)
-        return mimebundle(figure) if needs_none else mimebundle_with_picture(figure)
+        return mimebundle(figure, with_picture=not self._in_a_hurry)
 
     @property
     def following(self) -> bool:

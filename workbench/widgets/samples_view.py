@@ -17,7 +17,9 @@ def samples_at(snapshots: Sequence[Snapshot], step_of: Callable[[int], float]) -
         written = snapshot.texts.at(step_of(index)) or next(iter(snapshot.texts), None)
         if written is not None:
             parts.append(_titled(snapshot.name, len(snapshots), table_html([written])))
-    note = f"<small style='color:{theme.MUTED}'>point at the curves to read what was written at another step</small>"
+    note = (
+        f"<small style='color:{theme.MUTED_CSS}'>point at the curves to read what was written at another step</small>"
+    )
     return "".join([*parts, note]) if parts else ""
 
 

@@ -21,6 +21,7 @@ from workbench.cost.profile import Profile
 from workbench.errors import WorkbenchError
 from workbench.experiment import Experiment
 from workbench.figures import theme
+from workbench.figures.figure import Figure
 from workbench.figures.plan_view import plan_mimebundle, show_plan
 from workbench.planning.plan import Plan
 from workbench.planning.profiling import profile_and_cluster
@@ -39,9 +40,7 @@ MAX_GPUS = 1024
 AT_REST_S = 2.0
 """Seconds after the last move of a slider at which garbage is collected and the static twin drawn again."""
 TWO_COLUMNS = {"flex_flow": "row wrap", "max_width": "720px"}
-NO_PICTURE = go.Figure(
-    layout={"height": 60, "plot_bgcolor": "white", "xaxis": {"visible": False}, "yaxis": {"visible": False}}
-)
+NO_PICTURE = Figure().laid_out(height=60, xaxis={"visible": False}, yaxis={"visible": False})
 """Picture below the planner's sentence where nothing fits."""
 SLIDER_STYLE: dict[str, Any] = {"layout": fixed_width(340), "style": {"description_width": "90px"}}
 
@@ -119,11 +118,13 @@ class WhatIf(LiveWidget):
         except WorkbenchError as error:
             self.plan = None
             self._plot.show(NO_PICTURE)
-            self.note.value = f'<div style="color:{theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
+            self.note.value = (
+                f'<div style="border-left:3px solid {theme.ALERT};padding:4px 16px">{html.escape(str(error))}</div>'
+            )
         else:
             figure = show_plan(self.plan)
             title = figure.layout.title
-            facts = f'<span style="color:{theme.MUTED};font-size:12px">{title.subtitle.text}</span>'
+            facts = f'<span style="color:{theme.MUTED_CSS};font-size:12px">{title.subtitle.text}</span>'
             self.note.value = f'<div style="padding:4px 16px;line-height:1.5">{title.text}<br>{facts}</div>'
             self._plot.show(_without_title(figure))
         self.answered_s = time.perf_counter() - started

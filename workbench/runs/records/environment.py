@@ -30,6 +30,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "cores": available_cores(),
+        "load_average": os.getloadavg()[0],  # of the minute before: what else the machine was doing
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": gpus(),
         "python": platform.python_version(),

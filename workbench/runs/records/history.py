@@ -209,7 +209,7 @@ class HistoryTail:
         self._steps, self._samples = _Table(len(LOGGED) + 1), _Table(_SAMPLE_ROWS)
         self._devices, self._training = 1, False
         self._started_at = set[float]()
-        self._before = (0.0, 0.0)  # seconds and GPU-hours at the last start
+        self._before = (0.0, 0.0)  # seconds and device-hours at the last start
         self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
         self._device_type, self._names = "", dict[str, int]()
         self._evaluations: dict[int, list[float]] = {}

@@ -1,0 +1,153 @@
+"""What a user sees of figures at the moments that are easily forgotten: hidden tabs, dark themes, dead kernels."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import lab
+import numpy as np
+from nbconvert import HTMLExporter
+from PIL import Image
+from test_live_dashboard import start  # noqa: F401
+from test_live_sweep import CELL, sweep  # noqa: F401
+
+from workbench.sweeps.sweep import Sweep
+
+CELLS = (
+    CELL,
+    "import sys, time\nsys.path.insert(0, {tests!r})\n"
+    "from tests.distributed.test_sweeps import experiment, DEVICE, LINK\n"
+    "pair = wb.Cluster(DEVICE, 2, 2, LINK, LINK)\nwb.what_if(experiment(), pair)",
+    "while not open({gate!r}).read():\n    time.sleep(0.1)\nwb.plan(experiment(), pair)",
+    "wb.compare([{run!r}])",
+    "wb.live([{run!r}])",
+)
+SHOWN = ".jp-RenderedPlotly:visible, .jupyter-widgets .js-plotly-plot:visible"
+DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
+LEAST_CONTRAST = 4.5
+
+
+def pixels(figure: Any) -> np.ndarray:
+    """Return what the screen shows of an element, as numbers of shape (height, width, 3)."""
+    figure.scroll_into_view_if_needed()
+    figure.page.wait_for_timeout(300)
+    return np.asarray(Image.open(io.BytesIO(figure.screenshot(timeout=lab.PATIENCE_MS))).convert("RGB"), dtype=float)
+
+
+def marks(figure: Any) -> int:
+    """Return the number of pixels in which a figure differs from its background."""
+    seen = pixels(figure)
+    return int((np.abs(seen - np.median(seen, axis=(0, 1))).max(axis=2) > 40).sum())
+
+
+def luminance(seen: np.ndarray) -> np.ndarray:
+    share = seen / 255
+    linear = np.where(share <= 0.03928, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    return np.asarray(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast_of_text(page: Any, figure: Any) -> dict[str, float]:
+    """Return the contrast of each text in a figure: of its strongest pixels to the most frequent ones around them."""
+    figure.scroll_into_view_if_needed()
+    page.wait_for_timeout(300)
+    whole = np.asarray(Image.open(io.BytesIO(page.screenshot(timeout=lab.PATIENCE_MS))).convert("RGB"), dtype=float)
+    boxes = figure.evaluate(
+        """graph => [...graph.querySelectorAll('.main-svg text')].map(text => [text.textContent,
+            text.getBoundingClientRect()]).map(([words, box]) => [words, box.left, box.top, box.right, box.bottom])"""
+    )
+    found = {}
+    for words, left, top, right, bottom in boxes:
+        seen = luminance(whole[max(0, int(top)) : int(bottom) + 1, max(0, int(left)) : int(right) + 1])
+        if words.strip() and seen.size > 20:
+            paper = float(np.median(seen))
+            ends = [
+                (max(paper, end) + 0.05) / (min(paper, end) + 0.05) for end in (float(seen.min()), float(seen.max()))
+            ]
+            found[words] = round(max(ends), 2)
+    return found
+
+
+def theme(page: Any, name: str) -> None:
+    page.evaluate("name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name)
+    page.wait_for_function(
+        "dark => document.body.dataset.jpThemeLight === String(!dark)", arg=name == DARK, timeout=lab.PATIENCE_MS
+    )
+    page.wait_for_timeout(1000)
+
+
+def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the_saved_notebook(
+    lab_page: Any,
+    server: lab.Server,
+    sweep: Sweep,  # noqa: F811
+    start: Any,  # noqa: F811
+    picture: Any,
+) -> None:
+    page, shown_now = lab_page, server.root / "shown-now"
+    page.set_default_timeout(lab.PATIENCE_MS)
+    shown_now.write_text("")
+    names = {"path": str(sweep.path), "tests": str(Path(__file__).parents[2]), "gate": str(shown_now)}
+    run = start("training", 20_000, seconds_per_step=0.05)
+    lab.write_notebook(server.root / "moments.ipynb", [cell.format(**names, run=run) for cell in CELLS])
+    lab.write_notebook(server.root / "other.ipynb", ["1 + 1"])
+    lab.open_notebook(page, server, "moments.ipynb")
+    lab.start_all(page)
+    page.locator(".jupyter-widgets .js-plotly-plot").first.wait_for()
+
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:open', {path: 'other.ipynb'}).then(() => 1)")
+    page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell", has_text="1 + 1").wait_for()
+    (server.root / "gate").touch()
+    shown_now.write_text("now")
+    page.wait_for_function(
+        """() => [...window.jupyterapp.shell.widgets('main')].some(panel => panel.context?.path === 'moments.ipynb'
+            && panel.content.widgets.every(({model}) => model.executionCount && model.executionState !== 'running'))""",
+    )
+    sweep.stop(wait=True)
+    page.wait_for_timeout(6000)  # the end of the sweep reaches its outputs, which are hidden
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:open', {path: 'moments.ipynb'}).then(() => 1)")
+    page.get_by_text("runs have ended, not at work").first.wait_for()
+    page.wait_for_timeout(2000)
+    figures = page.locator(SHOWN)
+    drawn = {index: marks(figures.nth(index)) for index in range(figures.count())}
+    page.locator(".jp-RenderedPlotly:visible").first.scroll_into_view_if_needed()
+    picture(page, "moments-after-hidden")
+    assert len(drawn) == 7, "two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard"
+    assert min(drawn.values()) > 1500, drawn
+
+    theme(page, DARK)
+    weak = {}
+    for index in range(figures.count()):
+        figures.nth(index).scroll_into_view_if_needed()
+        figures.nth(index).locator(".main-svg").first.wait_for()
+        page.wait_for_timeout(700)
+        seen = pixels(figures.nth(index))
+        assert np.median(seen) < 40, f"figure {index} is light in the dark theme"
+        found = contrast_of_text(page, figures.nth(index))
+        weak |= {f"{index} {words}": value for words, value in found.items() if value < LEAST_CONTRAST}
+        picture(page, f"moments-dark-{index}")
+    assert not weak, weak
+    theme(page, LIGHT)
+
+    lab.save(page)
+    converted, _ = HTMLExporter().from_filename(str(server.root / "moments.ipynb"))
+    assert converted.count("data:image/png;base64") == 6, "a picture of each figure; of the plan a table without script"
+
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
+    lab.wait_for_kernel(page)
+    page.locator("code", has_text="wb.live(").last.wait_for()
+    page.wait_for_timeout(1500)
+    page.locator("code", has_text="wb.live(").last.scroll_into_view_if_needed()
+    picture(page, "moments-restarted")
+    assert page.locator(".jupyter-widgets-disconnected:visible").count() == 0, "every one has an icon of a broken link"
+    assert page.get_by_role("button", name="Stop").locator("visible=true").count() == 0
+    assert min(marks(figures.nth(index)) for index in range(figures.count())) > 1500
+    page.evaluate(
+        """() => { const notebook = window.jupyterapp.shell.currentWidget.content;
+            notebook.activeCellIndex = notebook.widgets.length - 1;
+            notebook.activeCell.model.sharedModel.setSource('import workbench as wb\\n'
+                + notebook.activeCell.model.sharedModel.getSource());
+            return window.jupyterapp.commands.execute('notebook:run-cell').then(() => 1); }"""
+    )
+    page.get_by_role("button", name="Stop").last.wait_for()
+    picture(page, "moments-attached-again")

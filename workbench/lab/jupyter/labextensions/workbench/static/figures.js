@@ -1,0 +1,46 @@
+// The figures of Workbench in a page of JupyterLab: dark in a dark theme, and interactive once they are seen.
+//
+// A saved figure holds a PNG, which Plotly's renderer shows until the pointer enters it. Therefore a figure that arrives
+// in a hidden tab is right there; plotly.js would draw it 0 pixels high.
+const PAPER = '254, 255, 255';  // `theme.PAPER`, which figures of other libraries do not have
+
+// Lightness is inverted and hues are kept; blending replaces the black paper by the background of the notebook. What has
+// text on its colour, or stands for a value, is inverted back.
+const DARK = '[data-jp-theme-light="false"]';
+const FIGURE = `.svg-container:has(> .main-svg[style*="rgb(${PAPER})"])`;
+const KEPT = ['.heatmaplayer', '.cbfills', '.barlayer', '.bartext-outside', 'path.legendbar'];
+const STYLE = `
+${DARK} ${FIGURE}, ${DARK} img.workbench-figure { mix-blend-mode: lighten; }
+${[FIGURE, 'img.workbench-figure', ...KEPT.map(part => `${FIGURE} ${part}`)].map(part => `${DARK} ${part}`).join(', ')} {
+  filter: invert(1) hue-rotate(180deg);
+}`;
+
+const seen = new IntersectionObserver(entries => entries.forEach(({target, isIntersecting}) => {
+  if (!isIntersecting) return;
+  seen.unobserve(target);
+  target.dispatchEvent(new MouseEvent('mouseenter'));  // which Plotly's renderer answers by drawing
+}), {threshold: 0.1});
+
+// Recognises a picture of a figure by the colour of its first pixel.
+const recognise = ({target}) => {
+  if (!target.matches?.('.jp-RenderedPlotly > img')) return;
+  const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d');
+  canvas.drawImage(target, 0, 0);
+  const known = Array.from(canvas.getImageData(0, 0, 1, 1).data).slice(0, 3).join(', ') === PAPER;
+  target.classList.toggle('workbench-figure', known);
+  if (known) seen.observe(target);
+};
+
+export default async function figures() {
+  return {
+    id: 'workbench:figures',
+    autoStart: true,
+    activate: () => {
+      const style = document.createElement('style');
+      style.textContent = STYLE;
+      document.head.append(style);
+      document.addEventListener('load', recognise, true);  // the event of an image does not bubble
+      document.querySelectorAll('img').forEach(target => recognise({target}));
+    },
+  };
+}
