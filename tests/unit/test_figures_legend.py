@@ -24,7 +24,7 @@ def drawn(*losses: np.ndarray) -> go.Figure:
         ((FALLING,), "top right"),
         ((FALLING, np.full(400, 10.95)), "bottom left"),
         ((RISING,), "bottom right"),
-        ((RISING, np.full(400, 2.0)), "top right"),  # the run that diverges soon leaves the axis
+        ((RISING, np.full(400, 2.0)), "top left"),  # of the run that soon leaves the axis, an arrow stands top right
         ((RISING, np.full(400, 2.0), np.full(400, 6.0)), "top right"),  # a curve runs through every corner
     ],
 )

@@ -55,7 +55,7 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     subtitle = "<br>".join(theme.text(line) for line in grid.sentences()[:3])
     title = theme.title(theme.text(grid.headline()), subtitle)
     height = ROOM_PX + ROW_PX * max(3, len(rows))
-    return figure.laid_out(height=height, title=title, margin={"t": 120})
+    return figure.laid_out(height=height, title=title, margin={"t": 120}, plot_bgcolor=theme.EMPTY_CELL)
 
 
 def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: str) -> list[list[Cell]]:

@@ -91,7 +91,7 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> F
     figure.update_xaxes(type="category", title_text=theme.text(x), showgrid=False)
     figure.update_yaxes(type="category", title_text=theme.text(y or ""), showgrid=False)
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds"))
-    figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main)
+    figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main, plot_bgcolor=theme.EMPTY_CELL)
     return figure
 
 

@@ -29,6 +29,8 @@ MUTED_CSS = f"var(--jp-ui-font-color2, {MUTED})"
 """Colour of secondary text in HTML, which follows JupyterLab's theme."""
 GRID = "#E5E8EC"
 AXIS = "#9AA3AF"
+EMPTY_CELL = "#EEF0F3"
+"""Colour of a heat map where it has no value; words stand on it."""
 ALERT = "#B3261E"
 
 FORWARD, BACKWARD = "#3B82C4", "#E39B2D"

@@ -8,12 +8,14 @@ const PAPER = '254, 255, 255';  // `theme.PAPER`, which figures of other librari
 // text on its colour, or stands for a value, is inverted back.
 const DARK = '[data-jp-theme-light="false"]';
 const FIGURE = `.svg-container:has(> .main-svg[style*="rgb(${PAPER})"])`;
-const KEPT = ['.heatmaplayer', '.cbfills', '.barlayer', '.bartext-outside', 'path.legendbar'];
+const KEPT = ['.barlayer', '.bartext-outside', 'path.legendundefined'];  // Plotly's class of a bar's key in a legend
+const HEAT_MAP = `${FIGURE}:has(.heatmaplayer image)`;
+const KEPT_OF_HEAT_MAP = ['.heatmaplayer', 'rect.bg', '.cbfills', '.shapelayer'];
+const all = (figure, parts) => [figure, ...parts.map(part => `${figure} ${part}`)].map(part => `${DARK} ${part}`).join(', ');
 const STYLE = `
 ${DARK} ${FIGURE}, ${DARK} img.workbench-figure { mix-blend-mode: lighten; }
-${[FIGURE, 'img.workbench-figure', ...KEPT.map(part => `${FIGURE} ${part}`)].map(part => `${DARK} ${part}`).join(', ')} {
-  filter: invert(1) hue-rotate(180deg);
-}`;
+${all(FIGURE, KEPT)}, ${DARK} img.workbench-figure { filter: invert(1) hue-rotate(180deg); }
+${all(HEAT_MAP, KEPT_OF_HEAT_MAP)} { filter: invert(1); /* a rotation of hues cannot be undone for bright colours */ }`;
 
 const seen = new IntersectionObserver(entries => entries.forEach(({target, isIntersecting}) => {
   if (!isIntersecting) return;
