@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import lab
 import numpy as np
+from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter
 from PIL import Image
 from test_live_dashboard import start  # noqa: F401
@@ -129,8 +131,14 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     theme(page, LIGHT)
 
     lab.save(page)
+    saved = json.loads((server.root / "moments.ipynb").read_text())
+    bundles = [output["data"] for cell in saved["cells"] for output in cell["outputs"] if "data" in output]
+    plots = [bundle for bundle in bundles if "application/vnd.plotly.v1+json" in bundle]
+    assert len(plots) == 7, "two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard"
+    assert all(len(bundle["image/png"]) > 5000 for bundle in plots)
     converted, _ = HTMLExporter().from_filename(str(server.root / "moments.ipynb"))
-    assert converted.count("data:image/png;base64") == 6, "a picture of each figure; of the plan a table without script"
+    tables = converted.count("blocks, as long as their time")  # of plans, which show without a script as well
+    assert (len(BeautifulSoup(converted, "html.parser").select(".jp-RenderedImage img")), tables) == (5, 2)
 
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")
     lab.wait_for_kernel(page)

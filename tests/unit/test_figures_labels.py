@@ -19,7 +19,7 @@ from workbench.figures.curves_view import loss_curves
 from workbench.figures.efficiency_view import scaling_efficiency
 from workbench.figures.plan_view import plan_html
 from workbench.models import bert_large
-from workbench.rundir import RunDir, write_json
+from workbench.rundir import RunDir, write_record
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 from workbench.sweeps.measured import MeasuredCell
@@ -31,7 +31,7 @@ def run(folder: Path, name: str, **settings: object) -> Run:
     called = settings.pop("called", "tiny")
     experiment = Experiment.of(model=bert_large(), data=corpus("demo"), steps=10, global_batch=8, name=called)
     experiment = experiment.replace(**settings)
-    write_json(RunDir(folder / name).experiment, experiment.to_json())
+    write_record(RunDir(folder / name).experiment, experiment.to_json())
     return Run(folder / name)
 
 

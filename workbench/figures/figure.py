@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import DataError, InvalidArgument
 from workbench.figures import theme
 
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
 NOTEBOOK_PX = 860
 """Width of a notebook's column: JupyterLab cuts a wider picture off."""
 DRAWN = ("scatter", "bar", "heatmap", "parcoords")
@@ -42,8 +45,6 @@ class Figure(go.Figure):
         """Show the figure in JupyterLab with its PNG beside it; with another renderer of Plotly's, as Plotly does."""
         from IPython.display import display
         from plotly.io import renderers
-
-        from workbench.figures.pages import mimebundle
 
         if renderers.default == "plotly_mimetype":
             display(mimebundle(self), raw=True)
@@ -100,6 +101,18 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
 def has_twin(figure: go.Figure) -> bool:
     """Return True if a picture of a figure needs no browser."""
     return all(trace.type in DRAWN for trace in figure.data)
+
+
+def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
+    """Return the figure as JupyterLab stores and draws it, whatever plotly's default renderer is, with its PNG.
+
+    JupyterLab shows the PNG until the pointer comes, so that a figure has its size and its marks in a tab that is
+    hidden while it arrives, where plotly.js would draw it 0 pixels high. GitHub, a viewer, an e-mail or a paper shows
+    the PNG without a script.
+    """
+    static = {"image/png": base64.b64encode(picture(figure)).decode()} if with_picture and has_twin(figure) else {}
+    config = {PLOTLY_MIME: {**json.loads(figure.to_json()), "config": dict(theme.CONFIG)}}
+    return {**config, **static, "text/plain": ""}
 
 
 def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scale: float = 1.0) -> bytes:

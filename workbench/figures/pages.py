@@ -19,10 +19,10 @@ import plotly.io
 from workbench.arguments import checked_arguments
 from workbench.errors import DataError
 from workbench.figures import theme
-from workbench.figures.figure import NOTEBOOK_PX, has_twin, picture
+from workbench.figures.figure import NOTEBOOK_PX, picture
+from workbench.figures.figure import PLOTLY_MIME as PLOTLY_MIME
 from workbench.tables import html_table
 
-PLOTLY_MIME = "application/vnd.plotly.v1+json"
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -61,18 +61,6 @@ REMOTE_SCRIPTS = re.compile(
 A browser fetches the page itself for the `<script src="">` of a library that was switched off, and the loader of
 Mermaid diagrams knows addresses of its own.
 """
-
-
-def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
-    """Return the figure as JupyterLab stores and draws it, whatever plotly's default renderer is, with its PNG.
-
-    JupyterLab shows the PNG until the pointer comes, so that a figure has its size and its marks in a tab that is
-    hidden while it arrives, where plotly.js would draw it 0 pixels high. GitHub, a viewer, an e-mail or a paper shows
-    the PNG without a script.
-    """
-    static = {"image/png": base64.b64encode(picture(figure)).decode()} if with_picture and has_twin(figure) else {}
-    config = {PLOTLY_MIME: {**json.loads(figure.to_json()), "config": dict(theme.CONFIG)}}
-    return {**config, **static, "text/plain": ""}
 
 
 def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:

@@ -10,8 +10,7 @@ import html
 from typing import Any
 
 from workbench.figures import theme
-from workbench.figures.figure import Figure, subplots
-from workbench.figures.pages import mimebundle
+from workbench.figures.figure import Figure, mimebundle, subplots
 from workbench.figures.partition_view import (
     COLUMN_SPACING,
     COLUMN_WIDTHS,

@@ -102,19 +102,20 @@ class Live(LiveWidget):
         self._drawn_state = (settings, self._loss.window, points)  # drawing over another axis ends a zoom
 
     def twin(self) -> tuple[Any, ...]:
-        """Return the rows of the runs with their curves, and at the end also the panels."""
+        """Return the rows of the runs with their curves and panels."""
         rows = rows_html(self._snapshots, [reader.name for reader in self._readers]) + samples_table(self._snapshots)
         settings = self._controls.settings
+        panels = None if self._panels.figure is None else self.bundle(self._panels.figure)
         if not self._all_ended():
             if not any(snapshot.step for snapshot in self._snapshots):
                 return (rows,)
             figure = self._loss.static_figure(self._snapshots, settings)
             figure.update_layout(title=theme.title("Loss of each run", "as it stood when the notebook was saved"))
-            return rows, self.bundle(figure.update_layout(margin={"t": 64}, height=440))
+            return rows, self.bundle(figure.update_layout(margin={"t": 64}, height=440)), panels
         curves = [snapshot.curve for snapshot in self._snapshots]
         x, _ = shared_axis(curves, settings.x)
         loss = loss_curves(curves, x=x, smoothing=settings.smoothing, log_y=settings.log_y)
-        return rows, self.bundle(loss), None if self._panels.figure is None else self.bundle(self._panels.figure)
+        return rows, self.bundle(loss), panels
 
     def remains(self) -> dict[str, Any]:
         """Return the rows with their buttons where a run can be resumed, and for a page without a kernel its call."""

@@ -12,7 +12,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython.display import HTML, display
 
-from workbench.figures.pages import mimebundle
+from workbench.figures.figure import mimebundle
 from workbench.figures.seed_bands_view import Record, draw_seed_bands, read_record
 from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
 from workbench.runs.run import Run

@@ -15,7 +15,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython import get_ipython
 
-from workbench.figures.pages import mimebundle
+from workbench.figures.figure import mimebundle
 from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
 
 REST_FACTOR = 3.0
