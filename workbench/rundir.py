@@ -169,21 +169,29 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file."""
-    return json.loads(path.read_text())
+    """Return the value in a JSON file; raises `ValueError` for a record that differs from what `write_record` wrote."""
+    value = json.loads(path.read_text())
+    if isinstance(value, dict) and RECORD_CHECKSUM in value:
+        _compare(value)
+    return value
 
 
 def write_record(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write fields as `write_json` does, with a checksum that `read_record` compares: for records that nobody edits."""
+    """Write fields as `write_json` does, with a checksum that is compared when they are read."""
     write_json(path, {**fields, RECORD_CHECKSUM: _checksum(fields)})
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the fields of a record; raises `ValueError` if they are not what `write_record` wrote."""
-    value = read_json(path)
-    if not isinstance(value, dict) or value.pop(RECORD_CHECKSUM, None) != _checksum(value):
+    """Return the fields of a record; raises `ValueError` as `read_json` does, and if there is no checksum."""
+    value = json.loads(path.read_text())
+    _compare(value if isinstance(value, dict) else {})
+    return dict(value)
+
+
+def _compare(record: dict[str, Any]) -> None:
+    """Remove the checksum from a record; raises `ValueError` if it is not that of the other fields."""
+    if record.pop(RECORD_CHECKSUM, None) != _checksum(record):
         raise ValueError("it differs from what was written")
-    return value
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:
@@ -192,10 +200,11 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 def what_was_started(run: RunDir) -> dict[str, Any]:
     """Return what determines the training: `experiment.json`, and `plan.json` without what the planner predicted."""
-    plan, experiment = read_json(run.plan), read_json(run.experiment)
+    plan, experiment = json.loads(run.plan.read_text()), json.loads(run.experiment.read_text())
+    predicted = ("candidates", "prediction", "cluster")
     return {
         "experiment": {name: value for name, value in experiment.items() if name != RECORD_CHECKSUM},
-        "plan": {name: value for name, value in plan.items() if name not in ("candidates", "prediction", "cluster")},
+        "plan": {name: value for name, value in plan.items() if name not in (*predicted, RECORD_CHECKSUM)},
     }
 
 

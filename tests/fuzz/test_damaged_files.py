@@ -145,6 +145,7 @@ class World:
         patch.setattr(launcher, "launch", self._launched)
         patch.setattr(save_load, "create_state", lambda _: None)
         patch.setattr(save_load, "_entries", lambda _: self.entries)
+        patch.setattr(dist, "new_group", lambda **_: dist.group.WORLD)  # each of its own would keep threads to the end
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
         self.weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         self.moments = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
@@ -231,7 +232,8 @@ class World:
     def shown(self) -> str | None:
         """Return which views of the run silently show something else than while it was whole, if any does.
 
-        Two kinds of damage have nothing that could tell: to what a process printed, and to the order of whole events.
+        Three kinds of damage have nothing that could tell: to what a process printed, to the order of whole events, and
+        the loss of whole events that no other event counts, such as that of the last step.
         """
         run = wb.load_run(self.run.path)
         found, events = {name: _said(show, run) for name, show in VIEWS.items()}, [str(event) for event in run.events()]
@@ -243,7 +245,8 @@ class World:
             isinstance(each, WorkbenchError) or word in each for each in changed.values() for word in TOLD
         )
         printed = [name for name in ("logs", "error") if self.damaged.suffix == ".log"]
-        ordered = [name for name in ("events", "milestones") if set(events) <= set(self.events)]
+        in_order = ("events", "milestones", "repr", "page", "list", *(("summary",) if self.ends_early() else ()))
+        ordered = [name for name in in_order if set(events) <= set(self.events)]
         unknown = [name for name, each in changed.items() if _is_blanked(self.views[name], each)]
         silent = [name for name in changed if name not in (*unknown, *printed, *ordered)]
         return f"views {silent}: {changed[silent[0]][-200:]}" if silent and not told else None
@@ -258,8 +261,13 @@ class World:
         told = (
             facts["damaged_lines"] or history.missing or facts["message"] != "rank 0 (stage 0): RuntimeError: no more"
         )
-        seen = len(history), facts["state"], facts["step"], facts["loss"]
-        return None if told or seen == (TRAINED, "failed", TRAINED, FINAL_LOSS) else f"{seen}"
+        seen = len(history), facts["state"], facts["step"], final_loss(history.loss)
+        whole = seen == (TRAINED, "failed", TRAINED, FINAL_LOSS)
+        return None if told or whole or self.ends_early() else f"{seen}"
+
+    def ends_early(self) -> bool:
+        """Return True if the last step's whole line is gone, as if the run had died before it wrote it."""
+        return wb.load_run(self.run.path).history().step.tolist() == list(range(1, TRAINED))
 
     def description(self) -> str | None:
         """Return what a rank would silently train otherwise, if anything."""

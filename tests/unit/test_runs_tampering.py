@@ -90,11 +90,11 @@ def test_a_text_that_has_changed_is_refused_until_the_change_is_accepted(text: P
 def test_an_edited_experiment_or_plan_is_refused_with_what_changed(text: Path, plan: Plan) -> None:
     run = started(text, plan)
     check_unedited(run)
-    written = read_json(run.experiment)
-    write_json(run.experiment, {**written, "learning_rate": 3e-4})
+    written = run.experiment.read_text()
+    run.experiment.write_text(written.replace('"learning_rate": 0.0001', '"learning_rate": 0.0003'))
     with pytest.raises(PlanMismatch, match=r"learning_rate of experiment\.json: 0\.0001, now 0\.0003"):
         wb.load_run(run.path).resume()
-    write_json(run.experiment, written)
+    run.experiment.write_text(written)
     check_unedited(run)
     write_json(run.plan, {**read_json(run.plan), "micro_batch": 3})
     with pytest.raises(PlanMismatch, match=r"micro_batch of plan\.json"):

@@ -75,7 +75,7 @@ def written(attempt: Attempt) -> Iterator[RunDir]:
         _check_data(RunDir(checkpoint.parent.parent), experiment, attempt.provenance)
     with _unwritable_named(), _own_directory(attempt, checkpoint) as run:
         write_record(run.experiment, experiment.to_json())
-        write_json(run.plan, attempt.plan.to_json())
+        write_record(run.plan, attempt.plan.to_json())
         write_record(run.environment, {**environment(), **attempt.provenance})
         settings = tracker_settings(run, experiment)
         if settings is None:

@@ -63,7 +63,7 @@ def _write(run: RunDir, remote: Any, rows: list[dict[str, Any]]) -> None:
     write_json(run.remote, {"url": str(remote.url)})
     write_record(run.experiment, {"steps": last, **config, "name": str(remote.display_name or remote.id)})
     if isinstance(plan, Mapping) and "stages" in plan:
-        write_json(run.plan, {**plan, "candidates": []})
+        write_record(run.plan, {**plan, "candidates": []})
     write_record(run.environment, environment if isinstance(environment, Mapping) else {})
     degrees = ("pipeline", "data", "tensor")
     is_planned = isinstance(plan, Mapping) and all(degree in plan for degree in degrees)
