@@ -16,6 +16,7 @@ from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block
 from workbench.capture.losses import MeanLoss, Quotient, emit_sum_over_count
+from workbench.capture.opaque import call_of
 from workbench.capture.operations import tensor_at
 
 
@@ -127,7 +128,7 @@ def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = ()) -> st
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     lines = [
-        f"{node.op} {_target(node, root)} {_canonical(node.args, position)} {_canonical(node.kwargs, position)} "
+        f"{node.op} {_target(node, root)} {_canonical(_arguments(node), position)} {_canonical(node.kwargs, position)} "
         f"{_shape(node.meta.get('val'))}"
         for node in graph.nodes
     ]
@@ -144,6 +145,12 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     if isinstance(node.target, FunctionType):
         return f"{node.target.__module__}.{node.target.__qualname__}"
     return str(node.target)
+
+
+def _arguments(node: fx.Node) -> Any:
+    """Return a node's arguments; those of an opaque call name it in a way that other processes share."""
+    call = call_of(node)
+    return node.args if call is None else (call.digest, *node.args[1:])
 
 
 def _canonical(value: Any, position: Mapping[fx.Node, int]) -> str:

@@ -12,7 +12,7 @@ import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch import fx, nn
 from workbench.capture.context_managers import inline_regions
 from workbench.capture.export_errors import depends_on_values, explained, mixes_devices, refuse_vmap
 from workbench.capture.frozen_numbers import Numbers, note_of_changes
+from workbench.capture.opaque import keep_calls
+from workbench.capture.opaque_search import OpaqueSearch
 from workbench.capture.operations import schema_of
 from workbench.capture.outputs import flattened
 from workbench.capture.returned_loss import LossChoice, find_loss
@@ -73,15 +75,50 @@ def export(
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     try:
         return _export_on(device, model, batch, name, loss, returns)
     except CaptureError as error:
-        cause = error.__cause__
+        cause, failure = error.__cause__, error
         is_of_meta = cause is not None and (mixes_devices(cause) or depends_on_values(cause))
-        if not any(p.is_meta for p in model.parameters()) or not is_of_meta:
-            raise
-    move_meta_to_cpu(model)
-    return _export_on(torch.device("cpu"), model, batch, name, loss, returns)
+    if any(p.is_meta for p in model.parameters()) and is_of_meta:
+        move_meta_to_cpu(model)
+        device = torch.device("cpu")
+        try:
+            return _export_on(device, model, batch, name, loss, returns)
+        except CaptureError as error:
+            failure = error
+    return _export_with_opaque_calls(device, model, batch, name, loss, returns, has_values, failure)
+
+
+def _export_with_opaque_calls(
+    device: torch.device,
+    model: nn.Module,
+    batch: Mapping[str, TensorSpec],
+    name: str,
+    loss: LossChoice,
+    returns: bool,
+    has_values: bool,
+    failure: CaptureError,
+) -> Exported:
+    """Export again, with the calls that export cannot follow made opaque one after the other.
+
+    Raises `failure`, that of the plain export, if no call can be made so.
+    """
+    search = OpaqueSearch(model, name, has_values)
+    error = failure
+    while search.adds(error):
+        try:
+            exported = _export_on(device, model, batch, name, loss, returns, search=search)
+        except CaptureError as again:
+            error = again
+        else:
+            return replace(exported, notes=(*exported.notes, *search.notes))
+    if reason := next(reversed(search.refused.values()), ""):
+        raise type(failure)(
+            f"{failure} It cannot run as it is either: {reason}", **failure.facts
+        ) from failure.__cause__
+    raise failure
 
 
 def _export_on(
@@ -92,6 +129,7 @@ def _export_on(
     choice: LossChoice,
     returns: bool,
     numbers: Numbers | None = None,
+    search: OpaqueSearch | None = None,
 ) -> Exported:
     """Export on a device; `numbers` replace those that the modules hold, in a second export of the same model."""
     # Zeros are valid indices and labels.
@@ -118,6 +156,7 @@ def _export_on(
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
+        search.applied() if search is not None else contextlib.nullcontext(),
         (numbers or Numbers({})).held_by(model),
     ):
         before = _random_states()
@@ -129,6 +168,7 @@ def _export_on(
             raise explained(error, model, name, batch) from error
         _refuse_drawn_numbers(before, name)
     refuse_vmap(program.graph, name)
+    keep_calls(program.graph)
     module = remove_checks(program.module(check_guards=False))
     rename_in_stacks(module.graph, renamed)
     inline_regions(module)
@@ -138,7 +178,7 @@ def _export_on(
     changed = held.changes_to(after[-1])
     if numbers is not None or not changed.values:
         return Exported(module, values[0], tuple(checks), templates[0])
-    second = _export_on(device, model, batch, name, choice, returns, changed)
+    second = _export_on(device, model, batch, name, choice, returns, changed, search)
     notes = (*checks, note_of_changes(changed, module.graph, second.module.graph, name))
     return Exported(module, values[0], notes, templates[0])
 

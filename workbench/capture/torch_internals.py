@@ -39,6 +39,24 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
+_active: list[tuple[Any, str, Any]] = []
+"""Replacements that are in force, the innermost last: owner, name, and what puts the original back."""
+
+
+@contextlib.contextmanager
+def originals() -> Iterator[None]:
+    """Undo every replacement of `patched` inside a `with` block: the user's code runs as without capture."""
+    undone = []
+    for owner, name, back in reversed(_active):
+        undone.append((owner, name, vars(owner)[name]))
+        back()
+    try:
+        yield
+    finally:
+        for owner, name, new in reversed(undone):
+            (type if isinstance(owner, type) else object).__setattr__(owner, name, new)
+
+
 @contextlib.contextmanager
 def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Replace `owner.name` by `new` inside a `with` block.
@@ -49,14 +67,20 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
     base: Any = type if isinstance(owner, type) else object  # a model may have a `__setattr__` of its own
     is_own = name in vars(owner)
     before = vars(owner).get(name)
-    base.__setattr__(owner, name, new)
-    try:
-        yield
-    finally:
+
+    def back() -> None:
         if is_own:
             base.__setattr__(owner, name, before)
         else:
             base.__delattr__(owner, name)
+
+    base.__setattr__(owner, name, new)
+    _active.append((owner, name, back))
+    try:
+        yield
+    finally:
+        _active.pop()
+        back()
 
 
 @contextlib.contextmanager
@@ -155,7 +179,7 @@ def _refusals(name: str) -> list[tuple[Any, str, Any]]:
                 " in the reentrant way, whose backward torch.export would drop. Pass use_reentrant=False, or leave "
                 "checkpointing to the plan, which adds it where memory is short.",
             )
-        if cls.__module__.startswith("torch."):
+        if cls.__module__.startswith(("torch.", "workbench.capture.")):
             return original_apply.__get__(None, cls)(*args, **kwargs)
         raise refused(
             f"uses the custom autograd function {cls.__name__}",

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from workbench.capture.opaque import call_of
 from workbench.capture.operations import GROUPED_MATMUL, op_name, schema_of
 
 META = torch.device("meta")
@@ -207,6 +208,8 @@ def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradient
         if ends:
             torch.autograd.grad(ends, leaves, [torch.empty_like(o) for o in ends], allow_unused=True)
         ran.backward_flops = counter.get_total_flops() - ran.forward_flops
+    if (call := call_of(node)) is not None:  # its backward runs the forward again
+        ran.forward_flops, ran.backward_flops = call.flops, 3 * call.flops * bool(ends)
     ran.saved = saved
     ran.outputs = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, outputs)
     gradients.update(identity(o) for o in ends)

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from workbench.capture import Graph, build_meta, capture
+from workbench.capture.opaque import is_opaque
 from workbench.capture.random_batch import random_batch, repeated
 from workbench.cost.correction import BlockMeasurement
 from workbench.errors import root_exception
@@ -255,7 +256,10 @@ class _Chain:
         self._shared = {name: parameter for name, parameter in self._parameters.items() if uses[name] > 1}
         self._modules = {
             block.index: BlockModule(
-                BlockProgram(block, ready[block.block_type], compiled=request.compiled), own, buffers, self._context
+                BlockProgram(block, ready[block.block_type], compiled=request.compiled and not is_opaque(block.code)),
+                own,
+                buffers,
+                self._context,
             )
             for block in blocks
         }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from workbench.capture import Block, Graph
+from workbench.capture.opaque import is_opaque
 from workbench.capture.operations import retarget
 from workbench.capture.rowwise_head import find_rowwise_head
 from workbench.capture.sparse_matrices import sparse_matrices
@@ -205,7 +206,8 @@ class _RankCode:
                 self._graph, self.codes, self._device, self._compile, recompute, self._has_bf16_weights
             )
         run = self._runners[recompute][block.block_type]
-        return BlockProgram(block, run, recompute, self.division.blocks[block.index], self._compile)
+        compiled = self._compile and not is_opaque(block.code)
+        return BlockProgram(block, run, recompute, self.division.blocks[block.index], compiled)
 
 
 class _ModelWeights:
@@ -270,7 +272,8 @@ def runners(
     traced again in the backward. Compiled dropouts compute their masks (`workbench.execution.blocks.dropout`).
     `bf16_weights` says that weights arrive in bf16, as FSDP2 all-gathers them.
 
-    A block with a part that only labelled rows need becomes a `LabelledRows`, unless tensor parallelism divides it.
+    A block with an opaque call is not compiled. A block with a part that only labelled rows need becomes a
+    `LabelledRows`, unless tensor parallelism divides it.
     """
     for code in codes.values():
         retarget(code, device)
@@ -282,7 +285,7 @@ def runners(
     def finish(block_type: str, code: fx.GraphModule) -> Runner:
         if bf16_weights:
             code = match_autocast_types(code, len(blocks[block_type].parameters))
-        if not compile:
+        if not compile or is_opaque(code):
             return code
         if has_active_dropout(blocks[block_type].code):
             code = use_hashed_dropout(code)

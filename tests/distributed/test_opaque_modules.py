@@ -1,0 +1,195 @@
+"""Models with a part that `torch.export` cannot follow: under every plan they equal plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.harness import launch
+from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
+from tests.distributed.test_unusual_models import WIDTH, Residual, batch_of, captured, difference
+from workbench.capture import build_meta
+from workbench.capture.opaque import is_opaque
+
+TOLERANCE = 1e-5
+ALONE = (Case(num_microbatches=4), Case(num_microbatches=2, recompute="full"))
+CASES = (
+    Case(pipeline=2, num_microbatches=4),
+    Case(data=2),
+    Case(data=2, zero=3, num_microbatches=2),
+    Case(data=2, zero=3, num_microbatches=2, recompute="full"),
+)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2.5 * ctx.saved_tensors[0] ** 2 * gradient  # not the derivative: export would take that
+
+
+class OwnFunction(Residual):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x + 0.1 * Cubed.apply(x))
+
+
+class Layered(Residual):
+    """A residual network whose layers are of the class `Layer`."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(2))
+
+
+class Branching(Layered):
+    class Layer(Layered.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return x.tanh() if float(self.linear.weight.detach().sum()) > 0 else x.sin()
+
+
+class Reentrant(Layered):
+    class Layer(Layered.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: self.linear(x).tanh(), x, use_reentrant=True)
+
+
+class Derivative(Layered):
+    """A layer that returns the derivative of a function of its input, as physics-informed networks do."""
+
+    class Layer(Layered.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x if x.requires_grad else x.detach().requires_grad_()
+            with torch.enable_grad():
+                [slope] = torch.autograd.grad(self.linear(y).tanh().pow(2).sum(), y, create_graph=True)
+            return slope
+
+
+class Packed(Layered):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(4, WIDTH, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            lengths = (x[:, 0].detach() > 0).long().cpu() + 2
+            packed = pack_padded_sequence(x.unflatten(1, (-1, 4)), lengths, batch_first=True, enforce_sorted=False)
+            out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=4)
+            return out.mean(1)
+
+
+class Hooked(Layered):
+    class Layer(Layered.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if y.requires_grad:
+                y.register_hook(lambda gradient: 0.5 * gradient)
+            return y.tanh()
+
+
+class Loss(nn.Module):
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = [row for row in range(len(labels)) if int(labels[row]) >= 0]
+        return torch.stack([functional.cross_entropy(logits[row], labels[row]) for row in rows]).mean()
+
+
+class OwnLoss(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = Loss()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
+        return self.loss(self.logits(x), labels)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    model.__name__: model for model in (OwnFunction, Branching, Reentrant, Derivative, Packed, Hooked, OwnLoss)
+}
+
+
+def _compared(_rank: int, cases: tuple[Case, ...]) -> dict[tuple[str, Case], float]:
+    found: dict[tuple[str, Case], float] = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make().train()
+        graph = captured(name, model)
+        assert any(is_opaque(block.code) for block in graph.blocks), name
+        for case in cases:
+            plan = plan_of(graph, case)
+            found[name, case] = difference(copy.deepcopy(model), graph, plan, batch_of(name, plan.global_batch))
+    return found
+
+
+def test_models_with_opaque_parts_equal_plain_pytorch() -> None:
+    found = launch(_compared, 1, ALONE) | launch(_compared, 2, CASES)
+    wrong = {key: error for key, error in found.items() if not error <= TOLERANCE}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_capture_without_weights_finds_the_same_opaque_blocks(name: str) -> None:
+    real, meta = captured(name, MODELS[name]().train()), captured(name, build_meta(MODELS[name]))
+    assert [block.block_type for block in real.blocks] == [block.block_type for block in meta.blocks]
+
+
+class Drawing(Layered):
+    """Opaque layers that draw random numbers, from Python's generator too, and count their calls in a buffer."""
+
+    class Layer(Layered.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x = functional.dropout(self.linear(x), 0.3) * (0.5 + random.random())
+            return x if float(x.detach().sum()) > 0 else x.tanh()
+
+
+def _drawn(
+    _rank: int, cases: tuple[Case, ...]
+) -> dict[Case, tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    torch.manual_seed(0)
+    model = Drawing().train()
+    graph = captured("Drawing", model)
+    found = {}
+    for case in cases:
+        torch.manual_seed(len(found))  # what was drawn before must not matter
+        plan = plan_of(graph, case)
+        batch = batch_of("Drawing", 4 * MICRO_BATCH)
+        trainer = trainer_of(copy.deepcopy(model), graph, plan)
+        loss = trainer.gradients(0, part_of(trainer, batch))
+        torch.distributed.all_reduce(loss)
+        gradients = {key: trainer.full_gradient(key) for key in trainer.stages.model_parameters()}
+        buffers = {key: value.clone() for key, value in trainer.stages.model_buffers().items()}
+        found[case] = loss.item(), {k: g.clone() for k, g in gradients.items() if g is not None}, buffers
+    return found
+
+
+def test_opaque_layers_draw_the_same_numbers_under_every_plan_and_write_buffers_once() -> None:
+    [(loss, gradients, buffers)] = launch(_drawn, 1, (Case(num_microbatches=4),)).values()
+    others = launch(_drawn, 2, (Case(data=2, num_microbatches=2), Case(pipeline=2, num_microbatches=4))).items()
+    assert {float(value) for key, value in buffers.items() if key.endswith("calls")} == {4.0}
+    for case, (other_loss, other, counted) in others:
+        assert abs(loss - other_loss) <= 1e-6 * abs(loss), case
+        for key, gradient in other.items():
+            assert torch.allclose(gradient, gradients[key], rtol=1e-5, atol=1e-7), (case, key)
+        calls = {float(value) for key, value in counted.items() if key.endswith("calls")}
+        assert calls == {4.0 / case.data}, case

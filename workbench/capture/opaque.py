@@ -1,0 +1,419 @@
+"""Opaque calls: what `torch.export` cannot follow runs as the user's own code, as one operation of the graph.
+
+A call is of a module's forward or of a custom `autograd.Function`. Its operation takes the tensors among the arguments,
+and the parameters and buffers of the module. The forward keeps no graph; the backward runs the code again, from the
+random numbers and buffers that the forward found, and differentiates it. Buffers that the code writes are arguments as
+copies and results with their new values, so that the graph writes them once. No result shares memory with an argument.
+
+Export needs the shapes of the results: the code runs on random values on the CPU (or with the model's own values, where
+it has them), twice, and must return the same shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from workbench.capture.source_lines import SourceLine
+from workbench.capture.torch_internals import originals
+from workbench.data._datasets import untouched_generators
+from workbench.errors import CaptureError
+
+NAME = "workbench::opaque"
+_library = torch.library.Library("workbench", "FRAGMENT")
+_library.define("opaque(str call, Tensor[] inputs) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
+OPAQUE = torch.ops.workbench.opaque.default
+_calls: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictionary()
+_serials = itertools.count()
+
+
+class NotOpaque(CaptureError):
+    """A call cannot become opaque: its results have no fixed shapes, or it writes to what it is given."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module holds a tensor: a key of its `_parameters`, its `_buffers` or its other attributes."""
+
+    module: nn.Module
+    table: str
+    key: str
+
+    def entries(self) -> dict[str, Any]:
+        return vars(self.module) if self.table == "" else vars(self.module)[self.table]  # type: ignore[no-any-return]
+
+
+@dataclass(eq=False)
+class OpaqueCall:
+    """One call of user's code in a captured forward, and what is known about its results."""
+
+    label: str
+    """Path of the module, or name of the function."""
+    function: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    """The module whose forward is called, and all inside it."""
+    reason: str
+    """Why export could not follow it: one clause."""
+    line: SourceLine
+    places: list[_Place] = field(default_factory=list)
+    arguments: Any = None
+    """Structure of `(args, kwargs)`, and its leaves, where None stands for a tensor."""
+    leaves: list[Any] = field(default_factory=list)
+    results: Any = None
+    result_leaves: list[Any] = field(default_factory=list)
+    specs: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    """Shape and type of each tensor that is returned."""
+    written: list[int] = field(default_factory=list)
+    """Indices into `places` of the buffers that the code writes."""
+    takes_derivatives: bool = False
+    """True if forward itself needs a graph, since it takes derivatives."""
+    flops: float = 0.0
+    """FLOPs of one forward."""
+    training: list[bool] = field(default_factory=list)
+    """Whether each of `modules` was in train mode."""
+    changed: list[int] = field(default_factory=list)
+    """Indices of the given tensors that the latest run wrote to."""
+
+    @property
+    def digest(self) -> str:
+        """What tells the call from others in other processes too."""
+        return f"{self.label} {self.specs} {self.written} {self.training[:1]}"
+
+    def compute(
+        self, tensors: Sequence[torch.Tensor], then: Callable[[list[torch.Tensor]], None] | None = None
+    ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        """Run the code; return what it returned, the tensors in it, and the written buffers' new values.
+
+        `then` is given these tensors while the modules hold `tensors`: a backward may run code of the modules again.
+        """
+        given = list(tensors)
+        for index in self.written:
+            given[index] = tensors[index].detach().clone()
+        values = iter(given[len(self.places) :])
+        leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
+        with self._placed(given):
+            versions = [tensor._version for tensor in given]
+            result = self.function(*args, **kwargs)
+            after = [place.entries()[place.key] for place in self.places]
+            changed = [at for at, tensor in enumerate(given) if tensor._version != versions[at]]
+            changed += [at for at, tensor in enumerate(after) if tensor is not given[at]]
+            outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if then is not None:
+                then(outputs)
+        found = sorted(set(changed))
+        if self.specs and set(found) - set(self.written):
+            raise RuntimeError(f"{self.label} wrote to a tensor that it did not write to when it was captured.")
+        self.changed = found
+        return result, outputs, [after[index] for index in self.written]
+
+    @contextlib.contextmanager
+    def _placed(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the modules hold `tensors`; afterwards every attribute that the code set is as before."""
+        tables = ("_parameters", "_buffers")
+        before = [(vars(m), dict(vars(m)), [dict(vars(m)[table]) for table in tables]) for m in self.modules]
+        try:
+            for place, tensor in zip(self.places, tensors, strict=False):
+                place.entries()[place.key] = tensor
+            for module, is_training in zip(self.modules, self.training, strict=False):
+                vars(module)["training"] = is_training
+            yield
+        finally:
+            for attributes, copied, entries in before:
+                attributes.clear()
+                attributes.update(copied)
+                for table, held in zip(tables, entries, strict=True):
+                    attributes[table].clear()
+                    attributes[table].update(held)
+
+    def probe(self, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], device: torch.device) -> None:
+        """Run the code on real tensors of the shapes of `given` and note its results; raise `NotOpaque`."""
+        failure: list[Exception] = []
+
+        def attempt(seed: int, grad: bool) -> None:
+            torch.manual_seed(seed)
+            tensors = [_real(t, v, device) for t, v in zip(given, values, strict=True)]
+            with torch.set_grad_enabled(grad):
+                if grad:
+                    tensors = [t.requires_grad_(t.is_floating_point()) for t in tensors]
+                with _Flops() as counter:
+                    result, outputs, _ = self.compute(tensors)
+            self.flops = counter.flops
+            num_places = len(self.places)
+            self.written = sorted({*self.written, *self.changed})
+            for index in self.written:
+                is_buffer = index < num_places and self.places[index].table == "_buffers"
+                if not is_buffer:
+                    raise NotOpaque(f"{self.label} writes to a tensor that it is given.")
+            specs = [(tuple(t.shape), t.dtype) for t in outputs]
+            if self.specs and specs != self.specs:
+                raise NotOpaque(f"the shapes of what {self.label} returns depend on the values of tensors.")
+            leaves, self.results = pytree.tree_flatten(result)
+            if any(_may_hide_tensors(leaf) for leaf in leaves):
+                raise NotOpaque(f"{self.label} returns a type that cannot be taken apart.")
+            self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.specs = specs
+
+        def run() -> None:  # in a thread of its own, the modes that export has entered are not active
+            with originals(), untouched_generators(_cuda_indices(device)):
+                for grad in (False, True):
+                    try:
+                        self.takes_derivatives = grad
+                        self.specs, self.written = [], []
+                        for seed in (0, 1, 2):
+                            attempt(seed, grad)
+                        failure.clear()
+                        return
+                    except NotOpaque as error:
+                        failure[:] = [error]
+                        return
+                    except Exception as error:
+                        failure[:] = [error]
+
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        if failure:
+            error = failure[0]
+            if isinstance(error, NotOpaque):
+                raise error
+            text = str(error).partition("\n")[0]
+            raise NotOpaque(
+                f"{self.label} does not run alone on random values ({type(error).__name__}: {text})."
+            ) from error
+
+
+class _Flops(TorchDispatchMode):
+    """Counts FLOPs. torch's `FlopCounterMode` puts hooks on modules, under which they can take no derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+_TENSOR = object()
+"""Stands for a tensor among the leaves of a structure."""
+
+
+def _may_hide_tensors(leaf: Any) -> bool:
+    """Return True if a leaf is an object that may hold tensors which `pytree` does not see."""
+    return hasattr(leaf, "__dataclass_fields__")
+
+
+def _cuda_indices(device: torch.device) -> list[int]:
+    return [device.index or 0] if device.type == "cuda" else []
+
+
+def _real(given: torch.Tensor, value: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return a tensor with values of the shape of `given`: `value` if there is one."""
+    if value is not None:
+        return value.detach().to(device, copy=True)
+    shape = tuple(int(size) for size in given.shape)
+    if given.is_floating_point() or given.is_complex():
+        return 0.5 * torch.randn(shape, dtype=given.dtype, device=device)
+    return torch.full(shape, given.dtype == torch.bool, dtype=given.dtype, device=device)
+
+
+# The operation
+
+
+def opaque_call(
+    label: str,
+    function: Callable[..., Any],
+    module: nn.Module | None,
+    reason: str,
+    line: SourceLine,
+    has_values: bool,
+    calls: list[OpaqueCall],
+) -> Callable[..., Any]:
+    """Return a function that puts one operation into the graph that is being exported, in place of `function`.
+
+    `has_values` says that the model's tensors have values. `calls` collects what was called.
+    """
+    inside = () if module is None else tuple(module.modules())
+    places = [
+        _Place(owner, table, key)
+        for owner in inside
+        for table in ("_parameters", "_buffers", "")
+        for key, value in (vars(owner)[table] if table else vars(owner)).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    held: list[torch.Tensor | None] = [place.entries()[place.key] if has_values else None for place in places]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        call = OpaqueCall(label, function, inside, reason, line, places, structure)
+        call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        call.training = [owner.training for owner in inside]
+        own = [place.entries()[place.key] for place in places]
+        given = [*own, *tensors]
+        device = next((v.device for v in held if v is not None), torch.device("cpu"))
+        call.probe(given, [*held, *([None] * len(tensors))], device)
+        handle = f"{next(_serials)} {label}"
+        calls.append(call)
+        _calls[handle] = call
+        for index in call.written:
+            given[index] = given[index].clone()
+        returned = OPAQUE(handle, given)
+        outputs, new = returned[: len(call.specs)], returned[len(call.specs) :]
+        for index, value in zip(call.written, new, strict=True):
+            own[index].copy_(value)
+        values = iter(outputs)
+        filled = [next(values) if leaf is _TENSOR else leaf for leaf in call.result_leaves]
+        return pytree.tree_unflatten(filled, call.results)
+
+    return called
+
+
+def call_of(node: fx.Node) -> OpaqueCall | None:
+    """Return the call that a node of a captured graph stands for, None for other nodes."""
+    return _calls[str(node.args[0])] if node.target is OPAQUE else None
+
+
+def keep_calls(graph: fx.Graph) -> None:
+    """Let the nodes hold their calls: a call lives as long as a graph that can run it."""
+    for node in graph.find_nodes(op="call_function", target=OPAQUE):
+        node.meta["opaque"] = call_of(node)
+
+
+def is_opaque(code: fx.GraphModule) -> bool:
+    """Return True if a block's code has an opaque call: it is neither compiled nor divided nor in a CUDA graph."""
+    return any(node.target is OPAQUE for node in code.graph.nodes)
+
+
+class _Shapes(torch.autograd.Function):
+    """The operation on tensors without values."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        device = tensors[-1].device if tensors else torch.device("cpu")
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.specs]
+        results = (*outputs, *(torch.empty_like(tensors[index]) for index in call.written))
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()), *results[len(outputs) :])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *(torch.empty_like(tensor) if needs else None for tensor, needs in needed)
+
+
+class _Run(torch.autograd.Function):
+    """The operation: runs the user's code without a graph, and again with one in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        device = tensors[-1].device if tensors else torch.device("cpu")
+        ctx.call, ctx.device, ctx.random = call, device, _generator_state(device)
+        ctx.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        given = (
+            [t.detach().requires_grad_(t.is_floating_point()) for t in tensors] if call.takes_derivatives else tensors
+        )
+        with torch.set_grad_enabled(call.takes_derivatives), _seeded(ctx.random, device):
+            _, outputs, new = call.compute(given)
+        shapes = [tuple(output.shape) for output in outputs]
+        if shapes != [shape for shape, _ in call.specs]:
+            raise CaptureError(
+                f"{call.label} returned tensors of the shapes {shapes}, and {[s for s, _ in call.specs]} when it "
+                "was captured. Let the shapes that it returns not depend on the values of tensors.",
+                module=call.label,
+            )
+        taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        results = []
+        for result in (*outputs, *new):
+            own = result.detach()
+            own = own.clone() if own.untyped_storage().data_ptr() in taken else own
+            taken.add(own.untyped_storage().data_ptr())
+            results.append(own)
+        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()), *results[len(outputs) :])
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        call, device, needed = ctx.call, ctx.device, ctx.needs_input_grad[1:]
+        leaves = [t.detach().requires_grad_(needs) for t, needs in zip(ctx.saved_tensors, needed, strict=True)]
+        enabled, dtype = ctx.autocast
+
+        def differentiate(outputs: list[torch.Tensor]) -> None:
+            pairs = [(o, g) for o, g in zip(outputs, gradients, strict=False) if g is not None and o.requires_grad]
+            if pairs:
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+        now = _generator_state(device)
+        _set_generator_state(ctx.random, device)
+        try:
+            with torch.enable_grad(), torch.autocast(device.type, dtype, enabled), _seeded(ctx.random, device):
+                call.compute(leaves, differentiate)
+        finally:
+            _set_generator_state(now, device)
+        # Zeros where nothing was computed from a parameter in this step: replicas expect a gradient of each.
+        found = (leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)
+        return None, *(gradient if needs else None for gradient, needs in zip(found, needed, strict=True))
+
+
+def _dispatch(handle: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    is_symbolic = torch.compiler.is_exporting() or any(tensor.is_meta for tensor in inputs)
+    return list((_Shapes if is_symbolic else _Run).apply(_calls[handle], *inputs))
+
+
+_library.impl("opaque", _dispatch, "Autograd")
+
+
+# Random numbers
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _seeded(state: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Seed Python's and NumPy's generators, and the CPU's beside a GPU, by the device's; restore them afterwards."""
+    seed, numpy = zlib.crc32(state.numpy().tobytes()), sys.modules.get("numpy")
+    python, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    host = torch.get_rng_state() if device.type == "cuda" else None
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    if host is not None:
+        torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        if host is not None:
+            torch.set_rng_state(host)

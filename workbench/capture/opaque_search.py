@@ -1,0 +1,162 @@
+"""Which call becomes opaque when an export fails: the innermost one that can, by the frames of the failure."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from workbench.capture.export_errors import depends_on_values
+from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
+from workbench.capture.source_lines import FORWARD, SourceLine, line_of_frames
+from workbench.capture.torch_internals import patched
+from workbench.errors import CaptureError
+
+_FUNCTIONS = {"ctc_loss": functional.ctc_loss}
+"""Functions of `torch.nn.functional` that no export can follow."""
+MOST = 64
+"""Largest number of exports of one model that are tried."""
+Target = str | type
+"""Path of a module, a custom autograd function, or the name of one of `_FUNCTIONS`."""
+
+
+@dataclass
+class OpaqueSearch:
+    """The calls of one model that are opaque so far, and those that were tried and cannot be."""
+
+    model: nn.Module
+    name: str
+    has_values: bool
+    chosen: dict[Target, tuple[str, SourceLine]] = field(default_factory=dict)
+    """Target -> why export could not follow it, and the line."""
+    refused: dict[Target, str] = field(default_factory=dict)
+    calls: list[OpaqueCall] = field(default_factory=list)
+    attempts: int = 0
+
+    def adds(self, error: CaptureError) -> bool:
+        """Choose the call that failed, so that another export may pass it; return False if there is none."""
+        self.attempts += 1
+        cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        candidates = self._candidates(frames)
+        if isinstance(error, NotOpaque):
+            inner = next((target for target in reversed(candidates) if target in self.chosen), None)
+            if inner is not None:
+                del self.chosen[inner]
+                self.refused[inner] = str(error)
+        target = next((t for t in reversed(candidates) if t not in self.refused and t not in self.chosen), None)
+        if target is None or self.attempts > MOST:
+            return False
+        line = line_of_frames(traceback.extract_tb(cause.__traceback__))
+        reason = _reason(error, cause)
+        for each in self._alike(target):
+            self.chosen[each] = reason, line
+        return True
+
+    def _candidates(self, frames: list[Any]) -> list[Target]:
+        """Return the targets that the frames of a failure lie in, the outermost first."""
+        paths = {id(vars(module)): path for path, module in self.model.named_modules()}
+        found: list[Target] = []
+        inside = False
+        for frame, _ in frames:
+            inside = inside or frame.f_code.co_name == FORWARD
+            owner = frame.f_locals.get("self")
+            function = frame.f_locals.get("cls")
+            if not inside:
+                continue
+            if isinstance(owner, nn.Module) and id(vars(owner)) in paths:
+                found.append(paths[id(vars(owner))])
+            elif frame.f_code.co_name == "apply" and isinstance(function, type) and not _of_torch(function):
+                found.append(function)
+            else:
+                found += [name for name, each in _FUNCTIONS.items() if frame.f_code is each.__code__]
+            if frame.f_code.co_name == "called" and isinstance(call := frame.f_locals.get("label"), str):
+                found.append(next((t for t in self.chosen if _label(t) == call), call))
+        return list(dict.fromkeys(found))
+
+    def _alike(self, target: Target) -> list[Target]:
+        """Return the target and the modules of its class, which fail alike; torch's own classes hold anything."""
+        if not isinstance(target, str) or not target or target in _FUNCTIONS:
+            return [target]
+        kind = type(self.model.get_submodule(target))
+        if kind.__module__.startswith("torch."):
+            return [target]
+        alike = [path for path, module in self.model.named_modules() if type(module) is kind and path]
+        return [path for path in alike if path == target or path not in self.refused]
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let every chosen call be opaque inside a `with` block."""
+        self.calls.clear()
+        with contextlib.ExitStack() as stack:
+            for target, (reason, line) in self.chosen.items():
+                if isinstance(target, type):
+                    owner, key, function, module = target, "apply", _Applied(target), None
+                elif target in _FUNCTIONS:
+                    owner, key, function, module = functional, target, _FUNCTIONS[target], None
+                else:
+                    module = self.model.get_submodule(target)
+                    owner, key, function = module, "forward", module.forward
+                new = opaque_call(
+                    _label(target) or self.name, function, module, reason, line, self.has_values, self.calls
+                )
+                stack.enter_context(patched(owner, key, staticmethod(new) if isinstance(target, type) else new))
+            yield
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence on each opaque call, once for calls of one line."""
+        by_line: dict[tuple[str, str], list[str]] = {}
+        for call in self.calls:
+            by_line.setdefault((call.line.where, call.reason), []).append(call.label)
+        return [
+            f"{_listed(labels)} run{'s' * (len(set(labels)) == 1)} as written, as {len(labels)} opaque operation"
+            f"{'s' * (len(labels) > 1)} that {'are' if len(labels) > 1 else 'is'} not compiled, divided or captured in "
+            f"a CUDA graph, and the backward computes {'them' if len(labels) > 1 else 'it'} again: {reason}{where}."
+            for (where, reason), labels in by_line.items()
+        ]
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """Applies a custom autograd function as it stands when it is called, not as capture replaced it."""
+
+    function: type
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)  # type: ignore[attr-defined]
+
+
+def _listed(labels: list[str]) -> str:
+    names = list(dict.fromkeys(labels))
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
+
+
+def _label(target: Target) -> str:
+    return target.__qualname__ if isinstance(target, type) else str(target)
+
+
+def _of_torch(function: type) -> bool:
+    return function.__module__.startswith("torch.") or function is torch.autograd.Function
+
+
+def _reason(error: CaptureError, cause: BaseException) -> str:
+    if "custom autograd function" in str(error):
+        return "torch.export would drop the backward of a custom autograd function"
+    if "derivative" in str(error):
+        return "torch.export cannot follow torch.autograd.grad"
+    if "reentrant" in str(error):
+        return "torch.export would drop the backward of reentrant checkpointing"
+    if "hook on a tensor" in str(error):
+        return "torch.export would drop a hook on a tensor"
+    if "ctc_loss" in str(cause):
+        return "the memory of a CTC loss depends on values"
+    if depends_on_values(cause):
+        return "what it does depends on the values of a tensor"
+    return f"torch.export failed with {type(cause).__name__}"
