@@ -152,11 +152,11 @@ def _export_on(
         return loss_of(result, batch=batch)
 
     with (
+        search.applied() if search is not None else contextlib.nullcontext(),
         exportable(model, name, observed),
         passed_checks() as checks,
         members_renamed(model, name) as renamed,
         _quiet_failure(),
-        search.applied() if search is not None else contextlib.nullcontext(),
         (numbers or Numbers({})).held_by(model),
     ):
         before = _random_states()

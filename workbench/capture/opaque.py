@@ -12,6 +12,7 @@ it has them), twice, and must return the same shapes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import sys
@@ -54,7 +55,7 @@ class _Place:
     key: str
 
     def entries(self) -> dict[str, Any]:
-        return vars(self.module) if self.table == "" else vars(self.module)[self.table]  # type: ignore[no-any-return]
+        return vars(self.module) if self.table == "" else vars(self.module)[self.table]
 
 
 @dataclass(eq=False)
@@ -146,7 +147,7 @@ class OpaqueCall:
 
         def attempt(seed: int, grad: bool) -> None:
             torch.manual_seed(seed)
-            tensors = [_real(t, v, device) for t, v in zip(given, values, strict=True)]
+            tensors = [_real(t, v, device, seed) for t, v in zip(given, values, strict=True)]
             with torch.set_grad_enabled(grad):
                 if grad:
                     tensors = [t.requires_grad_(t.is_floating_point()) for t in tensors]
@@ -191,7 +192,7 @@ class OpaqueCall:
             error = failure[0]
             if isinstance(error, NotOpaque):
                 raise error
-            text = str(error).partition("\n")[0]
+            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
             raise NotOpaque(
                 f"{self.label} does not run alone on random values ({type(error).__name__}: {text})."
             ) from error
@@ -224,14 +225,20 @@ def _cuda_indices(device: torch.device) -> list[int]:
     return [device.index or 0] if device.type == "cuda" else []
 
 
-def _real(given: torch.Tensor, value: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return a tensor with values of the shape of `given`: `value` if there is one."""
+def _real(given: torch.Tensor, value: torch.Tensor | None, device: torch.device, seed: int) -> torch.Tensor:
+    """Return a tensor with values of the shape of `given`: `value` if there is one.
+
+    Masks are true at every second, third or fourth position of their last dim, so that a selection by one has as many
+    items in each row, and another number for each seed.
+    """
     if value is not None:
         return value.detach().to(device, copy=True)
     shape = tuple(int(size) for size in given.shape)
     if given.is_floating_point() or given.is_complex():
         return 0.5 * torch.randn(shape, dtype=given.dtype, device=device)
-    return torch.full(shape, given.dtype == torch.bool, dtype=given.dtype, device=device)
+    if given.dtype == torch.bool and shape:
+        return (torch.arange(shape[-1], device=device) % (2 + seed) == 0).expand(shape).clone()
+    return torch.zeros(shape, dtype=given.dtype, device=device)
 
 
 # The operation
@@ -260,6 +267,7 @@ def opaque_call(
     ]
     held: list[torch.Tensor | None] = [place.entries()[place.key] if has_values else None for place in places]
 
+    @functools.wraps(function)  # export names the batch's fields by the signature of the model's forward
     def called(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -45,16 +45,15 @@ class OpaqueSearch:
         cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
         frames = list(traceback.walk_tb(cause.__traceback__))
         candidates = self._candidates(frames)
+        reason, line = _reason(error, cause), line_of_frames(traceback.extract_tb(cause.__traceback__))
         if isinstance(error, NotOpaque):
             inner = next((target for target in reversed(candidates) if target in self.chosen), None)
             if inner is not None:
-                del self.chosen[inner]
+                reason, line = self.chosen.pop(inner)
                 self.refused[inner] = str(error)
         target = next((t for t in reversed(candidates) if t not in self.refused and t not in self.chosen), None)
         if target is None or self.attempts > MOST:
             return False
-        line = line_of_frames(traceback.extract_tb(cause.__traceback__))
-        reason = _reason(error, cause)
         for each in self._alike(target):
             self.chosen[each] = reason, line
         return True
@@ -76,8 +75,9 @@ class OpaqueSearch:
                 found.append(function)
             else:
                 found += [name for name, each in _FUNCTIONS.items() if frame.f_code is each.__code__]
-            if frame.f_code.co_name == "called" and isinstance(call := frame.f_locals.get("label"), str):
-                found.append(next((t for t in self.chosen if _label(t) == call), call))
+            if frame.f_code.co_name == "called":
+                label = frame.f_locals.get("label")
+                found += [t for t in self.chosen if (_label(t) or self.name) == label]
         return list(dict.fromkeys(found))
 
     def _alike(self, target: Target) -> list[Target]:
@@ -95,6 +95,9 @@ class OpaqueSearch:
         """Let every chosen call be opaque inside a `with` block."""
         self.calls.clear()
         with contextlib.ExitStack() as stack:
+            owner: Any
+            function: Any
+            module: nn.Module | None
             for target, (reason, line) in self.chosen.items():
                 if isinstance(target, type):
                     owner, key, function, module = target, "apply", _Applied(target), None
