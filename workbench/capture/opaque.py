@@ -48,7 +48,7 @@ class NotOpaque(CaptureError):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module holds a tensor: a key of its `_parameters`, its `_buffers` or its other attributes."""
+    """The place where a module holds a tensor: a key of its `_parameters`, its `_buffers` or its other attributes."""
 
     module: nn.Module
     table: str
@@ -85,13 +85,13 @@ class OpaqueCall:
     flops: float = 0.0
     """FLOPs of one forward."""
     training: list[bool] = field(default_factory=list)
-    """Whether each of `modules` was in train mode."""
+    """True for each of `modules` that was in train mode."""
     changed: list[int] = field(default_factory=list)
     """Indices of the given tensors that the latest run wrote to."""
 
     @property
     def digest(self) -> str:
-        """What tells the call from others in other processes too."""
+        """Text that tells the call from others, and is the same in every process."""
         return f"{self.label} {self.specs} {self.written} {self.training[:1]}"
 
     def compute(
@@ -141,33 +141,41 @@ class OpaqueCall:
                     attributes[table].clear()
                     attributes[table].update(held)
 
+    def _try(
+        self,
+        given: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor | None],
+        device: torch.device,
+        seed: int,
+        grad: bool,
+    ) -> None:
+        """Run the code on real tensors and note its results; raise `NotOpaque` if an earlier run had others."""
+        torch.manual_seed(seed)
+        tensors = [_real(t, v, device, seed) for t, v in zip(given, values, strict=True)]
+        with torch.set_grad_enabled(grad):
+            if grad:
+                tensors = [t.requires_grad_(t.is_floating_point()) for t in tensors]
+            with _Flops() as counter:
+                result, outputs, _ = self.compute(tensors)
+        self.flops = counter.flops
+        num_places = len(self.places)
+        self.written = sorted({*self.written, *self.changed})
+        for index in self.written:
+            is_buffer = index < num_places and self.places[index].table == "_buffers"
+            if not is_buffer:
+                raise NotOpaque(f"{self.label} writes to a tensor that it is given.")
+        specs = [(tuple(t.shape), t.dtype) for t in outputs]
+        if self.specs and specs != self.specs:
+            raise NotOpaque(f"the shapes of what {self.label} returns depend on the values of tensors.")
+        leaves, self.results = pytree.tree_flatten(result)
+        if any(_may_hide_tensors(leaf) for leaf in leaves):
+            raise NotOpaque(f"{self.label} returns a type that cannot be taken apart.")
+        self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.specs = specs
+
     def probe(self, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], device: torch.device) -> None:
         """Run the code on real tensors of the shapes of `given` and note its results; raise `NotOpaque`."""
         failure: list[Exception] = []
-
-        def attempt(seed: int, grad: bool) -> None:
-            torch.manual_seed(seed)
-            tensors = [_real(t, v, device, seed) for t, v in zip(given, values, strict=True)]
-            with torch.set_grad_enabled(grad):
-                if grad:
-                    tensors = [t.requires_grad_(t.is_floating_point()) for t in tensors]
-                with _Flops() as counter:
-                    result, outputs, _ = self.compute(tensors)
-            self.flops = counter.flops
-            num_places = len(self.places)
-            self.written = sorted({*self.written, *self.changed})
-            for index in self.written:
-                is_buffer = index < num_places and self.places[index].table == "_buffers"
-                if not is_buffer:
-                    raise NotOpaque(f"{self.label} writes to a tensor that it is given.")
-            specs = [(tuple(t.shape), t.dtype) for t in outputs]
-            if self.specs and specs != self.specs:
-                raise NotOpaque(f"the shapes of what {self.label} returns depend on the values of tensors.")
-            leaves, self.results = pytree.tree_flatten(result)
-            if any(_may_hide_tensors(leaf) for leaf in leaves):
-                raise NotOpaque(f"{self.label} returns a type that cannot be taken apart.")
-            self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            self.specs = specs
 
         def run() -> None:  # in a thread of its own, the modes that export has entered are not active
             with originals(), untouched_generators(_cuda_indices(device)):
@@ -176,7 +184,7 @@ class OpaqueCall:
                         self.takes_derivatives = grad
                         self.specs, self.written = [], []
                         for seed in (0, 1, 2):
-                            attempt(seed, grad)
+                            self._try(given, values, device, seed, grad)
                         failure.clear()
                         return
                     except NotOpaque as error:

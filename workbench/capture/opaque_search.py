@@ -1,4 +1,4 @@
-"""Which call becomes opaque when an export fails: the innermost one that can, by the frames of the failure."""
+"""The choice of the call that becomes opaque when an export fails: the innermost that can, by the failure's frames."""
 
 from __future__ import annotations
 
