@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,7 +42,9 @@ def sweep(server: lab.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.syspath_prepend(str(QUICK_LAUNCHER))
     lengths = [20, LONG]
-    started = wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], steps=lengths, directory=server.root / "sweep")
+    (server.root / "gate").unlink(missing_ok=True)  # of another test
+    folder = server.root / f"sweep-{time.time_ns()}"
+    started = wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], steps=lengths, directory=folder)
     yield started
     started.stop(wait=True)
     for run in started.runs:
