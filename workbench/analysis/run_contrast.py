@@ -52,6 +52,11 @@ def contrast(
     Raises:
         InvalidArgument: `scatter` is no positive number, or none of its runs differ in their seed alone.
         InvalidExperiment: a sweep has fewer than two configurations with two finished seeds.
+
+    Example:
+        >>> contrast = wb.contrast(runs, scatter=0.05)
+        >>> len(contrast.differences)
+        1
     """
     handles = load_runs(_finished(runs) if isinstance(runs, Sweep) else runs)
     described = _described(handles)

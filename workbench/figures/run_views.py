@@ -37,13 +37,23 @@ def compare(
         title: title of the figure.
 
     Raises `UnknownParameter` for an axis or a column that was not recorded.
+
+    Example:
+        >>> figure = wb.compare(runs, x="step")
+        >>> figure.layout.xaxis.title.text
+        'Step'
     """
     return loss_curves(curves_of(load_runs(runs)), x=x, y=y, title=title, smoothing=smoothing)
 
 
 @checked_arguments
 def show(run: OneRun) -> Figure:
-    """Draw what was predicted for a run beside what it measured: step time, speed, memory, and one step's schedule."""
+    """Draw what was predicted for a run beside what it measured: step time, speed, memory, and one step's schedule.
+
+    Example:
+        >>> wb.show(run).data != ()
+        True
+    """
     handle = load_run(run)
     title = f"{handle.name}: predicted and measured"
     return prediction(handle.plan, measurements(handle), title, measured_timeline(handle.events()))

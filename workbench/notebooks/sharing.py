@@ -56,6 +56,11 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
     execute` made, else one of `runs`, by default of the runs whose names its outputs show. Secrets become `***`, as far
     as their names or their form tell, and scripts in texts and outputs are removed. Raises `WorkbenchError` if `to`
     holds the notebook itself.
+
+    Example:
+        >>> shared = wb.share("curves.ipynb", to="shared")
+        >>> shared.page.name
+        'curves.html'
     """
     notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
     check_not_overwritten(notebook, to, "share")

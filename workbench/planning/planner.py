@@ -38,6 +38,14 @@ def plan(
 
     Raises `PlanInfeasible` if nothing fits, `CaptureError` if the model cannot be captured, `DataError` if the data
     cannot feed it.
+
+    Example:
+        >>> plan = wb.plan(experiment)
+        >>> plan.prediction.step_ms > 0
+        True
+        >>> elsewhere = wb.plan(experiment, wb.Cluster.of("h200", gpus=2), zero=1)
+        >>> elsewhere.zero
+        1
     """
     return with_evaluation(experiment, search(experiment, cluster, memory_limit_gib=memory_limit_gib, **choices).best)
 
@@ -53,6 +61,13 @@ def search(
     """Return every plan that the planner considered, as a table; `.best` is the plan that `wb.plan` returns.
 
     Arguments and errors are those of `wb.plan`.
+
+    Example:
+        >>> plans = wb.search(experiment)
+        >>> plans.best == wb.plan(experiment)
+        True
+        >>> plans[1].prediction.step_ms >= 0
+        True
     """
     limit, fixed = memory_limit_bytes(memory_limit_gib), checked_choices(experiment, choices)
     with waiting(f"planning {experiment.model.name}"):

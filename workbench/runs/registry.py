@@ -103,6 +103,10 @@ def list_runs(
         sort: figure of `run.row()` by which to sort, smallest first, such as `"loss"`; `"-loss"` begins with the
             largest. Runs without the figure come last.
         archived: list archived runs too.
+
+    Example:
+        >>> wb.list_runs(state="finished", sort="loss").rows()[0]["step"]
+        40
     """
     by = sort and sort.removeprefix("-")
     for name, word, choices in (("state", state, STATES), ("sort", by, SORTABLE)):
@@ -141,6 +145,10 @@ def load_run(path: OneRun) -> Run:
 
     The beginning of a name is enough if only one run has it. Nothing that lies in the run directory is executed.
     Raises `RunNotFound`, with near matches.
+
+    Example:
+        >>> wb.load_run(run.path).name == run.name
+        True
     """
     if isinstance(path, Run):
         return path

@@ -39,6 +39,13 @@ def launch(
 
     Raises `PlanMismatch` for a plan of another model, `PlanInfeasible` if no plan fits, `CaptureError` if the model
     cannot be captured, and `DataError` if the data cannot feed it.
+
+    Example:
+        >>> run = wb.launch(experiment.replace(seed=2))
+        >>> run.wait().status.state
+        'finished'
+        >>> len(run.history())
+        40
     """
     experiment.data.check(experiment)
     chosen = _recorded_plan(experiment) or plan or make_plan(experiment)

@@ -257,6 +257,13 @@ def grid(
     A cell without a plan says why; it does not end the grid. Raises `InvalidArgument` for an axis that is no choice of
     a plan, an empty axis or more than 5,000 cells, `PlanInfeasible` for a value that no plan can have, and what
     `wb.plan` raises for the experiment.
+
+    Example:
+        >>> grid = wb.grid(experiment, zero=[0, 1], micro_batch=[1, 2])
+        >>> len(grid)
+        4
+        >>> grid.best.plan.zero in (0, 1)
+        True
     """
     values = _checked_axes(axes)
     limit = memory_limit_bytes(memory_limit_gib)

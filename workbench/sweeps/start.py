@@ -53,6 +53,11 @@ def sweep(
 
     Raises `UnknownParameter` for an axis that is no field, `InvalidExperiment` for values that cannot train, and what
     `wb.launch` raises.
+
+    Example:
+        >>> sweep = wb.sweep(experiment, learning_rate=[1e-3, 3e-3]).wait()
+        >>> len(sweep.results())
+        2
     """
     grid = Axes(experiment, dict(axes))
     check_rule(stop)

@@ -182,6 +182,10 @@ def live(runs: Runs, x: str = "tokens", smoothing: float = SMOOTHING) -> Live:
         smoothing: width of the moving average as a share of the longest run.
 
     Raises `UnknownParameter` for an x axis that does not exist, and `InvalidArgument` without a run.
+
+    Example:
+        >>> dashboard = wb.live(runs, x="step")
+        >>> dashboard.close()
     """
     check_axis(x)
     check_smoothing(smoothing)

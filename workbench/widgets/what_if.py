@@ -147,6 +147,10 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
     """Return sliders for GPUs, memory, global batch and micro-batch, with the figure of the plan that follows them.
 
     The model is captured and profiled once, for devices of `cluster`, by default of this machine.
+
+    Example:
+        >>> sliders = wb.what_if(experiment, wb.Cluster.of("h200", gpus=2))
+        >>> sliders.close()
     """
     profile, cluster = profile_and_cluster(experiment, cluster)
     return WhatIf(profile, cluster, experiment.global_batch, experiment.seq_len)
