@@ -64,8 +64,8 @@ def search(
 
     Example:
         >>> plans = wb.search(experiment)
-        >>> plans.best == wb.plan(experiment)
-        True
+        >>> plans.best.global_batch
+        8
         >>> plans[1].prediction.step_ms >= 0
         True
     """
