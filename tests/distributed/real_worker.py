@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from tests.distributed.harness import environment, meeting, start_method
@@ -25,6 +24,7 @@ from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan as make_plan
 from workbench.rundir import RunDir, read_events, write_json, write_record
+from workbench.runs.launching.run_directory import user_code
 from workbench.runs.records.history import read_history
 
 VOCAB, SEQ = 96, 16
@@ -67,7 +67,8 @@ def directory(path: Path, asked: Experiment, chosen: Plan, resume: Path | None =
         folder.mkdir(parents=True, exist_ok=True)
     write_record(run.experiment, asked.to_json())
     write_json(run.plan, chosen.to_json())
-    (run.code / "data.pkl").write_bytes(cloudpickle.dumps(getattr(asked.data, "dataset_or_factory", None)))
+    for name, content in user_code(asked).items():
+        (run.code / name).write_bytes(content)
     run.resume.unlink(missing_ok=True)
     if resume is not None:
         write_json(run.resume, {"checkpoint": str(resume), "step": int(resume.name.removeprefix("step-"))})

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.nn import functional
 
 from tests.distributed import real_worker
 from tests.distributed.real_worker import Ranks, curve, directory, experiment, plan, trained
@@ -69,6 +71,45 @@ def killed_and_resumed(path: Path, asked: Experiment, chosen: Plan, kills: int, 
         run = directory(path, asked, chosen, saved[-1] if saved else None)
     Ranks(run, chosen.world).wait()
     return run, killed_at
+
+
+class Noisy(nn.Module):
+    """A layer that cannot be exported: it branches on a value. Dropout and Python's generator make it random."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.dropout(self.linear(x), 0.2) * (0.5 + random.random())
+        return x + (y if float(y.detach().sum()) > 0 else y.tanh())
+
+
+class NoisyWords(nn.Module):
+    """A masked language model of such layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(real_worker.VOCAB, 32)
+        self.layers = nn.ModuleList(Noisy(32) for _ in range(4))
+        self.head = nn.Linear(32, real_worker.VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("degrees", [{"pipeline": 2}, {"data": 2, "zero": 3}], ids=["pipeline", "shards"])
+def test_opaque_layers_draw_the_same_numbers_in_a_run_that_was_killed(degrees: dict[str, int], tmp_path: Path) -> None:
+    asked = experiment(model=NoisyWords, steps=STEPS, global_batch=8)
+    chosen = plan(asked, **degrees)
+    assert any("as written" in note for note in chosen.notes), chosen.notes
+    unbroken = curve(trained(tmp_path / "unbroken", asked, chosen))
+    saving = asked.replace(checkpoint_every=EVERY)
+    run, killed_at = killed_and_resumed(tmp_path / "killed", saving, chosen, 1, seed=3)
+    assert curve(run) == unbroken, f"killed at {killed_at}"
 
 
 @pytest.mark.parametrize("division", DEFAULT)
