@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,38 @@ def test_table_heat_map_and_curves_grow_while_the_sweep_runs(sweep: Sweep) -> No
     sweep.directory.supervisor.unlink()
     eventually(lambda: not widget.following)
     assert "not at work" in widget._head.value
+
+
+def test_files_that_cannot_be_read_for_a_moment_do_not_end_the_view_and_lasting_ones_are_told(sweep: Sweep) -> None:
+    widget = LiveSweep(sweep, refresh_s=0.02)
+    looks = count_looks(widget)
+    queue = sweep.directory.queue_file.read_text()
+    sweep.directory.queue_file.write_text("{")
+    eventually(lambda: looks["failed"] > 0)
+    sweep.directory.queue_file.write_text(queue)
+    eventually(lambda: looks["went well"] > 1)
+    assert widget.following
+    assert not widget.note.value
+    sweep.directory.queue_file.write_text("{")
+    eventually(lambda: not widget.following)
+    assert "This view stopped updating" in widget.note.value
+
+
+def count_looks(widget: LiveSweep) -> Counter[str]:
+    """Count the looks of a widget at its directory from now on, by how they end."""
+    looks, update = Counter[str](), widget.update
+
+    def counted() -> bool:
+        try:
+            ended = update()
+        except Exception:
+            looks["failed"] += 1
+            raise
+        looks["went well"] += looks["failed"] > 0
+        return ended
+
+    widget.update = counted  # type: ignore[method-assign]
+    return looks
 
 
 def test_the_button_of_a_run_asks_that_run_alone_to_stop(sweep: Sweep) -> None:

@@ -53,7 +53,7 @@ def contrast(
         InvalidArgument: `scatter` is no positive number, or none of its runs differ in their seed alone.
         InvalidExperiment: a sweep has fewer than two configurations with two finished seeds.
 
-    Example:
+    Examples:
         >>> contrast = wb.contrast(runs, scatter=0.05)
         >>> len(contrast.differences)
         1

@@ -38,7 +38,7 @@ def compare(
 
     Raises `UnknownParameter` for an axis or a column that was not recorded.
 
-    Example:
+    Examples:
         >>> figure = wb.compare(runs, x="step")
         >>> figure.layout.xaxis.title.text
         'Step'
@@ -50,7 +50,7 @@ def compare(
 def show(run: OneRun) -> Figure:
     """Draw what was predicted for a run beside what it measured: step time, speed, memory, and one step's schedule.
 
-    Example:
+    Examples:
         >>> wb.show(run).data != ()
         True
     """

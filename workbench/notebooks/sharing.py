@@ -57,7 +57,7 @@ def share(notebook: PathLike, to: PathLike = "shared", *, runs: Runs | None = No
     as their names or their form tell, and scripts in texts and outputs are removed. Raises `WorkbenchError` if `to`
     holds the notebook itself.
 
-    Example:
+    Examples:
         >>> shared = wb.share("curves.ipynb", to="shared")
         >>> shared.page.name
         'curves.html'

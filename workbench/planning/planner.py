@@ -39,7 +39,7 @@ def plan(
     Raises `PlanInfeasible` if nothing fits, `CaptureError` if the model cannot be captured, `DataError` if the data
     cannot feed it.
 
-    Example:
+    Examples:
         >>> plan = wb.plan(experiment)
         >>> plan.prediction.step_ms > 0
         True
@@ -62,7 +62,7 @@ def search(
 
     Arguments and errors are those of `wb.plan`.
 
-    Example:
+    Examples:
         >>> plans = wb.search(experiment)
         >>> plans.best.global_batch
         8

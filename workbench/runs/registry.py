@@ -104,7 +104,7 @@ def list_runs(
             largest. Runs without the figure come last.
         archived: list archived runs too.
 
-    Example:
+    Examples:
         >>> wb.list_runs(state="finished", sort="loss").rows()[0]["step"]
         40
     """
@@ -146,7 +146,7 @@ def load_run(path: OneRun) -> Run:
     The beginning of a name is enough if only one run has it. Nothing that lies in the run directory is executed.
     Raises `RunNotFound`, with near matches.
 
-    Example:
+    Examples:
         >>> wb.load_run(run.path).name == run.name
         True
     """

@@ -40,7 +40,7 @@ def launch(
     Raises `PlanMismatch` for a plan of another model, `PlanInfeasible` if no plan fits, `CaptureError` if the model
     cannot be captured, and `DataError` if the data cannot feed it.
 
-    Example:
+    Examples:
         >>> run = wb.launch(experiment.replace(seed=2))
         >>> run.wait().status.state
         'finished'

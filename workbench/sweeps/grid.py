@@ -258,7 +258,7 @@ def grid(
     a plan, an empty axis or more than 5,000 cells, `PlanInfeasible` for a value that no plan can have, and what
     `wb.plan` raises for the experiment.
 
-    Example:
+    Examples:
         >>> grid = wb.grid(experiment, zero=[0, 1], micro_batch=[1, 2])
         >>> len(grid)
         4

@@ -54,7 +54,7 @@ def sweep(
     Raises `UnknownParameter` for an axis that is no field, `InvalidExperiment` for values that cannot train, and what
     `wb.launch` raises.
 
-    Example:
+    Examples:
         >>> sweep = wb.sweep(experiment, learning_rate=[1e-3, 3e-3]).wait()
         >>> len(sweep.results())
         2

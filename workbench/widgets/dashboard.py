@@ -183,7 +183,7 @@ def live(runs: Runs, x: str = "tokens", smoothing: float = SMOOTHING) -> Live:
 
     Raises `UnknownParameter` for an x axis that does not exist, and `InvalidArgument` without a run.
 
-    Example:
+    Examples:
         >>> dashboard = wb.live(runs, x="step")
         >>> dashboard.close()
     """

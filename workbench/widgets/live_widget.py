@@ -20,6 +20,8 @@ from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
 
 REST_FACTOR = 3.0
 """Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
+LAST_TRIES = 5
+"""Number of failed updates in a row after which a widget gives up: files may be moved while they are read."""
 UNSEEN_FACTOR = 10.0
 """Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
 
@@ -94,24 +96,29 @@ class LiveWidget(widgets.VBox):
         super().close()
 
     def _follow(self) -> None:
-        rest_s = self._every_s
-        try:
-            while True:
-                self._wake.wait(rest_s)
-                self._wake.clear()
-                if self._closed.is_set() or self.comm is None:
-                    return
-                started, computed = time.monotonic(), time.process_time()
+        rest_s, failures = self._every_s, 0
+        while True:
+            self._wake.wait(rest_s)
+            self._wake.clear()
+            if self._closed.is_set() or self.comm is None:
+                return
+            started, computed = time.monotonic(), time.process_time()
+            try:
                 if self.update():
                     self.twins.leave()
                     return
                 self.twins.update()
-                # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
-                work_s = min(time.monotonic() - started, time.process_time() - computed)
-                rest_s = max(self._every_s * (1 if self._view_count else UNSEEN_FACTOR), REST_FACTOR * work_s)
-        except Exception as error:  # a widget that no longer updates must say so
-            reason = html.escape(f"{type(error).__name__}: {error}")
-            self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
+            except Exception as error:  # a widget that no longer updates must say so
+                failures += 1
+                if failures == LAST_TRIES:
+                    reason = html.escape(f"{type(error).__name__}: {error}")
+                    self.note.value = f"<b>This view stopped updating</b> ({reason}). The runs go on; show it again."
+                    return
+            else:
+                failures = 0
+            # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
+            work_s = min(time.monotonic() - started, time.process_time() - computed)
+            rest_s = max(self._every_s * (1 if self._view_count else UNSEEN_FACTOR), REST_FACTOR * work_s)
 
     def _ipython_display_(self) -> None:
         self._in_a_hurry = self.following

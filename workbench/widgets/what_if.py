@@ -148,7 +148,7 @@ def what_if(experiment: Experiment, cluster: Cluster | None = None) -> WhatIf:
 
     The model is captured and profiled once, for devices of `cluster`, by default of this machine.
 
-    Example:
+    Examples:
         >>> sliders = wb.what_if(experiment, wb.Cluster.of("h200", gpus=2))
         >>> sliders.close()
     """
