@@ -67,7 +67,7 @@ def test_twins_are_updated_at_most_every_half_minute_and_always_at_the_end(
 
 
 class Counting(LiveWidget):
-    """A widget that counts its updates, and ends or fails at one of them."""
+    """A widget that counts its updates, and ends at one of them, or fails from one on."""
 
     def __init__(self, last: int = 10**9, broken: int = 10**9) -> None:
         super().__init__(0.01)
@@ -76,7 +76,7 @@ class Counting(LiveWidget):
 
     def update(self) -> bool:
         self.count += 1
-        if self.count == self.broken:
+        if self.count >= self.broken:
             raise OSError("no <such> file")
         return self.count == self.last
 
