@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.harness import launch
 from tests.distributed.test_every_plan import MICRO_BATCH, Case, part_of, plan_of, trainer_of
-from tests.distributed.test_unusual_models import WIDTH, Residual, batch_of, captured, difference
-from workbench.capture import build_meta
+from tests.distributed.test_unusual_models import WIDTH, Residual, batch_of, captured, difference, spec_of
+from workbench.capture import build_meta, capture
 from workbench.capture.opaque import is_opaque
 
 TOLERANCE = 1e-5
@@ -147,6 +147,36 @@ def test_models_with_opaque_parts_equal_plain_pytorch() -> None:
 def test_capture_without_weights_finds_the_same_opaque_blocks(name: str) -> None:
     real, meta = captured(name, MODELS[name]().train()), captured(name, build_meta(MODELS[name]))
     assert [block.block_type for block in real.blocks] == [block.block_type for block in meta.blocks]
+
+
+class Spoken(nn.Module):
+    """A model of speech whose loss allocates as much as the values of the lengths say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.letters = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, spoken: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+        scores = self.letters(self.hidden(x).relu()).log_softmax(-1)
+        return functional.ctc_loss(scores.transpose(0, 1), text, spoken, said)
+
+
+def _spoken(_rank: int, cases: tuple[Case, ...]) -> dict[Case, float]:
+    torch.manual_seed(0)
+    model, found = Spoken().train(), {}
+    batch = {"x": torch.randn(16, 12, WIDTH), "text": torch.randint(1, 6, (16, 3))}
+    batch |= {"spoken": torch.tensor(8 * [12, 11]), "said": torch.tensor(8 * [3, 2])}
+    graph = capture(model, {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch.items()}, name="Spoken")
+    for case in cases:
+        plan = plan_of(graph, case)
+        part = {key: value[: plan.global_batch] for key, value in batch.items()}
+        found[case] = difference(copy.deepcopy(model), graph, plan, part)
+    return found
+
+
+def test_a_ctc_loss_equals_that_of_plain_pytorch() -> None:
+    found = launch(_spoken, 1, ALONE) | launch(_spoken, 2, (Case(data=2), Case(data=2, zero=3, num_microbatches=2)))
+    assert max(found.values()) <= TOLERANCE, found
 
 
 class Drawing(Layered):
