@@ -117,6 +117,9 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     assert len(drawn) == 7, "two of the sweep, one of the sliders and of the plan, one compared, two of the dashboard"
     assert min(drawn.values()) > 1500, drawn
 
+    names = page.locator(".jupyter-widgets .js-plotly-plot").evaluate_all("all => all.map(node => node.ariaLabel)")
+    assert names and "Figure" not in names, names
+
     theme(page, DARK)
     weak = {}
     for index in range(figures.count()):

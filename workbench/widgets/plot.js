@@ -43,9 +43,17 @@ function decoded(trace) {
   return trace;
 }
 
+// Returns what a screen reader says of a figure: its title, or what its axes show.
+function name({ title, yaxis, xaxis }) {
+  const [main, y, x] = [title, yaxis?.title, xaxis?.title].map(
+    given => String(given?.text ?? "").replace(/<[^>]*>/g, " ").trim());
+  return main || [y, x].filter(Boolean).join(" over ") || "Figure";
+}
+
 async function render({ model, el }) {
   const Plotly = await plotly(model);
   const node = document.createElement("div");
+  node.setAttribute("role", "figure");
   el.append(node);
   const parsed = [];  // for each trace: its JSON text and its value
   let timer = null, stale = true, ended = 0, duration = 0, width = 0, listening = false, gone = false;
@@ -66,6 +74,7 @@ async function render({ model, el }) {
     stale = false;
     if (!layout) return;
     width = node.offsetWidth;
+    node.setAttribute("aria-label", name(layout));
     const shown = data ?? Array.from({ length: traces }, (_, index) => trace(index));
     Plotly.react(node, shown, { ...layout, width, autosize: false }, { ...config, responsive: false });
     if (!listening) {
