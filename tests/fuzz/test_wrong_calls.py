@@ -153,7 +153,12 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "smoothing": {("0",): "the raw values"},
         "scatter": {("1.5", "10**18"): "a standard deviation"},
     },
-    "list_runs": {"root": {FILES: "a folder without runs"}},
+    "list_runs": {
+        "root": {FILES: "a folder without runs"},
+        "tag": {FILES: "a tag that no run has"},
+        "text": {FILES: "a text to look for"},
+        "archived": {("True",): "a choice"},
+    },
     "diverged": {
         "above": {("-1", "0", "-0.5", "1.5", "10**18", "2**70"): "a loss"},
         "after": {("0", "10**18", "2**70", "10**400"): "a step"},
@@ -182,6 +187,8 @@ ACCEPTED: Mapping[str, Mapping[str, Mapping[tuple[str, ...], str]]] = {
         "account": {("unknown name", "long text"): "a name that Slurm looks up"},
         "options": {("[]",): "no option"},
     },
+    "Run.note": {"text": {TEXTS: "a note"}},
+    "Run.archive": {"archived": {("True",): "a choice"}},
     "Run.wait": {"timeout": {("inf", "-inf", "-1", "0", "-0.5", "1.5", "10**18"): "seconds; the run has ended"}},
     "Run.stop": {"wait": {("True",): "a choice"}},
     "Run.kill": {"wait": {("True",): "a choice"}},
@@ -325,6 +332,8 @@ def _targets(world: Mapping[str, Any]) -> list[Target]:
         ("Run.stop", run.stop, {}, ()),
         ("Run.kill", run.kill, {}, ()),
         ("Run.logs", run.logs, {}, ()),
+        ("Run.note", run.note, {}, ()),
+        ("Run.archive", run.archive, {}, ()),
         ("data.corpus", wb.data.corpus, {}, ()),
         ("data.hub", wb.data.hub, {"name": "some/text"}, ()),
         ("models.gpt3", wb.models.gpt3, {}, ()),
@@ -465,6 +474,7 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "ScalingLaw.difference ScalingLaw.differences ScalingLaw.losses ScalingLaw.predict": "arithmetic on arrays",
     "ladder pair_difference": "take a law that was fitted to runs",
     "Cluster.from_json": "given what `to_json` of a plan wrote, which `Plan.from_json` checks",
+    "Run.tag Run.untag": "take any number of words, and are tested with wrong ones beside the labels of runs",
     "Sweep.cells Grid.in_words Figure.laid_out": "make tables and pictures of what is shown",
     "as_data as_model data_fingerprint encoded_prompts data.from_json models.from_json sparsity.from_json": (
         "called with what an experiment has checked, or with what it wrote"
