@@ -46,8 +46,8 @@ class Net(nn.Module):
 
 class Branching(Net):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if labels.max() > 1:
-            x = -x
+        if x.sum() > -1e9:
+            x.mul_(2)
         return super().forward(x, labels)
 
 
@@ -210,7 +210,7 @@ def test_an_empty_dataset_is_refused_by_plan_and_by_launch() -> None:
 
 def test_a_model_that_cannot_be_captured_is_refused_with_its_line() -> None:
     for request in (lambda e: wb.plan(e, CPU), wb.planning.graph):
-        error = refused(CaptureError, lambda r=request: r(own(model=Branching)), "if labels.max() > 1", "torch.where")
+        error = refused(CaptureError, lambda r=request: r(own(model=Branching)), "if x.sum() > -1e9", "torch.where")
         assert error.facts["file"] == __file__
 
 

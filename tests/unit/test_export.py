@@ -12,8 +12,8 @@ from figure_values import curve, plan
 
 from workbench.errors import DataError
 from workbench.figures.curves_view import loss_curves
-from workbench.figures.figure import save
-from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME, mimebundle, notebook_to_html, save_html
+from workbench.figures.figure import PLOTLY_MIME, mimebundle, save
+from workbench.figures.pages import WIDGET_MIME, notebook_to_html, save_html
 from workbench.figures.plan_view import plan_html, show_plan
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)

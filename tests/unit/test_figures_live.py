@@ -289,9 +289,10 @@ def test_a_notebook_executed_without_a_browser_keeps_something_to_read(tmp_path:
     cells = [
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
         "from workbench.runs.run import Run\nfrom workbench.widgets import live",
-        f"live(Run({str(running.path)!r}))",
+        f"begun = live(Run({str(running.path)!r}))\nbegun",
         f"over = live(Run({str(ended.path)!r}))\nover",
-        "import time\nwhile over.following:\n    time.sleep(0.05)\ntime.sleep(0.5)",
+        "import time\nwhile over.following or not all('image/png' in each for each in begun.twins._bundles[1:]):\n"
+        "    time.sleep(0.05)\ntime.sleep(0.5)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

@@ -33,8 +33,8 @@ class Net(nn.Module):
 
 class Branching(Net):
     def forward(self, x):
-        if self.layer(x).sum() > 0:
-            x = 2 * x
+        if self.layer(x).sum() > -1e9:
+            x.mul_(2)
         return self.layer(x).square().mean()
 
 secret = "a word of another cell's"
@@ -101,7 +101,7 @@ def test_other_errors_and_cells_after_an_error_are_left_alone(kernel: Kernel) ->
 def test_a_refused_model_is_quoted_by_its_cell_and_its_text(kernel: Kernel) -> None:
     kernel.run("wb.plan(wb.Experiment(model=Branching, data=Data(), steps=3, global_batch=4))")
     assert kernel.error["ename"] == "CaptureError"
-    assert "at Cell In[1], line 23 (`if self.layer(x).sum() > 0:`)" in kernel.error["evalue"]
+    assert "at Cell In[1], line 23 (`if self.layer(x).sum() > -1e9:`)" in kernel.error["evalue"]
     assert "/ipykernel_" not in "\n".join(kernel.error["traceback"])
 
 
