@@ -23,6 +23,7 @@ from workbench.runs.launching import processes
 from workbench.runs.run import Run
 from workbench.sweeps import start
 from workbench.sweeps.rules import diverged
+from workbench.sweeps.study import RUN
 from workbench.sweeps.sweep import Sweep
 
 HERE = Path(__file__).resolve().parent
@@ -117,7 +118,9 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     assert [len(run.history()) for run in again.runs] == [20] * 12
     storage = JournalStorage(JournalFileBackend(str(again.directory.journal)))
     [study] = optuna.get_all_study_summaries(storage)
-    kept = optuna.load_study(study_name=study.study_name, storage=storage).get_trials()
+    trials = optuna.load_study(study_name=study.study_name, storage=storage).get_trials()
+    kept = [trial for trial in trials if RUN in trial.user_attrs]
+    assert len(trials) - len(kept) <= 1, "the kill may fall between the two writes that open a trial"
     assert {trial.state.name for trial in kept} == {"COMPLETE"}, "adopted runs keep their trials"
     told = [(trial.params["learning_rate"], trial.params["global_batch"], trial.params["seed"]) for trial in kept]
     assert sorted(told) == sorted(trained)
