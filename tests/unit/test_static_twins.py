@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -127,6 +129,26 @@ def test_a_live_widget_that_no_page_shows_is_updated_less_often(monkeypatch: pyt
     widget._view_count = 1  # as the page sets it
     eventually(lambda: widget.count > 3)
     widget.close()
+
+
+def test_a_process_ends_after_the_update_that_its_live_widgets_have_begun() -> None:
+    script = """
+import time
+from workbench.widgets.live_widget import LiveWidget
+
+class Slow(LiveWidget):
+    def update(self):
+        time.sleep(0.5)
+        print("updated", flush=True)
+    def twin(self):
+        return ("",)
+
+widget = Slow(0.01)
+widget.follow()
+time.sleep(0.2)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["updated"]), ended.stderr
 
 
 def test_an_output_is_emptied_before_it_gets_another_figure(outputs: list[Output]) -> None:

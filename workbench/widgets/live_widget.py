@@ -6,9 +6,11 @@ has closed the widget's comm. It must not print: its output would land in whiche
 
 from __future__ import annotations
 
+import atexit
 import html
 import threading
 import time
+import weakref
 from typing import Any
 
 import ipywidgets as widgets
@@ -24,6 +26,16 @@ LAST_TRIES = 5
 """Number of failed updates in a row after which a widget gives up: files may be moved while they are read."""
 UNSEEN_FACTOR = 10.0
 """Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
+EXIT_S = 10.0
+"""Longest time that the end of the process waits for an update."""
+_following: weakref.WeakSet[LiveWidget] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """End the threads before the interpreter does: it aborts if it stops one inside a C++ library."""
+    for widget in list(_following):
+        widget.stop()
 
 
 class LiveWidget(widgets.VBox):
@@ -78,6 +90,7 @@ class LiveWidget(widgets.VBox):
             shell.events.register("post_run_cell", self._on_cell_end)
         self._thread = threading.Thread(target=self._follow, name=f"workbench-{type(self).__name__}", daemon=True)
         self._thread.start()
+        _following.add(self)
 
     def wake(self) -> None:
         """Update the widget at once."""
@@ -88,6 +101,13 @@ class LiveWidget(widgets.VBox):
             self.wake()
         elif (shell := get_ipython()) is not None:
             shell.events.unregister("post_run_cell", self._on_cell_end)
+
+    def stop(self) -> None:
+        """Stop updating, and wait for an update that has begun."""
+        self._closed.set()
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(EXIT_S)
 
     def close(self) -> None:
         """Stop updating and remove the widget from the page; the runs go on."""
