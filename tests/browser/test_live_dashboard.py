@@ -74,7 +74,9 @@ def test_curves_grow_stop_stops_and_the_saved_notebook_keeps_a_plain_figure(
     picture(page, "live-failed")
     assert not (Path(first) / "STOP").exists()
     page.get_by_role("button", name="Stop").first.click()
-    page.get_by_text("stopped", exact=True).or_(page.get_by_text("stopped, step")).first.wait_for(timeout=20_000)
+    page.locator(".jp-Notebook").get_by_text("stopped", exact=True).or_(
+        page.locator(".jp-Notebook").get_by_text("stopped, step")
+    ).first.wait_for(timeout=20_000)
     assert (Path(first) / "STOP").exists()
 
     page.wait_for_selector(".jupyter-widgets", state="detached", timeout=20_000)
@@ -112,7 +114,7 @@ def test_a_notebook_saved_while_runs_train_shows_their_curves_without_its_kernel
     page.locator(".jp-RenderedPlotly").first.wait_for()
     page.wait_for_function(picture_of_it)
     page.get_by_text("Error displaying widget").first.wait_for(state="hidden")
-    assert page.locator(".workbench-saved b").first.inner_text() == "training"
+    assert "training" in page.locator(".workbench-saved b").all_inner_texts()
     picture(page, "saved-without-kernel")
 
     converted, _ = HTMLExporter().from_filename(str(server.root / name))
@@ -166,7 +168,9 @@ def test_stop_answers_while_a_cell_runs(lab_page: Any, server: lab.Server, start
     points = max(page.evaluate(POINTS))
     wait_for_points(page, points + 20)
     page.get_by_role("button", name="Stop").first.click()
-    page.get_by_text("stopped", exact=True).or_(page.get_by_text("stopped, step")).first.wait_for(timeout=10_000)
+    page.locator(".jp-Notebook").get_by_text("stopped", exact=True).or_(
+        page.locator(".jp-Notebook").get_by_text("stopped, step")
+    ).first.wait_for(timeout=10_000)
     assert (Path(directory) / "STOP").exists()
     assert page.locator(".jp-InputPrompt").nth(1).inner_text() == "[*]:"
 
