@@ -6,7 +6,7 @@ random numbers and buffers that the forward found, and differentiates it. Buffer
 copies and results with their new values, so that the graph writes them once. No result shares memory with an argument.
 
 Export needs the shapes of the results: the code runs on random values on the CPU (or with the model's own values, where
-it has them), twice, and must return the same shapes.
+it has them), three times, and must return the same shapes.
 """
 
 from __future__ import annotations

@@ -11,11 +11,13 @@ import html
 import threading
 import time
 import weakref
+from abc import ABCMeta, abstractmethod
 from typing import Any
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
 from IPython import get_ipython
+from traitlets import MetaHasTraits
 
 from workbench.figures.figure import mimebundle
 from workbench.widgets.static_twin import EMPTY, StaticTwins, twin_hider
@@ -38,7 +40,11 @@ def _end() -> None:
         widget.stop()
 
 
-class LiveWidget(widgets.VBox):
+class _Abstract(ABCMeta, MetaHasTraits):
+    """Lets a widget have abstract methods."""
+
+
+class LiveWidget(widgets.VBox, metaclass=_Abstract):
     """A column of widgets that updates itself. `close()` ends it; the runs go on.
 
     `again` is the call that shows it anew after a restart of the kernel, where that is not its cell's.
@@ -56,13 +62,13 @@ class LiveWidget(widgets.VBox):
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
+    @abstractmethod
     def update(self) -> bool:
         """Draw what is new; return True if nothing more will come."""
-        raise NotImplementedError
 
+    @abstractmethod
     def twin(self) -> tuple[Any, ...]:
         """Return what a saved notebook shows: HTML, and up to two MIME bundles of figures."""
-        raise NotImplementedError
 
     def remains(self) -> dict[str, Any]:
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""

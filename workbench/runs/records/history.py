@@ -47,6 +47,8 @@ class History:
     `history.loss` and `history["loss"]` are the same column; `workbench.columns.COLUMNS` describes each. `tokens`,
     `samples`, `flops`, `seconds` and `gpu_hours` count from the start of training, over all devices and over every
     resumption.
+
+    `begins_after` is the step that the first logged one follows: 0, or that of a checkpoint; None if it is not known.
     """
 
     def __init__(self, columns: Mapping[str, Column], begins_after: int | None = None) -> None:
