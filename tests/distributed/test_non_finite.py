@@ -107,7 +107,7 @@ def _located(_rank: int, cases: tuple[Case, ...]) -> list[str]:
             if any((now[name] != weight).any() for name, weight in weights.items()):
                 wrong.append(f"{case}: the weights moved after a step that was not finite")
         origin, _ = find("x", torch.nan)
-        if origin is None or (origin.place, origin.block, origin.micro_batch) != (BATCH, 0, micro_batch):
+        if origin is None or (origin.source, origin.block, origin.micro_batch) != (BATCH, 0, micro_batch):
             wrong.append(f"{case}: a batch with NaN gives {origin}")
         origin, sentence = locate(trainer, 1, (part := part_of(trainer, whole)), trainer.count_labels_on_host(part))
         if origin is not None or "second pass over the step is finite" not in sentence:
@@ -117,7 +117,7 @@ def _located(_rank: int, cases: tuple[Case, ...]) -> list[str]:
                 if key == f"layers.{BROKEN}.down.weight":
                     weight.mul_(torch.nan)
         origin, _ = locate(trainer, 1, part, trainer.count_labels_on_host(part))
-        if origin is None or (origin.place, origin.block) != (WEIGHT, broken):
+        if origin is None or (origin.source, origin.block) != (WEIGHT, broken):
             wrong.append(f"{case}: a weight of NaN gives {origin}")
     return wrong
 

@@ -63,6 +63,6 @@ def _located(_rank: int, case: Case, optimizer: str) -> list[str]:
             assert context.cuda_graphs is not None
             assert context.cuda_graphs.replays
         origin, sentence = locate(trainer, STEPS, damaged, trainer.count_labels_on_host(damaged))
-        if origin is None or (origin.place, origin.block, origin.micro_batch) != (place, broken, 3):
+        if origin is None or (origin.source, origin.block, origin.micro_batch) != (place, broken, 3):
             wrong.append(f"{changed}: {origin} {sentence}")
     return wrong

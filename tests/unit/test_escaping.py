@@ -18,8 +18,8 @@ from workbench.figures.plan_view import plan_html, show_plan
 from workbench.rundir import append_event, write_record
 from workbench.runs.registry import list_runs
 from workbench.runs.run import Run
+from workbench.widgets.dashboard_row import DashboardRow, rows_html
 from workbench.widgets.run_reader import RunReader
-from workbench.widgets.run_row import RunRow, rows_html
 
 MARKUP, TEXT = "<img src=x onerror=alert(1)>", "&lt;img src=x onerror=alert(1)&gt;"
 
@@ -53,7 +53,7 @@ def test_a_dashboard_shows_them_as_text(failed: Run) -> None:
     snapshot = reader.read()
     assert_is_text(snapshot.failure_html, times=4)  # name, type, message, traceback
     assert_is_text(rows_html([snapshot], [failed.name]), times=2)
-    row = RunRow(reader, 0)
+    row = DashboardRow(reader, 0)
     row.show(snapshot)
     assert_is_text("".join(child.value for child in row.box.children if isinstance(getattr(child, "value", 0), str)))
     queued = replace(snapshot, status=replace(snapshot.status, state="queued", message=f"Waits for {MARKUP}."))

@@ -18,8 +18,8 @@ from workbench.rundir import append_event
 from workbench.runs.records.follow import progress_line
 from workbench.runs.registry import list_runs
 from workbench.widgets import WhatIf, live
+from workbench.widgets.dashboard_row import STATE_COLORS
 from workbench.widgets.plot import Plot, growing_plot
-from workbench.widgets.run_row import STATE_COLORS
 
 
 def test_the_panel_shows_what_the_planner_answers_for_the_sliders() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from workbench.data._ring import Ring
-from workbench.data._sampling import TextSamples, shuffled
+from workbench.data._sampling import TokenSamples, shuffled
 from workbench.data._stream import SampleStream
 from workbench.errors import DataError
 from workbench.tensors import TensorSpec
@@ -53,7 +53,7 @@ class TrainingDataset(Dataset[Batch], ABC):
 class TextDataset(TrainingDataset):
     """Samples of a tokenised corpus; fields are int64 tensors."""
 
-    def __init__(self, samples: TextSamples, length: int) -> None:
+    def __init__(self, samples: TokenSamples, length: int) -> None:
         super().__init__(length)
         self.samples = samples
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.data._datasets import StreamedDataset, TextDataset
 from workbench.data._encoding import Encoder, EncodingProcess
-from workbench.data._sampling import EVALUATION_SEED, SAMPLES, TextSamples
+from workbench.data._sampling import EVALUATION_SEED, SAMPLES, TokenSamples
 from workbench.data._source import DataSource, Prepared, SampleRequest
 from workbench.data._split import SplicedTokens, split, split_of_stream
 from workbench.data._store import TokenStore
@@ -135,7 +135,7 @@ class ExperimentText:
         return int(self.data.shuffle_buffer or DEFAULT_BUFFER)
 
     @property
-    def _samples(self) -> functools.partial[TextSamples]:
+    def _samples(self) -> functools.partial[TokenSamples]:
         """Samples of the training, made from a text."""
         return functools.partial(
             SAMPLES[self.objective],

@@ -114,7 +114,7 @@ def _feistel(value: U64, keys: list[U64], half_bits: int) -> U64:
 
 
 @dataclass(frozen=True)
-class TextSamples(ABC):
+class TokenSamples(ABC):
     """Samples of a token stream that is cut into windows of `width`, which are read in a new order each epoch."""
 
     store: TokenStore | SplicedTokens | Ring
@@ -163,7 +163,7 @@ class TextSamples(ABC):
         """Return the fields of the samples with those indices, each with a leading batch dim."""
 
 
-class CausalSamples(TextSamples):
+class CausalSamples(TokenSamples):
     """Samples whose `input_ids` and `labels` are one window of the stream; the model shifts them."""
 
     def batch(self, index_B: I64) -> dict[str, NDArray[Any]]:
@@ -171,7 +171,7 @@ class CausalSamples(TextSamples):
         return {"input_ids": ids_BS, "labels": ids_BS.copy()}
 
 
-class MaskedSamples(TextSamples):
+class MaskedSamples(TokenSamples):
     """Samples `[CLS] window [SEP]` with BERT's masking. A window may run on from one document into the next."""
 
     SPECIAL_POSITIONS = 2
@@ -184,7 +184,7 @@ class MaskedSamples(TextSamples):
         return {"input_ids": input_ids, "labels": labels}
 
 
-class PairedSamples(TextSamples):
+class PairedSamples(TokenSamples):
     """Samples `[CLS] A [SEP] B [SEP]` without padding: B continues A or, half the time, is from another document.
 
     A window of the stream is split at a random position in its middle half. `next_sentence_label` is 0 for a
@@ -274,7 +274,7 @@ def special_id(token: str) -> int:
     return SPECIAL_TOKENS["wordpiece"].index(token)
 
 
-SAMPLES: dict[str, type[TextSamples]] = {
+SAMPLES: dict[str, type[TokenSamples]] = {
     "clm": CausalSamples,
     "mlm": MaskedSamples,
     "mlm_nsp": PairedSamples,

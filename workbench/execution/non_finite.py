@@ -22,17 +22,17 @@ from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.trainer import Trainer
 from workbench.optimizers.shards import local
 
-BATCH, WEIGHT, FORWARD, BACKWARD, GRADIENT = PLACES = range(5)
-"""Places of a number that is not finite: a batch field that a block reads, its weights, a value that it sends, a
+BATCH, WEIGHT, FORWARD, BACKWARD, GRADIENT = SOURCES = range(5)
+"""Sources of a number that is not finite: a batch field that a block reads, its weights, a value that it sends, a
 gradient that it passes on, the gradient of its weights."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The first place of a step at which a number was not finite."""
+    """The first source of a step at which a number was not finite."""
 
-    place: int
-    """One of `PLACES`."""
+    source: int
+    """One of `SOURCES`."""
     block: int
     block_name: str
     stage: int
@@ -50,14 +50,14 @@ class Origin:
             FORWARD: f"It arose in the forward of {block}: everything before that block is finite.",
         }
         in_backward = f"It arose in the backward of {block}: the forward and all later blocks are finite."
-        return sentences.get(self.place, in_backward)
+        return sentences.get(self.source, in_backward)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The fields of the error record."""
-        places = ("batch", "weights", "forward", "backward", "backward")
+        sources = ("batch", "weights", "forward", "backward", "backward")
         return {
-            "place": places[self.place],
+            "source": sources[self.source],
             "block": self.block,
             "block_name": self.block_name,
             "stage": self.stage,
@@ -98,7 +98,7 @@ def locate(
 
 
 class _Observer:
-    """Hooks on the blocks of one rank, which note the first micro-batch of each place that is not finite.
+    """Hooks on the blocks of one rank, which note the first micro-batch of each source that is not finite.
 
     Everything is noted on the device, so that the schedule of the pipeline runs as it does in training.
     """
@@ -107,7 +107,7 @@ class _Observer:
         self._trainer, self._plan, self._context = trainer, trainer.plan, trainer.context
         self._modules = [module for stage in trainer.stages.stages for module in stage.block_modules()]
         self._never = trainer.plan.num_microbatches * trainer.plan.data
-        shape = (len(PLACES), len(trainer.graph.blocks))
+        shape = (len(SOURCES), len(trainer.graph.blocks))
         self._first = torch.full(shape, self._never, dtype=torch.int64, device=trainer.context.device)
 
     @contextmanager
@@ -122,7 +122,7 @@ class _Observer:
                 handle.remove()
 
     def origin(self) -> Origin | None:
-        """Return the first place over all ranks; a collective."""
+        """Return the first source over all ranks; a collective."""
         for stage in self._trainer.stages.stages:
             weights = stage.model_parameters()
             for module in stage.block_modules():
@@ -132,35 +132,35 @@ class _Observer:
                         self._note(GRADIENT, module.block.index, 0, weights[name].grad)
         dist.all_reduce(self._first, op=dist.ReduceOp.MIN)
         first = self._first.tolist()
-        for place in (BATCH, WEIGHT, FORWARD):
-            for block, micro_batch in enumerate(first[place]):
+        for source in (BATCH, WEIGHT, FORWARD):
+            for block, micro_batch in enumerate(first[source]):
                 if micro_batch < self._never:
-                    return self._found(place, block, micro_batch)
+                    return self._found(source, block, micro_batch)
         for block in reversed(range(len(first[BACKWARD]))):  # the backward comes to the last block first
-            for place in (BACKWARD, GRADIENT):
-                if first[place][block] < self._never:
-                    return self._found(place, block, first[place][block])
+            for source in (BACKWARD, GRADIENT):
+                if first[source][block] < self._never:
+                    return self._found(source, block, first[source][block])
         return None
 
-    def _found(self, place: int, block: int, micro_batch: int) -> Origin:
+    def _found(self, source: int, block: int, micro_batch: int) -> Origin:
         stage = next(stage.index for stage in self._plan.stages if block < stage.end_block)
-        is_known = place not in (WEIGHT, GRADIENT)
+        is_known = source not in (WEIGHT, GRADIENT)
         name, count = self._plan.block_names[block], len(self._plan.block_names)
-        return Origin(place, block, name, stage, count, micro_batch if is_known else None)
+        return Origin(source, block, name, stage, count, micro_batch if is_known else None)
 
     @property
     def _micro_batch(self) -> int:
         """The micro-batch of the global batch whose forward runs."""
         return self._context.first_microbatch + self._context.microbatch
 
-    def _note(self, place: int, block: int, micro_batch: int, value: Any) -> None:
+    def _note(self, source: int, block: int, micro_batch: int, value: Any) -> None:
         """Note the micro-batch if the value is not finite.
 
         Minus infinity in a value counts only where gradients flow, since masks of attention are made of it.
         """
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return
-        allows_minus = place in (BATCH, FORWARD) and not value.requires_grad
+        allows_minus = source in (BATCH, FORWARD) and not value.requires_grad
         value = local(value.detach())
         value = value.coalesce().values() if value.is_sparse else value
         value = torch.view_as_real(value) if value.is_complex() else value
@@ -169,7 +169,7 @@ class _Observer:
         low, high = value.aminmax()  # NaN if any element is NaN; needs no memory of the value's size
         is_finite = high.isfinite() | (high == -math.inf) if allows_minus else high.isfinite() & low.isfinite()
         found = torch.where(is_finite, self._never, micro_batch)
-        self._first[place, block] = torch.minimum(self._first[place, block], found)
+        self._first[source, block] = torch.minimum(self._first[source, block], found)
 
     def _before(self, module: BlockModule, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note the batch fields of a block, and observe the gradients that it will pass on."""

@@ -23,10 +23,17 @@ from workbench.figures.prepared_curve import map_in_threads
 from workbench.rundir import runs_root
 from workbench.runs.registry import Runs, distinct_names, load_runs
 from workbench.runs.run import Run
+from workbench.widgets.dashboard_row import (
+    DashboardRow,
+    failures_html,
+    fixed_width,
+    name_width,
+    respond_while_busy,
+    rows_html,
+)
 from workbench.widgets.live_figures import CurveSettings, LiveLossFigure, LivePanelsFigure, shared_axis
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.run_reader import RunReader, Snapshot
-from workbench.widgets.run_row import RunRow, failures_html, fixed_width, name_width, respond_while_busy, rows_html
 from workbench.widgets.samples_view import samples_at, samples_table
 from workbench.widgets.static_twin import HIDE_ROWS, WIDGET_CLASS
 
@@ -49,7 +56,9 @@ class Live(LiveWidget):
         self._drawn_state: tuple[Any, ...] | None = None
         self._zoomed_at = -PANELS_AFTER_ZOOM_S
         width_px = name_width(self._labels)
-        self._rows = [RunRow(reader, index, self._follow_again, width_px) for index, reader in enumerate(self._readers)]
+        self._rows = [
+            DashboardRow(reader, index, self._follow_again, width_px) for index, reader in enumerate(self._readers)
+        ]
         self._controls = Controls(settings, self.wake)
         self._key, self._texts, self._failures = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._loss = LiveLossFigure(self._snapshots, settings, self.wake)

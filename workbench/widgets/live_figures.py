@@ -39,9 +39,9 @@ from workbench.figures.panels_view import (
 )
 from workbench.figures.prepared_curve import TRACE_ROLES, Preparation, PreparedCurve, map_in_threads
 from workbench.figures.utilization_view import utilization_traces
+from workbench.widgets.dashboard_row import respond_while_busy
 from workbench.widgets.plot import GrowingPlot, growing_plot
 from workbench.widgets.run_reader import Snapshot
-from workbench.widgets.run_row import respond_while_busy
 
 PANELS_S = 1.0
 """Seconds between two updates of the panels, whose rates and memory change slowly."""

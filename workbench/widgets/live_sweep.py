@@ -18,10 +18,10 @@ from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
 from workbench.tables import Html, html_table
+from workbench.widgets.dashboard_row import DashboardRow, name_width, swatch
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
 from workbench.widgets.run_reader import RunReader, Snapshot
-from workbench.widgets.run_row import RunRow, name_width, swatch
 
 REFRESH_S = 0.5
 """Seconds between two looks at the sweep's directory."""
@@ -100,7 +100,7 @@ class _Reader:
         self._reader = RunReader(run.path)
         values = {**row.values, "seed": run.config["seed"]}
         self._name = ", ".join(f"{name} {value}" for name, value in values.items())
-        self._row = RunRow(self._reader, row.index, name_px=name_width([self._name]))
+        self._row = DashboardRow(self._reader, row.index, name_px=name_width([self._name]))
         self.box = self._row.box
         self.refresh()
 

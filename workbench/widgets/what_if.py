@@ -28,9 +28,9 @@ from workbench.planning.profiling import profile_and_cluster
 from workbench.planning.search import uncollected
 from workbench.planning.search import what_if as plan_again
 from workbench.units import GIB
+from workbench.widgets.dashboard_row import fixed_width, respond_while_busy
 from workbench.widgets.live_widget import LiveWidget
 from workbench.widgets.plot import Plot
-from workbench.widgets.run_row import fixed_width, respond_while_busy
 
 AUTO = "auto"
 """Position of the micro-batch slider that leaves the micro-batch to the planner."""

@@ -28,7 +28,7 @@ Lines = NDArray[np.int64]
 LOGGED = tuple(name for name, column in COLUMNS.items() if not column.is_derived)
 """The figures of a `step` event that become columns, in this order."""
 SAMPLE_ROWS = 5
-"""Rows of `Block.samples`."""
+"""Rows of `EventBlock.samples`."""
 BLOCK_BYTES = 8 * 2**20
 BULK_BYTES = 2**18
 """Size of a block from which Arrow is faster than Python, in spite of its start-up time."""
@@ -45,7 +45,7 @@ _HEX_DIGIT = np.array([int(chr(byte), 16) if chr(byte) in "0123456789abcdef" els
 
 
 @dataclass(frozen=True)
-class Block:
+class EventBlock:
     """The events of some whole lines, which are numbered from 0."""
 
     num_bytes: int
@@ -80,7 +80,7 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
                 begun += chunk
 
 
-def parsed(block: bytes, with_columns: bool = True) -> Block:
+def parsed(block: bytes, with_columns: bool = True) -> EventBlock:
     """Return the events of some whole lines; without steps and samples, and sooner, unless `with_columns`."""
     if len(block) >= BULK_BYTES or not with_columns:
         with contextlib.suppress(_Unusual):
@@ -133,7 +133,7 @@ class _Unusual(ValueError):
     """A block with lines that `append_event` does not write."""
 
 
-def _in_bulk(block: bytes, with_columns: bool) -> Block:
+def _in_bulk(block: bytes, with_columns: bool) -> EventBlock:
     if b"\r" in block:  # the end of a line, to other readers
         raise _Unusual
     text = np.frombuffer(block, np.uint8)
@@ -155,7 +155,7 @@ def _in_bulk(block: bytes, with_columns: bool) -> Block:
         for line in np.flatnonzero(intact & is_device).tolist():
             samples.add(line, parse_event(block[starts[line] : ends[line]], is_checked=True))
         steps = _columns(_cut_out(block, starts, ends, is_step & intact), int((is_step & intact).sum()))
-    return Block(len(block), steps, *samples.of_block(), tuple(others), damaged)
+    return EventBlock(len(block), steps, *samples.of_block(), tuple(others), damaged)
 
 
 def _intact(block: bytes, text: NDArray[np.uint8], starts: Lines, ends: Lines) -> NDArray[np.bool_]:
@@ -228,11 +228,11 @@ class _Samples:
                 self._rows.append((line, time, self._names.setdefault(name, len(self._names)), share, used))
 
     def of_block(self) -> tuple[Array, tuple[str, ...], str]:
-        """Return the fields of a `Block`."""
+        """Return the fields of an `EventBlock`."""
         return columns_of(self._rows, SAMPLE_ROWS), tuple(self._names), self._device_type
 
 
-def _line_by_line(block: bytes) -> Block:
+def _line_by_line(block: bytes) -> EventBlock:
     rows, samples = list[list[float]](), _Samples()
     others, damaged = list[tuple[int, int, Event]](), 0
     for number_of_line, line in enumerate(block.splitlines()):
@@ -247,7 +247,7 @@ def _line_by_line(block: bytes) -> Block:
                     rows.append([number(event.get(name)) for name in LOGGED])
         elif event["type"] != "actions":
             others.append((number_of_line, len(rows), event))
-    return Block(len(block), columns_of(rows, len(LOGGED)), *samples.of_block(), tuple(others), damaged)
+    return EventBlock(len(block), columns_of(rows, len(LOGGED)), *samples.of_block(), tuple(others), damaged)
 
 
 def columns_of(rows: Sequence[Sequence[float]], width: int) -> Array:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from workbench.columns import COLUMNS
 from workbench.errors import suggestion
 from workbench.events import DataEvaluationEvent, EvaluationEvent, Event, SamplesEvent, SparsityEvent, StartEvent
-from workbench.runs.records.event_lines import LOGGED, Block, columns_of, number, recent_steps
+from workbench.runs.records.event_lines import LOGGED, EventBlock, columns_of, number, recent_steps
 from workbench.runs.records.kept_blocks import read_blocks
 from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
@@ -260,7 +260,7 @@ class HistoryTail:
         """Return the patterns of sparse weights, as far as `read()` has come."""
         return patterns_of([self._patterns[step] for step in sorted(self._patterns)])
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: EventBlock) -> None:
         if block.steps.shape[1] and not self._steps.length:
             bytes_left = self._path.stat().st_size - self._offset
             self._steps.reserve(int(block.steps.shape[1] * (1 + 1.05 * bytes_left / block.num_bytes)))
@@ -340,7 +340,7 @@ class HistoryTail:
     def _forget_after(self, step: int) -> None:
         self._steps.cut(int(np.searchsorted(self._steps.view()[0], step, side="right")))
 
-    def _append_samples(self, block: Block, first: int, line: float = math.inf) -> int:
+    def _append_samples(self, block: EventBlock, first: int, line: float = math.inf) -> int:
         """Append a block's samples of devices from `first` on up to a line, and return the index of the next.
 
         Those before the first step of an attempt, or after its last, are left out.

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, Block, blocks, parsed
+from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, EventBlock, blocks, parsed
 
 KEPT_BYTES = 2**20
 """Size of a block from which it is kept; a smaller one is parsed in the time that it takes to look for it."""
@@ -36,7 +36,7 @@ _NOTHING = parsed(b"")
 """Block of a record without events."""
 
 
-def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> Iterator[Block]:
+def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> Iterator[EventBlock]:
     """Yield the events of a file from `offset` on, in large blocks; what was kept of them is not parsed again.
 
     Blocks have neither steps nor samples, and come sooner, without `with_columns`.
@@ -81,7 +81,7 @@ class ColumnKeeper:
             self._offset += len(text)
 
 
-def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[Block, int, bool]]:
+def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[EventBlock, int, bool]]:
     """Yield the kept blocks that agree with the events, with the end of the record and whether the file is the same."""
     with contextlib.suppress(OSError), kept.open("rb") as file, path.open("rb") as events:
         heads = list(_headers(file))
@@ -105,7 +105,7 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[B
                     return
             others = tuple((line, steps, event) for line, steps, event in head["others"])
             names = tuple(head["names"])
-            block = Block(head["bytes"], steps, samples, names, head["device_type"], others, head["damaged"])
+            block = EventBlock(head["bytes"], steps, samples, names, head["device_type"], others, head["damaged"])
             yield block, end, is_same
 
 
@@ -126,7 +126,7 @@ def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
         yield head, position
 
 
-def _record(identity: list[int] | None, start: int, text: bytes, block: Block) -> bytes:
+def _record(identity: list[int] | None, start: int, text: bytes, block: EventBlock) -> bytes:
     columns = block.steps.tobytes() + block.samples.tobytes()
     head = {
         "file": identity,

@@ -28,7 +28,7 @@ ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:now
 """CSS of a text that ends in an ellipsis where it does not fit."""
 
 
-class RunRow:
+class DashboardRow:
     """Badge, name, progress bar, facts and button of one run.
 
     The button stops a run that trains, and resumes a run that ended early with a checkpoint; `on_resumed` is called
