@@ -11,6 +11,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 REPORTS ?= reports
 
+# Where this is set, as in many containers, each of the hundreds of processes would compile all of torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all docs wheel lab lint clean
 
 # Modules are compiled when they are first imported (--no-compile): compiling all of every package takes longer than that.
@@ -27,8 +30,8 @@ $(VENV)/.tested: $(VENV)/.installed requirements-test.lock
 	$(PIP) install --no-compile --requirement requirements-test.lock
 	touch $@
 
-$(VENV)/.documented: $(VENV)/.installed requirements-test.lock requirements-docs.lock
-	$(PIP) install --no-compile --requirement requirements-test.lock --requirement requirements-docs.lock
+$(VENV)/.documented: $(VENV)/.tested requirements-docs.lock
+	$(PIP) install --no-compile --requirement requirements-docs.lock
 	touch $@
 
 demo: $(VENV)/.installed

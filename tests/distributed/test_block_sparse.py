@@ -65,6 +65,7 @@ class Outcome:
     """Weights of which blocks read bf16 copies."""
 
 
+@compiler(BACKEND)
 def outcome(case: Case, block_sparse: bool) -> Outcome:
     torch.manual_seed(0)
     model = zoo.MODELS[case.model]().train()
@@ -94,10 +95,9 @@ def outcome(case: Case, block_sparse: bool) -> Outcome:
     here, context = coordinate(1, 1), StepContext(seed=0, device=torch.device("cpu"))
     compact = block_sparse_parameters(experiment, plan, here, graph, context.device)
     autocast = HALF if case.precision == "bf16" else nullcontext
-    with compiler(BACKEND) if case.compiles else nullcontext():
-        stages = build_stage(
-            plan, here, copy.deepcopy(model), graph, context, compile=case.compiles, autocast=autocast, compact=compact
-        )
+    stages = build_stage(
+        plan, here, copy.deepcopy(model), graph, context, compile=case.compiles, autocast=autocast, compact=compact
+    )
     trainer = Trainer(experiment, plan, graph, stages, context, here)
     assert isinstance(trainer.sparse_weights, BlockSparseWeights) == block_sparse
     buffers = stages.model_buffers()  # the very indices that a moving pattern overwrites

@@ -110,6 +110,15 @@ def captured(name: str) -> tuple[nn.Module, Graph]:
     return model, capture(model, specs, name=name)
 
 
+@contextmanager
+def compiler(backend: str) -> Iterator[None]:
+    """Make `torch.compile` use `backend` inside this context, which holds the steps too: they compile heads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        yield
+
+
+@compiler(BACKEND)
 def _measured(_rank: int, name: str, cases: tuple[Case | Plan, ...]) -> list[Difference]:
     model, graph = captured(name)
     found = []
@@ -143,17 +152,8 @@ def trainer_of(model: nn.Module, graph: Graph, plan: Plan, compiles: bool = Fals
     here = coordinate(plan.pipeline, plan.data, plan.tensor)
     context = StepContext(seed=0, device=torch.device("cpu"))
     autocast = HALF if plan.precision == "bf16" else nullcontext
-    with compiler(BACKEND) if compiles else nullcontext():
-        stage = build_stage(plan, here, model, graph, context, compile=compiles, autocast=autocast)
+    stage = build_stage(plan, here, model, graph, context, compile=compiles, autocast=autocast)
     return Trainer(experiment_of("bert"), plan, graph, stage, context, here)
-
-
-@contextmanager
-def compiler(backend: str) -> Iterator[None]:
-    """Make `torch.compile` use `backend` inside this context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-        yield
 
 
 def _difference(name: str, model: nn.Module, graph: Graph, plan: Plan, compiles: bool) -> Difference:

@@ -14,7 +14,16 @@ from torch import nn
 
 from tests.distributed import zoo
 from tests.distributed.harness import launch
-from tests.distributed.test_every_plan import MICRO_BATCH, Case, captured, part_of, plan_of, trainer_of
+from tests.distributed.test_every_plan import (
+    BACKEND,
+    MICRO_BATCH,
+    Case,
+    captured,
+    compiler,
+    part_of,
+    plan_of,
+    trainer_of,
+)
 from workbench.execution.parallel import gradient_all_reduce
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 
@@ -107,6 +116,7 @@ def test_the_gradients_of_a_capturable_block_are_reduced_after_its_last_backward
     assert freed, "the next step must not begin with the gradients of the previous one"
 
 
+@compiler(BACKEND)
 def _reduced_in_a_trainer(_rank: int) -> tuple[list[list[tuple[list[str], int]]], list[str], float, bool]:
     """Train with and without overlapped reduction, and return four results.
 

@@ -1,0 +1,17 @@
+"""The Makefile: what its commands find in their environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_processes_that_make_starts_keep_their_compiled_modules() -> None:
+    rule = "seen: ; @echo $${PYTHONDONTWRITEBYTECODE-unset}"
+    command = ["make", "--silent", f"--eval={rule}", "seen"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "unset"
