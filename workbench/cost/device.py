@@ -103,6 +103,8 @@ class Device:
     """Bytes per second, each way, that all devices of a node reach together, if that is less; None if unknown."""
     basis: str = DATA_SHEET
     """Origin of the speeds: `DATA_SHEET`, `FITTED`, `TIMED` or `CALIBRATED`."""
+    measured: str = ""
+    """When this machine's speeds were measured and beside how much other work, in words that follow "timed"."""
 
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s at `precision`; a device without bf16 units computes bf16 at its fp32 rate."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,20 @@ from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
 from workbench.measure.detection import CPU_PROCESSES, detected_cluster, known_gpu
+from workbench.measure.load import LoadWatch, in_words, is_doubtful, is_quiet
 from workbench.measure.microbenchmarks import (
-    all_reduce_link,
     attention_rates,
     block_host_seconds,
     copy_rate,
     host_rate,
     launch_seconds,
+    measured_together,
     product_rates,
 )
 from workbench.rundir import read_json, write_json
 from workbench.units import flops_per_s, gib, is_count
 
-FORMAT = 2
+FORMAT = 3
 """Version of the JSON file."""
 IN_TRAINING = 0.78
 """Ratio of a product's rate in training to its rate alone: caches, clocks and neighbouring kernels slow it down.
@@ -60,7 +61,7 @@ class Calibration:
     precision: str
     """Precision of the products and of attention: bf16 on a GPU, fp32 on a CPU."""
     product_flops: float
-    """FLOP/s of a large matrix product that runs alone."""
+    """FLOP/s of a large matrix product that runs alone; on a CPU, that all processes reach together."""
     product_half_flops: float
     """FLOPs of a product that reaches half of `product_flops`."""
     attention_forward: float
@@ -68,7 +69,7 @@ class Calibration:
     attention_backward: float
     """Share of `product_flops` that fused attention reaches in a backward."""
     memory_bandwidth: float
-    """Bytes per second of a copy, read plus written."""
+    """Bytes per second of a copy, read plus written; on a CPU, that all processes reach together."""
     launch_s: float
     """Seconds between two operations that Python launches."""
     block_forward_s: float
@@ -79,6 +80,10 @@ class Calibration:
     """Bytes per second from pinned host memory; None on a CPU."""
     link: Link | None
     """Link fitted to all-reduces over all devices; None for a single device."""
+    beside: float = 1.0
+    """Rate of a copy of one CPU process while the others copy too, over its rate alone: they share the memory."""
+    circumstances: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """When this was measured, and the share of the cores that other processes took (`workbench.measure.load`)."""
 
     def cluster(self, gpus: int | None = None) -> Cluster:
         """Return the measured machine, or `gpus` devices like its own.
@@ -133,6 +138,7 @@ class Calibration:
             efficiency=efficiency,
             host_bandwidth=self.host_bandwidth or device.host_bandwidth,
             basis=CALIBRATED,
+            measured=in_words(self.circumstances),
         )
         link = self.link or cluster.intra
         if self.devices > 2:  # Only two devices can measure the share of bandwidth that an all-reduce of two reaches.
@@ -165,6 +171,8 @@ class Calibration:
 
     def __repr__(self) -> str:
         link = f", {gib(self.link.bandwidth)}/s between devices" if self.link else ""
+        link += f", {self.beside:.2f} of a copy's rate beside the others" if self.device_type == "cpu" else ""
+        link += in_words(self.circumstances)
         return (
             f"Calibration({self.devices} × {self.device}, torch {self.torch}, {self.measured}: "
             f"{flops_per_s(self.product_flops)} {self.precision}, {gib(self.memory_bandwidth)}/s memory{link})"
@@ -175,6 +183,8 @@ def _check_figures(fields: Mapping[str, Any]) -> None:
     """Raise `ValueError` for a text that is none, or a figure that is not positive and finite."""
     figures = {**fields, **{f"link.{name}": figure for name, figure in (fields["link"] or {}).items()}}
     del figures["link"]
+    for name, figure in figures.pop("circumstances", {}).items():
+        figures[f"circumstances.{name}"] = 1 + figure  # a share may be zero
     for name in ("device", "device_type", "torch", "measured", "precision"):
         if not isinstance(figures.pop(name), str):
             raise ValueError(f"{name} is no text")
@@ -195,11 +205,12 @@ def calibrate(*, again: bool = False) -> Calibration:
     """Measure this machine once: matrix products, attention, memory, kernel launches, and links between devices.
 
     The result is cached for this hardware and torch version, and `wb.measure.local_cluster()` uses it from then on;
-    `again=True` measures again. `.save(path)` writes it to a file, and `Calibration.load(path).cluster(gpus=8)` plans
-    for this machine on another one.
+    `again=True` measures again, and so does a call on a quiet machine if the earlier one was made beside much other
+    work, or if a run that has finished since contradicts it. `.save(path)` writes it to a file, and
+    `Calibration.load(path).cluster(gpus=8)` plans for this machine on another one.
     """
     calibration = None if again else cached_calibration()
-    if calibration is None:
+    if calibration is None or (is_doubtful(calibration.circumstances) and is_quiet()):
         calibration = _measured()
         calibration.save(_cache_path())
     return calibration
@@ -236,7 +247,12 @@ def _measured() -> Calibration:
     device_type, precision = ("cuda", "bf16") if torch.cuda.is_available() else ("cpu", "fp32")
     name, count = _device_name_and_count()
     block_forward_s, block_backward_s = block_host_seconds(device_type)
+    watch = LoadWatch()
     product_flops, product_half_flops = product_rates(device_type, precision)
+    memory_bandwidth = copy_rate(1 << 30 if device_type == "cuda" else 256 << 20, device_type)
+    together = measured_together(count)
+    if together is not None and device_type == "cpu":
+        product_flops, memory_bandwidth = together.product_flops, together.memory_bandwidth
     forward, backward = attention_rates(device_type, precision)
     return Calibration(
         device=name,
@@ -249,10 +265,12 @@ def _measured() -> Calibration:
         product_half_flops=product_half_flops,
         attention_forward=min(1.0, forward / product_flops),
         attention_backward=min(1.0, backward / product_flops),
-        memory_bandwidth=copy_rate(1 << 30 if device_type == "cuda" else 256 << 20, device_type),
+        memory_bandwidth=memory_bandwidth,
         launch_s=launch_seconds(device_type),
         block_forward_s=block_forward_s,
         block_backward_s=block_backward_s,
         host_bandwidth=host_rate() if device_type == "cuda" else None,
-        link=all_reduce_link(count),
+        link=None if together is None else together.link,
+        beside=1.0 if together is None else together.beside,
+        circumstances=watch.facts(),
     )

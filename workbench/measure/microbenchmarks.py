@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from workbench.cost.device import Link
+from workbench.machine import available_cores
 
 LINK_BENCHMARK = "workbench.measure.links"
 """Module that each process of the all-reduce benchmark runs."""
@@ -133,8 +135,19 @@ def block_host_seconds(device_type: str) -> tuple[float, float]:
     return forward, max(both - forward, 0.5 * forward)
 
 
-def all_reduce_link(devices: int) -> Link | None:
-    """Return the link of all-reduces over all devices, run in one process each; None for one device or on failure."""
+@dataclass(frozen=True)
+class Together:
+    """Link and rates of the devices of a node while all of them work; rates are sums over CPU processes."""
+
+    link: Link
+    product_flops: float
+    memory_bandwidth: float
+    beside: float
+    """Rate of one process's copy while the others copy too, over its rate alone."""
+
+
+def measured_together(devices: int) -> Together | None:
+    """Return what all devices, run in one process each, reach together; None for one device or on failure."""
     if devices < 2:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -143,10 +156,12 @@ def all_reduce_link(devices: int) -> Link | None:
         command += ["-m", LINK_BENCHMARK, str(result)]
         package = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        threads = str(max(1, available_cores() // devices))  # as the ranks of a run have
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads}
         try:
             subprocess.run(command, env=environment, capture_output=True, timeout=LINK_TIMEOUT_S, check=True)
-            return fit_link(json.loads(result.read_text()), devices)
+            found = json.loads(result.read_text())
+            return Together(fit_link(found.pop("all_reduce"), devices), **found)
         except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
             return None
 

@@ -108,6 +108,11 @@ class StallWatch:
             self._known += 1
             self._step_ms.append(step_ms)
 
+    @property
+    def usual_step_ms(self) -> float | None:
+        """The median of the latest steps that were logged, None before the first."""
+        return statistics.median(self._step_ms) if self._step_ms else None
+
     def look(self) -> bool:
         """Report a stall that has begun or is over, and return True once it has lasted too long.
 

@@ -366,6 +366,8 @@ def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int
     if root_cause(run) is None:
         ending = _orderly_ending(attempt, exit_code)
         if ending is not None:
+            if ending[0] == "finished":
+                _compare_with_prediction(attempt)
             _status(run, *ending)
             return 0
     if root_cause(run) is None and exit_code < 0:
@@ -377,6 +379,18 @@ def _conclude(attempt: _Supervised, exit_code: int, launcher_output: str) -> int
     cause = root_cause(run)
     _status(run, "failed", cause.sentence if cause else f"the launcher ended with exit code {exit_code}.")
     return 1
+
+
+def _compare_with_prediction(attempt: _Supervised) -> None:
+    """Note for the next plan of this machine whether the steps contradict what was measured of its speed."""
+    from workbench.cost.device import CALIBRATED, TIMED
+    from workbench.measure.load import compare
+
+    step_ms = attempt.stalls.usual_step_ms
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a plan file of another version
+        plan = read_record(attempt.run.plan)
+        if step_ms is not None and plan["cluster"]["device"]["basis"] in (CALIBRATED, TIMED):
+            compare(plan["prediction"]["step_ms"], step_ms)
 
 
 def _orderly_ending(attempt: _Supervised, exit_code: int) -> tuple[str, str] | None:
