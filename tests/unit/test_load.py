@@ -1,4 +1,4 @@
-"""A measurement carries the load that it was made under, and is made again when it is doubtful and the machine quiet."""
+"""A measurement carries the load it was made under, and is made again when it is doubtful and the machine is quiet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from plan_values import PROFILE, plan_of
 
 from workbench.machine import available_cores
@@ -75,9 +74,7 @@ def test_rates_of_a_busy_hour_are_measured_again_on_a_quiet_machine_only(
 
 
 @on_cpu
-def test_a_finished_run_that_took_twice_the_predicted_time_makes_measurements_doubtful(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_finished_run_that_took_twice_the_predicted_time_makes_measurements_doubtful() -> None:
     quiet = {OTHERS: 0.0, MEASURED: time.time()}
     compare(10.0, 18.0)
     compare(10.0, 6.0)

@@ -1,4 +1,4 @@
-"""How busy other processes kept the cores while something was measured, and whether it should be measured again.
+"""The load of other processes while something was measured, and whether it should be measured again.
 
 Other processes only ever make a measurement slower. One that was made beside much other work, or that a finished run
 contradicts, is therefore made again as soon as the machine is quiet.
