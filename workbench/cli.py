@@ -366,12 +366,22 @@ def export(
 @app.command()
 def runs(
     root: Annotated[Path | None, typer.Argument(help="Folder of runs; $WORKBENCH_RUNS or ./runs by default.")] = None,
+    tag: Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")] = None,
+    state: Annotated[str | None, typer.Option("--state", help="Only runs in this state, such as running.")] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", help="Only runs with this text in their name, tags or note.")
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option("--sort", help="Figure to sort by, smallest first, such as loss; -loss begins with the largest."),
+    ] = None,
+    archived: Annotated[bool, typer.Option("--archived", help="List archived runs too.")] = False,
     as_json: AsJson = False,
     follow: Follow = False,
     every: Every = 5.0,
 ) -> None:
     """List the runs in a folder, newest first."""
-    table = wb.list_runs(root)
+    table = wb.list_runs(root, tag=tag, state=state, text=text, sort=sort, archived=archived)
     if follow:
         _follow([run for run in table if not run.status.final], every)
         return

@@ -10,12 +10,14 @@ from typing import get_args, get_type_hints
 
 import nbformat
 import pytest
+from typer.testing import CliRunner
 
 from workbench import cli, notebooks
 from workbench.cost.cluster import Cluster
-from workbench.errors import InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
+from workbench.errors import InvalidArgument, InvalidExperiment, RunNotFound, UnknownParameter, WorkbenchError
 from workbench.planning.plan import Plan
 from workbench.rundir import RunDir, append_event, this_process, write_json, write_record
+from workbench.runs.run import Run
 from workbench.strategy import Choices, choices_from
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +129,30 @@ def test_scripts_read_runs_as_json(tmp_path):
     assert (row["name"], row["state"], row["step"], row["loss"]) == ("bert-1", "running", 4, 6.5)
     assert json.loads(workbench("show", "bert-1", "--json", cwd=tmp_path).stdout) == row
     assert "4 of 100" in workbench("runs", cwd=tmp_path).stdout
+
+
+def test_a_shell_filters_and_sorts_runs_as_python_does(tmp_path):
+    root = str(tmp_path / "runs")
+    for name, loss in (("a", 2.0), ("b", 1.0), ("c", 3.0)):
+        run = RunDir(tmp_path / "runs" / name)
+        write_record(run.experiment, {"name": name, "steps": 1, "model": {}})
+        write_record(run.environment, {})
+        append_event(run.events, "step", step=1, loss=loss, tokens_per_s=1e3)
+        append_event(run.events, "status", state="finished", message="")
+    for name in "ab":
+        Run(tmp_path / "runs" / name).tag("tried")
+    Run(tmp_path / "runs" / "c").archive()
+
+    def names(*options):
+        return [
+            row["name"] for row in json.loads(CliRunner().invoke(cli.app, ["runs", root, "--json", *options]).stdout)
+        ]
+
+    assert names("--sort=loss", "--tag=tried") == ["b", "a"]
+    assert names("--sort=-loss", "--archived", "--state", "finished") == ["c", "a", "b"]
+    assert names("--text", "B") == ["b"]
+    with pytest.raises(InvalidArgument, match="sort='los' does not exist"):
+        CliRunner().invoke(cli.app, ["runs", root, "--sort", "los"], catch_exceptions=False)
 
 
 def test_new_and_sync_are_commands(tmp_path):

@@ -21,7 +21,7 @@ from workbench.errors import RunNotFound, WorkbenchError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import PLOTLY_MIME, WIDGET_MIME
 from workbench.notebooks import reproducing, sharing, templates
-from workbench.notebooks.record import Record, read_record
+from workbench.notebooks.record import Record, recorded_in
 from workbench.notebooks.verdict import BITWISE, DIFFERENT, NOISE, LossCurve, verdict
 from workbench.rundir import RunDir, append_event, write_json, write_record
 from workbench.runs.run import Run
@@ -127,7 +127,7 @@ def test_a_shared_notebook_has_pictures_a_record_and_no_secret(tmp_path, monkeyp
     for secret in ("very-secret-value", "middle-of-it"):
         assert secret not in shared.notebook.read_text() + shared.page.read_text()
     assert stream["text"].startswith("Run(bert-1: finished) with ***")
-    (recorded,) = read_record(value, "mine").runs
+    (recorded,) = recorded_in(value, "mine").runs
     assert (recorded.name, recorded.data_fingerprint) == ("bert-1", "abc")
     assert recorded.curve.loss.tolist() == values.tolist()
     assert "/home/me" not in shared.notebook.read_text()

@@ -25,7 +25,7 @@ MAX_CONFIGURATIONS = 24
 """Largest number of configurations with a curve."""
 LOSSES = {"loss": "Training loss", "eval_loss": "Held-out loss"}
 """Title of the y axis by the name that `y=` takes."""
-Record = tuple[History, Evaluations]
+Losses = tuple[History, Evaluations]
 """Training losses and held-out losses of one run."""
 Line = tuple[Array, Array]
 """Positions and losses of one run."""
@@ -46,10 +46,10 @@ def seed_bands(sweep: Sweep, x: str = "tokens", y: str | None = None) -> Figure:
     Raises `UnknownParameter` for another axis.
     """
     check_axis(x)
-    return draw_seed_bands(sweep, sweep.rows(), read_record, x, y)
+    return draw_seed_bands(sweep, sweep.rows(), read_losses, x, y)
 
 
-def read_record(run: Run) -> Record:
+def read_losses(run: Run) -> Losses:
     """Return the losses of a run."""
     tail = read_tail(run.directory.events)
     return tail.read(), tail.evaluations
@@ -58,7 +58,7 @@ def read_record(run: Run) -> Record:
 def draw_seed_bands(
     sweep: Sweep,
     rows: Sequence[Row],
-    read: Callable[[Run], Record] = read_record,
+    read: Callable[[Run], Losses] = read_losses,
     x: str = "tokens",
     y: str | None = None,
 ) -> Figure:
@@ -89,9 +89,9 @@ def draw_seed_bands(
     return figure
 
 
-def _line(record: Record, column: str, y: str) -> Line:
+def _line(losses: Losses, column: str, y: str) -> Line:
     """Return the finite points of a run's curve; of more than `POINTS`, averages of neighbours."""
-    table: Any = record[1] if y == "eval_loss" else record[0]
+    table: Any = losses[1] if y == "eval_loss" else losses[0]
     return finite_points(table[column], table[y], POINTS)
 
 

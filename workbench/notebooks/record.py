@@ -72,7 +72,7 @@ class Record:
         return {**described, "runs": [run.to_json() for run in self.runs]}
 
 
-def read_record(notebook: Any, name: str) -> Record:
+def recorded_in(notebook: Any, name: str) -> Record:
     """Return the record in a notebook's metadata; raises `WorkbenchError` if there is none or its format is unknown."""
     value = notebook.metadata.get(KEY)
     if not isinstance(value, Mapping) or not value.get("runs"):

@@ -17,7 +17,7 @@ from workbench.arguments import checked_arguments
 from workbench.errors import WorkbenchError
 from workbench.figures.pages import read_notebook
 from workbench.notebooks.executing import check_not_overwritten, execute
-from workbench.notebooks.record import Record, RecordedRun, read_record
+from workbench.notebooks.record import Record, RecordedRun, recorded_in
 from workbench.notebooks.verdict import DIFFERENT, LossCurve, Verdict, verdict
 from workbench.rundir import write_json
 from workbench.runs.launching.launcher import REPLAY
@@ -97,7 +97,8 @@ def reproduce(
 ) -> Reproduction:
     """Execute a shared notebook again, with the parameters that it holds, and compare its runs with the recorded ones.
 
-    Its cells run as you: without `trust=True` nothing is executed, and the error shows what would be. The n-th run takes the plan of the n-th recorded run, if the model is the same and this machine can run the plan.
+    Its cells run as you: without `trust=True` nothing is executed, and the error shows what would be. The n-th run
+    takes the plan of the n-th recorded run, if the model is the same and this machine can run the plan.
 
     Args:
         notebook: a notebook with a record, as `workbench execute` or `workbench share` made it.
@@ -109,9 +110,14 @@ def reproduce(
 
     Raises `WorkbenchError` before anything is executed without `trust`, if the notebook has no record, if `to` holds
     the notebook itself, or if the commit is not in this repository.
+
+    Examples:
+        >>> again = wb.reproduce("shared/training.ipynb", trust=True)
+        >>> again.same
+        True
     """
     notebook, to = Path(notebook).expanduser(), Path(to).expanduser()
-    record = read_record(read_notebook(notebook), notebook.name)
+    record = recorded_in(read_notebook(notebook), notebook.name)
     check_not_overwritten(notebook, to, "reproduce")
     if not trust:
         raise WorkbenchError(
@@ -181,7 +187,7 @@ def what_runs(notebook: Path, at_commit: bool = False) -> str:
     Raises `WorkbenchError` for a notebook without a record.
     """
     value = read_notebook(notebook)
-    record = read_record(value, notebook.name)
+    record = recorded_in(value, notebook.name)
     cells = [cell.source for cell in value.cells if cell.cell_type == "code"]
     commit = recorded_commit(record)
     where = f"with the code of commit {commit}" if at_commit and commit else f"with the code in {Path.cwd()}"

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from IPython.display import HTML, display
 
 from workbench.figures.figure import mimebundle
-from workbench.figures.seed_bands_view import Record, draw_seed_bands, read_record
+from workbench.figures.seed_bands_view import Losses, draw_seed_bands, read_losses
 from workbench.figures.sweep_view import axes_of_heat_map, draw_heat_map
 from workbench.runs.run import Run
 from workbench.sweeps.sweep import Row, Sweep
@@ -36,7 +36,7 @@ class LiveSweep(LiveWidget):
         super().__init__(refresh_s, f"wb.sweeps.load_sweep({str(sweep.path)!r})")
         self._sweep = sweep
         self._readers: dict[Path, _Reader] = {}
-        self._records: dict[Path, Record] = {}
+        self._losses: dict[Path, Losses] = {}
         self._rows: Sequence[Row] = ()
         self._head, self._foot = widgets.HTML(), widgets.HTML()
         self._at_work = widgets.VBox()
@@ -53,8 +53,8 @@ class LiveSweep(LiveWidget):
         self._rows = self._sweep.rows()
         for row in self._rows:
             for run in row.runs:
-                if run not in row.at_work and run.path not in self._records:
-                    self._records[run.path] = read_record(run)
+                if run not in row.at_work and run.path not in self._losses:
+                    self._losses[run.path] = read_losses(run)
         at_work = [(row, run) for row in self._rows for run in row.at_work if run.directory.experiment.exists()]
         boxes = [self._read(row, run).box for row, run in at_work]
         boxes = [box for box in boxes if box.layout.display != "none"]
@@ -74,17 +74,17 @@ class LiveSweep(LiveWidget):
         reader = self._readers.get(run.path)
         if reader is None or reader.born != born:
             reader = self._readers[run.path] = _Reader(row, run, born)
-        self._records.pop(run.path, None)
+        self._losses.pop(run.path, None)
         reader.refresh()
         return reader
 
-    def _record(self, run: Run) -> Record:
-        if run.path in self._records:
-            return self._records[run.path]
-        return self._readers[run.path].record if run.path in self._readers else read_record(run)
+    def _losses_of(self, run: Run) -> Losses:
+        if run.path in self._losses:
+            return self._losses[run.path]
+        return self._readers[run.path].losses if run.path in self._readers else read_losses(run)
 
     def _figures(self) -> tuple[go.Figure, go.Figure]:
-        return figures(self._sweep, self._rows, self._record)
+        return figures(self._sweep, self._rows, self._losses_of)
 
     def twin(self) -> tuple[Any, ...]:
         """Return the table, the heat map and the curves."""
@@ -111,7 +111,7 @@ class _Reader:
         self.box.layout.display = "none" if self._snapshot.status.final else None
 
     @property
-    def record(self) -> Record:
+    def losses(self) -> Losses:
         """The losses of the run."""
         evaluations = self._snapshot.evaluations
         assert evaluations is not None
@@ -129,7 +129,7 @@ def show_sweep(sweep: Sweep) -> None:
         display(mimebundle(figure), raw=True)
 
 
-def figures(sweep: Sweep, rows: Sequence[Row], read: Any = read_record) -> tuple[go.Figure, go.Figure]:
+def figures(sweep: Sweep, rows: Sequence[Row], read: Any = read_losses) -> tuple[go.Figure, go.Figure]:
     """Return the heat map of a sweep and its curves."""
     x, y = axes_of_heat_map(list(sweep.axes))
     return draw_heat_map(sweep, rows, x, y), draw_seed_bands(sweep, rows, read)
