@@ -19,7 +19,7 @@ OPEN_LIMIT_S, SEARCH_LIMIT_MS = 8.0, 1500.0
 """Five to eight times what an idle machine may take (1 s and 200 ms): the cores that run the tests are busy."""
 HOSTILE = "<img src=x onerror=document.title='hacked'>"
 ROW = ".wb-run"
-LINES = ".wb-plot:nth-of-type(3) .scatterlayer .trace path.js-line"
+LINES = ".wb-plot:nth-of-type(4) .scatterlayer .trace path.js-line"
 
 
 def write_run(path: Path, age_s: float, state: str = "finished", rate: float = 1e-4, diverges: bool = False) -> RunDir:
@@ -102,6 +102,14 @@ def test_a_thousand_runs_open_and_are_searched_without_a_pause(lab_page: Any, se
     picture(lab_page, "runs-sidebar")
 
 
+def test_a_fault_of_one_module_leaves_the_others(lab_page: Any, server: lab.Server) -> None:
+    broken = {"content_type": "text/javascript", "body": "export default () => { throw Error('planted'); }"}
+    lab_page.route("**/workbench/static/launcher.js", lambda route: route.fulfill(**broken))
+    open_sidebar(lab_page, server)
+    assert "Workbench goes without launcher.js: Error: planted" in lab_page.said
+    assert lab_page.locator(lab.CARD).count() == 0
+
+
 def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_none(
     lab_page: Any, server: lab.Server, picture: Any
 ) -> None:
@@ -113,7 +121,7 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     lab_page.locator(LINES).nth(2).wait_for(state="attached", timeout=lab.PATIENCE_MS)
     legend = lab_page.locator(".wb-plot .legendtext").all_text_contents()
     assert sorted(legend) == ["learning_rate 0.0001", "learning_rate 0.001", "learning_rate 1.0"]
-    ticks = lab_page.locator(".wb-plot:nth-of-type(3) .ytick text").all_text_contents()
+    ticks = lab_page.locator(".wb-plot:nth-of-type(4) .ytick text").all_text_contents()
     assert max(float(tick) for tick in ticks) < 100, ticks
     assert "diverges" in lab_page.locator(".wb-plot").first.inner_text()
     titles = " ".join(lab_page.locator(".wb-plot").nth(1).locator(".annotation-text").all_text_contents())
@@ -139,7 +147,7 @@ def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(lab_page: Any, ser
         lab_page.wait_for_timeout(100)
     row = find(lab_page, "onerror")
     assert row.locator(".wb-name").inner_text() == HOSTILE
-    row.locator(".wb-name").click()
+    row.locator(".wb-sparkline").dblclick()
     lab_page.locator(LINES).first.wait_for(state="attached", timeout=lab.PATIENCE_MS)
     row.hover()
     row.get_by_role("button", name="Note about").click()

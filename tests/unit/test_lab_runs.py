@@ -7,14 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
+from figure_values import plan
 
 from tests.unit.test_figures_live import end, eventually, start_run, train
 from tests.unit.test_lab import ask, server  # noqa: F401
 from workbench.errors import RunNotFound
 from workbench.lab import run_index
-from workbench.lab.run_curves import figures_of, labels_by_difference
+from workbench.lab.run_curves import failures_of, figures_of, labels_by_difference
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import RunDir, append_event, known_runs_roots, note_runs_root, write_json, write_record
+from workbench.runs.launching.device_sampler import Sample, write_sample
 from workbench.runs.records.event_lines import BULK_BYTES, spread_steps
 from workbench.runs.run import Run
 
@@ -139,6 +141,37 @@ def test_curves_are_labelled_by_what_differs_and_a_diverged_run_flattens_none(tm
     _, high = figure["layout"]["yaxis"]["range"]
     assert high < 100
     assert any("diverges" in json.dumps(trace) for trace in figure["data"])
+
+
+def test_the_dashboard_of_one_run_has_its_gpus_its_prediction_and_why_it_failed(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run")
+    plan(2, 8, 4).save(run.plan)
+    for first, share in ((1, 0.5), (41, 0.9)):
+        train(run, first, first + 39)
+        write_sample(run, "cuda", Sample(("GPU 0", "GPU 3"), (share, None), (2**30, None)))
+    train(run, 81, 120)
+    end(run, "failed", "rank 1 vanished")
+    curves, panels, prediction = figures_of([Run(run.path)])
+    assert curves["data"]
+    titles = [annotation["text"] for annotation in panels["layout"]["annotations"]]
+    assert any("GPU" in title for title in titles), titles
+    assert any(trace.get("meta") == "utilization" and trace["y"] for trace in panels["data"])
+    assert "Predicted and measured" in prediction["layout"]["title"]["text"]
+    assert "rank 1 vanished" in failures_of([Run(run.path)])
+    assert failures_of([]) == ""
+
+
+def test_the_sidebar_shows_how_busy_the_gpus_of_the_server_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two:
+        def sample(self) -> Sample:
+            return Sample(("GPU 0", "GPU 1"), (0.83, None), (2**30, None))
+
+    monkeypatch.setattr(run_index, "_gpu_meter", Two)
+    _, *gpus = RunIndex().read([folder])["devices"]
+    assert gpus == [
+        {"name": "GPU 0", "share": 0.83, "used_bytes": 2**30},
+        {"name": "GPU 1", "share": None, "used_bytes": None},
+    ]
 
 
 def test_the_endpoints_show_and_change_own_runs_and_refuse_paths_outside(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from typing import Any
 
 from workbench.analysis.contrast import setting_differences
 from workbench.analysis.curve import Curve
-from workbench.errors import RunNotFound
+from workbench.errors import RunNotFound, WorkbenchError
 from workbench.experiment import values_by_name
 from workbench.runs.records.history import read_tail
+from workbench.runs.records.summary import measurements
 from workbench.runs.run import Run
 from workbench.runs.status import read_progress
 
@@ -42,10 +44,20 @@ def sizes_of_events(runs: Sequence[Run]) -> list[int]:
     return [run.directory.events.stat().st_size if run.directory.events.exists() else 0 for run in runs]
 
 
+def failures_of(runs: Sequence[Run]) -> str:
+    """Return why those runs failed that did, each with the root exception, where it arose and a remedy."""
+    errors = [(run.name, run.error()) for run in runs]
+    return "\n\n".join(f"{name}: {error}" for name, error in errors if error is not None)
+
+
 def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the loss curves of runs, and the panels of speed, devices and memory below them, as figures in JSON."""
+    """Return the dashboard of runs as figures in JSON: loss curves, and panels of speed, devices and memory.
+
+    Of a single run with a plan, what was predicted beside what was measured follows.
+    """
     from workbench.figures.curves_view import loss_curves
     from workbench.figures.panels_view import panel_names, panels
+    from workbench.figures.prediction_view import prediction
 
     tails = [read_tail(run.directory.events) for run in runs]
     named = zip(labels_by_difference(runs), tails, strict=True)
@@ -56,4 +68,7 @@ def figures_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     figures = [loss_curves(curves, title=title)]
     if panel_names(curves, peaks, usage):
         figures.append(panels(curves, peaks, usage=usage))
+    if len(runs) == 1:
+        with contextlib.suppress(WorkbenchError):  # it has no plan, or one that this version cannot read
+            figures.append(prediction(runs[0].plan, measurements(runs[0]), "Predicted and measured"))
     return [json.loads(figure.to_json()) for figure in figures]

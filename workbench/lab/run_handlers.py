@@ -12,7 +12,7 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 
 from workbench.errors import RunNotFound, WorkbenchError
-from workbench.lab.run_curves import figures_of, sizes_of_events
+from workbench.lab.run_curves import failures_of, figures_of, sizes_of_events
 from workbench.lab.run_index import RunIndex, own_run
 from workbench.rundir import known_runs_roots
 from workbench.runs.run import Run
@@ -94,7 +94,7 @@ class RunCurves(_RunHandler):
     @tornado.web.authenticated
     @authorized
     async def post(self) -> None:
-        """Answer with the curves of the runs at `paths`; without figures if their events have the sizes `seen`."""
+        """Answer with the figures and failures of the runs at `paths`, unless their events have the sizes `seen`."""
         asked = self.get_json_body() or {}
         paths = asked.get("paths")
         if not isinstance(paths, list) or not 1 <= len(paths) <= MOST_CURVES:
@@ -103,7 +103,9 @@ class RunCurves(_RunHandler):
         def drawn() -> dict[str, Any]:
             runs = [own_run(str(path), self.roots) for path in paths]
             sizes = sizes_of_events(runs)
-            return {"seen": sizes, "figures": None if sizes == asked.get("seen") else figures_of(runs)}
+            if sizes == asked.get("seen"):
+                return {"seen": sizes, "figures": None}
+            return {"seen": sizes, "figures": figures_of(runs), "failures": failures_of(runs)}
 
         self.finish(await self.in_thread(drawn))
 

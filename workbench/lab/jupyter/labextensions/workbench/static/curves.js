@@ -1,4 +1,4 @@
-// Panels of the main area with the curves of one run or of several; the server computes the figure, and no kernel runs.
+// Dashboards of the main area, of one run or of several; the server computes the figures, and no kernel runs.
 import {element} from './drawing.js';
 
 const REFRESH_MS = 2000;
@@ -63,8 +63,9 @@ export default async function curvePanels(library, request) {
       this.addClass('wb-curves');
       this.facts = element('div', 'wb-curve-facts');
       this.note = element('div', 'wb-curve-note', 'reading …');
-      this.plots = [element('div', 'wb-plot'), element('div', 'wb-plot')];
-      this.node.append(this.facts, this.note, ...this.plots);
+      this.failures = element('div', 'wb-curve-failures');
+      this.plots = [];
+      this.node.append(this.facts, this.failures, this.note);
       this.listener = () => this.tell();
       runs.listeners.add(this.listener);
       this.sized = new ResizeObserver(() => this.draw());
@@ -91,6 +92,7 @@ export default async function curvePanels(library, request) {
           this.seen = answer.seen;
           if (answer.figures) {
             this.figures = answer.figures;
+            this.failures.textContent = answer.failures;
             await this.draw();
           }
           this.note.textContent = '';
@@ -108,6 +110,7 @@ export default async function curvePanels(library, request) {
       if (!this.node.clientWidth || this.isDisposed) return;  // hidden: the observer asks again
       const config = {displaylogo: false, responsive: false};
       for (const [index, {data, layout}] of this.figures.entries()) {
+        this.plots[index] ??= this.node.appendChild(element('div', 'wb-plot'));
         const plot = this.plots[index], height = layout.height ?? LOSS_PX;
         await Plotly.react(plot, data, themed(layout, plot, height), config);
       }

@@ -23,26 +23,40 @@ const seen = new IntersectionObserver(entries => entries.forEach(({target, isInt
   target.dispatchEvent(new MouseEvent('mouseenter'));  // which Plotly's renderer answers by drawing
 }), {threshold: 0.1});
 
+// The words that a notebook stores beside a figure for those who cannot see it.
+const words = (app, picture) => {
+  for (const panel of app.shell.widgets('main')) {
+    const area = panel.content?.widgets?.find?.(({node}) => node.contains(picture))?.outputArea;
+    const at = area?.widgets.findIndex(({node}) => node.contains(picture)) ?? -1;
+    if (at >= 0) return String(area.model.get(at).data['text/plain'] ?? '').split('\n')[0];
+  }
+  return '';
+};
+
 // Recognises a picture of a figure by the colour of its first pixel.
-const recognise = ({target}) => {
+const recognise = (app, target) => {
   if (!target.matches?.('.jp-RenderedPlotly > img')) return;
   const canvas = Object.assign(document.createElement('canvas'), {width: 1, height: 1}).getContext('2d');
   canvas.drawImage(target, 0, 0);
   const known = Array.from(canvas.getImageData(0, 0, 1, 1).data).slice(0, 3).join(', ') === PAPER;
   target.classList.toggle('workbench-figure', known);
-  if (known) seen.observe(target);
+  if (!known) return;
+  target.alt = words(app, target) || 'Figure';
+  target.parentElement.setAttribute('role', 'figure');  // stays when the figure is drawn in the picture's place
+  target.parentElement.setAttribute('aria-label', target.alt);
+  seen.observe(target);
 };
 
 export default async function figures() {
   return {
     id: 'workbench:figures',
     autoStart: true,
-    activate: () => {
+    activate: app => {
       const style = document.createElement('style');
       style.textContent = STYLE;
       document.head.append(style);
-      document.addEventListener('load', recognise, true);  // the event of an image does not bubble
-      document.querySelectorAll('img').forEach(target => recognise({target}));
+      document.addEventListener('load', ({target}) => recognise(app, target), true);  // an image's event does not bubble
+      document.querySelectorAll('img').forEach(picture => recognise(app, picture));
     },
   };
 }

@@ -202,7 +202,7 @@ class RunList {
       this.draw();
     });
     const title = element('button', 'wb-name', name);
-    title.title = `${name}\n${path}\nClick for its curves`;
+    title.title = `${name}\n${path}\nOpen its dashboard`;
     title.addEventListener('click', () => this.actions.open([path]));
     const badge = element('span', 'wb-badge', words.split(', ').at(-1));
     badge.dataset.state = words.includes('not finite') ? 'failed' : row.state ?? '';
@@ -236,6 +236,7 @@ class RunList {
       element('div', 'wb-line', sparkline(row.losses ?? []), said),
       element('div', 'wb-line', below, buttons));
     node.setAttribute('role', 'listitem');
+    node.addEventListener('dblclick', ({target}) => target.closest('button, input') || this.actions.open([path]));
     node.dataset.path = path;
     if (row.archived) node.classList.add('wb-archived');
     return node;
