@@ -119,7 +119,8 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
 
     names = page.locator(".jupyter-widgets .js-plotly-plot").evaluate_all("all => all.map(node => node.ariaLabel)")
     assert names
-    assert "Figure" not in names, names
+    names += page.locator(".jp-RenderedPlotly").evaluate_all("all => all.map(node => node.ariaLabel)")
+    assert not {"Figure", "", None} & set(names), names
 
     theme(page, DARK)
     weak = {}

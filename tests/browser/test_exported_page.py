@@ -10,6 +10,7 @@ import numpy as np
 from workbench.analysis.curve import Curve
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.pages import save_html
+from workbench.figures.panels_view import panels
 
 LAST_X = """() => {
     const lines = document.querySelector('.js-plotly-plot')._fullData.filter(trace => trace.meta === 'line');
@@ -48,3 +49,25 @@ def test_an_exported_page_is_interactive_without_a_network(page: Any, tmp_path: 
     picture(page, "exported-flops-log")
     assert asked == [path.as_uri()]
     assert errors == []
+
+
+def test_no_title_lies_under_the_buttons_of_a_narrow_figure(page: Any, tmp_path: Path, picture: Any) -> None:
+    shown = [curve("a", 2000), curve("b", 900)]
+    long = "A comparison whose title is longer than a narrow figure has room for"
+    path = save_html([loss_curves(shown, title=long), panels(shown, [{}, {}])], tmp_path / "page.html")
+    page.set_viewport_size({"width": 500, "height": 1000})
+    page.goto(path.as_uri())
+    for index in range(2):
+        figure = page.locator(".js-plotly-plot").nth(index)
+        figure.hover()
+        figure.locator(".modebar-btn").first.wait_for()
+        covered = figure.evaluate(
+            """node => {
+                const boxes = query => [...node.querySelectorAll(query)].map(part => part.getBoundingClientRect());
+                return boxes('.main-svg text').filter(text => boxes('.modebar-btn').some(button =>
+                    text.left < button.right && button.left < text.right
+                    && text.top < button.bottom && button.top < text.bottom)).length;
+            }"""
+        )
+        assert covered == 0
+    picture(page, "exported-narrow")

@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import plotly.graph_objects as go
 import pytest
+from bs4 import BeautifulSoup
 from figure_values import curve, plan
 
 from workbench.errors import DataError
@@ -73,6 +74,15 @@ def test_a_page_embeds_plotly_once_and_fetches_nothing(tmp_path: Path) -> None:
 def test_lines_above_the_figures_stay_lines(tmp_path: Path) -> None:
     page = save_html(show_plan(plan()), tmp_path / "page.html", text="a plan\n  stage 0 <b>").read_text()
     assert '<p style="white-space: pre-line">a plan\n  stage 0 &lt;b&gt;</p>' in page
+
+
+def test_a_figure_on_a_page_has_its_title_as_its_name_for_screen_readers(tmp_path: Path) -> None:
+    figure = loss_curves([curve("a")], title='Loss of "a" & b')
+    page = save_html(figure, tmp_path / "page.html").read_text()
+    assert (
+        BeautifulSoup(page.partition("<body>")[2], "html.parser").find(role="figure")["aria-label"] == 'Loss of "a" & b'
+    )
+    assert mimebundle(figure)["text/plain"] == 'Loss of "a" & b'
 
 
 def test_a_run_cannot_close_the_script_that_draws_it(tmp_path: Path) -> None:

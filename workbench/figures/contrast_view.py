@@ -60,9 +60,9 @@ def differences(items: Sequence[Difference]) -> Figure:
     outside = {"x": 1.01, "y": 0.99}
     place = outside if len(items) > MAX_INSIDE else place_legend(figure.data, y_range=y_range)
     figure.laid_out(
-        height=360 + 18 * len(lines),
+        height=372 + 18 * len(lines),
         title=theme.title("Difference in loss", "<br>".join(lines)),
-        margin={"t": 66 + 18 * len(lines)},
+        margin={"t": 78 + 18 * len(lines)},
         hovermode="x unified",
         legend={"tracegroupgap": 0, **place},
     )
@@ -167,8 +167,8 @@ def seed_differences(contrast: SeedContrast) -> Figure:
     words = f"{CONFIDENCE:.0%} intervals over the seeds; pale: too close to call"
     rows = len(contrast.differences)
     figure.laid_out(
-        height=160 + 34 * rows,
+        height=172 + 34 * rows,
         title=theme.title("Difference in loss", words),
-        margin={"t": 72},
+        margin={"t": 84},
     )
     return figure

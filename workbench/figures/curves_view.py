@@ -103,7 +103,7 @@ def loss_curves(
         figure.update_layout(legend=place_legend(figure.data, log_y=log_y, y_range=y_range))
     figure.update_layout(updatemenus=[_x_menu(figure, prepared, axes, x), _y_menu(figure, prepared, y, log_y)])
     if key := mark_key(prepared):
-        figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 104})
+        figure.update_layout(title={"subtitle": {"text": key}}, margin={"t": 118})
     if not any(len(curve.raw) for curve in prepared):
         middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
         figure.add_annotation(text="no step recorded yet", font={"color": theme.MUTED}, **middle)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import csv
+import html
 import io
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,15 @@ def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
     """
     static = {"image/png": base64.b64encode(picture(figure)).decode()} if with_picture and has_twin(figure) else {}
     config = {PLOTLY_MIME: {**json.loads(figure.to_json()), "config": dict(theme.CONFIG)}}
-    return {**config, **static, "text/plain": ""}
+    return {**config, **static, "text/plain": accessible_name(config[PLOTLY_MIME]["layout"])}
+
+
+def accessible_name(layout: Mapping[str, Any]) -> str:
+    """Return what a screen reader says of a figure with this layout: its title, or what its axes show."""
+    given = [layout.get("title"), *(layout.get(axis, {}).get("title") for axis in ("yaxis", "xaxis"))]
+    texts = [part.get("text", "") if isinstance(part, Mapping) else part for part in given]
+    title, y, x = (html.unescape(re.sub(r"<[^>]*>", " ", str(text or ""))).strip() for text in texts)
+    return title or " over ".join(filter(None, (y, x))) or "Figure"
 
 
 def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scale: float = 1.0) -> bytes:

@@ -123,5 +123,5 @@ def _add_law(
 
 def _finished(figure: Figure, main: str, words: str) -> Figure:
     below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
-    margin, title = {"t": 76, "b": below}, theme.title(main, words)
+    margin, title = {"t": 88, "b": below}, theme.title(main, words)
     return figure.laid_out(height=440 + below, title=title, margin=margin, legend=theme.LEGEND_BELOW)

@@ -19,7 +19,7 @@ import plotly.io
 from workbench.arguments import checked_arguments
 from workbench.errors import DataError
 from workbench.figures import theme
-from workbench.figures.figure import NOTEBOOK_PX, picture
+from workbench.figures.figure import NOTEBOOK_PX, accessible_name, picture
 from workbench.figures.figure import PLOTLY_MIME as PLOTLY_MIME
 from workbench.tables import html_table
 
@@ -64,10 +64,12 @@ Mermaid diagrams knows addresses of its own.
 
 
 def figure_html(figure: go.Figure | Mapping[str, Any]) -> str:
-    """Return a `<div>` that draws the figure on a page that has loaded plotly.js."""
+    """Return a `<div>` that draws the figure on a page that has loaded plotly.js, with a name for screen readers."""
     value = figure if isinstance(figure, go.Figure) else {k: figure[k] for k in ("data", "layout") if k in figure}
+    layout = figure.layout.to_plotly_json() if isinstance(figure, go.Figure) else figure.get("layout", {})
     options = {"full_html": False, "include_plotlyjs": False, "include_mathjax": False, "validate": False}
-    return str(plotly.io.to_html(value, config={**theme.CONFIG, "responsive": True}, **options))
+    drawn = plotly.io.to_html(value, config={**theme.CONFIG, "responsive": True}, **options)
+    return f'<div role="figure" aria-label="{html.escape(accessible_name(layout))}">{drawn}</div>'
 
 
 @checked_arguments

@@ -133,9 +133,9 @@ def panels(
 def _laid_out(figure: Figure, rows: int) -> Figure:
     figure.update_annotations(font={"size": theme.FONT_PX, "color": theme.MUTED})
     return figure.laid_out(
-        height=rows * (ROW_PX + GAP_PX) + 24,
+        height=rows * (ROW_PX + GAP_PX) + 36,
         autosize=True,
-        margin={"t": 28, "b": 44, "r": 64},
+        margin={"t": 40, "b": 44, "r": 64},
         showlegend=False,
         hovermode="closest",
         barmode="group",

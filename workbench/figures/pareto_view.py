@@ -38,7 +38,7 @@ def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, f
     words = "Where weights are masked, absent blocks are computed too, and fewer FLOPs take no fewer seconds"
     title = theme.title("Loss against cost: FLOPs and wall time", words)
     below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
-    margin = {"t": 76, "b": below}
+    margin = {"t": 88, "b": below}
     layout = {"height": 400 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
     return figure.laid_out(**layout)
 

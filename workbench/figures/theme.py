@@ -90,7 +90,7 @@ TEMPLATE = go.layout.Template(
         paper_bgcolor=PAPER,
         plot_bgcolor="white",
         colorway=PALETTE,
-        margin={"l": 64, "r": 32, "t": 64, "b": 52},
+        margin={"l": 64, "r": 32, "t": 78, "b": 52},
         title={
             "x": 0,
             "xref": "container",
@@ -98,7 +98,7 @@ TEMPLATE = go.layout.Template(
             "y": 1,
             "yref": "container",
             "yanchor": "top",
-            "pad": {"l": 16, "t": 14},
+            "pad": {"l": 16, "t": 28},  # below the buttons, which lie in the corner
             "font": {"size": TITLE_PX, "color": INK},
             "subtitle": {"font": {"size": FONT_PX, "color": MUTED}},
         },
