@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from bs4 import BeautifulSoup
 from jupyter_client.manager import start_new_kernel
+from nbconvert import HTMLExporter
+
+from workbench.figures.pages import notebook_to_html
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = """
@@ -48,13 +53,16 @@ class Kernel:
         self.client = client
         self.error: dict[str, Any] = {}
         self.pages: list[str] = []
+        self.outputs: list[Any] = []
 
     def run(self, code: str) -> None:
-        self.error, self.pages = {}, []
+        self.error, self.pages, self.outputs = {}, [], []
         self.client.execute_interactive(code, output_hook=self._note, timeout=300)
 
     def _note(self, message: dict[str, Any]) -> None:
         content = message["content"]
+        if message["msg_type"] in ("error", "display_data", "stream"):
+            self.outputs.append(nbformat.v4.output_from_msg(message))
         if message["msg_type"] == "error":
             self.error = content
         elif message["msg_type"] == "display_data" and "<details>" in content["data"].get("text/html", ""):
@@ -88,6 +96,27 @@ def test_a_notebook_shows_the_sentence_the_users_line_and_a_folded_traceback(ker
     assert "workbench/validation.py" in page
     assert "&#x27;&lt;b&gt;&#x27;" in page
     assert "<b>" not in page
+
+
+def test_a_notebook_that_failed_keeps_the_sentence_and_the_folded_traceback_on_its_pages(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    code = "wb.Experiment(model=Net, data=Data(), stepz=3)"
+    kernel.run(code)
+    cell = nbformat.v4.new_code_cell(code, outputs=kernel.outputs)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "failed.ipynb")
+    converted, _ = HTMLExporter().from_filename(str(tmp_path / "failed.ipynb"))
+    shared = notebook_to_html(tmp_path / "failed.ipynb", tmp_path / "failed.html").read_text()
+    for page in (converted, shared):
+        shown = BeautifulSoup(page, "html.parser")
+        [error] = shown.select("[data-mime-type='application/vnd.jupyter.stderr']")
+        sentence, *lines = error.get_text().strip().splitlines()
+        assert sentence == "UnknownParameter: Experiment has no parameter 'stepz'. Did you mean 'steps'?"
+        assert lines[-1].strip() == code
+        assert len(lines) <= 3
+        [folded] = [part for part in shown.find_all("details") if part.summary.get_text() == "the whole traceback"]
+        assert "workbench/validation.py" in folded.pre.get_text()
+        assert not folded.has_attr("open")
 
 
 def test_other_errors_and_cells_after_an_error_are_left_alone(kernel: Kernel) -> None:
