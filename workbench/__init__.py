@@ -52,6 +52,11 @@ def _register_displays() -> None:
 
         show_sweep(sweep)
 
+    def display_measured(measured: Any) -> None:
+        from workbench.widgets.live_grid import show_grid
+
+        show_grid(measured)
+
     displays = shell.display_formatter.ipython_display_formatter
     displays.for_type_by_name("workbench.planning.plan", "Plan", display_plan)
     displays.for_type_by_name("workbench.analysis.contrast", "Contrast", display_contrast)
@@ -59,6 +64,7 @@ def _register_displays() -> None:
     displays.for_type_by_name("workbench.analysis.coordinates", "CoordinateCheck", display_coordinates)
     if hasattr(shell, "kernel"):
         displays.for_type_by_name("workbench.sweeps.sweep", "Sweep", display_sweep)
+        displays.for_type_by_name("workbench.sweeps.measured", "MeasuredGrid", display_measured)
 
 
 _register_displays()

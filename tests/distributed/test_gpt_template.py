@@ -25,7 +25,7 @@ def test_the_template_measures_cells_and_predicts_their_order_and_the_best(tmp_p
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
     shown = {cell.source.splitlines()[-1]: [output.get("data", {}) for output in cell.outputs] for cell in cells}
     assert "small-gpt on 2 × CPU process, batch 16" in str([cell.outputs for cell in cells])
-    for name in ("wb.figures.heat_map(grid)", "wb.figures.predictions(measured)"):
+    for name in ("wb.figures.heat_map(grid)", "measured"):
         assert any(PLOTLY_MIME in data for data in shown[name]), name
     printed = str(next(cell for cell in cells if "regret of the planner" in cell.source).outputs)
     assert measured.rank_correlation > 0.5, "a prediction that is the same for all cells has none"
