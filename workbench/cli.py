@@ -378,12 +378,11 @@ def runs(
     archived: Annotated[bool, typer.Option("--archived", help="List archived runs too.")] = False,
     as_json: AsJson = False,
     follow: Follow = False,
-    every: Every = 5.0,
 ) -> None:
     """List the runs in a folder, newest first."""
     table = wb.list_runs(root, tag=tag, state=state, text=text, sort=sort, archived=archived)
     if follow:
-        _follow([run for run in table if not run.status.final], every)
+        _follow([run for run in table if not run.status.final])
         return
     typer.echo(json.dumps(table.rows(), indent=2) if as_json else repr(table))
 
@@ -417,7 +416,7 @@ def show(
             raise typer.Exit(1)
 
 
-def _follow(runs: Sequence[Run], every_s: float) -> None:
+def _follow(runs: Sequence[Run], every_s: float = 5.0) -> None:
     from workbench.runs.records.follow import follow
 
     try:
