@@ -169,6 +169,27 @@ def test_the_packing_with_the_shortest_predicted_time_is_taken():
     assert alone.seconds <= best.seconds
 
 
+def test_runs_that_share_a_gpu_are_planned_for_their_part_of_its_memory():
+    asked, cluster = experiment(steps=100), wb.Cluster.of("h100", gpus=1)
+    runs = [("all", 100)] * 12
+    alone, _ = packing.choose({"all": asked}, runs, cluster, {"all": "all"})
+    best, why = packing.choose({"all": asked}, runs, cluster, {"all": "all"}, 3)
+    assert (best.side_by_side, best.devices_each, best.share) == (3, 1, pytest.approx(1 / 3))
+    assert best.seconds == alone.seconds
+    limit = best.plans["all"].memory_limit_bytes
+    assert 3 * (limit + cluster.device.reserved_bytes) <= cluster.device.memory_bytes
+    assert alone.plans["all"].memory_limit_bytes is None
+    assert "12 runs one after another on 1 device take" in why
+    assert "3 runs share each GPU" in why
+
+
+def test_runs_cannot_share_a_gpu_where_there_is_none():
+    with pytest.raises(InvalidExperiment, match="runs_per_gpu=2 is given, and this machine has no GPU"):
+        wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], runs_per_gpu=2)
+    with pytest.raises(InvalidExperiment, match="runs_per_gpu=0 is not a number"):
+        wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], runs_per_gpu=0)
+
+
 def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeypatch):
     captured, capture = [], captured_model.capture
     monkeypatch.setattr(captured_model, "capture", lambda *given, **of: captured.append(of) or capture(*given, **of))

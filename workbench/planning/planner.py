@@ -83,9 +83,12 @@ def checked_choices(experiment: Experiment, choices: Choices) -> Fixed:
     return fixed
 
 
-def plan_profiled(experiment: Experiment, costs: Profile, cluster: Cluster) -> Plan:
+def plan_profiled(
+    experiment: Experiment, costs: Profile, cluster: Cluster, memory_limit_bytes: int | None = None
+) -> Plan:
     """Return what `plan` returns for a model whose profile is there, without another capture."""
-    request = Request(experiment.global_batch, experiment.seq_len, cluster, None, checked_choices(experiment, {}))
+    fixed = checked_choices(experiment, {})
+    request = Request(experiment.global_batch, experiment.seq_len, cluster, memory_limit_bytes, fixed)
     return with_evaluation(experiment, weigh(costs, costs.precision, request).best)
 
 

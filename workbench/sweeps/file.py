@@ -12,7 +12,7 @@ import yaml
 from workbench.errors import InvalidExperiment, UnknownParameter, suggestion
 from workbench.sweeps.rules import Diverged, diverged
 
-KEYS = ("experiment", "set", "axes", "seeds", "sampler", "trials", "stop", "directory")
+KEYS = ("experiment", "set", "axes", "seeds", "sampler", "trials", "stop", "runs_per_gpu", "directory")
 """Keys of the file. `set` and `axes` hold fields of the experiment; the others are arguments of `wb.sweep`."""
 
 

@@ -183,7 +183,7 @@ def start_measuring(
         "sampler": "grid",
         "trials": None,
         "stop": None,
-        "packing": {"side_by_side": 1, "devices_each": cells[0][1].world, "why": why},
+        "packing": {"side_by_side": 1, "devices_each": cells[0][1].world, "share": 1.0, "why": why},
         "ahead": 0,  # the start of another run would take time from the steps that are measured
     }
     folder = new_queue(directory, f"{experiment.name}-grid", GRID)

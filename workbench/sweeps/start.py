@@ -22,6 +22,7 @@ from workbench.units import is_count
 SAMPLERS = ("grid", "random", "tpe")
 AHEAD = 1
 """Runs of a grid sweep that wait in the device queue behind those that train, so that no device waits for a start."""
+MOST_RUNS_PER_GPU = 16
 
 
 @checked_arguments
@@ -32,6 +33,7 @@ def sweep(
     sampler: str = "grid",
     trials: int | None = None,
     stop: Rule = None,
+    runs_per_gpu: int = 1,
     directory: str | os.PathLike[str] | None = None,
     **axes: Sequence[Any],
 ) -> Sweep:
@@ -48,6 +50,8 @@ def sweep(
         trials: number of configurations that `random` and `tpe` choose.
         stop: rule that ends hopeless runs: `wb.sweeps.diverged(above=6.5, after=500)`, `"median"`, which compares with
             the runs that have finished and therefore stops none before three have, or `"halving"`.
+        runs_per_gpu: number of runs that train on a GPU at the same time, each with that part of its memory. Small
+            models leave most of a GPU idle; their steps take longer side by side, the sweep less.
         directory: the sweep's directory; by default `<name>-sweep-<time>` in `$WORKBENCH_RUNS` or `./runs`.
         axes: values to try for fields of the experiment, such as `learning_rate=[1e-4, 3e-4]`.
 
@@ -61,7 +65,7 @@ def sweep(
     """
     grid = Axes(experiment, dict(axes))
     check_rule(stop)
-    _check_numbers(grid, seeds, sampler, trials)
+    _check_numbers(grid, seeds, sampler, trials, runs_per_gpu)
     choices = list(grid.choices())
     asked = [grid.experiment_of(choice) for choice in choices]
     needed: dict[str, tuple[Choice, Experiment]] = {}
@@ -80,7 +84,7 @@ def sweep(
     ]
     experiments = {key: chosen for key, (_, chosen) in needed.items()}
     profiled_as = {key: profile_key(choice) for key, (choice, _) in needed.items()}
-    packed, why = packing.choose(experiments, runs, local_cluster(), profiled_as)
+    packed, why = packing.choose(experiments, runs, local_cluster(), profiled_as, runs_per_gpu)
     for key, plan in packed.plans.items():
         check_runnable(experiments[key], plan, captured_model(experiments[key], plan), progress=True)
     folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
@@ -96,7 +100,12 @@ def sweep(
         "sampler": sampler,
         "trials": trials,
         "stop": rule_to_json(stop),
-        "packing": {"side_by_side": packed.side_by_side, "devices_each": packed.devices_each, "why": why},
+        "packing": {
+            "side_by_side": packed.side_by_side,
+            "devices_each": packed.devices_each,
+            "share": packed.share,
+            "why": why,
+        },
         "ahead": AHEAD if sampler == "grid" else 0,
     }
     entries = [Entry(0, choice, seed) for seed in seed_list for choice in choices] if sampler == "grid" else []
@@ -105,9 +114,13 @@ def sweep(
     return Sweep(folder.path)
 
 
-def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any) -> None:
+def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any, runs_per_gpu: Any) -> None:
     if not is_count(seeds) or seeds > LARGEST_GRID:
         raise InvalidExperiment(f"seeds={seeds!r} is not a number of seeds. Give 1 to {LARGEST_GRID:,}.")
+    if not is_count(runs_per_gpu) or runs_per_gpu > MOST_RUNS_PER_GPU:
+        raise InvalidExperiment(
+            f"runs_per_gpu={runs_per_gpu!r} is not a number of runs on one GPU. Give 1 to {MOST_RUNS_PER_GPU}."
+        )
     if sampler not in SAMPLERS:
         raise InvalidExperiment(f"sampler={sampler!r} is not one of {', '.join(SAMPLERS)}. Give one of them.")
     size = sum(1 for _ in grid.choices())

@@ -1,6 +1,6 @@
 """The device queue of a node: runs that need the same devices wait for each other, first come, first served.
 
-A run may ask for a share of its devices, so that runs of a sweep train side by side on one CPU.
+A run may ask for a share of its devices, so that runs of a sweep train side by side on one CPU or GPU.
 
 Each run holds a numbered ticket, a small JSON file in one folder per host. A ticket counts for as long as a process of
 its run is alive (supervisor, launcher or rank), so no crash can leave the node locked, and a launcher killed with -9

@@ -53,13 +53,13 @@ def launch(
     *,
     progress: bool | None = None,
     worker: str = processes.WORKER,
-    cpu_share: float = 1.0,
+    share: float = 1.0,
 ) -> RunDir:
     """Start training in processes of its own and return at once; the kernel stays free, and may go away.
 
     Runs that need the same devices queue. `captured` and `progress` are those of `check_runnable`. `worker` is the
-    module that each rank executes. A run on CPU processes trains beside others as long as their `cpu_share`s add up to
-    1; a run on GPUs has its own.
+    module that each rank executes. Runs train beside each other on a device as long as their `share`s of it add up to
+    1; all processes of a run on CPUs are on one device.
 
     Raises what `check_runnable` raises, `RunExists`, `RunNotFound` and `CheckpointError` before any process starts.
     """
@@ -72,7 +72,7 @@ def launch(
         if not is_training:
             run.tracker.unlink(missing_ok=True)  # the run that is evaluated has the result, not a run of its own on W&B
         append_event(run.events, "status", state="queued", message="")
-        _start_supervisor(run, attempt.plan, devices, worker, cpu_share)
+        _start_supervisor(run, attempt.plan, devices, worker, share)
     if os.environ.get(LAUNCHES) and is_training:
         with contextlib.suppress(OSError), open(os.environ[LAUNCHES], "a") as file:
             file.write(f"{run.path}\n")
@@ -136,13 +136,13 @@ def devices_for(plan: Plan) -> tuple[str, ...]:
     return devices
 
 
-def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, cpu_share: float) -> None:
+def _start_supervisor(run: RunDir, plan: Plan, devices: tuple[str, ...], worker: str, share: float) -> None:
     """Start the detached process that sees the run through, and queue it before any later launch."""
     process = _spawn_supervisor(run)
     try:
         supervisor = process_record(process.pid)
         device_type = plan.cluster.device.type
-        needed, share = (1, cpu_share) if device_type == "cpu" else (plan.world, 1.0)
+        needed = 1 if device_type == "cpu" else plan.world
         ticket = device_queue.take_ticket(run, pool=devices, count=needed, supervisor=supervisor, share=share)
         planned = {"world": plan.world, "device_type": device_type, "precision": plan.precision}
         record = {"supervisor": supervisor, "ticket": str(ticket.path), "worker": worker, "plan": planned}
