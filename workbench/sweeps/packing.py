@@ -28,7 +28,7 @@ class Packing:
     plans: Mapping[str, Plan]
     """Plan by the key of `directory.plan_key`."""
     seconds: float
-    """That of runs which have their devices to themselves."""
+    """This is the time of runs that have their devices to themselves."""
 
     @property
     def share(self) -> float:
