@@ -28,7 +28,7 @@ class Packing:
     plans: Mapping[str, Plan]
     """Plan by the key of `directory.plan_key`."""
     seconds: float
-    """This is the time of runs that have their devices to themselves."""
+    """Seconds that the runs take when each has its devices to itself."""
 
     @property
     def share(self) -> float:
