@@ -161,17 +161,15 @@ class Packs(nn.Module):
         return functional.cross_entropy(self.head(last), labels)
 
 
-def test_packed_sequences_are_refused_with_a_way_out_that_is_equal() -> None:
+def test_packed_sequences_run_as_written_and_the_captured_way_is_equal() -> None:
     lengths = torch.tensor([6, 2, 5, 3])
     batch = {"x": torch.randn(4, 6, 8), "lengths": lengths, "labels": torch.arange(4)}
     model = Packs()
-    error = refused(model, batch=batch)
-    assert error.facts["line"] == line_of(Packs, "self.cells(packed)")
-    assert "lengths - 1" in str(error)
+    assert "self.cells(packed)" in runs_as_written(model, batch=batch)
     expected = model(**batch)
     model.packs = False
     assert torch.allclose(model(**batch), expected)
-    captured(model, batch)
+    assert not captured(model, batch).notes
 
 
 class Scores(Net):
@@ -201,7 +199,6 @@ class Scores(Net):
     [
         ("CTC", "return functional.ctc_loss", "torch.library.custom_op"),
         ("FlexAttention", "return flex_attention", "scaled_dot_product_attention"),
-        ("torch.vmap", "", "by broadcasting"),
         ("torch.jit.script", "", "as it was before torch.jit.script"),
     ],
 )
@@ -211,6 +208,10 @@ def test_a_feature_that_export_lacks_is_refused_by_its_name(how: str, line: str,
     assert way_out in str(error)
     assert "see that model(**batch) runs" not in str(error)
     assert not line or error.facts["line"] == line_of(Scores, line)
+
+
+def test_a_forward_that_maps_by_vmap_runs_as_written() -> None:
+    assert "torch.vmap" in runs_as_written(Scores("torch.vmap"))
 
 
 def test_a_parameter_with_a_name_of_exports_own_is_refused() -> None:

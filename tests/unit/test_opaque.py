@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+import workbench as wb
 from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, interpret, loss_of
-from workbench.capture import opaque
+from workbench.capture import build_meta, opaque
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.opaque import is_opaque
+from workbench.cost.cluster import Cluster
+from workbench.cost.graph_profiler import profile_graph
 from workbench.errors import CaptureError
 from workbench.experiment import Experiment
 
@@ -124,3 +129,74 @@ def test_a_wrong_gradient_of_an_opaque_call_is_refused_before_the_first_update(m
     monkeypatch.setattr(opaque._Run, "backward", staticmethod(doubled))
     with pytest.raises(CaptureError, match="does not compute the model's"):
         _ = CapturedModel(experiment, 2).division
+
+
+class HoldsNumbers(nn.Module):
+    """A layer that branches on a buffer of the constructor's numbers, which a model without values does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("width", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.pad(self.linear(x).unfold(1, int(self.width), 1).mean(-1), (int(self.width) - 1, 0))
+
+
+def test_a_model_without_values_is_tried_with_those_that_its_constructor_makes() -> None:
+    assert is_opaque(captured(build_meta(lambda: Middle(HoldsNumbers())), batch_for("Net")).blocks[2].code)
+
+
+class Assigned(nn.Module):
+    """The matching of a loss, which is on sizes."""
+
+    def forward(self, sizes: torch.Tensor) -> torch.Tensor:
+        if not (sizes.detach() >= 0).all():
+            raise ValueError("sizes are below 0")
+        return torch.tensor([int(row.argmax()) for row in sizes])
+
+
+def test_a_module_that_forward_makes_is_opaque_alone_and_is_tried_on_positive_numbers() -> None:
+    class Matched(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            found = self.head(self.body(self.stem(x)))
+            chosen = Assigned()(found.sigmoid())
+            return functional.cross_entropy(found, labels) + found.gather(1, chosen[:, None]).square().mean()
+
+    graph = captured(Matched(), batch_for("Net"))
+    calls = [call.label for block in graph.blocks for call in opaque.opaque_calls(block.code.graph)]
+    assert calls == ["Assigned"]
+
+
+class Wide(Branches):
+    """A layer that keeps, of each sample, 1,000 times as many numbers for a moment as it returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.repeat(1, 1000).sin().cos().unflatten(1, (1000, 16)).mean(1))
+
+
+class ThreeWide(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide() for _ in range(3))
+
+
+def test_opaque_layers_of_one_class_are_priced_once_with_what_their_second_forward_keeps() -> None:
+    graph = captured(ThreeWide(), batch_for("Net"))
+    layers = [block for block in graph.blocks if is_opaque(block.code)]
+    assert len({block.block_type for block in layers}) == 3  # each has code of its own
+    profile = profile_graph(graph, Cluster.of("h200", gpus=1).device, "fp32", compiled=False)
+    [first, second] = [profile.blocks[block.index].block_type for block in layers[:2]]
+    assert first == second
+    assert profile.blocks[layers[0].index].opaque == ("layers.0",)
+    kept = 2 * 1000 * 16 * 4  # the results of repeat and sin
+    assert kept <= profile.block_types[first].workspace_bytes <= 1.1 * kept
+
+
+def test_a_plan_says_which_share_of_a_step_runs_as_written() -> None:
+    samples = [{"x": torch.randn(8), "labels": torch.tensor(index % 5)} for index in range(16)]
+    experiment = Experiment.of(model=ThreeWide, data=samples, steps=1, global_batch=8, seq_len=1)
+    [note] = [note for note in wb.plan(experiment).notes if note.startswith("Of the predicted time")]
+    layers = re.findall(r"layers\.\d (\d+\.\d)%", note)
+    assert len(layers) == 3
+    assert 50 < sum(map(float, layers)) < 100

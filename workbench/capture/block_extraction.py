@@ -16,7 +16,7 @@ from workbench.capture.dataflow import Dataflow
 from workbench.capture.export import Exported
 from workbench.capture.graph import Block
 from workbench.capture.losses import MeanLoss, Quotient, emit_sum_over_count
-from workbench.capture.opaque import call_of
+from workbench.capture.opaque import call_of, opaque_calls
 from workbench.capture.operations import tensor_at
 
 
@@ -61,7 +61,6 @@ class BlockExtractor:
         buffers = tuple(name for name, yes in is_parameter.items() if not yes)
         inputs = [n for n in flow.order if n.op == "placeholder" and n in needed]
         counts = [index for node, index in self._losses.items() if node in inside or node in needed]
-
         graph, root = fx.Graph(), nn.Module()
         by_name = {name: graph.placeholder(f"p{i}") for i, name in enumerate((*parameters, *buffers))}
         copies = {node: by_name[name] for node, name in names.items()}
@@ -85,6 +84,7 @@ class BlockExtractor:
             index=index,
             name=group.name,
             block_type=block_type,
+            cost_type=digest(graph, root, of_cost=True) if opaque_calls(graph) else block_type,
             parameters=parameters,
             buffers=buffers,
             receives=tuple(node.name for node in receives),
@@ -121,15 +121,16 @@ class BlockExtractor:
         return name
 
 
-def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = ()) -> str:
+def digest(graph: fx.Graph, root: nn.Module, returned: Sequence[int] = (), of_cost: bool = False) -> str:
     """Return a hash of operations, constants, wiring, shapes and types: equal for layers that compute the same.
 
-    `returned` are the positions of the sent values that no later block reads.
+    `returned` are the positions of the sent values that no later block reads. With `of_cost`, it is equal for layers
+    that cost the same: opaque calls of other modules of one class may compute something else.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     lines = [
-        f"{node.op} {_target(node, root)} {_canonical(_arguments(node), position)} {_canonical(node.kwargs, position)} "
-        f"{_shape(node.meta.get('val'))}"
+        f"{node.op} {_target(node, root)} {_canonical(_arguments(node, of_cost), position)} "
+        f"{_canonical(node.kwargs, position)} {_shape(node.meta.get('val'))}"
         for node in graph.nodes
     ]
     lines += [f"returned {list(returned)}"] if returned else []
@@ -147,10 +148,10 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     return str(node.target)
 
 
-def _arguments(node: fx.Node) -> Any:
+def _arguments(node: fx.Node, of_cost: bool) -> Any:
     """Return a node's arguments; those of an opaque call name it in a way that other processes share."""
     call = call_of(node)
-    return node.args if call is None else (call.digest, *node.args[1:])
+    return node.args if call is None else (call.cost_digest if of_cost else call.digest, *node.args[1:])
 
 
 def _canonical(value: Any, position: Mapping[fx.Node, int]) -> str:

@@ -278,10 +278,12 @@ class _Comparison:
         return values[graph.loss]
 
     def _result(self, loss: torch.Tensor) -> _Result:
-        parameters = list(self._trained.values())
-        found = torch.autograd.grad(loss.float().sum(), parameters, allow_unused=True)
-        gradients = (torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, found, strict=True))
-        return _Result(loss.detach().float().sum(), dict(zip(self._trained, gradients, strict=True)))
+        """Take the gradients as training does: the backward of a reversible network adds to `grad` itself."""
+        for parameter in self._trained.values():
+            parameter.grad = None
+        loss.float().sum().backward()
+        gradients = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in self._trained.items()}
+        return _Result(loss.detach().float().sum(), gradients)
 
     def _renew_buffers(self) -> None:
         """Undo what a forward wrote to the buffers: each micro-batch starts from those of the whole batch."""

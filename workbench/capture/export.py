@@ -75,7 +75,6 @@ def export(
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    has_values = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     try:
         return _export_on(device, model, batch, name, loss, returns)
     except CaptureError as error:
@@ -88,7 +87,7 @@ def export(
             return _export_on(device, model, batch, name, loss, returns)
         except CaptureError as error:
             failure = error
-    return _export_with_opaque_calls(device, model, batch, name, loss, returns, has_values, failure)
+    return _export_with_opaque_calls(device, model, batch, name, loss, returns, failure)
 
 
 def _export_with_opaque_calls(
@@ -98,14 +97,13 @@ def _export_with_opaque_calls(
     name: str,
     loss: LossChoice,
     returns: bool,
-    has_values: bool,
     failure: CaptureError,
 ) -> Exported:
     """Export again, with the calls that export cannot follow made opaque one after the other.
 
     Raises `failure`, that of the plain export, if no call can be made so.
     """
-    search = OpaqueSearch(model, name, has_values)
+    search = OpaqueSearch(model, name)
     error = failure
     while search.adds(error):
         try:

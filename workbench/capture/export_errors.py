@@ -96,4 +96,5 @@ def refuse_vmap(graph: fx.Graph, name: str) -> None:
                 name,
                 f"calls torch.vmap{line.where}, whose operations cannot be divided into blocks. Write the dims that it "
                 f"maps over by broadcasting, for a mask i[:, None] >= i[None, :].",
+                inside=[path for path, _ in (node.meta.get("nn_module_stack") or {}).values()],
             )

@@ -32,6 +32,8 @@ class Block:
     """Path of the module that it came from (`bert.encoder.layer.0`), or `first … last` if it spans several."""
     block_type: str
     """Digest of the computation and its shapes; blocks of one type share one `code`."""
+    cost_type: str
+    """The same, but equal for opaque calls of modules of one class, which cost the same."""
     parameters: tuple[str, ...]
     """Canonical parameter names, in `code`'s order; tied parameters go by one name everywhere."""
     buffers: tuple[str, ...]
@@ -113,9 +115,9 @@ class Graph:
         return tuple(dict.fromkeys(block.block_type for block in self.blocks))
 
     def variant(self, block: Block) -> tuple[object, ...]:
-        """Return a key that is equal for blocks of one type which compute the same gradients (some may be frozen)."""
+        """Return a key that is equal for blocks of one cost that compute the same gradients (some may be frozen)."""
         trained = tuple(name not in self.frozen for name in block.parameters)
-        return block.block_type, trained, tuple(name in self.differentiated for name in block.receives)
+        return block.cost_type, trained, tuple(name in self.differentiated for name in block.receives)
 
     def block_parameters(self, first: int, end: int) -> dict[str, TensorSpec]:
         """Return the parameters that blocks `first` … `end - 1` need; a tied one counts once."""

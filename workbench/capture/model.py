@@ -20,6 +20,7 @@ from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
 from workbench.capture.graph import Graph, spec_of
 from workbench.capture.losses import MeanLoss, Quotient, label_count, mean_losses
+from workbench.capture.opaque_search import built_by
 from workbench.capture.operations import descendants, reachable, storage_of
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
@@ -34,7 +35,7 @@ def build_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     """Build a model without its weights, in train mode; on the CPU if its constructor needs real numbers."""
     try:
         with torch.device("meta"):
-            return factory().train()
+            return built_by(factory().train(), factory)
     except Exception:  # the constructor read a meta tensor's numbers; every other error comes again
         return factory().train()
 

@@ -5,8 +5,8 @@ and the parameters and buffers of the module. The forward keeps no graph; the ba
 random numbers and buffers that the forward found, and differentiates it. Buffers that the code writes are arguments as
 copies and results with their new values, so that the graph writes them once. No result shares memory with an argument.
 
-Export needs the shapes of the results: the code runs on random values on the CPU (or with the model's own values, where
-it has them), three times, and must return the same shapes.
+Export needs the shapes of the results: the code runs three times with the model's own values (if it can be built here;
+otherwise with random ones) on random arguments, and must return the same shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from workbench.capture.source_lines import SourceLine
-from workbench.capture.torch_internals import originals
+from workbench.capture.torch_internals import alone, originals
 from workbench.data._datasets import untouched_generators
 from workbench.errors import CaptureError
 
@@ -56,6 +56,9 @@ class _Place:
 
     def entries(self) -> dict[str, Any]:
         return vars(self.module) if self.table == "" else vars(self.module)[self.table]
+
+    def value(self) -> torch.Tensor:
+        return self.entries()[self.key]  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)
@@ -84,6 +87,8 @@ class OpaqueCall:
     """True if forward itself needs a graph, since it takes derivatives."""
     flops: float = 0.0
     """FLOPs of one forward."""
+    recomputed_bytes: int = 0
+    """Bytes that the backward's second forward keeps for a moment; 0 if they could not be counted."""
     training: list[bool] = field(default_factory=list)
     """True for each of `modules` that was in train mode."""
     changed: list[int] = field(default_factory=list)
@@ -93,6 +98,12 @@ class OpaqueCall:
     def digest(self) -> str:
         """Text that tells the call from others, and is the same in every process."""
         return f"{self.label} {self.specs} {self.written} {self.training[:1]}"
+
+    @property
+    def cost_digest(self) -> str:
+        """Text that is equal for calls that cost the same: of modules of one class."""
+        kind = type(self.modules[0]).__qualname__ if self.modules else self.label
+        return f"{kind} {self.specs} {self.flops} {self.recomputed_bytes} {self.training[:1]}"
 
     def compute(
         self, tensors: Sequence[torch.Tensor], then: Callable[[list[torch.Tensor]], None] | None = None
@@ -107,10 +118,10 @@ class OpaqueCall:
         values = iter(given[len(self.places) :])
         leaves = [next(values) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        with self._placed(given):
+        with self._placed(given), alone():
             versions = [tensor._version for tensor in given]
             result = self.function(*args, **kwargs)
-            after = [place.entries()[place.key] for place in self.places]
+            after = [place.value() for place in self.places]
             changed = [at for at, tensor in enumerate(given) if tensor._version != versions[at]]
             changed += [at for at, tensor in enumerate(after) if tensor is not given[at]]
             outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -141,20 +152,29 @@ class OpaqueCall:
                     attributes[table].clear()
                     attributes[table].update(held)
 
+    def _leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors that require gradients, but for buffers and those without a gradient."""
+        buffers = {at for at, place in enumerate(self.places) if place.table == "_buffers"}
+        return [
+            tensor.detach().requires_grad_(tensor.is_floating_point() and at not in buffers)
+            for at, tensor in enumerate(tensors)
+        ]
+
     def _try(
         self,
         given: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor | None],
         device: torch.device,
         seed: int,
+        kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
         grad: bool,
     ) -> None:
         """Run the code on real tensors and note its results; raise `NotOpaque` if an earlier run had others."""
         torch.manual_seed(seed)
-        tensors = [_real(t, v, device, seed) for t, v in zip(given, values, strict=True)]
+        tensors = [_real(t, v, device, seed, kind) for t, v in zip(given, values, strict=True)]
         with torch.set_grad_enabled(grad):
             if grad:
-                tensors = [t.requires_grad_(t.is_floating_point()) for t in tensors]
+                tensors = self._leaves(tensors)
             with _Flops() as counter:
                 result, outputs, _ = self.compute(tensors)
         self.flops = counter.flops
@@ -173,25 +193,43 @@ class OpaqueCall:
         self.result_leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.specs = specs
 
+    def _count_recomputed(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Run the code with a graph and note the bytes of the tensors in it, but for those that it was given."""
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        leaves = self._leaves(tensors)
+        with contextlib.suppress(Exception), torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                self.compute(leaves)
+            for tensor in leaves:
+                kept.pop(tensor.untyped_storage().data_ptr(), None)
+            self.recomputed_bytes = sum(storage.nbytes() for storage in kept.values())
+
     def probe(self, given: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None], device: torch.device) -> None:
         """Run the code on real tensors of the shapes of `given` and note its results; raise `NotOpaque`."""
         failure: list[Exception] = []
 
         def run() -> None:  # in a thread of its own, the modes that export has entered are not active
             with originals(), untouched_generators(_cuda_indices(device)):
-                for grad in (False, True):
+                for grad, kind in itertools.product((False, True), (_centred, _positive)):
                     try:
                         self.takes_derivatives = grad
                         self.specs, self.written = [], []
                         for seed in (0, 1, 2):
-                            self._try(given, values, device, seed, grad)
+                            self._try(given, values, device, seed, kind, grad)
                         failure.clear()
+                        pairs = zip(given, values, strict=True)
+                        self._count_recomputed([_real(*pair, device, 0, kind) for pair in pairs])
                         return
                     except NotOpaque as error:
                         failure[:] = [error]
                         return
-                    except Exception as error:
-                        failure[:] = [error]
+                    except Exception as error:  # the first says why the code does not run
+                        failure[:] = failure or [error]
 
         thread = Thread(target=run)
         thread.start()
@@ -233,20 +271,36 @@ def _cuda_indices(device: torch.device) -> list[int]:
     return [device.index or 0] if device.type == "cuda" else []
 
 
-def _real(given: torch.Tensor, value: torch.Tensor | None, device: torch.device, seed: int) -> torch.Tensor:
+def _real(
+    given: torch.Tensor,
+    value: torch.Tensor | None,
+    device: torch.device,
+    seed: int,
+    kind: Callable[[tuple[int, ...], torch.dtype, int], torch.Tensor],
+) -> torch.Tensor:
     """Return a tensor with values of the shape of `given`: `value` if there is one.
 
-    Masks are true at every second, third or fourth position of their last dim, so that a selection by one has as many
-    items in each row, and another number for each seed.
+    Sizes that depend on values are 0. Masks are true at every second, third or fourth position of their last dim, so
+    that a selection by one has as many items in each row, and another number for each seed.
     """
     if value is not None:
         return value.detach().to(device, copy=True)
-    shape = tuple(int(size) for size in given.shape)
-    if given.is_floating_point() or given.is_complex():
-        return 0.5 * torch.randn(shape, dtype=given.dtype, device=device)
+    shape = tuple(size if isinstance(size, int) else 0 for size in given.shape)
     if given.dtype == torch.bool and shape:
         return (torch.arange(shape[-1], device=device) % (2 + seed) == 0).expand(shape).clone()
-    return torch.zeros(shape, dtype=given.dtype, device=device)
+    return kind(shape, given.dtype, seed).to(device)
+
+
+def _centred(shape: tuple[int, ...], dtype: torch.dtype, _seed: int) -> torch.Tensor:
+    """Return numbers around zero; whole numbers are zero, a valid index and class."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.zeros(shape, dtype=dtype) if is_whole else 0.5 * torch.randn(shape, dtype=dtype)
+
+
+def _positive(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return numbers from 0.1 to 0.9, such as sizes of boxes; whole numbers are 1 and above, such as lengths."""
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.full(shape, 1 + seed, dtype=dtype) if is_whole else 0.1 + 0.8 * torch.rand(shape, dtype=dtype)
 
 
 # The operation
@@ -258,12 +312,12 @@ def opaque_call(
     module: nn.Module | None,
     reason: str,
     line: SourceLine,
-    has_values: bool,
+    valued: nn.Module | None,
     calls: list[OpaqueCall],
 ) -> Callable[..., Any]:
     """Return a function that puts one operation into the graph that is being exported, in place of `function`.
 
-    `has_values` says that the model's tensors have values. `calls` collects what was called.
+    `valued` is the module, or a twin of it whose tensors have values. `calls` collects what was called.
     """
     inside = () if module is None else tuple(module.modules())
     places = [
@@ -273,7 +327,8 @@ def opaque_call(
         for key, value in (vars(owner)[table] if table else vars(owner)).items()
         if isinstance(value, torch.Tensor)
     ]
-    held: list[torch.Tensor | None] = [place.entries()[place.key] if has_values else None for place in places]
+    twins = {} if valued is None else dict(zip(inside, valued.modules(), strict=True))
+    held = [replace(place, module=twins[place.module]).value() if twins else None for place in places]
 
     @functools.wraps(function)  # export names the batch's fields by the signature of the model's forward
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -282,7 +337,7 @@ def opaque_call(
         call = OpaqueCall(label, function, inside, reason, line, places, structure)
         call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         call.training = [owner.training for owner in inside]
-        own = [place.entries()[place.key] for place in places]
+        own = [place.value() for place in places]
         given = [*own, *tensors]
         device = next((v.device for v in held if v is not None), torch.device("cpu"))
         call.probe(given, [*held, *([None] * len(tensors))], device)
@@ -315,7 +370,12 @@ def keep_calls(graph: fx.Graph) -> None:
 
 def is_opaque(code: fx.GraphModule) -> bool:
     """Return True if a block's code has an opaque call: it is neither compiled nor divided nor in a CUDA graph."""
-    return any(node.target is OPAQUE for node in code.graph.nodes)
+    return bool(opaque_calls(code.graph))
+
+
+def opaque_calls(graph: fx.Graph) -> list[OpaqueCall]:
+    """Return the opaque calls of a graph, in order."""
+    return [call for node in graph.nodes if (call := call_of(node)) is not None]
 
 
 class _Shapes(torch.autograd.Function):
@@ -346,9 +406,7 @@ class _Run(torch.autograd.Function):
         ctx.autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        given = (
-            [t.detach().requires_grad_(t.is_floating_point()) for t in tensors] if call.takes_derivatives else tensors
-        )
+        given = call._leaves(tensors) if call.takes_derivatives else tensors
         with torch.set_grad_enabled(call.takes_derivatives), _seeded(ctx.random, device):
             _, outputs, new = call.compute(given)
         shapes = [tuple(output.shape) for output in outputs]

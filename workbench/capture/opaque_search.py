@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,30 @@ _FUNCTIONS = {"ctc_loss": functional.ctc_loss}
 MOST = 64
 """Largest number of exports of one model that are tried."""
 Target = str | type
-"""Path of a module, a custom autograd function, or the name of one of `_FUNCTIONS`."""
+"""Path of a module, class of modules that forward makes, custom autograd function, or name of one of `_FUNCTIONS`."""
+
+
+MOST_BYTES = 2 << 30
+"""Largest size of a model that is built with its values, to run a part of it."""
+_factories: weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def built_by(model: nn.Module, factory: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model, and remember what built it without values."""
+    _factories[model] = factory
+    return model
+
+
+def _with_values(model: nn.Module) -> nn.Module | None:
+    """Return the model if its tensors have values, or a twin on the CPU; None if that would be too large."""
+    tensors = (*model.parameters(), *model.buffers())
+    if model not in _factories:
+        return None if any(tensor.is_meta for tensor in tensors) else model
+    if sum(tensor.nbytes for tensor in tensors) > MOST_BYTES:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _factories[model]().train()
 
 
 @dataclass
@@ -32,20 +57,25 @@ class OpaqueSearch:
 
     model: nn.Module
     name: str
-    has_values: bool
     chosen: dict[Target, tuple[str, SourceLine]] = field(default_factory=dict)
     """Target -> why export could not follow it, and the line."""
     refused: dict[Target, str] = field(default_factory=dict)
     calls: list[OpaqueCall] = field(default_factory=list)
     attempts: int = 0
 
+    @functools.cached_property
+    def valued(self) -> nn.Module | None:
+        """The model, or a twin of it whose tensors have values; None if it is too large to build one."""
+        return _with_values(self.model)
+
     def adds(self, error: CaptureError) -> bool:
         """Choose the call that failed, so that another export may pass it; return False if there is none."""
         self.attempts += 1
         cause = error.__cause__ if not isinstance(error, NotOpaque) and error.__cause__ is not None else error
         frames = list(traceback.walk_tb(cause.__traceback__))
-        candidates = self._candidates(frames)
+        candidates = self._candidates(frames) or error.facts.get("inside", [])
         reason, line = _reason(error, cause), line_of_frames(traceback.extract_tb(cause.__traceback__))
+        line = line if line.file else SourceLine(str(error.facts.get("file", "")), int(error.facts.get("line", 0)))
         if isinstance(error, NotOpaque):
             inner = next((target for target in reversed(candidates) if target in self.chosen), None)
             if inner is not None:
@@ -71,6 +101,8 @@ class OpaqueSearch:
                 continue
             if isinstance(owner, nn.Module) and id(vars(owner)) in paths:
                 found.append(paths[id(vars(owner))])
+            elif isinstance(owner, nn.Module) and not _of_torch(type(owner)):  # a loss that forward has made
+                found.append(type(owner))
             elif frame.f_code.co_name == "apply" and isinstance(function, type) and not _of_torch(function):
                 found.append(function)
             else:
@@ -99,6 +131,11 @@ class OpaqueSearch:
             function: Any
             module: nn.Module | None
             for target, (reason, line) in self.chosen.items():
+                if isinstance(target, type) and issubclass(target, nn.Module):
+                    new = _of_instances(target, reason, line, self.calls)
+                    stack.enter_context(patched(target, "forward", new))
+                    continue
+                valued = None
                 if isinstance(target, type):
                     owner, key, function, module = target, "apply", _Applied(target), None
                 elif target in _FUNCTIONS:
@@ -106,9 +143,8 @@ class OpaqueSearch:
                 else:
                     module = self.model.get_submodule(target)
                     owner, key, function = module, "forward", module.forward
-                new = opaque_call(
-                    _label(target) or self.name, function, module, reason, line, self.has_values, self.calls
-                )
+                    valued = None if self.valued is None else self.valued.get_submodule(target)
+                new = opaque_call(_label(target) or self.name, function, module, reason, line, valued, self.calls)
                 stack.enter_context(patched(owner, key, staticmethod(new) if isinstance(target, type) else new))
             yield
 
@@ -136,6 +172,18 @@ class _Applied:
         return self.function.apply(*args)  # type: ignore[attr-defined]
 
 
+def _of_instances(kind: type, reason: str, line: SourceLine, calls: list[OpaqueCall]) -> Any:
+    """Return a forward for a class of modules whose every call is opaque."""
+    original: Any = vars(kind)["forward"]
+
+    @functools.wraps(original)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function = functools.partial(original, module)
+        return opaque_call(_label(kind), function, module, reason, line, None, calls)(*args, **kwargs)
+
+    return forward
+
+
 def _listed(labels: list[str]) -> str:
     names = list(dict.fromkeys(labels))
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more like it"
@@ -152,6 +200,10 @@ def _of_torch(function: type) -> bool:
 def _reason(error: CaptureError, cause: BaseException) -> str:
     if "custom autograd function" in str(error):
         return "torch.export would drop the backward of a custom autograd function"
+    if "torch.vmap" in str(error):
+        return "the operations of torch.vmap cannot be divided into blocks"
+    if "packed sequence" in str(error):
+        return "the shape of a packed sequence depends on values"
     if "derivative" in str(error):
         return "torch.export cannot follow torch.autograd.grad"
     if "reentrant" in str(error):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -84,6 +85,18 @@ def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Hide the other processes from libraries that ask `accelerate` for them, inside a `with` block.
+
+    Losses of detectors average their number of boxes over all processes: the stages that do not compute the loss would
+    be waited for, and the step combines the losses of replicas itself.
+    """
+    state = sys.modules.get("accelerate.state")
+    with contextlib.nullcontext() if state is None else patched(state.PartialState, "_shared_state", {}):
+        yield
+
+
+@contextlib.contextmanager
 def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of torch, and `model.forward`, while a model is exported.
 
@@ -110,10 +123,11 @@ def exportable(model: nn.Module, name: str, loss_of: Callable[..., Any]) -> Iter
         *_refusals(name),
         (torch, "tensor", _float_operations()),
         (torch.nn.modules.transformer, "_detect_is_causal_mask", is_causal),
+        (sys.modules["torch.distributed"], "is_initialized", lambda: False),  # as in `alone`
     ]
     if not any(getattr(module, "layerdrop", 0) for module in model.modules()):
         replacements.append((torch, "rand", _without_layerdrop()))
-    with contextlib.ExitStack() as stack:
+    with alone(), contextlib.ExitStack() as stack:
         for replacement in replacements:
             stack.enter_context(patched(*replacement))
         yield

@@ -54,7 +54,8 @@ def _peak_bytes(trace: BlockTrace) -> float:
             if v.born <= step and (step <= v.last_use or (v.first_saved is not None and v.first_saved <= step))
         )
         gradients = sum(v.nbytes for v in values if v.gradient and v.born <= step <= v.last_use)
-        peak = max(peak, forward, saved + gradients)
+        recomputed = trace.operations[step].recomputed_bytes if step < len(trace.operations) else 0
+        peak = max(peak, forward, saved + gradients + recomputed)
     return peak
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental import _config as symbolic_sizes
 
 from workbench.capture.graph import Graph
+from workbench.capture.opaque import opaque_calls
 from workbench.capture.tensor_parallel import plan_tensor_parallel
 from workbench.cost.block_sparse import SparseMatrices
 from workbench.cost.block_trace import BlockTrace, RowSelection
@@ -62,7 +63,8 @@ def profile_graph(
         needed = set(block.receives) if has_backward else set()
         first_received = [graph.values[name] for name in block.receives if name in needed - received_before]
         received_before |= needed
-        blocks.append(BlockCost(block.name, index, block.parameters, _per_sample(first_received, graph)))
+        labels = tuple(dict.fromkeys(call.label for call in opaque_calls(block.code.graph)))
+        blocks.append(BlockCost(block.name, index, block.parameters, _per_sample(first_received, graph), labels))
     costs = tuple(map(block_type_cost, traces))
     cuts = range(len(graph.blocks) + 1)
     return Profile(
@@ -88,8 +90,8 @@ def profile_graph(
 
 def _divided(graph: Graph, traces: Sequence[BlockTrace], whole: Sequence[BlockTypeCost]) -> dict[int, DividedCosts]:
     """Return the costs of one tensor-parallel rank for each degree that divides most of the model's FLOPs."""
-    blocks = Counter(block.block_type for block in graph.blocks)
-    counts = [blocks[trace.block.block_type] for trace in traces]
+    blocks = Counter(block.cost_type for block in graph.blocks)
+    counts = [blocks[trace.block.cost_type] for trace in traces]
     model_flops = sum(cost.model_flops * count for cost, count in zip(whole, counts, strict=True))
     divided = {}
     for degree in TENSOR_DEGREES:

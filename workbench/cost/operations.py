@@ -39,6 +39,10 @@ FULL_PRECISION = {
 CPU_KEEPS_DTYPE = {"layer_norm", "softmax", "log_softmax", "rms_norm", "group_norm", "sum", "pow", "exp", "log", "norm"}
 """Operations of `FULL_PRECISION` that a CPU runs in the dtype of their inputs."""
 
+WEIGHTED_LOSSES = {
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy_loss", "nll_loss", "nll_loss_nd",
+}  # fmt: skip
+"""Losses with weights as their third and fourth argument, which have no gradient."""
 FUSED_ATTENTION = "scaled_dot_product_attention"
 
 
@@ -70,6 +74,8 @@ class Operation:
     """Share of the work that one tensor-parallel rank does, or that the labelled rows take."""
     forward_flops: float = 0.0
     backward_flops: float = 0.0
+    recomputed_bytes: int = 0
+    """Bytes that exist during its backward only: an opaque call's second forward keeps them."""
     saved: list[torch.Tensor] = field(default_factory=list)
     own_results: list[torch.Tensor] = field(default_factory=list)
     """Results besides `outputs`, which only the backward reads."""
@@ -176,6 +182,8 @@ def _on_meta(value: Any) -> Any:
 
 def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradients: set[int]) -> None:
     """Run forward and backward on the meta device, count FLOPs, and note the tensors that autograd saves."""
+    weighted = (*args[2:4], *map(kwargs.get, ("weight", "pos_weight"))) if ran.name in WEIGHTED_LOSSES else ()
+    fixed = {id(weight) for weight in weighted}
     leaves: list[torch.Tensor] = []
     original: dict[int, torch.Tensor] = {}
 
@@ -183,7 +191,7 @@ def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradient
         if not isinstance(value, torch.Tensor):
             return value
         fresh = value.detach()
-        if identity(value) in gradients and value.is_floating_point():
+        if identity(value) in gradients and value.is_floating_point() and id(value) not in fixed:
             fresh.requires_grad_()
             leaves.append(fresh)
         original[id(fresh)] = value
@@ -210,6 +218,7 @@ def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradient
         ran.backward_flops = counter.get_total_flops() - ran.forward_flops
     if (call := call_of(node)) is not None:  # its backward runs the forward again
         ran.forward_flops, ran.backward_flops = call.flops, 3 * call.flops * bool(ends)
+        ran.recomputed_bytes = call.recomputed_bytes * bool(ends)
     ran.saved = saved
     ran.outputs = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, outputs)
     gradients.update(identity(o) for o in ends)
@@ -221,7 +230,12 @@ def _run_on_meta(ran: Operation, node: fx.Node, args: Any, kwargs: Any, gradient
 
 
 def _called(target: Any, args: Any, kwargs: Any) -> Any:
-    """Call the target; `torch.cond` takes its longer branch, because nobody knows how often each is taken."""
+    """Call the target; `torch.cond` takes its longer branch, because nobody knows how often each is taken.
+
+    A selection by a mask, which the meta device has no kernel for, keeps everything.
+    """
+    if target is torch.ops.aten.masked_select.default:
+        return torch.broadcast_tensors(*args)[0].flatten().clone()
     if target is torch.ops.higher_order.cond:
         _, *branches, operands = args
         return _OnMeta(max(branches, key=lambda code: len(code.graph.nodes))).run(*operands)

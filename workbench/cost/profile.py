@@ -130,6 +130,8 @@ class BlockCost:
     parameters: tuple[str, ...]
     input_bytes: float
     """Bytes per sample of values that it is the first block to receive; checkpointing keeps them."""
+    opaque: tuple[str, ...] = ()
+    """Labels of its opaque calls, which run the user's code as written."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from workbench.planning.weights_note import weights_note
 
 MAX_ROWS = 400
 """Number of options that a plan lists, nearest to the chosen one first."""
+MAX_OPAQUE = 5
+"""Number of opaque calls whose shares a plan lists, the largest first."""
 MAX_REJECTED = 60
 """Number of these that do not fit, nearest to fitting first."""
 
@@ -49,6 +51,7 @@ def assemble(
         prediction=predict(costs, cut, costs.times(cut.stages), request),
         notes=(
             *profile.notes,
+            *_opaque_note(profile, costs),
             *(
                 f"The loss compares samples of one batch ({operation}), so that the plan keeps the global batch in one "
                 "micro-batch on one replica."
@@ -61,6 +64,24 @@ def assemble(
     )
     object.__setattr__(plan, "origin", (profile, request))
     return plan
+
+
+def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:
+    """Return a sentence on the share of the step that blocks with opaque calls take; none for other models."""
+    block_ms = costs.blocks.forward_ms + costs.blocks.backward_ms
+    shares = {
+        labels: sum(block_ms[at] for at, block in enumerate(profile.blocks) if block.opaque == labels) / block_ms.sum()
+        for labels in dict.fromkeys(block.opaque for block in profile.blocks if block.opaque)
+    }
+    if not shares:
+        return ()
+    largest = sorted(shares.items(), key=lambda item: -item[1])
+    each = [f"{' and '.join(labels)} {share:.1%}" for labels, share in largest[:MAX_OPAQUE]]
+    rest = [f"{len(largest) - MAX_OPAQUE} others the rest"] if len(largest) > MAX_OPAQUE else []
+    return (
+        f"Of the predicted time of forward and backward, {sum(shares.values()):.1%} goes to the layers that run as "
+        f"written, with what stands beside them in their blocks: {', '.join([*each, *rest])}.",
+    )
 
 
 def _stages(costs: StrategyCosts, cut: Cut, elements: Array) -> tuple[Stage, ...]:
