@@ -9,8 +9,9 @@ Prints, for this machine:
   in view, and how long after the click its first cell was done, its runs were launched and a step was logged;
 - `latency`: from the moment an event is written to the moment a real browser (JupyterLab in headless Chromium) has
   drawn it, p50 and p95;
-- `zoom`: 10 runs × 1 M points: time of `wb.live` for runs that nobody has opened before, and again in another kernel;
-  then from the end of a drag to the redrawn curve with the points of the visible range, p50, p95 and the longest of 30;
+- `zoom`: 10 runs × 1 M points: time of `wb.live` for runs that nobody has opened before, and again in another kernel
+  (the panels of such long runs follow in the background); then from the end of a drag to the redrawn curve with the
+  points of the visible range, p50, p95 and the longest of 30;
 - `memory`: growth of the kernel and of the page while a recorded 8-hour run (one step a second) is replayed;
 - `tracking`: what one step's events cost the training with 50 metrics a step, as a share of steps of several lengths;
 - `launch`: time for `wb.launch` to return.

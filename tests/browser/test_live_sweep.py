@@ -82,7 +82,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     wait_for(page, f"{CELLS_FILLED} >= 2")
     picture(page, "sweep-dark")
     page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static twin
-    picture(page, "sweep-dark-curves")
+    picture(page, "sweep-dark-results")
     page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
     sweep.stop()
     page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')", timeout=lab.PATIENCE_MS)

@@ -122,6 +122,18 @@ def test_a_long_run_sends_no_more_points_than_a_browser_redraws(directory: RunDi
     dashboard.close()
 
 
+def test_the_curves_of_long_runs_do_not_wait_for_the_panels(directory: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "REFRESH_S", 60.0)
+    train(directory, 1, 40)
+    assert live(Run(directory.path))._panels.figure is not None
+    monkeypatch.setattr(dashboard, "AT_ONCE_POINTS", 39)
+    shown = live(Run(directory.path))
+    assert points(shown, "line") == [40]
+    assert shown._panels.figure is None
+    shown.wake()
+    eventually(lambda: shown._panels.figure is not None)
+
+
 def test_closing_ends_the_thread_and_leaves_the_run_alone(directory: RunDir) -> None:
     dashboard = live(Run(directory.path))
     dashboard.close()

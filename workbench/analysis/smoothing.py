@@ -73,20 +73,21 @@ def _average(position: Array, values: Array) -> Array:
 
     Two passes over chunks sum what lies before each point and what lies after it. `position` must not fall.
     """
-    sums, weights = np.empty(len(values)), np.empty(len(values))
+    sums, weights, rising = np.empty(len(values)), np.empty(len(values)), np.empty(len(values))
     chunks = _chunks(position)
     total = weight = 0.0
     origin = position[0]
     for start, end in chunks:
         here = position[start:end]
-        growth, decay = np.exp(here - here[0]), np.exp(origin - here[0])
+        growth, decay = np.exp(here - here[0], out=rising[start:end]), np.exp(origin - here[0])
         sums[start:end] = (np.cumsum(values[start:end] * growth) + total * decay) / growth
         weights[start:end] = (np.cumsum(growth) + weight * decay) / growth
         total, weight, origin = sums[end - 1], weights[end - 1], here[-1]
     total = weight = 0.0
     for start, end in reversed(chunks):
         here = position[start:end]
-        growth, decay = np.exp(here[-1] - here), np.exp(here[-1] - origin)
+        growth = np.exp(here[-1] - here[0]) / rising[start:end]  # exp(here[-1] - here), in a fraction of its time
+        decay = np.exp(here[-1] - origin)
         after = (np.cumsum((values[start:end] * growth)[::-1])[::-1] + total * decay) / growth
         weight_after = (np.cumsum(growth[::-1])[::-1] + weight * decay) / growth
         sums[start:end] += after - values[start:end]  # Both passes count the point itself.

@@ -39,6 +39,8 @@ from workbench.widgets.static_twin import HIDE_ROWS, WIDGET_CLASS
 
 REFRESH_S = 0.1
 """Seconds between two reads of the run directories."""
+AT_ONCE_POINTS = 1_000_000
+"""Number of steps of all runs together up to which panels are drawn with the curves; else they come a moment later."""
 PANELS_AFTER_ZOOM_S = 0.3
 """Seconds by which the panels follow a zoom later than the curves: the page draws one thing at a time."""
 
@@ -63,7 +65,7 @@ class Live(LiveWidget):
         self._key, self._texts, self._failures = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._loss = LiveLossFigure(self._snapshots, settings, self.wake)
         self._panels = LivePanelsFigure()
-        self._refresh()
+        self._refresh(with_panels=sum(len(snapshot.history) for snapshot in self._snapshots) <= AT_ONCE_POINTS)
         boxes = [row.box for row in self._rows]
         curves = (self._loss.widget, self._key, self._texts)
         above = (*boxes, self._controls.box, self.hider, self.note)
@@ -90,7 +92,7 @@ class Live(LiveWidget):
     def _all_ended(self) -> bool:
         return all(snapshot.status.final for snapshot in self._snapshots)
 
-    def _refresh(self) -> None:
+    def _refresh(self, with_panels: bool = True) -> None:
         for row, snapshot in zip(self._rows, self._snapshots, strict=True):
             row.show(snapshot)
         self._failures.value = failures_html(self._snapshots)
@@ -105,7 +107,7 @@ class Live(LiveWidget):
         self._texts.value = samples_at(self._snapshots, self._loss.hovered_step)
         if before is not None and window != before[1]:
             self._zoomed_at = time.monotonic()
-        if self._all_ended() or time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S:
+        if with_panels and (self._all_ended() or time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S):
             now = before is None or settings != before[0] or self._all_ended()
             self._panels.draw(self._snapshots, settings, self._loss.window, now)
         self._drawn_state = (settings, self._loss.window, points)  # drawing over another axis ends a zoom

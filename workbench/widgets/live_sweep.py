@@ -43,7 +43,7 @@ class LiveSweep(LiveWidget):
         self._table = widgets.HTML(layout={"flex": "1 1 360px", "margin": "0 16px 0 0"})
         self._heat_map, self._curves = Plot(layout={"flex": "1 1 460px", "min_width": "0"}), Plot()
         results = widgets.HBox((self._table, self._heat_map), layout={"flex_flow": "row wrap"})
-        self.children = (self._head, self._at_work, self._foot, results, self._curves, self.note, self.hider)
+        self.children = (self._head, self._at_work, self._curves, results, self._foot, self.note, self.hider)
         self.update()
         self.follow()
 
