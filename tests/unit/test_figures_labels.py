@@ -18,12 +18,14 @@ from workbench.figures.contrast_view import differences
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.efficiency_view import scaling_efficiency
 from workbench.figures.plan_view import plan_html
+from workbench.figures.prediction_view import prediction
 from workbench.models import bert_large
 from workbench.rundir import RunDir, write_record
 from workbench.runs.registry import distinct_names
 from workbench.runs.run import Run
 from workbench.sweeps.measured import MeasuredCell
 from workbench.units import gib
+from workbench.widgets.dashboard_row import swatch
 
 
 def run(folder: Path, name: str, **settings: object) -> Run:
@@ -123,3 +125,19 @@ def test_an_efficiency_measured_on_a_busy_machine_says_so() -> None:
 @pytest.mark.parametrize("color", theme.PALETTE)
 def test_words_in_a_curves_colour_can_be_read(color: str) -> None:
     assert 1.05 / (theme.luminance(theme.as_text(color)) + 0.05) >= 4.5
+
+
+def test_the_keys_of_many_runs_differ() -> None:
+    assert len({swatch(index) for index in range(32)}) == 32
+    assert len({(theme.series_color(index), theme.series_dash(index)) for index in range(40)}) == 40
+
+
+def test_percentages_beside_a_prediction_say_what_they_are() -> None:
+    subtitle = prediction(plan(), {"step_ms": 700.0}).layout.title.subtitle.text
+    assert "percentages: how far the prediction lies above (+) or below (−) the measurement" in subtitle
+
+
+def test_times_and_hours_have_units_that_are_true_on_every_machine() -> None:
+    figure = loss_curves([curve("a")], y="step_ms", x="gpu_hours")
+    assert figure.layout.yaxis.tickformat == ",", "9,000 ms, not 9k ms"
+    assert "Device-" in figure.layout.xaxis.title.text, "also on a machine without a GPU"

@@ -89,6 +89,7 @@ def test_the_sentences_name_the_best_and_the_worst(grid):
 
 def test_the_heat_map_frames_the_best_and_the_worst(grid):
     figure = wb.figures.heat_map(grid)
+    assert (figure.data[0].colorscale[-1][1], figure.data[0].reversescale) == ("#fde725", None), "the fastest is yellow"
     [cells] = figure.data
     assert list(cells.x) == ["2", "32"]
     assert (cells.y[0], len(cells.y)) == ("TP 1 · PP 1", 6)
