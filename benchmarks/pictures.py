@@ -43,6 +43,7 @@ from workbench.planning.predicted_timeline import timeline
 from workbench.planning.profiling import CAPTURE_BATCH
 from workbench.planning.search import search
 from workbench.runs.records.text_samples import answer
+from workbench.runs.registry import distinct_names
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
@@ -234,7 +235,8 @@ def curves() -> go.Figure:
     """Draw the README's picture from the recorded runs."""
     runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
     figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920, each on one H100")
-    figure.for_each_trace(lambda trace: trace.update(name=RECORDED.get(trace.name, trace.name)))
+    names = dict(zip(distinct_names(runs), RECORDED.values(), strict=True))
+    figure.for_each_trace(lambda trace: trace.update(name=names.get(trace.name, trace.name)))
     figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
     return figure.update_layout(margin={"t": 64}).update_yaxes(range=(3.9, 7.3))
 

@@ -66,7 +66,7 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     wait_for(page, f"{POINTS} > 10")
     points = page.evaluate(f"() => {POINTS}")
     wait_for(page, f"{POINTS} > {points}")
-    assert page.evaluate(f"() => {CELLS_FILLED}") == 0
+    wait_for(page, f"{CELLS_FILLED} === 0")
     page.get_by_text(re.compile("0 of 4 runs have ended")).first.wait_for()
     (server.root / "gate").touch()
     wait_for(page, f"{CELLS_FILLED} >= 1")

@@ -47,6 +47,8 @@ def test_runs_of_one_experiment_are_named_by_the_settings_that_differ(tmp_path: 
 def test_experiments_of_several_names_are_named_by_them_and_equal_ones_by_their_folders(tmp_path: Path) -> None:
     assert distinct_names([run(tmp_path, "1", called="a"), run(tmp_path, "2", called="b")]) == ["a", "b"]
     assert distinct_names([run(tmp_path, "3"), run(tmp_path, "4")]) == ["3", "4"]
+    several = [run(tmp_path, f"{name}{seed}", called=name, seed=seed) for name in "ab" for seed in (0, 1)]
+    assert distinct_names(several) == ["a · seed 0", "a · seed 1", "b · seed 0", "b · seed 1"]
 
 
 def diverging(name: str, factor: float, steps: int = 12) -> Curve:

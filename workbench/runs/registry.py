@@ -200,6 +200,7 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
         return names
     plain = [{k: v for k, v in config.items() if isinstance(v, int | float | str)} for config in configs]
     varied = [name for name in plain[0] if len({config.get(name) for config in plain}) > 1]
+    varied.sort(key=lambda name: name != "name")
     labels = [" · ".join(f"{name} {config.get(name, '–')}" for name in varied) for config in plain]
     labels = [label.removeprefix("name ") for label in labels]
     return labels if len(set(labels)) == len(runs) and len(varied) <= 4 else [run.name for run in runs]
