@@ -96,6 +96,8 @@ class Strategy:
     offload_optimizer: bool = False
     cuda_graphs: bool = False
     block_sparse: bool = False
+    gathers: bool = False
+    """True computes a loss that compares samples over those of all micro-batches and replicas."""
 
     @property
     def world(self) -> int:
@@ -124,6 +126,11 @@ class Strategy:
     def shard_count(self) -> int:
         """Number of devices that the optimiser's state of one stage is divided over."""
         return self.data if self.shards else 1
+
+    @property
+    def runs_forward_twice(self) -> bool:
+        """Return True if micro-batches run forward before the step's own forwards, for a loss over all of them."""
+        return self.gathers and self.num_microbatches > 1
 
     @property
     def all_reduces_gradients(self) -> bool:

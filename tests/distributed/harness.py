@@ -133,6 +133,7 @@ def forced_plan(
     offload_optimizer: bool = False,
     cuda_graphs: bool = False,
     block_sparse: bool = False,
+    gathers: bool = False,
 ) -> Plan:
     """Return a plan with equally many blocks per stage and no prediction, which can only be run.
 
@@ -178,4 +179,5 @@ def forced_plan(
         offload_optimizer=offload_optimizer,
         cuda_graphs=cuda_graphs,
         block_sparse=block_sparse,
+        gathers=gathers,
     )

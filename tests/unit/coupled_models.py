@@ -117,6 +117,20 @@ class SupCon(nn.Module):
         return -((same * log_chance).sum(1) / same.sum(1)).mean()
 
 
+class BarlowTwins(nn.Module):
+    """Cross-correlation of two views' features (arXiv:2103.03230), normalised over the batch by BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one, other = self.norm(self.encoder(x)), self.norm(self.encoder(y))
+        correlation = one.T @ other / len(x)
+        return (correlation - torch.eye(8, device=x.device)).square().sum()
+
+
 def rmse(found: torch.Tensor, y: torch.Tensor, _w: torch.Tensor) -> torch.Tensor:
     return functional.mse_loss(found, y).sqrt()
 
@@ -153,6 +167,11 @@ COUPLED: Mapping[str, Callable[[], nn.Module]] = {
     "SupCon": SupCon,
     "a sum": lambda: Regression(total),
 }
+GATHERED: Mapping[str, Callable[[], nn.Module]] = {
+    "Barlow Twins": BarlowTwins,
+    **{name: make for name, make in COUPLED.items() if name not in ("mixup by flip", "a sum")},
+}
+"""Models whose loss compares samples behind the last layer."""
 WEIGHTED: Mapping[str, Callable[[], nn.Module]] = {
     "a weighted mean": lambda: Regression(weighted_mean),
     "a weighted mean, clamped": lambda: Regression(clamped_weighted_mean),
@@ -172,6 +191,8 @@ def samples_for(name: str, count: int = 16) -> list[dict[str, torch.Tensor]]:
         tokens[:, -1] = 1
         batch = {"input_ids": tokens, "attention_mask": torch.ones(count, SEQ, dtype=torch.long)}
         batch["pixel_values"] = normal(3, 8, 8)
+    elif name == "Barlow Twins":
+        batch = {"x": normal(WIDTH), "y": normal(WIDTH)}
     elif name.startswith("two towers"):
         batch = {"x": normal(SEQ, WIDTH), "y": normal(SEQ, WIDTH)}
     elif name.startswith("Dice"):

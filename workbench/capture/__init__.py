@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.capture.graph import Block, Graph, LabelCount, spec_of
+from workbench.capture.graph import Block, Graph, LabelCount, Rows, spec_of
 
 if TYPE_CHECKING:
     from workbench.capture.model import build_meta, capture, signature
 
-__all__ = ["Block", "Graph", "LabelCount", "build_meta", "capture", "signature", "spec_of"]
+__all__ = ["Block", "Graph", "LabelCount", "Rows", "build_meta", "capture", "signature", "spec_of"]
 
 
 def __getattr__(name: str) -> object:

@@ -96,10 +96,10 @@ class Coupling:
 
 def batch_coupling(flow: Dataflow, loss: fx.Node, means: Iterable[fx.Node] = ()) -> Coupling:
     """Follow the batch dim to the loss; `means` are the losses that the runtime divides by the labels of all."""
-    return _Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
+    return Follower(flow, ancestors([loss]), frozenset(means)).coupling(loss)
 
 
-class _Walk(ABC):
+class Walk(ABC):
     """A walk over the nodes of one graph in order, which gives each a state."""
 
     def __init__(self, flow: Dataflow, needed: set[fx.Node], means: frozenset[fx.Node]) -> None:
@@ -176,7 +176,7 @@ class _Walk(ABC):
         """Return how the result of an operation holds the samples of the batch."""
 
 
-class _Follower(_Walk):
+class Follower(Walk):
     """The rules by which operations hand on the batch dim."""
 
     def _state(self, node: fx.Node) -> int:
@@ -402,15 +402,15 @@ def _name(node: fx.Node) -> str:
     return op_name(node).rstrip("_") or op_name(node)
 
 
-_RULES: dict[str, Callable[[_Follower, fx.Node, str], int]] = {
-    **dict.fromkeys(_PRODUCTS, _Follower._product),
-    **dict.fromkeys(_LOSSES, _Follower._loss),
-    **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, _Follower._reduction),
-    "einsum": _Follower._einsum,
-    "embedding": _Follower._embedding,
-    "broadcast_tensors": _Follower._broadcast,
-    **dict.fromkeys(names("cat stack"), _Follower._cat),
-    **dict.fromkeys(_GATHERS, _Follower._gather),
+_RULES: dict[str, Callable[[Follower, fx.Node, str], int]] = {
+    **dict.fromkeys(_PRODUCTS, Follower._product),
+    **dict.fromkeys(_LOSSES, Follower._loss),
+    **dict.fromkeys(_SUMS | _NORMALISATIONS | _SELECTIONS, Follower._reduction),
+    "einsum": Follower._einsum,
+    "embedding": Follower._embedding,
+    "broadcast_tensors": Follower._broadcast,
+    **dict.fromkeys(names("cat stack"), Follower._cat),
+    **dict.fromkeys(_GATHERS, Follower._gather),
 }
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from workbench.capture.division import Division, division_of, samples_from
+from workbench.capture.division import (
+    MOST_FLOPS,
+    MOST_PARAMETERS,
+    PARTS,
+    Division,
+    division_fault,
+    division_of,
+    forward_flops,
+    samples_from,
+)
 from workbench.capture.evaluation import capture_for_evaluation, capture_for_samples
+from workbench.capture.gathering import with_tail_of
 from workbench.capture.graph import Graph
 from workbench.capture.model import build_meta, capture, signature
 from workbench.capture.outputs import Metric
@@ -51,6 +62,12 @@ class CapturedModel:
         """The verdict on dividing the batch; on a rank, which has the whole model, operations alone decide."""
         if self._model is not None:
             return Division(self.graph.coupled)
+        with waiting(f"checking whether the batch of {self._source.name} can be divided"):
+            return division_of(self.graph, self._source.build, self._samples)
+
+    @property
+    def _samples(self) -> Callable[[int, int], Mapping[str, torch.Tensor]]:
+        """The samples that numbers are compared for."""
         experiment = self._experiment
 
         def random(count: int, trial: int) -> dict[str, torch.Tensor]:
@@ -64,9 +81,31 @@ class CapturedModel:
                 seed=trial,
             )
 
-        samples = samples_from(experiment.data.examples(experiment), random)
-        with waiting(f"checking whether the batch of {self._source.name} can be divided"):
-            return division_of(self.graph, self._source.build, samples)
+        return samples_from(experiment.data.examples(experiment), random)
+
+    @memoised
+    def tower_and_tail(self, samples: int) -> Graph:
+        """Return the graph of so many samples with the part of its loss that compares them as the last block.
+
+        Raises `CaptureError` if that part cannot be cut off (`workbench.capture.gathering`).
+        """
+        batch, source = _batch(self._experiment, samples), self._source
+        with waiting(f"capturing {source.name} for a loss over {samples:,} samples"):
+            return capture(self._built(), batch, name=source.name, loss=self._loss, gathers=True)
+
+    def gathered(self, samples: int) -> Graph:
+        """Return the graph of a micro-batch whose last block computes the loss of so many samples."""
+        return with_tail_of(self.tower_and_tail(self._micro_batch), self.tower_and_tail(samples))
+
+    @cached_property
+    def gathering_fault(self) -> str:
+        """The difference of a gathered loss from that of the whole batch, in words; empty if there is none."""
+        if forward_flops(self.graph) > MOST_FLOPS or self.graph.parameter_count > MOST_PARAMETERS:
+            return ""
+        with waiting(f"comparing the gathered loss of {self._source.name}"):
+            model = self._source.build().train()
+            captured = CapturedModel(self._experiment, self._micro_batch, model)
+            return division_fault(captured.gathered(PARTS[0] * self._micro_batch), lambda: model, self._samples)
 
     @cached_property
     def signature(self) -> str:
@@ -93,10 +132,10 @@ class CapturedModel:
             return []
         prompts = encoded_prompts(experiment, asked.prompts)
         groups = prompts.groups(asked.tokens, experiment.seq_len)
-        return [self._samples(tuple(group.specs.items()), prompts.vocabulary) for group in groups]
+        return [self._sampling(tuple(group.specs.items()), prompts.vocabulary) for group in groups]
 
     @memoised
-    def _samples(self, batch: tuple[tuple[str, TensorSpec], ...], vocabulary: int) -> Graph:
+    def _sampling(self, batch: tuple[tuple[str, TensorSpec], ...], vocabulary: int) -> Graph:
         return capture_for_samples(self._built(), self.graph, dict(batch), vocabulary)
 
     def is_of(self, experiment: Experiment) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workbench.capture.gathering import join_rows
 from workbench.capture.graph import Block, Graph
 from workbench.capture.label_counting import on_device
 from workbench.capture.operations import dtype_of, names, op_name, retarget, shape_of
@@ -136,12 +137,15 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
 
 
 def division_fault(graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch]) -> str:
-    """Return how the loss of a whole batch differs from that of its micro-batches; "" if they are equal."""
+    """Return how the loss of a whole batch differs from that of its micro-batches; "" if they are equal.
+
+    A graph whose last block computes the loss of gathered samples is compared for so many samples alone.
+    """
     size = graph.micro_batch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         comparison = _Comparison(graph, build().train())
-        for trial, parts in enumerate(PARTS):
+        for trial, parts in enumerate(PARTS[:1] * 2 if graph.gathered else PARTS):
             try:
                 batch = samples(parts * size, trial)
                 fault = comparison.fault(batch)
@@ -149,7 +153,11 @@ def division_fault(graph: Graph, build: Callable[[], nn.Module], samples: Callab
                 if trial == 0:
                     raise
                 break  # the model does not take samples that were changed
-            if fault and (wrong := comparison.fault({name: field[:size] for name, field in batch.items()})):
+            if (
+                fault
+                and not graph.gathered
+                and (wrong := comparison.fault({name: field[:size] for name, field in batch.items()}))
+            ):
                 raise CaptureError(
                     f"The captured graph of {graph.model} does not compute the model's loss: {wrong} of the graph. "
                     "This is a fault of the capture; please report it with the model.",
@@ -202,7 +210,7 @@ class _Comparison:
                     torch.randn_like(parameter), alpha=0.02
                 )
         codes = [code for count in graph.label_counts for code in (count.code, count.of_total) if code is not None]
-        if graph.constants or any(list(code.buffers()) for code in codes):
+        if not graph.gathered and (graph.constants or any(list(code.buffers()) for code in codes)):
             from workbench.capture.model import capture  # the constants of a capture on the meta device have no values
 
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)
@@ -255,18 +263,25 @@ class _Comparison:
             for count in self._counts
         ]
         pairs = zip(self._counts, totals, strict=True)
-        divisors = [count.divisor(total) / len(parts) for count, total in pairs]
-        losses = []
+        graph, count = self._graph, 1 if self._graph.gathered else len(parts)
+        divisors = [each.divisor(total) / count for each, total in pairs]
+        blocks = graph.blocks[:-1] if graph.gathered else graph.blocks
+        computed = []
         for part in parts:
             self._renew_buffers()
-            losses.append(self._interpreted(part, divisors))
-        return self._result(torch.stack(losses).mean())
+            computed.append(self._interpreted(blocks, part, {}, divisors))
+        if not graph.gathered:
+            return self._result(torch.stack([values[graph.loss] for values in computed]).mean())
+        gathered = {rows.name: join_rows(rows, [values[rows.name] for values in computed]) for rows in graph.gathered}
+        self._renew_buffers()
+        return self._result(self._interpreted(graph.blocks[-1:], batch, gathered, divisors)[graph.loss])
 
-    def _interpreted(self, batch: Batch, divisors: list[torch.Tensor]) -> torch.Tensor:
-        """Return the loss that the graph computes, block after block over a table of values."""
-        graph, values = self._graph, dict[str, torch.Tensor]()
-        buffers = {**dict(self._model.named_buffers()), **graph.constants}
-        for block in graph.blocks:
+    def _interpreted(
+        self, blocks: Sequence[Block], batch: Batch, values: dict[str, torch.Tensor], divisors: list[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return `values` and what blocks of the graph compute, one after another over a table of values."""
+        buffers = {**dict(self._model.named_buffers()), **self._graph.constants}
+        for block in blocks:
             sent = self._codes[block.block_type](
                 *(self._parameters[name] for name in block.parameters),
                 *(buffers[name] for name in block.buffers),
@@ -275,7 +290,7 @@ class _Comparison:
                 *(divisors[index] for index in block.counts),
             )
             values |= dict(zip(block.sends, sent, strict=True))
-        return values[graph.loss]
+        return values
 
     def _result(self, loss: torch.Tensor) -> _Result:
         """Take the gradients as training does: the backward of a reversible network adds to `grad` itself."""

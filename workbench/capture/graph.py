@@ -69,6 +69,15 @@ class LabelCount:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Place of the samples in a value: dim `dim` holds `groups` × samples × any number of elements, in this order."""
+
+    name: str
+    dim: int
+    groups: int = 1
+
+
+@dataclass(frozen=True)
 class Graph:
     """A captured model at one micro-batch size; holds no weights and touches no device."""
 
@@ -98,6 +107,8 @@ class Graph:
     """Operations, with their lines, through which the samples of a batch influence one another's loss."""
     unknown_coupling: str = ""
     """The first operation, with its line, after which it is not known whether samples mix; empty if it is known."""
+    gathered: tuple[Rows, ...] = ()
+    """Values that the last block reads of the samples of all micro-batches together; none if it runs over each."""
     notes: tuple[str, ...] = ()
     """Sentences on what capture did that a user may not expect."""
     loss_choice: Any = field(default=None, repr=False, compare=False)

@@ -12,13 +12,14 @@ from torch import fx, nn
 
 from workbench.capture.attention import simplify_attention
 from workbench.capture.batch_coupling import batch_coupling, batch_norms
-from workbench.capture.block_boundaries import canonical_names, find_layers, group_nodes
+from workbench.capture.block_boundaries import NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
 from workbench.capture.context_managers import passes_gradient
 from workbench.capture.dataflow import Dataflow, analyse_dataflow
 from workbench.capture.experts import unify_grouped_matmuls
 from workbench.capture.export import Exported, export
-from workbench.capture.graph import Graph, spec_of
+from workbench.capture.gathering import split_tail
+from workbench.capture.graph import Graph, Rows, spec_of
 from workbench.capture.losses import MeanLoss, Quotient, label_count, mean_losses
 from workbench.capture.opaque_search import built_by
 from workbench.capture.operations import descendants, reachable, storage_of
@@ -57,6 +58,7 @@ def capture(
     name: str | None = None,
     loss: LossChoice = None,
     returns: Callable[[Any], Mapping[int, str]] | None = None,
+    gathers: bool = False,
 ) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
 
@@ -68,6 +70,7 @@ def capture(
         loss: the loss in what forward returns: a name, an index, or a function of the outputs and the batch.
         returns: function that is given what forward returned, with a `Slot` for each tensor, and returns the slots to
             compute beside the loss, each with the name of who reads it.
+        gathers: cut the part of the loss that compares samples off, as the last block (`workbench.capture.gathering`).
 
     Raises:
         CaptureError: the model cannot be captured; names the line of its code that stops it.
@@ -91,7 +94,7 @@ def capture(
     coupling = batch_coupling(flow, exported.loss, [mean.node for mean in means])
     losses: tuple[MeanLoss | Quotient, ...] = (*means, *coupling.quotients)
     _check_outputs(outputs, readers, losses, flow)
-    groups = group_nodes(flow, find_layers(model, flow), exported.loss)
+    groups, gathered = _groups(model, flow, exported.loss, means if gathers else None, name)
     group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     extractor = BlockExtractor(exported, flow, names, losses, outputs.values())
     blocks = tuple(extractor.extract(index, group, group_of) for index, group in enumerate(groups))
@@ -116,10 +119,19 @@ def capture(
         constants=dict(extractor.constants),
         coupled=coupling.lines,
         unknown_coupling=coupling.unknown,
+        gathered=gathered,
         notes=_notes(flow, exported),
         loss_choice=loss,
         outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
     )
+
+
+def _groups(
+    model: nn.Module, flow: Dataflow, loss: fx.Node, means: Sequence[MeanLoss] | None, name: str
+) -> tuple[tuple[NodeGroup, ...], tuple[Rows, ...]]:
+    """Return the groups that become blocks and, if `means` are given, what the last of them gathers."""
+    groups = group_nodes(flow, find_layers(model, flow), loss)
+    return (groups, ()) if means is None else split_tail(flow, loss, means, groups, name)
 
 
 def _require_trained(trained: Sequence[fx.Node], name: str) -> None:

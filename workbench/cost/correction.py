@@ -67,8 +67,14 @@ def corrected_profile(profile: Profile, device: Device, measurements: Sequence[B
     sparse = profile.sparse
     if sparse is not None:
         sparse = replace(sparse, block_types=parts(sparse.block_types, _sparse_memory))
+    gathered = profile.gathered
+    if gathered is not None:
+        types = [[p.block_types[block.block_type].block_type for block in p.blocks] for p in (profile, gathered)]
+        shared = [one for one in measurements if types[0][one.first_block] == types[1][one.first_block]]
+        gathered = corrected_profile(gathered, device, shared)
     return replace(
         profile,
+        gathered=gathered,
         block_types=tuple(corrected.get(index, cost) for index, cost in enumerate(whole)),
         divided=divided,
         sparse=sparse,

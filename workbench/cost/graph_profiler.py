@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx.experimental import _config as symbolic_sizes
@@ -17,7 +18,7 @@ from workbench.cost.block_trace import BlockTrace, RowSelection
 from workbench.cost.block_type_cost import block_type_cost
 from workbench.cost.device import Device
 from workbench.cost.operations import Settings
-from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, Profile
+from workbench.cost.profile import BlockCost, BlockTypeCost, DividedCosts, Profile, TailCosts
 from workbench.tensors import TensorSpec
 
 TENSOR_DEGREES = (2, 4, 8)
@@ -86,6 +87,26 @@ def profile_graph(
         deterministic=deterministic,
         code=hashlib.sha256("".join(block.block_type for block in graph.blocks).encode()).hexdigest()[:16],
     )
+
+
+def with_gathered(whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int) -> Profile:
+    """Return a profile with the costs of gathering its loss over micro-batches and replicas.
+
+    `towers` is the profile of `part`, whose last block is the tail of the loss, and `at_once` that of the whole batch
+    of `samples` samples.
+    """
+    free = BlockTypeCost(part.blocks[-1].block_type, (), (), 0.0, 0.0, 0.0, 0.0)
+    last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0)
+    gathered_bytes = samples * _per_sample((part.values[rows.name] for rows in part.gathered), part)
+    gathered = replace(
+        towers,
+        blocks=(*towers.blocks[:-1], last),
+        block_types=(*towers.block_types, free),
+        coupled=(),
+        divided={},
+        tail=TailCosts(at_once, samples, gathered_bytes),
+    )
+    return replace(whole, gathered=gathered)
 
 
 def _divided(graph: Graph, traces: Sequence[BlockTrace], whole: Sequence[BlockTypeCost]) -> dict[int, DividedCosts]:

@@ -168,6 +168,24 @@ class SparseCosts:
 
 
 @dataclass(frozen=True)
+class TailCosts:
+    """The part of a loss that compares samples, which runs once a step over the whole batch."""
+
+    profile: Profile
+    """Costs of the whole batch, of which the last block is that part."""
+    samples: int
+    gathered_bytes: float
+    """Bytes of the values that are gathered over micro-batches and replicas, of all samples."""
+
+    def ms_and_bytes(self, device: Device) -> tuple[float, float]:
+        """Return the time of forward and backward, and the memory at their peak."""
+        costs = self.profile.at(self.samples, device)
+        return float(costs.forward_ms[-1] + costs.backward_ms[-1]), float(
+            costs.saved_bytes[-1] + costs.workspace_bytes[-1]
+        )
+
+
+@dataclass(frozen=True)
 class TimeRatios:
     """Measured over analytic time of one block type, at ascending micro-batches."""
 
@@ -262,6 +280,12 @@ class Profile:
     """Measured over analytic time by index of the block type."""
     measured_host_ms: Mapping[int, tuple[float, float]] = field(default_factory=dict, hash=False)
     """Milliseconds of the host for a forward and a backward by index of the block type, where measured."""
+    gathered: Profile | None = field(default=None, repr=False, hash=False)
+    """Costs with a loss over all micro-batches and replicas; None where it cannot be gathered, or need not be."""
+    tail: TailCosts | None = field(default=None, repr=False, hash=False)
+    """Costs of the last block of a gathered loss, which are no part of `block_types`; None in other profiles."""
+    not_gathered: str = ""
+    """Sentence that says why the samples of a coupled loss cannot be gathered."""
     captured: CapturedModel | None = field(default=None, repr=False, compare=False)
     """The model that the costs are of, captured in this process."""
 

@@ -27,6 +27,7 @@ from workbench.execution.blocks.block_sparse import BlockSparseParameters, initi
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import CudaGraphs
 from workbench.execution.blocks.dropout import has_active_dropout, use_hashed_dropout
+from workbench.execution.blocks.gathered_loss import GatheredLoss
 from workbench.execution.blocks.gradient_accumulation import GradientAccumulator
 from workbench.execution.blocks.labelled_head import LabelledRows, Runner
 from workbench.execution.blocks.tensor_parallel import divide_block, take_shard
@@ -190,6 +191,7 @@ class _RankCode:
         self, plan: Plan, coordinate: MeshCoordinate, graph: Graph, context: StepContext, compile: bool
     ) -> None:
         self._graph, self._device, self._compile = graph, context.device, compile
+        self._plan, self._context, self._group = plan, context, coordinate.data_group
         self._has_bf16_weights = plan.shards and plan.precision == "bf16"
         self._runners: dict[str, dict[str, Runner]] = {}
         self.division = plan_tensor_parallel(graph, plan.tensor)
@@ -201,11 +203,16 @@ class _RankCode:
                 self.codes[block_type] = divide_block(self.codes[block_type], how, coordinate.tensor_rank, group)
 
     def program(self, block: Block, recompute: str) -> BlockProgram:
+        is_gathered = bool(self._graph.gathered) and block is self._graph.blocks[-1]
+        recompute = "none" if is_gathered else recompute
         if recompute not in self._runners:
             self._runners[recompute] = runners(
                 self._graph, self.codes, self._device, self._compile, recompute, self._has_bf16_weights
             )
         run = self._runners[recompute][block.block_type]
+        if is_gathered:
+            count = self._plan.num_microbatches
+            run = GatheredLoss(run, block, self._graph.gathered, self._context, count, self._group)
         compiled = self._compile and not is_opaque(block.code)
         return BlockProgram(block, run, recompute, self.division.blocks[block.index], compiled)
 
@@ -273,7 +280,7 @@ def runners(
     `bf16_weights` says that weights arrive in bf16, as FSDP2 all-gathers them.
 
     A block with an opaque call is not compiled. A block with a part that only labelled rows need becomes a
-    `LabelledRows`, unless tensor parallelism divides it.
+    `LabelledRows`, unless tensor parallelism divides it or it is the tail of a gathered loss.
     """
     for code in codes.values():
         retarget(code, device)
@@ -295,7 +302,8 @@ def runners(
     by_type: dict[str, Runner] = {}
     for block_type, code in codes.items():
         is_divided = code is not blocks[block_type].code
-        part = None if is_divided else find_rowwise_head(blocks[block_type])
+        is_gathered = bool(graph.gathered) and block_type == graph.blocks[-1].block_type
+        part = None if is_divided or is_gathered else find_rowwise_head(blocks[block_type])
         if part is None:
             by_type[block_type] = finish(block_type, code)
         else:

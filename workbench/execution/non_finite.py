@@ -179,7 +179,7 @@ class _Observer:
             self._note(BATCH, block.index, micro_batch, value)
 
         def observed(value: Any) -> Any:
-            if not (isinstance(value, torch.Tensor) and value.requires_grad):
+            if not (isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()):
                 return value
             own = value.view_as(value)  # the gradient of `value` itself is the sum over all blocks that read it
             own.register_hook(functools.partial(self._note, BACKWARD, block.index, micro_batch))

@@ -19,11 +19,12 @@ from workbench.capture.hidden_matrices import hidden_matrices
 from workbench.capture.label_counting import count_labels, on_device
 from workbench.columns import shared_columns
 from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.gathered_loss import GatheredLoss
 from workbench.execution.blocks.labelled_head import LabelCounter, LabelCounts
 from workbench.execution.parallel.gradient_all_reduce import GradientAllReduce
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.parallel.pipeline import PipeStage, as_fields, schedule_runtime
-from workbench.execution.parallel.sharding import distribute, is_sharded, local
+from workbench.execution.parallel.sharding import distribute, end_forward_only, is_sharded, local
 from workbench.execution.parallel.stage import RankStages, StageModule
 from workbench.execution.parallel.whole_tensors import ShardedTensors
 from workbench.execution.sparse_weights import BlockSparseWeights, MaskedWeights, SparseWeights
@@ -88,6 +89,7 @@ class Trainer:
         if self._all_reduce is not None and context.cuda_graphs is not None:
             context.cuda_graphs.on_last_backward = self._all_reduce.start
 
+        self._gathered_loss = stages.gathered_loss
         self._duplicates = stages.duplicated_parameters()
         self._ties = _tied_groups(plan, graph, coordinate)
         self._in_norm = self._parameters_in_norm()
@@ -213,6 +215,8 @@ class Trainer:
         self.prepare_forward()
         if context.cuda_graphs is not None:
             context.cuda_graphs.begin_step()
+        if self._gathered_loss is not None and self.plan.runs_forward_twice:
+            self._gather(self._gathered_loss, batch)
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
         self._schedule.step(target=target, losses=losses, return_outputs=False, **as_fields(batch))
@@ -224,6 +228,15 @@ class Trainer:
         if not losses:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
+
+    def _gather(self, loss: GatheredLoss, batch: Mapping[str, torch.Tensor]) -> None:
+        """Run every micro-batch forward without a graph, and compute the loss that compares their samples."""
+        [stage], size = self.stages.stages, self.plan.micro_batch
+        with torch.no_grad(), loss.collecting():
+            for index in range(self.plan.num_microbatches):
+                self.context.microbatch = index
+                stage(**{name: field[index * size : (index + 1) * size] for name, field in batch.items()})
+        end_forward_only(stage)
 
     def prepare_forward(self) -> None:
         """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""
@@ -251,6 +264,7 @@ class Trainer:
         """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.
 
         A micro-batch's loss is its sum over this number; the mean over all micro-batches is that of the global batch.
+        A loss that is gathered over the micro-batches is the only one.
         """
         if not self._label_counts:
             return
@@ -258,7 +272,7 @@ class Trainer:
         labels = torch.stack(counts).float()
         if self.plan.data > 1:
             dist.all_reduce(labels, group=self.coordinate.data_group)
-        microbatches = self.plan.num_microbatches * self.plan.data
+        microbatches = 1 if self.plan.gathers else self.plan.num_microbatches * self.plan.data
         self.context.loss_denominators = [
             count.divisor(total) / microbatches for count, total in zip(self._label_counts, labels, strict=True)
         ]

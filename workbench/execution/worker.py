@@ -241,7 +241,7 @@ class TrainingWorker:
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
-            graph = captured.graph
+            graph = captured.gathered(plan.global_batch) if plan.gathers else captured.graph
             evaluated = None if experiment.evaluation is None else captured.evaluation(experiment)
             sampled = captured.samples(experiment)
         check_runnable(experiment, plan, captured)

@@ -17,6 +17,7 @@ from workbench.planning.request import Request
 from workbench.planning.stage_costs import StrategyCosts
 from workbench.planning.stage_cuts import Cut, Cutter
 from workbench.planning.weights_note import weights_note
+from workbench.units import gib
 
 MAX_ROWS = 400
 """Number of options that a plan lists, nearest to the chosen one first."""
@@ -35,6 +36,7 @@ def assemble(
     """
     costs, cut = best.costs, best.cut
     assert cut is not None
+    divided = costs.profile  # of a gathered loss, whose last block is its tail
     choices = dict(vars(best.strategy))
     del choices["chunks"], choices["recompute"]
     plan = Plan(
@@ -44,19 +46,15 @@ def assemble(
         global_batch=request.global_batch,
         seq_len=request.seq_len,
         precision=profile.precision,
-        block_names=tuple(block.name for block in profile.blocks),
-        stages=_stages(costs, cut, ParameterTable(profile).elements),
+        block_names=tuple(block.name for block in divided.blocks),
+        stages=_stages(costs, cut, ParameterTable(divided).elements),
         memory_limit_bytes=request.memory_limit_bytes,
         flops_per_step=round(profile.flops_per_sample * request.global_batch),
         prediction=predict(costs, cut, costs.times(cut.stages), request),
         notes=(
             *profile.notes,
-            *_opaque_note(profile, costs),
-            *(
-                f"The loss compares samples of one batch ({operation}), so that the plan keeps the global batch in one "
-                "micro-batch on one replica."
-                for operation in profile.coupled
-            ),
+            *_opaque_note(divided, costs),
+            *(_coupling_note(operation, best, request) for operation in profile.coupled),
             *weights_note(profile, request, best, other),
         ),
         candidates=_rows(best, options, request),
@@ -81,6 +79,20 @@ def _opaque_note(profile: Profile, costs: StrategyCosts) -> tuple[str, ...]:
     return (
         f"Of the predicted time of forward and backward, {sum(shares.values()):.1%} goes to the layers that run as "
         f"written, with what stands beside them in their blocks: {', '.join([*each, *rest])}.",
+    )
+
+
+def _coupling_note(operation: str, best: Option, request: Request) -> str:
+    strategy, tail = best.strategy, best.costs.profile.tail
+    said = f"The loss compares samples of one batch ({operation}), so that the plan"
+    if tail is None:
+        return f"{said} keeps the global batch in one micro-batch on one replica."
+    count, size = strategy.num_microbatches, gib(tail.gathered_bytes)
+    micro = f"{count} micro-batches, each of which runs forward twice" if count > 1 else "one micro-batch"
+    replicas = f", on each of {strategy.data} replicas" if strategy.data > 1 else ""
+    return (
+        f"{said} gathers what lies before the comparison, {size} of {request.global_batch} samples in {micro}"
+        f"{replicas}: loss and gradients are those of the whole batch."
     )
 
 

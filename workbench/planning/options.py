@@ -81,6 +81,16 @@ def options(profile: Profile, request: Request) -> Iterator[StrategyCosts]:
             if not asked:
                 yield without
 
+    gathered = profile.gathered
+    if gathered is None or asked or request.fixed.block_sparse:
+        return
+    costs = ClusterCosts(device_costs(gathered, request.cluster.device), request.cluster, modes)
+    for strategy in _strategies(gathered, request):
+        # One sample has no dim of its own in every operation, and one micro-batch needs no gathering.
+        is_divided = 1 < strategy.micro_batch < request.global_batch
+        if is_divided and strategy.pipeline == 1 and strategy.tensor == 1:
+            yield costs.of(replace(strategy, gathers=True))
+
 
 def _forms_of_weights(profile: Profile, request: Request) -> Iterator[tuple[bool, Profile]]:
     """Yield False with the profile of dense or masked weights, and True with that of block-sparse ones."""

@@ -276,6 +276,7 @@ class Plan(Strategy):
         extras += ["optimiser state on the host"] if self.offload_optimizer else []
         extras += ["CUDA graphs"] if self.cuda_graphs else []
         extras += ["block-sparse weights"] if self.block_sparse else []
+        extras += ["gathered loss"] if self.gathers else []
         return ", ".join(
             (
                 f"PP {self.pipeline} × DP {self.data}{tensor}{sharding}",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
-from workbench.errors import InvalidArgument, InvalidExperiment, suggestion
+from workbench.errors import CaptureError, InvalidArgument, InvalidExperiment, suggestion
 from workbench.experiment import Experiment
 from workbench.planning.request import check_cluster
 from workbench.validation import LARGEST_COUNT
@@ -92,24 +93,47 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
     """Return the profile of the experiment's model by the device's constants, without measurements."""
     from workbench.capture.captured_model import CapturedModel
     from workbench.capture.label_counting import labelled_share
-    from workbench.cost.graph_profiler import profile_graph
+    from workbench.cost.graph_profiler import profile_graph, with_gathered
     from workbench.cost.optimizer_cost import with_optimizer
 
     captured, examples = CapturedModel(experiment, CAPTURE_BATCH), experiment.data.examples(experiment)
     graph = _with_division(captured, experiment.numerics.batch_coupling == "allow")
     _check_patterns(experiment, graph)
-    costs = profile_graph(
-        graph,
-        cluster.device,
-        resolved_precision(experiment, cluster),
+    costed = partial(
+        profile_graph,
+        device=cluster.device,
+        precision=resolved_precision(experiment, cluster),
         compiled=_is_compiled(experiment, cluster),
+        deterministic=experiment.numerics.deterministic,
+    )
+    costs = costed(
+        graph,
         labelled_share=(
             experiment.data.labelled_share(experiment) if examples is None else labelled_share(graph, examples)
         ),
-        deterministic=experiment.numerics.deterministic,
         sparse=_sparse_matrices(experiment, graph),
     )
-    return replace(with_optimizer(costs, experiment, graph), captured=captured)
+    costs = replace(with_optimizer(costs, experiment, graph), captured=captured)
+    if not costs.coupled:
+        return costs
+    if obstacle := _gathering_obstacle(experiment, captured):
+        return replace(costs, not_gathered=obstacle)
+    part, whole = captured.tower_and_tail(CAPTURE_BATCH), captured.tower_and_tail(experiment.global_batch)
+    towers = with_optimizer(costed(part), experiment, graph)
+    return with_gathered(costs, towers, costed(whole), part, experiment.global_batch)
+
+
+def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
+    """Return why the samples of a loss that compares them cannot be gathered over micro-batches; empty if they can."""
+    asked = [name for name in ("evaluation", "samples", "sparsity") if getattr(experiment, name) is not None]
+    if asked:
+        return f"Its samples are not gathered over micro-batches in an experiment with {' or '.join(asked)}."
+    try:
+        captured.gathered(experiment.global_batch)
+        fault = captured.gathering_fault
+    except CaptureError as error:
+        return str(error)
+    return f"Gathered over micro-batches, it would be another loss: {fault}." if fault else ""
 
 
 def _with_division(captured: CapturedModel, is_allowed: bool) -> Graph:

@@ -53,7 +53,9 @@ def check_runnable(
         raise refusal
     if captured is not None:
         check_signature(experiment, plan, captured)
-        if captured.is_captured:
+        if plan.gathers:
+            check_gathering(experiment, plan, captured)
+        elif captured.is_captured:
             check_coupling(experiment, plan, captured.division.coupled)
         check_optimizer(experiment, plan, lambda: captured.trained_shapes)
         if experiment.sparsity is not None or plan.block_sparse:
@@ -133,7 +135,7 @@ def check_signature(experiment: Experiment, plan: Plan, captured: CapturedModel)
             planned=plan.signature,
             found=signature,
         )
-    if captured.is_captured and (blocks := len(captured.graph.blocks)) != len(plan.block_names):
+    if captured.is_captured and not plan.gathers and (blocks := len(captured.graph.blocks)) != len(plan.block_names):
         raise PlanMismatch(
             f"The plan was made for {plan.model} of {len(plan.block_names)} blocks, and this model has {blocks}: its "
             "forward has changed. Plan again with wb.plan(experiment).",
@@ -153,6 +155,21 @@ def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -
             f"{plan.global_batch} samples into micro-batches of {plan.micro_batch}. Plan this experiment again with "
             f"wb.plan(experiment), or give it batch_coupling='allow'.",
             coupled=list(coupled),
+        )
+
+
+def check_gathering(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
+    """Raise `PlanMismatch` unless the plan's way to gather samples suits the experiment and its model."""
+    asked = [name for name in ("evaluation", "samples", "sparsity") if getattr(experiment, name) is not None]
+    blocks = [block.name for block in captured.gathered(plan.global_batch).blocks]
+    if asked or blocks != list(plan.block_names):
+        reason = f"the experiment has {' and '.join(asked)}, which" if asked else "the model's forward has changed"
+        reason = f"{reason} a gathered loss is not computed for" if asked else reason
+        raise PlanMismatch(
+            f"The plan for {plan.model} gathers the samples of its loss over micro-batches, and {reason}. Plan the "
+            "experiment anew: wb.plan(experiment).",
+            planned=len(plan.block_names),
+            found=len(blocks),
         )
 
 

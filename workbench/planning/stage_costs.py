@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench.cost.cluster import Cluster
 from workbench.cost.communication import all_gather_s, all_reduce_s, point_to_point_s
-from workbench.cost.device import Link
+from workbench.cost.device import Device, Link
 from workbench.cost.memory import (
     BF16,
     FP32,
@@ -27,7 +27,7 @@ from workbench.cost.memory import (
     spans,
     stage_state,
 )
-from workbench.cost.profile import ADAMW, BlockCosts
+from workbench.cost.profile import ADAMW, BlockCosts, TailCosts
 from workbench.memo import memoised
 from workbench.planning.checkpointing import MixedStages, Stages, UniformStages
 from workbench.planning.device_costs import Array, Compute, DeviceCosts
@@ -219,7 +219,9 @@ class StrategyCosts:
 
     def activations(self) -> Activations:
         """Return the bytes of activations of every stage, for each mode."""
-        return activations(self.blocks, self.table, self.strategy, self.profile.precision, self.model.modes)
+        found = activations(self.blocks, self.table, self.strategy, self.profile.precision, self.model.modes)
+        tail = self.profile.tail
+        return found if tail is None else found.at_least(tail.ms_and_bytes(self.cluster.device)[1])
 
     @property
     def state_bytes(self) -> float:
@@ -254,19 +256,24 @@ class StrategyCosts:
         compute = self._compute
         slows = self.strategy.interleaves and self.strategy.pipeline > 1 and self.cluster.device.type == "cuda"
         slowdown = 1 + INTERLEAVED_SLOWDOWN if slows else 1.0  # by sends and receives beside compute
+        runs = 2 if self.strategy.runs_forward_twice else 1
         forward, backward = slowdown * stages.whole(compute.forward), slowdown * stages.sum(compute.backward)
         in_forward, in_backward, at_end = self._collectives(stages)
         copies = self._copies(stages)
-        forward_wait = _exposed(in_forward, forward) + stages.whole(compute.forward_reduced) + copies[0]
+        forward_wait = runs * (_exposed(in_forward, forward) + stages.whole(compute.forward_reduced) + copies[0])
+        forward = runs * forward
         backward_wait = _exposed(in_backward, backward) + stages.sum(compute.backward_reduced) + copies[1]
         # What replicas all-reduce after the last backward has the whole link for itself.
         alone = self._reduced_after_backward(stages) * at_end
         undisturbed = self.cluster.device.efficiency.overlapped_link
         step_wait = undisturbed * alone + _exposed(at_end - alone, backward) + copies[2]
+        if self.profile.tail is not None:
+            tail_ms, gather_ms = _tail_ms(self.profile.tail, self.strategy, self.cluster)
+            backward, step_wait = backward + tail_ms / self.strategy.num_microbatches, step_wait + gather_ms
         # The host runs ahead of its GPU, from one micro-batch into the next: where it takes longer over all of them,
         # the GPU waits for it in both directions.
         busy = forward + backward + forward_wait + backward_wait + step_wait / self.strategy.num_microbatches
-        host = stages.sum(compute.host) + self._actions_ms
+        host = (1 + runs) / 2 * stages.sum(compute.host) + _actions_ms(self.strategy, self.cluster.device)
         host_wait = np.maximum(0.0, host - busy)
         return StageTimes(
             forward=forward + host_wait / 2,
@@ -295,14 +302,6 @@ class StrategyCosts:
             sharded=strategy.shards,
             cuda_graphs=strategy.cuda_graphs,
         )
-
-    @property
-    def _actions_ms(self) -> float:
-        """Host's time for a forward and a backward of a stage, besides that of its blocks."""
-        if self.strategy.pipeline == 1 or self.cluster.device.type == "cpu":
-            return 0.0
-        tuned = self.cluster.device.efficiency
-        return 2e3 * (tuned.captured_action_s if self.strategy.cuda_graphs else tuned.action_s)
 
     def _optimizer(self, stages: Stages) -> Array:
         """Return the milliseconds of the optimiser's update, with the casts of weight copies that are kept."""
@@ -416,6 +415,20 @@ def boundary_link(cluster: Cluster, replicas: int, here: int, there: int) -> Lin
     """Return the link that joins two pipeline ranks of `replicas` devices each."""
     first, second = sorted((here, there))
     return cluster.hop_link(first * replicas, second * replicas, replicas)
+
+
+def _actions_ms(strategy: Strategy, device: Device) -> float:
+    """Return the host's time for a forward and a backward of a stage, besides that of its blocks."""
+    if strategy.pipeline == 1 or device.type == "cpu":
+        return 0.0
+    return 2e3 * (device.efficiency.captured_action_s if strategy.cuda_graphs else device.efficiency.action_s)
+
+
+def _tail_ms(tail: TailCosts, strategy: Strategy, cluster: Cluster) -> tuple[float, float]:
+    """Return the milliseconds of a loss over the whole batch, and of gathering what it reads over the replicas."""
+    link = cluster.group_link(strategy.data, strategy.tensor)
+    gather_s = all_gather_s(tail.gathered_bytes, strategy.data, link) if strategy.data > 1 else 0.0
+    return tail.ms_and_bytes(cluster.device)[0], 1e3 * gather_s
 
 
 def _exposed(communication: Array, compute: Array) -> Array:

@@ -23,6 +23,7 @@ from workbench.errors import CaptureError
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.block_sparse import BlockSparseParameters
 from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.gathered_loss import GatheredLoss
 from workbench.execution.blocks.weight_copies import WeightCopies
 from workbench.sparsity.kernels.index import BlockIndex
 from workbench.tensors import TensorSpec
@@ -227,6 +228,12 @@ class RankStages:
     @property
     def computes_loss(self) -> bool:
         return self.stages[-1].is_last
+
+    @property
+    def gathered_loss(self) -> GatheredLoss | None:
+        """The runner of a loss over all micro-batches and replicas, or None if each micro-batch has its own."""
+        last = list(self.stages[-1].block_modules())[-1].program.run
+        return last if isinstance(last, GatheredLoss) else None
 
     @property
     def selecting_losses(self) -> frozenset[int]:

@@ -1,0 +1,155 @@
+"""The part of a loss that compares samples is cut off, planned and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from tests.distributed.harness import CPU, LINK
+from tests.unit.coupled_models import COUPLED, GATHERED, WIDTH, SupCon, TwoTower, samples_for
+from workbench.capture import Rows, division
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.gathering import TAIL, join_rows, part_rows
+from workbench.cost.cluster import Cluster
+from workbench.errors import CaptureError, PlanInfeasible, PlanMismatch
+from workbench.experiment import Experiment
+from workbench.planning.plan import Plan
+from workbench.planning.runnable import check_runnable
+
+BATCH = 8
+
+
+def experiment_of(model: Callable[[], nn.Module], samples: Any, **options: Any) -> Experiment:
+    return Experiment.of(model=model, data=samples, steps=1, global_batch=BATCH, seq_len=1, **options)
+
+
+def cluster(devices: int) -> Cluster:
+    return Cluster(CPU, devices, devices, LINK, LINK)
+
+
+def test_rows_of_groups_are_joined_and_parted_again() -> None:
+    """`cat([x, y])` of a micro-batch holds its x and then its y; that of the whole batch, every x and then every y."""
+    x, y = torch.arange(12.0).view(6, 2), -torch.arange(12.0).view(6, 2)
+    parts = [torch.cat([x[at : at + 2], y[at : at + 2]]).T for at in (0, 2, 4)]
+    rows = Rows("both", dim=1, groups=2)
+    whole = join_rows(rows, parts)
+    torch.testing.assert_close(whole, torch.cat([x, y]).T)
+    torch.testing.assert_close(part_rows(rows, whole, 3), parts)
+
+
+@pytest.mark.parametrize("how", GATHERED)
+def test_a_loss_that_compares_samples_is_cut_off_and_numbers_confirm_the_cut(how: str) -> None:
+    captured = CapturedModel(experiment_of(GATHERED[how], samples_for(how)), 2)
+    graph = captured.gathered(BATCH)
+    assert graph.blocks[-1].name == TAIL
+    assert {rows.name for rows in graph.gathered} == set(graph.blocks[-1].receives)
+    assert captured.gathering_fault == ""
+
+
+class _Encoder(SupCon):
+    """A model whose towers are given."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*layers)
+
+
+class _DropsInItsLoss(TwoTower):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y)
+        return loss + functional.dropout(loss, 0.5)
+
+
+class _Counts(TwoTower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x * self.calls, y)
+
+
+def normalised() -> nn.Module:
+    return _Encoder(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 8))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "mixup": (COUPLED["mixup by flip"], "mixup by flip", "a layer before its loss may compare samples"),
+    "BatchNorm in a tower": (normalised, "SupCon", "a layer before its loss may compare samples"),
+    "dropout in the loss": (_DropsInItsLoss, "two towers", "its loss may draw random numbers"),
+    "a counter in a tower": (_Counts, "two towers", "a layer updates a buffer, which would happen twice"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_cannot_be_gathered_is_refused_with_its_operation(how: str) -> None:
+    model, samples, reason = REFUSED[how]
+    with pytest.raises(CaptureError, match=rf"cannot be gathered: {reason} \(.* at .*\)\."):
+        CapturedModel(experiment_of(model, samples_for(samples)), 2).gathered(BATCH)
+
+
+def test_a_wrong_combination_of_gathered_rows_is_caught_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_groups(rows: Rows, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts, rows.dim)
+
+    monkeypatch.setattr(division, "join_rows", without_groups)
+    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
+    assert not wb.plan(experiment, cluster(1)).gathers
+    with pytest.raises(PlanInfeasible, match="Gathered over micro-batches, it would be another loss: 4 samples have"):
+        wb.plan(experiment, cluster(1), micro_batch=2)
+
+
+def gathered_plan(how: str = "two towers with a temperature") -> tuple[Experiment, Plan]:
+    experiment = experiment_of(GATHERED[how], samples_for(how))
+    return experiment, wb.plan(experiment, cluster(2), data=2, micro_batch=2)
+
+
+def test_a_plan_that_gathers_says_so_and_is_priced_with_one_more_forward() -> None:
+    experiment, plan = gathered_plan()
+    assert plan.gathers
+    assert (plan.block_names[-1], plan.num_microbatches) == (TAIL, 2)
+    assert "1.0 KiB of 8 samples in 2 micro-batches, each of which runs forward twice, on each of 2" in plan.notes[-1]
+    assert Plan.from_json(plan.to_json()) == plan
+    once = wb.plan(experiment, cluster(2), data=2, micro_batch=4)
+    [twice], [alone] = plan.stages, once.stages
+    assert once.gathers
+    assert twice.forward_ms > 1.5 * alone.forward_ms * 2 / 4
+    assert check_runnable(experiment, plan, CapturedModel(experiment, 2)) is None
+
+
+def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:
+    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
+    plan = wb.plan(experiment, cluster(1))
+    assert not plan.gathers
+    assert TAIL not in plan.block_names
+
+
+def test_a_pipeline_over_replicas_of_a_coupled_loss_is_refused_with_what_can_be_gathered() -> None:
+    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
+    with pytest.raises(PlanInfeasible, match=r"gathered only with pipeline=1 and tensor=1.* Leave data=2 out"):
+        wb.plan(experiment, cluster(4), pipeline=2, data=2)
+
+
+def test_an_experiment_that_evaluates_is_not_gathered_and_says_why() -> None:
+    samples = samples_for("SupCon")
+    experiment = experiment_of(GATHERED["SupCon"], samples, eval_data=samples)
+    with pytest.raises(PlanInfeasible, match="not gathered over micro-batches in an experiment with evaluation"):
+        wb.plan(experiment, cluster(1), micro_batch=2)
+
+
+def test_a_plan_that_gathers_does_not_start_another_experiment() -> None:
+    experiment, plan = gathered_plan("SupCon")
+    evaluating = experiment.replace(eval_data=samples_for("SupCon"))
+    with pytest.raises(PlanMismatch, match=r"gathers the samples of its loss.* experiment has evaluation"):
+        check_runnable(evaluating, plan, CapturedModel(evaluating, 2))
+    other = experiment_of(lambda: _Encoder(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)), samples_for("SupCon"))
+    named = experiment.replace(model=other.model)
+    with pytest.raises((PlanMismatch, CaptureError)):
+        check_runnable(named, plan, CapturedModel(named, 2))

@@ -1,0 +1,207 @@
+"""The part of a loss that compares samples, cut off where each sample still has rows of its own.
+
+What lies before the cut (the towers of CLIP) runs over micro-batches. Its results are gathered over the micro-batches
+and replicas of a step, and the rest, the tail, runs over the whole batch (GradCache, arXiv:2101.06983).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from workbench.capture.batch_coupling import NONE, UNKNOWN, Follower
+from workbench.capture.block_boundaries import NodeGroup
+from workbench.capture.dataflow import Dataflow
+from workbench.capture.graph import Graph, Rows
+from workbench.capture.losses import MeanLoss
+from workbench.capture.opaque import call_of
+from workbench.capture.operations import (
+    MOVED,
+    ancestors,
+    arguments_of,
+    descendants,
+    is_random,
+    mutated_arguments,
+    names,
+    op_name,
+    shape_of,
+    storage_of,
+)
+from workbench.capture.source_lines import line_of_node
+from workbench.errors import CaptureError
+
+TAIL = "gathered loss"
+"""Name of the block that computes the tail."""
+_RESHAPES = names("view reshape flatten unflatten _unsafe_view squeeze")
+_BY_POSITION = MOVED | names(
+    "linear matmul mm addmm bmm softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm norm sum mean "
+    "layer_norm rms_norm embedding clone contiguous to _to_copy detach alias dropout type_as getitem float "
+    "scaled_dot_product_attention split chunk cat stack"
+)
+"""Operations beside the pointwise ones whose rules look at the position of the batch dim, and not at its elements."""
+
+
+def split_tail(
+    flow: Dataflow, loss: fx.Node, means: Iterable[MeanLoss], groups: Sequence[NodeGroup], model: str
+) -> tuple[tuple[NodeGroup, ...], tuple[Rows, ...]]:
+    """Return the groups of a graph with its tail as the last one, and the values that it reads of each sample.
+
+    The graph was captured with two samples or more. Raises `CaptureError` unless the tail is a part of the last group,
+    so that no layer is computed over the whole batch.
+    """
+    follower = _RowFollower(flow, frozenset(mean.node for mean in means), ancestors([loss]))
+    computed = [node for group in groups for node in group.nodes]
+    tail = set(follower.mixing(computed, loss))
+    for node in list(tail):
+        tail |= descendants(node).intersection(computed)
+    for node in reversed(groups[-1].nodes):  # what is computed from parameters alone (a temperature), and views
+        users = [user for user in node.users if user in flow.live]
+        is_light = follower.state(node) == NONE or op_name(node) in MOVED
+        if node not in tail and is_light and users and tail.issuperset(users):
+            tail.add(node)
+    first = next((node for node in computed if node in tail), loss)
+    obstacle = _obstacle(flow, tail, computed, groups)
+    sources = dict.fromkeys(source for node in computed if node in tail for source in node.all_input_nodes)
+    read = [s for s in sources if s in set(computed) - tail]
+    if not obstacle and not any(s.meta["val"].is_floating_point() for s in read if shape_of(s)):
+        obstacle = "its first operation compares samples"
+    if not obstacle and any(follower.state(source) < 0 or not shape_of(source) for source in read):
+        obstacle = "it mixes values of each sample with others"
+    if obstacle:
+        raise CaptureError(
+            f"The samples of {model} cannot be gathered: {obstacle} ({op_name(first)}{line_of_node(first).where}).",
+            model=model,
+        )
+    *before, last = groups
+    rest = tuple(node for node in last.nodes if node not in tail)
+    kept = [*before, NodeGroup(last.name, rest)] if rest else before
+    rows = tuple(Rows(source.name, follower.state(source), follower.groups[source]) for source in read)
+    return (*kept, NodeGroup(TAIL, tuple(node for node in last.nodes if node in tail))), rows
+
+
+def _obstacle(flow: Dataflow, tail: set[fx.Node], computed: list[fx.Node], groups: Sequence[NodeGroup]) -> str:
+    """Return the reason why a tail cannot run apart from what lies before it; empty if it can."""
+    if not tail.issubset(groups[-1].nodes):
+        return "a layer before its loss may compare samples"
+    if any(is_random(node) or call_of(node) is not None for node in tail):
+        return "its loss may draw random numbers"
+    towers = [node for node in computed if node not in tail]
+    read = {flow.identity(storage_of(used)) for node in towers for used in (node, *node.all_input_nodes)}
+    for node in computed:
+        for written in map(storage_of, mutated_arguments(node)):
+            if node not in tail and written in flow.tensors:
+                return "a layer updates a buffer, which would happen twice"
+            if node in tail and flow.identity(written) in read:
+                return "its loss writes to a value of a layer"
+    return ""
+
+
+class _RowFollower(Follower):
+    """Follows the rows of samples also where the whole batch comes several times in one dim, as in `cat([x, y])`.
+
+    The batch dim of a tensor has `groups` × samples × any number of elements, in this order.
+    """
+
+    def __init__(self, flow: Dataflow, means: frozenset[fx.Node], needed: set[fx.Node]) -> None:
+        super().__init__(flow, needed, means)
+        self.groups: dict[fx.Node, int] = {}
+        """Groups in the batch dim of each node that has one."""
+        [self._size] = self._samples
+
+    def state(self, node: fx.Node) -> int:
+        """Return the batch dim of a node, or a negative number without one."""
+        return self._states[node]
+
+    def mixing(self, computed: Iterable[fx.Node], loss: fx.Node) -> list[fx.Node]:
+        """Return the nodes that mix samples, and those without rows of samples that depend on the batch."""
+        self.coupling(loss)
+        marked = {*self._coupled, *self._doubtful}
+        return [
+            node
+            for node in computed
+            if self._states[node] < NONE or node in marked or node not in self._needed or _is_batch_norm(node)
+        ]
+
+    def _state(self, node: fx.Node) -> int:
+        state, groups = self._placed(node)
+        shape = shape_of(node)
+        if state >= 0 and shape and (not isinstance(shape[state], int) or shape[state] % (groups * self._size)):
+            return UNKNOWN
+        self.groups[node] = groups
+        return state
+
+    def _placed(self, node: fx.Node) -> tuple[int, int]:
+        """Return the state of a node and the groups in its batch dim."""
+        name = op_name(node).rstrip("_") or op_name(node)
+        inputs = node.all_input_nodes
+        rows = [source for source in inputs if self._states[source] >= 0]
+        if node.op != "call_function" or not rows or len(rows) < len([s for s in inputs if self._states[s] != NONE]):
+            return super()._state(node), 1
+        if name == "cat" and rows == inputs:
+            dim = arguments_of(node)["dim"] % len(shape_of(node))
+            if {self._states[source] for source in rows} == {dim}:
+                return dim, sum(self.groups[source] for source in node.args[0])  # type: ignore[union-attr, index, misc]
+        if name in _RESHAPES and rows == inputs and all(isinstance(size, int) for size in shape_of(node)):
+            return self._reshaped(rows[0], shape_of(node))
+        state, groups = super()._state(node), {self.groups[source] for source in rows}
+        is_by_position = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in _BY_POSITION
+        if state >= 0 and (len(groups) > 1 or (groups != {1} and not is_by_position)):
+            return UNKNOWN, 1
+        return state, max(groups)
+
+    def _reshaped(self, source: fx.Node, after: tuple[int, ...]) -> tuple[int, int]:
+        """Return the dim of a reshaped tensor that holds the whole batch, and the groups in it."""
+        before, state = shape_of(source), self._states[source]
+        outer = math.prod(before[:state]) * self.groups[source]  # elements that vary more slowly than the sample
+        for dim, size in enumerate(after):
+            slower = math.prod(after[:dim])
+            if slower and outer % slower == 0 and slower * size % (outer * self._size) == 0 and size > 1:
+                return dim, outer // slower
+        return UNKNOWN, 1
+
+
+def _is_batch_norm(node: fx.Node) -> bool:
+    return op_name(node) == "batch_norm" and bool(arguments_of(node)["training"])
+
+
+# Rows
+
+
+def join_rows(rows: Rows, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the value of the whole batch, given those of its micro-batches in order."""
+    apart = [part.unflatten(rows.dim, (rows.groups, -1)) for part in parts]
+    return torch.cat(apart, rows.dim + 1).flatten(rows.dim, rows.dim + 1)
+
+
+def part_rows(rows: Rows, whole: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """Return the micro-batches of a value of the whole batch: the inverse of `join_rows`."""
+    apart = whole.unflatten(rows.dim, (rows.groups, -1)).chunk(parts, rows.dim + 1)
+    return [part.flatten(rows.dim, rows.dim + 1) for part in apart]
+
+
+def with_tail_of(part: Graph, whole: Graph) -> Graph:
+    """Return the graph of a micro-batch with the tail of the graph of the whole batch as its last block.
+
+    Raises `CaptureError` if the two graphs differ in more than the number of samples.
+    """
+    [*_, of_part], [*_, tail] = part.blocks, whole.blocks
+    alike = [(g.gathered, [b.name for b in g.blocks], [c.inputs for c in g.label_counts]) for g in (part, whole)]
+    read = [(block.parameters, block.receives, block.inputs, block.counts) for block in (of_part, tail)]
+    if alike[0] != alike[1] or read[0] != read[1]:
+        raise CaptureError(
+            f"The samples of {part.model} cannot be gathered: its forward computes otherwise with {whole.micro_batch} "
+            f"samples than with {part.micro_batch}.",
+            model=part.model,
+        )
+    own = {name: f"{name} of {TAIL}" for name in whole.constants}
+    tail = replace(tail, buffers=tuple(own.get(name, name) for name in tail.buffers))
+    return replace(
+        part,
+        blocks=(*part.blocks[:-1], tail),
+        constants={**part.constants, **{own[name]: value for name, value in whole.constants.items()}},
+        buffers={**part.buffers, **{own[name]: whole.buffers[name] for name in own}},
+    )

@@ -1,0 +1,123 @@
+"""A loss over the samples of all micro-batches and replicas of a step (GradCache, arXiv:2101.06983).
+
+First the towers run forward over every micro-batch, without a graph, and their results are gathered. The loss and its
+gradient with respect to these are computed once, over the whole batch, on every replica. Then each micro-batch runs
+forward again, with the same random numbers, and backward from its part of that gradient. The only micro-batch of a
+replica runs forward once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.capture import Block, Rows
+from workbench.capture.gathering import join_rows, part_rows
+from workbench.execution.blocks.context import StepContext
+from workbench.execution.blocks.labelled_head import Runner
+
+Values = tuple[torch.Tensor, ...]
+
+
+class _GivenGradients(torch.autograd.Function):
+    """Returns a number that was computed before, and passes given gradients to the tensors that it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, number: torch.Tensor, gradients: Sequence[torch.Tensor | None], *_: torch.Tensor) -> Any:
+        ctx.gradients = gradients
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *received: torch.Tensor) -> Any:
+        [scale] = received
+        return None, None, *(None if gradient is None else gradient * scale for gradient in ctx.gradients)
+
+
+class GatheredLoss:
+    """Runner of the block that computes the loss of the whole batch, which is called once for each micro-batch.
+
+    While `collecting`, it keeps what it is given, and computes the loss at the last micro-batch. Otherwise it returns
+    the whole loss, whose backward passes on that micro-batch's part of the gradient.
+    """
+
+    def __init__(
+        self,
+        run: Runner,
+        block: Block,
+        gathered: Sequence[Rows],
+        context: StepContext,
+        num_microbatches: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._run, self._block, self._context = run, block, context
+        self._parts, self._group = num_microbatches, group
+        rows = {value.name: value for value in gathered}
+        self._rows = [rows[name] for name in block.receives] + [Rows(name, 0) for name in block.inputs]
+        self._collected: list[Values] | None = None
+        self._loss = torch.zeros(())
+        self._gradients: list[list[torch.Tensor | None]] = []
+        """Gradients of the loss for the block's arguments, by micro-batch."""
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Return a context in which every micro-batch runs forward once, in order."""
+        self._collected = []
+        try:
+            yield
+        finally:
+            self._collected = None
+
+    def __call__(self, *arguments: torch.Tensor) -> Values:
+        weights = len(self._block.parameters)
+        first = weights + len(self._block.buffers)
+        end = first + len(self._rows)
+        if self._collected is not None or self._parts == 1:
+            collected = [] if self._collected is None else self._collected
+            collected.append(tuple(value.detach() for value in arguments[first:end]))
+            if len(collected) < self._parts:
+                return (torch.zeros((), device=self._context.device),)
+            whole = [self._gather(*pair) for pair in zip(self._rows, zip(*collected, strict=True), strict=True)]
+            self._compute(arguments[:weights], arguments[weights:first], whole, arguments[end:])
+        if self._collected is not None:
+            return (self._loss,)
+        gradients, self._gradients[self._context.microbatch] = self._gradients[self._context.microbatch], []
+        return (_GivenGradients.apply(self._loss, gradients, *arguments[:weights], *arguments[first:end]),)
+
+    def _gather(self, rows: Rows, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a value of the whole batch, given the micro-batches of this replica; a collective."""
+        own = join_rows(rows, parts).contiguous()
+        if self._group.size() == 1:
+            return own
+        as_bytes = own.view(torch.uint8) if own.dtype == torch.bool else own  # which gloo does not gather
+        replicas = [torch.empty_like(as_bytes) for _ in range(self._group.size())]
+        dist.all_gather(replicas, as_bytes, group=self._group)
+        return join_rows(rows, [replica.view(own.dtype) for replica in replicas])
+
+    def _compute(self, weights: Values, buffers: Values, whole: Sequence[torch.Tensor], counts: Values) -> None:
+        """Compute the loss of the whole batch and its gradients."""
+        trained = [weight.requires_grad for weight in weights]
+        given = [weight.detach().requires_grad_(yes) for weight, yes in zip(weights, trained, strict=True)]
+        values = [value.requires_grad_(value.is_floating_point()) for value in whole]
+        with torch.enable_grad():
+            [loss] = self._run(*given, *buffers, *values, *counts)
+            leaves = [leaf for leaf in (*given, *values) if leaf.requires_grad]
+            with torch.autocast(self._context.device.type, enabled=False):
+                found = iter(torch.autograd.grad(loss.float().sum(), leaves, allow_unused=True, materialize_grads=True))
+        self._loss = loss.detach().float().reshape(())
+        of_weights = [next(found) if weight.requires_grad else None for weight in given]
+        replicas = self._group.size()
+        first = dist.get_rank(self._group) * self._parts
+        parts: list[list[torch.Tensor | None]] = []
+        for rows, value in zip(self._rows, values, strict=True):
+            if not value.requires_grad:
+                parts.append([None] * self._parts)
+                continue
+            # The loss counts in every micro-batch, divided by their number, and replicas take the mean of gradients.
+            gradient = next(found) * (self._parts * replicas)
+            own = part_rows(rows, gradient, self._parts * replicas)[first : first + self._parts]
+            parts.append([part.contiguous() for part in own])
+        self._gradients = [[*of_weights, *of_values] for of_values in zip(*parts, strict=True)]
