@@ -252,8 +252,9 @@ class Numerics:
     """End the run as failed at the first step whose loss or gradient norm is NaN or infinite, before a checkpoint of
     its weights is written. False trains on."""
     batch_coupling: Annotated[str, PlainValidator(known(BATCH_COUPLING))] = "keep"
-    """Treatment of a loss that compares samples of one batch: `keep` compares all of them, gathered over micro-batches and
-    replicas or in one micro-batch on one replica; `allow` divides it like any other, so that the loss compares the samples of one micro-batch."""
+    """Treatment of a loss that compares samples of one batch: `keep` compares all of them, gathered over micro-batches
+    and replicas or in one micro-batch on one replica; `allow` divides it like any other, so that the loss compares the
+    samples of one micro-batch."""
 
 
 @checked_value(_elsewhere)
