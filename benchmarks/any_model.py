@@ -1,47 +1,57 @@
 """Models as strangers hand them over, beside plain PyTorch: the second table of `docs/models.md`.
 
-    python -m benchmarks.any_model measure FILE [NAME …]
+    python -m benchmarks.any_model measure FILE [NAME ...]
     python -m benchmarks.any_model update FILE
 
 `measure` plans each model of `tests/distributed/handed_over.py` with the real planner for one process, 2 stages, 2
-replicas and 2 shards (ZeRO 3), runs one step of each plan on real processes (gloo, fp32), and writes the largest
-difference of the loss and of any gradient (relative to the norm of all) from plain PyTorch on the whole batch to
-FILE. Names leave other rows of FILE as they are. `update` puts FILE's table into `docs/models.md`. DETR's losses need
-scipy. Ten minutes on 2 cores.
+replicas and 2 shards (ZeRO 3), runs one step of each plan on real processes (gloo, fp32), and writes to FILE the
+largest difference from plain PyTorch on the whole batch, of the loss or of a gradient (relative to the norm of all).
+With names, it measures these and keeps the other rows of FILE. `update` puts FILE's table into `docs/models.md`.
+DETR's losses need scipy. Half an hour on 2 cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import json
+import logging
+import platform
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from torch.nn.modules.batchnorm import _BatchNorm
 
-import workbench as wb
 from tests.distributed.handed_over import MODELS, Batch
 from tests.distributed.harness import CPU, LINK, launch
 from tests.distributed.test_every_plan import loss_of, part_of, trainer_of
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.opaque import is_opaque
 from workbench.cost.cluster import Cluster
+from workbench.cost.profile import Profile
 from workbench.errors import CaptureError, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
+from workbench.planning.planner import checked_choices
+from workbench.planning.profiling import analytic_profile
+from workbench.planning.request import Request
+from workbench.planning.table import weigh
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- made by benchmarks/any_model.py -->", "<!-- end of any_model.py -->"
 BATCH = 8
+TOLERANCE = 1e-5
 DIVISIONS: dict[str, dict[str, Any]] = {
     "1 process": {"pipeline": 1, "data": 1},
     "2 stages": {"pipeline": 2, "data": 1},
     "2 replicas": {"pipeline": 1, "data": 2, "zero": 0},
     "2 shards (ZeRO 3)": {"pipeline": 1, "data": 2, "zero": 3},
 }
-TOLERANCE = 1e-5
 
 
 def experiment_of(name: str) -> Experiment:
@@ -49,47 +59,51 @@ def experiment_of(name: str) -> Experiment:
     batch = MODELS[name].batch(2 * BATCH)
     samples = [{key: field[index] for key, field in batch.items()} for index in range(2 * BATCH)]
     return Experiment.of(
-        model=functools.partial(built, name), data=samples, steps=1, global_batch=BATCH, seq_len=1, precision="fp32"
+        model=MODELS[name].build, data=samples, steps=1, global_batch=BATCH, seq_len=1, precision="fp32", name=name
     )
 
 
-def built(name: str) -> torch.nn.Module:
-    return MODELS[name].build()
-
-
-def measure(name: str) -> dict[str, Any]:
-    """Return what was found of one model: the differences by division, or why there are none."""
+def measured(name: str) -> dict[str, Any]:
+    """Return what was found of one model: a difference for each division, or why there is none."""
     experiment = experiment_of(name)
-    row: dict[str, Any] = {"name": name}
-    plans: dict[str, Plan] = {}
+    try:
+        profile = analytic_profile(experiment, _cluster(2))
+    except CaptureError as error:
+        return {"name": name, "refused": str(error)}
+    plans, found = {}, {}
     for title, degrees in DIVISIONS.items():
         try:
-            plans[title] = _plan(experiment, degrees)
-        except CaptureError as error:
-            return row | {"refused": str(error)}
+            plans[title] = _plan(experiment, profile, degrees)
         except PlanInfeasible as error:
-            row[title] = f"not planned: {error}"
-    graph = CapturedModel(experiment, 2)
-    row["coupled"] = list(graph.division.coupled)
-    row["opaque"] = [block.name for block in graph.graph.blocks if is_opaque(block.code)]
-    row["blocks"] = len(graph.graph.blocks)
-    row["notes"] = list(next(iter(plans.values())).notes)
+            found[title] = str(error)
     for world in (1, 2):
         titles = [title for title, plan in plans.items() if plan.world == world]
         try:
-            row |= dict(zip(titles, launch(_differences, world, name, [plans[title] for title in titles]), strict=True))
+            found |= dict(zip(titles, launch(_differences, world, name, [plans[t] for t in titles]), strict=True))
         except Exception as error:
-            row |= dict.fromkeys(titles, f"failed: {str(error).strip()[-3000:]}")
-    return row
+            found |= dict.fromkeys(titles, f"failed: {str(error).strip()[-2000:]}")
+    return {
+        "name": name,
+        "differences": {title: found[title] for title in DIVISIONS},
+        "micro_batches": {title: plan.num_microbatches for title, plan in plans.items()},
+        "opaque": sorted({label for block in profile.blocks for label in block.opaque}),
+        "notes": list(plans["1 process"].notes),
+    }
 
 
-def _plan(experiment: Experiment, degrees: dict[str, Any]) -> Plan:
-    world = degrees["pipeline"] * degrees["data"]
-    cluster = Cluster(CPU, world, world, LINK, LINK)
+def _cluster(world: int) -> Cluster:
+    return Cluster(CPU, world, world, LINK, LINK)
+
+
+def _plan(experiment: Experiment, profile: Profile, degrees: dict[str, Any]) -> Plan:
+    """Return the best plan of the degrees with micro-batches of 2, or of any size if that leaves none."""
+    cluster = _cluster(degrees["pipeline"] * degrees["data"])
     try:
-        return wb.plan(experiment, cluster, **degrees, tensor=1, micro_batch=2)
-    except PlanInfeasible:  # a batch that stays whole
-        return wb.plan(experiment, cluster, **degrees, tensor=1)
+        fixed = checked_choices(experiment, {**degrees, "tensor": 1, "micro_batch": 2})
+        return weigh(profile, profile.precision, Request(BATCH, 1, cluster, None, fixed)).best
+    except PlanInfeasible:
+        fixed = checked_choices(experiment, {**degrees, "tensor": 1})
+        return weigh(profile, profile.precision, Request(BATCH, 1, cluster, None, fixed)).best
 
 
 def _differences(_rank: int, name: str, plans: list[Plan]) -> list[float]:
@@ -105,7 +119,7 @@ def _differences(_rank: int, name: str, plans: list[Plan]) -> list[float]:
 
 def _difference(model: torch.nn.Module, graph: Graph, plan: Plan, batch: Batch) -> float:
     plain = copy.deepcopy(model)
-    has_statistics = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in plain.modules())
+    has_statistics = any(isinstance(module, _BatchNorm) and module.training for module in plain.modules())
     expected = _plainly(plain, batch, plan.micro_batch if has_statistics else BATCH)
     trainer = trainer_of(model, graph, plan)
     loss = trainer.gradients(0, part_of(trainer, batch))
@@ -125,10 +139,75 @@ def _difference(model: torch.nn.Module, graph: Graph, plan: Plan, batch: Batch) 
 
 def _plainly(model: torch.nn.Module, batch: Batch, size: int) -> torch.Tensor:
     """Compute the gradients of the mean loss of parts of `size` samples, and return that loss."""
-    count = len(next(iter(batch.values())))
     total = torch.zeros(())
-    for first in range(0, count, size):
-        loss = loss_of(model(**{key: value[first : first + size] for key, value in batch.items()})) * size / count
+    for first in range(0, BATCH, size):
+        part = {key: value[first : first + size] for key, value in batch.items()}
+        loss = loss_of(model(**part)) * size / BATCH
         loss.backward()
         total += loss.detach()
     return total
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | " + " | ".join(DIVISIONS) + " | runs as written, with its share of the step |",
+        "|---|" + "--:|" * len(DIVISIONS) + "---|",
+    ]
+    for row in rows:
+        if "refused" in row:
+            lines.append(f"| {row['name']} |" + " refused |" * len(DIVISIONS) + f" {_reason(row['refused'])} |")
+            continue
+        cells = [_cell(value) for value in row["differences"].values()]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} | {_opaque(row)} |")
+    return lines
+
+
+def _cell(value: float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.0e}" if value <= TOLERANCE else f"**{value:.0e}**"
+    known = {"asks for more stages": "one block", "compares samples of one batch": "whole batch"}
+    return next((cell for words, cell in known.items() if words in value), "**failed**")
+
+
+def _opaque(row: dict[str, Any]) -> str:
+    """Return the labels of opaque calls, without numbers of layers, and the share of the step that a note tells."""
+    share = next(
+        (found[1] for note in row["notes"] if (found := re.match(r"Of the predicted time .*?([\d.]+%)", note))), ""
+    )
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+", "", label) for label in row["opaque"]))
+    return f"{', '.join(f'`{kind}`' for kind in kinds)}: {share}" if kinds else ""
+
+
+def _reason(text: str) -> str:
+    return re.sub(r" at /\S+ \(`.*?`\)", "", text.split(". ")[0]).split(": ", 1)[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "update"))
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models; all by default")
+    asked = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    rows = {row["name"]: row for row in json.loads(asked.file.read_text())["rows"]} if asked.file.exists() else {}
+    if asked.what == "measure":
+        for name in asked.names or MODELS:
+            rows[name] = measured(name)
+            print(*table([rows[name]])[2:], flush=True)
+            versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+            made = {**versions, "machine": platform.machine(), "rows": [rows[n] for n in MODELS if n in rows]}
+            asked.file.write_text(json.dumps(made, indent=1) + "\n")
+        return
+    made = json.loads(asked.file.read_text())
+    lines = [
+        *table(made["rows"]),
+        "",
+        f"Measured with torch {made['torch']}, transformers {made['transformers']}, {made['machine']}.",
+    ]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text("\n".join([before + BEGIN, *lines, END + rest.partition(END)[2]]))
+
+
+if __name__ == "__main__":
+    main()

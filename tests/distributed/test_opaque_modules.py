@@ -119,8 +119,33 @@ class OwnLoss(Residual):
         return self.loss(self.logits(x), labels)
 
 
+class Assigned(nn.Module):
+    """The matching of a detector's loss: it needs sizes above 0."""
+
+    def forward(self, sizes: torch.Tensor) -> torch.Tensor:
+        if not (sizes.detach() > 0).all():
+            raise ValueError("sizes are below 0")
+        return torch.tensor([int(row.argmax()) for row in sizes])
+
+
+class Matched(Residual):
+    """Makes the module of its loss in forward, as DETR does."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> object:
+        logits = self.logits(x)
+        chosen = Assigned()(logits.exp())
+        return functional.cross_entropy(logits, labels) + logits.gather(1, chosen[:, None]).square().mean()
+
+
+class Mapped(Layered):
+    class Layer(Layered.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: row / (1 + row.norm()))(self.linear(x))
+
+
 MODELS: dict[str, type[nn.Module]] = {
-    model.__name__: model for model in (OwnFunction, Branching, Reentrant, Derivative, Packed, Hooked, OwnLoss)
+    model.__name__: model
+    for model in (OwnFunction, Branching, Reentrant, Derivative, Packed, Hooked, OwnLoss, Matched, Mapped)
 }
 
 

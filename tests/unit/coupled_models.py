@@ -12,8 +12,8 @@ from torch.nn import functional
 
 VOCAB, WIDTH, SEQ = 64, 16, 8
 _GENERATOR = torch.Generator().manual_seed(0)
-_TEXT = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
-_VISION = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_TEXT = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 _INNER = {"intermediate_size": 32}
 
 

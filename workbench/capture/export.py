@@ -60,11 +60,16 @@ class Exported:
 
 
 def export(
-    model: nn.Module, batch: Mapping[str, TensorSpec], name: str, loss: LossChoice = None, returns: bool = False
+    model: nn.Module,
+    batch: Mapping[str, TensorSpec],
+    name: str,
+    loss: LossChoice = None,
+    returns: bool = False,
+    search: OpaqueSearch | None = None,
 ) -> Exported:
     """Export `model(**batch)`, on the device of its parameters; `loss` chooses among what forward returns.
 
-    With `returns`, the graph computes all that forward returns.
+    With `returns`, the graph computes all that forward returns. `search` has the calls that are opaque already.
 
     If a model on the meta device meets tensors of the CPU in its forward (a table from NumPy, `torch.arange` without a
     device), its tensors are moved to the CPU, without values, and it is exported again. The same is tried if forward
@@ -75,6 +80,9 @@ def export(
         CaptureError: the model cannot be exported; names the line of the user's code that stops it.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    search = search or OpaqueSearch(model, name)
+    if search.chosen:
+        return _export_with_opaque_calls(device, model, batch, name, loss, returns, search, None)
     try:
         return _export_on(device, model, batch, name, loss, returns)
     except CaptureError as error:
@@ -87,7 +95,7 @@ def export(
             return _export_on(device, model, batch, name, loss, returns)
         except CaptureError as error:
             failure = error
-    return _export_with_opaque_calls(device, model, batch, name, loss, returns, failure)
+    return _export_with_opaque_calls(device, model, batch, name, loss, returns, search, failure)
 
 
 def _export_with_opaque_calls(
@@ -97,21 +105,22 @@ def _export_with_opaque_calls(
     name: str,
     loss: LossChoice,
     returns: bool,
-    failure: CaptureError,
+    search: OpaqueSearch,
+    failure: CaptureError | None,
 ) -> Exported:
     """Export again, with the calls that export cannot follow made opaque one after the other.
 
-    Raises `failure`, that of the plain export, if no call can be made so.
+    Raises `failure`, that of the plain export if there was one, if no call can be made so.
     """
-    search = OpaqueSearch(model, name)
     error = failure
-    while search.adds(error):
+    while error is None or search.adds(error):
         try:
             exported = _export_on(device, model, batch, name, loss, returns, search=search)
         except CaptureError as again:
-            error = again
+            error, failure = again, failure or again
         else:
             return replace(exported, notes=(*exported.notes, *search.notes))
+    assert failure is not None
     if reason := next(reversed(search.refused.values()), ""):
         raise type(failure)(
             f"{failure} It cannot run as it is either: {reason}", **failure.facts

@@ -70,10 +70,13 @@ def _known_cause(error: Exception, model: nn.Module, line: SourceLine) -> str | 
 
 def _by_message(error: Exception, reason: str, fields: str, line: SourceLine) -> str:
     if depends_on_values(error):
-        return (
-            f"what it does{line.where or ' in its forward'} depends on the values of a tensor. Replace a branch by "
-            f"torch.where or torch.cond and a selection by a mask, or decide before training."
+        way = (
+            "Replace a branch by torch.where or torch.cond and a selection by a mask, or decide before training."
+            if not line.caller
+            else "The line is a library's: put the call that leads to it into a module of your own that returns "
+            "tensors of fixed shapes, such as the loss, and it runs as written."
         )
+        return f"what it does{line.where or ' in its forward'} depends on the values of a tensor. {way}"
     if "unexpected keyword" in reason or ("missing" in reason and "argument" in reason):
         return f"{reason}. The batch has the fields {fields}: let forward take exactly these as keyword arguments."
     if mixes_devices(error):

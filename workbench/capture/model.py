@@ -21,7 +21,7 @@ from workbench.capture.export import Exported, export
 from workbench.capture.gathering import split_tail
 from workbench.capture.graph import Graph, Rows, spec_of
 from workbench.capture.losses import MeanLoss, Quotient, label_count, mean_losses
-from workbench.capture.opaque_search import built_by
+from workbench.capture.opaque_search import OpaqueSearch, built_by
 from workbench.capture.operations import descendants, reachable, storage_of
 from workbench.capture.outputs import Outputs
 from workbench.capture.returned_loss import LossChoice
@@ -62,6 +62,8 @@ def capture(
 ) -> Graph:
     """Capture `model(**batch)` as a graph of blocks.
 
+    If a layer uses a size that depends on values of another, the module around both becomes opaque.
+
     The model is exported as it is (train mode, its own dropout), on the device of its parameters; nothing is computed.
 
     Args:
@@ -79,7 +81,25 @@ def capture(
     if not batch:
         raise CaptureError(f"{name} was given a batch without fields. Name its inputs.", model=name)
     refuse_backward_hooks(model, name)
-    exported = export(model, batch, name, loss, returns is not None)
+    search = OpaqueSearch(model, name)
+    while True:
+        exported = export(model, batch, name, loss, returns is not None, search)
+        try:
+            return _graph_of(exported, model, batch, name, loss, returns)
+        except CaptureError as error:
+            if "inside" not in error.facts or not search.adds(error):
+                raise
+
+
+def _graph_of(
+    exported: Exported,
+    model: nn.Module,
+    batch: Mapping[str, TensorSpec],
+    name: str,
+    loss: LossChoice,
+    returns: Callable[[Any], Mapping[int, str]] | None,
+) -> Graph:
+    """Return the graph of blocks of an exported model."""
     place_buffer_updates(exported.module, name)
     for rewrite in (simplify_attention, unify_grouped_matmuls, clamp_to_bf16_range, cast_written_values):
         rewrite(exported.module)
@@ -217,4 +237,15 @@ def _sent_value(node: fx.Node, name: str) -> TensorSpec:
         name,
         f"makes {what} depend on the values of a tensor in one layer{line.where} and uses it in another. Replace a "
         f"selection by a mask, and keep a number (.item()) a tensor.",
+        inside=_around(node),
     )
+
+
+def _around(node: fx.Node) -> list[str]:
+    """Return the paths of the modules that an operation and all its readers lie in, the outermost first."""
+    stacks = [
+        [path for path, _ in (each.meta.get("nn_module_stack") or {}).values()]
+        for each in (node, *node.users)
+        if each.op == "call_function"
+    ]
+    return [path for path in stacks[0] if all(path in stack for stack in stacks)]

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from workbench.capture.export_errors import depends_on_values
 from workbench.capture.opaque import NotOpaque, OpaqueCall, opaque_call
-from workbench.capture.source_lines import FORWARD, SourceLine, line_of_frames
+from workbench.capture.source_lines import FORWARD, SourceLine, line_at, line_of_frames
 from workbench.capture.torch_internals import patched
 from workbench.errors import CaptureError
 
@@ -75,7 +75,7 @@ class OpaqueSearch:
         frames = list(traceback.walk_tb(cause.__traceback__))
         candidates = self._candidates(frames) or error.facts.get("inside", [])
         reason, line = _reason(error, cause), line_of_frames(traceback.extract_tb(cause.__traceback__))
-        line = line if line.file else SourceLine(str(error.facts.get("file", "")), int(error.facts.get("line", 0)))
+        line = line if line.file else line_at(str(error.facts.get("file", "")), int(error.facts.get("line", 0)))
         if isinstance(error, NotOpaque):
             inner = next((target for target in reversed(candidates) if target in self.chosen), None)
             if inner is not None:
@@ -212,6 +212,8 @@ def _reason(error: CaptureError, cause: BaseException) -> str:
         return "torch.export would drop a hook on a tensor"
     if "ctc_loss" in str(cause):
         return "the memory of a CTC loss depends on values"
+    if "in one layer" in str(error):
+        return "one of its layers uses a size or a number that depends on the values in another"
     if depends_on_values(cause):
         return "what it does depends on the values of a tensor"
     return f"torch.export failed with {type(cause).__name__}"

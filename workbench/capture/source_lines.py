@@ -69,7 +69,7 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
     if not candidates:
         return SourceLine()
     frame = candidates[-1]
-    line = _line(frame.filename, frame.lineno or 0, frame.line)
+    line = line_at(frame.filename, frame.lineno or 0, frame.line)
     if frame in users or not users:
         return line
     return replace(line, caller=place(users[-1].filename, users[-1].lineno or 0))
@@ -77,8 +77,9 @@ def line_of_frames(frames: Iterable[traceback.FrameSummary]) -> SourceLine:
 
 def line_of_frame(frame: FrameType) -> SourceLine:
     """Return the line that a running frame is at."""
-    return _line(frame.f_code.co_filename, frame.f_lineno)
+    return line_at(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _line(file: str, number: int, text: str | None = None) -> SourceLine:
+def line_at(file: str, number: int, text: str | None = None) -> SourceLine:
+    """Return a line of a file, with its text."""
     return SourceLine(file, number, text or linecache.getline(file, number).strip())
