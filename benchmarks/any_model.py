@@ -86,6 +86,7 @@ def measured(name: str) -> dict[str, Any]:
         "name": name,
         "differences": {title: found[title] for title in DIVISIONS},
         "micro_batches": {title: plan.num_microbatches for title, plan in plans.items()},
+        "gathers": [title for title, plan in plans.items() if plan.gathers],
         "opaque": sorted({label for block in profile.blocks for label in block.opaque}),
         "notes": list(plans["1 process"].notes),
     }
@@ -113,8 +114,13 @@ def _differences(_rank: int, name: str, plans: list[Plan]) -> list[float]:
     model = MODELS[name].build().train()
     torch.manual_seed(2)
     batch = MODELS[name].batch(BATCH)
-    graph = functools.cache(lambda size: CapturedModel(experiment_of(name), size, model).graph)
-    return [_difference(copy.deepcopy(model), graph(plan.micro_batch), plan, batch) for plan in plans]
+    captured = functools.cache(lambda size: CapturedModel(experiment_of(name), size, model))
+    found = []
+    for plan in plans:
+        of_size = captured(plan.micro_batch)
+        graph = of_size.gathered(BATCH) if plan.gathers else of_size.graph
+        found.append(_difference(copy.deepcopy(model), graph, plan, batch))
+    return found
 
 
 def _difference(model: torch.nn.Module, graph: Graph, plan: Plan, batch: Batch) -> float:
@@ -157,7 +163,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         if "refused" in row:
             lines.append(f"| {row['name']} |" + " refused |" * len(DIVISIONS) + f" {_reason(row['refused'])} |")
             continue
-        cells = [_cell(value) for value in row["differences"].values()]
+        gathers = row.get("gathers", [])
+        cells = [_cell(value) + ", gathered" * (title in gathers) for title, value in row["differences"].items()]
         lines.append(f"| {row['name']} | {' | '.join(cells)} | {_opaque(row)} |")
     return lines
 

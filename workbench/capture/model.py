@@ -85,7 +85,7 @@ def capture(
     while True:
         exported = export(model, batch, name, loss, returns is not None, search)
         try:
-            return _graph_of(exported, model, batch, name, loss, returns)
+            return _graph_of(exported, model, batch, name, loss, returns, gathers)
         except CaptureError as error:
             if "inside" not in error.facts or not search.adds(error):
                 raise
@@ -98,6 +98,7 @@ def _graph_of(
     name: str,
     loss: LossChoice,
     returns: Callable[[Any], Mapping[int, str]] | None,
+    gathers: bool,
 ) -> Graph:
     """Return the graph of blocks of an exported model."""
     place_buffer_updates(exported.module, name)
