@@ -22,7 +22,8 @@ wb.sweeps.load_sweep({path!r})
 """
 GRAPHS = "[...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')].filter(graph => graph.data)"
 CELLS_FILLED = f"{GRAPHS}.find(g => g.data[0]?.type === 'heatmap')?.data[0].text.flat().filter(text => text).length"
-POINTS = f"{GRAPHS}.find(g => g.data[0]?.type === 'scatter')?._fullData.reduce((sum, t) => sum + t.y.length, 0)"
+REACHED = f"Math.max(...{GRAPHS}.find(g => g.data[0]?.type === 'scatter')?._fullData.flatMap(t => [...t.x]) ?? [0])"
+"""Greatest position of a curve; the number of its points grows to the most that are drawn."""
 DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
     .filter(graph => graph.getBoundingClientRect().width > 300 && graph.getBoundingClientRect().height > 200)
     .map(graph => graph.querySelectorAll('.heatmaplayer image, .scatterlayer path.js-line').length)"""
@@ -63,9 +64,9 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     lab.write_notebook(server.root / "sweep.ipynb", [CELL.format(path=str(sweep.path)), "6 * 7"])
     lab.open_notebook(page, server, "sweep.ipynb")
     lab.run_all(page)
-    wait_for(page, f"{POINTS} > 10")
-    points = page.evaluate(f"() => {POINTS}")
-    wait_for(page, f"{POINTS} > {points}")
+    wait_for(page, f"{REACHED} > 0")
+    reached = page.evaluate(f"() => {REACHED}")
+    wait_for(page, f"{REACHED} > {reached}")
     wait_for(page, f"{CELLS_FILLED} === 0")
     page.get_by_text(re.compile("0 of 4 runs have ended")).first.wait_for()
     (server.root / "gate").touch()
