@@ -1,29 +1,30 @@
-"""Where the processor time of a measured cell goes: one run of ten steps on two CPU processes.
+"""What a run costs before it trains: ten steps on two CPU processes, as a measured cell of a grid is.
 
-    python benchmarks/cell_time.py [--out FILE] [--runs 3]
+    python benchmarks/cell_time.py [--out FILE] [--runs 3] [--beside CHECKOUT]
 
-Samples the processor time of every process of the run while it lives, and measures what importing alone takes in fresh
-processes. Writes medians to FILE (by default results/cell_time.json). Processor time does not depend much on what else
-the machine does.
+Samples the processor time of every process of the run while it lives, and the time by the clock to its first step.
+With `--beside`, the runs of another checkout of this repository alternate with ours, so that both meet the same load.
+Writes medians to FILE (by default results/cell_time.json). Processor time does not depend much on what else the machine
+does; time by the clock does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 import workbench as wb
-from workbench.execution import local_launch, worker
-from workbench.runs.launching import supervisor
+from workbench.rundir import read_events, read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"vocab_size": 300, "max_positions": 64, "dropout": 0.0}
@@ -37,54 +38,61 @@ EXPERIMENT = wb.Experiment(
     checkpoints=wb.Checkpoints(keep=0),
     tracking=wb.Tracking(project=""),
 )
-MODULES = {"supervisor": supervisor.__name__, "launcher": local_launch.__name__, "ranks": worker.__name__}
-IMPORTED = {
-    "launcher": [local_launch.__name__, "accelerate.commands.launch"],
-    "ranks": [worker.__name__, "transformers.models.gpt2.modeling_gpt2"],
-}
-IMPORTING = (
-    "import importlib, sys, time\n[importlib.import_module(name) for name in sys.argv[1:]]\nprint(time.process_time())"
-)
+KINDS = ("supervisor", "launcher", "ranks")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cell_time.json")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--beside", type=Path)
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    plan = wb.plan(EXPERIMENT, tensor=1, pipeline=2, micro_batch=4, zero=0, recompute="none")
-    found = [_measured(plan) for _ in range(arguments.runs)]
-    medians = {name: round(statistics.median(one[name] for one in found), 2) for name in found[0]}
-    medians["all"] = round(sum(medians[name] for name in MODULES), 2)
-    medians["imports"] = round(_imports("launcher") + plan.world * _imports("ranks"), 2)
-    arguments.out.write_text(json.dumps({"processor_s": medians, "runs": found}, indent=1) + "\n")
-    for name, seconds in medians.items():
-        print(f"{name:10} {seconds:6.2f} s")
+    if arguments.once:
+        print(json.dumps(_measured(wb.plan(EXPERIMENT, tensor=1, pipeline=2, micro_batch=4, zero=0, recompute="none"))))
+        return
+    checkouts = {"ours": ROOT} | ({"beside": arguments.beside.resolve()} if arguments.beside else {})
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+    for _ in range(arguments.runs):
+        for name, checkout in checkouts.items():
+            environment = {**os.environ, "PYTHONPATH": str(checkout)}
+            command = [sys.executable, __file__, "--once"]
+            told = subprocess.check_output(command, env=environment, cwd=checkout, text=True)
+            found[name].append(json.loads(told.splitlines()[-1]))
+    medians = {
+        name: {key: round(statistics.median(one[key] for one in runs), 2) for key in runs[0]}
+        for name, runs in found.items()
+    }
+    arguments.out.write_text(json.dumps({"medians": medians, "runs": found}, indent=1) + "\n")
+    for name, values in medians.items():
+        for key, seconds in values.items():
+            print(f"{name:8} {key:30} {seconds:6.2f} s")
 
 
-def _measured(plan: wb.Plan) -> Mapping[str, float]:
-    """Train once; return the processor seconds of each kind of process, and the steps' seconds on all ranks."""
+def _measured(plan: wb.Plan) -> dict[str, float]:
+    """Train once; return the processor seconds of each kind of process and the times by the clock."""
     with tempfile.TemporaryDirectory() as folder:
+        started = time.time()
         run = wb.launch(EXPERIMENT, plan=plan, directory=Path(folder) / "cell")
         seen: dict[int, tuple[str, float]] = {}
         while not run.status.final:
-            for process in psutil.process_iter(["pid", "cmdline", "cpu_times"]):
-                words = process.info["cmdline"] or []
-                kind = next((kind for kind, module in MODULES.items() if module in words), None)
-                if kind is not None and any(str(run.path) in word for word in words):
-                    times = process.info["cpu_times"]
-                    seen[process.info["pid"]] = kind, times.user + times.system
+            with contextlib.suppress(psutil.Error, KeyError):
+                supervisor = psutil.Process(read_json(run.directory.launcher)["supervisor"]["pid"])
+                for process in (supervisor, *supervisor.children(recursive=True)):
+                    times, parent = process.cpu_times(), process.ppid()
+                    kind = KINDS[0 if process == supervisor else 1 if parent == supervisor.pid else 2]
+                    seen[process.pid] = kind, times.user + times.system
             time.sleep(0.03)
+        ended, first = (
+            time.time(),
+            next(event for event in read_events(run.directory.events) if event["type"] == "step"),
+        )
         steps_s = plan.world * float(run.history().step_ms.sum()) / 1e3
-    return {kind: sum(s for of, s in seen.values() if of == kind) for kind in MODULES} | {
-        "steps, by the clock": steps_s
-    }
-
-
-def _imports(kind: str) -> float:
-    """Return the processor seconds of a process that only imports what one of this kind does; the median of three."""
-    command = [sys.executable, "-c", IMPORTING, *IMPORTED[kind]]
-    return statistics.median(float(subprocess.check_output(command)) for _ in range(3))
+    by_kind = {kind: sum(s for of, s in seen.values() if of == kind) for kind in KINDS}
+    clock = {"to the first step": first["time"] - started, "to the end": ended - started, "steps of all ranks": steps_s}
+    return (
+        by_kind | {"all processes": sum(by_kind.values())} | {f"{name}, by the clock": s for name, s in clock.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,6 +38,7 @@ from workbench.execution.parallel.sharding import distribute
 from workbench.execution.parallel.stage import RankStages, StageModule, StageOptions
 from workbench.experiment import Experiment
 from workbench.planning.plan import BUILD_SHARE, Plan, Stage
+from workbench.rundir import RunDir, read_record
 from workbench.sparsity.kernels.index import BlockIndex, to_compact
 from workbench.sparsity.pattern import is_present
 
@@ -55,6 +57,14 @@ def build_model(factory: Callable[[], nn.Module], model_bytes: int, device: torc
     with torch.device(where):
         model = factory()
     return model.to(where).train()  # Tables from NumPy are on the CPU even if the model was built elsewhere.
+
+
+def preload(directory: str) -> None:
+    """Import what the build of a named model imports, in the process from which the ranks of a run are forked."""
+    with suppress(Exception), torch.device("meta"):  # the ranks tell what is wrong with an experiment
+        model = Experiment.from_json(read_record(RunDir(Path(directory)).experiment), {}).model
+        if model.is_loaded:  # code of the user's is for the ranks alone
+            model.build()
 
 
 def _is_built_on_host(model_bytes: int, device: torch.device) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader
-from torch.utils.data import DataLoader
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from workbench.data._datasets import StreamedDataset, TrainingDataset
 from workbench.data._feeder import Feeder, new_ring_file, ring_for
@@ -31,22 +31,18 @@ LOADER_WORKERS = 2
 def own_batches(
     dataset: TrainingDataset, samples: int, coordinate: MeshCoordinate, device: torch.device
 ) -> DataLoaderShard:
-    """Return a loader of this replica's share of every global batch, `samples` at a time, in the host's memory."""
+    """Return a loader of this replica's share of every global batch, `samples` at a time, in the host's memory.
+
+    Accelerate's `prepare_data_loader` does the same for several replicas, but imports `datasets` and with it pandas.
+    """
     on_gpu = device.type == "cuda"
-    loader = DataLoader(
+    batches = BatchSampler(SequentialSampler(dataset), samples, drop_last=False)
+    return DataLoaderShard(
         dataset,
-        batch_size=samples,
+        batch_sampler=BatchSamplerShard(batches, coordinate.data, coordinate.data_rank),
         collate_fn=dataset.collate,
         num_workers=LOADER_WORKERS if on_gpu else 0,
         pin_memory=on_gpu,
-    )
-    return prepare_data_loader(
-        loader,
-        device,
-        num_processes=coordinate.data,
-        process_index=coordinate.data_rank,
-        put_on_device=False,
-        rng_types=None,
     )
 
 

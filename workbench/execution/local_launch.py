@@ -4,18 +4,31 @@
 
 The store that torch opens by itself listens on every address of the machine and asks nobody who they are. Whoever
 reaches it could give the ranks other addresses to talk to, and ranks unpickle what they receive from each other.
+
+Ranks on CPUs are forked from this process, which imports the worker once for all of them: those imports take most of
+the time in which a run starts. Ranks on GPUs are new processes, because CUDA does not survive a fork.
 """
 
 from __future__ import annotations
 
+import argparse
+import atexit
+import ctypes
 import datetime
 import functools
+import gc
+import importlib
 import logging
+import multiprocessing
 import os
+import runpy
+import signal
 import socket
+import subprocess
 import sys
 
 import psutil
+from accelerate.commands import launch
 from torch.distributed import TCPStore, run  # type: ignore[attr-defined]  # torch exports the first implicitly
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -23,6 +36,10 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 LOOPBACK = "127.0.0.1"
 BACKEND = "loopback"
 """Name of the rendezvous, for `--rdzv_backend`."""
+FORKED = "forked"
+"""First argument of this file where torchrun executes it in a rank that it forked."""
+PR_SET_PDEATHSIG = 1
+"""Number of the option of Linux's `prctl` that names a signal for the death of the parent."""
 TIMEOUT_S = 600
 """Seconds that the store waits for a rank; torch's own rendezvous waits as long."""
 
@@ -57,15 +74,66 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 def main(arguments: list[str]) -> None:
     """Run `accelerate launch`, with the store and gloo on the loopback interface."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
     for interface, addresses in psutil.net_if_addrs().items():
         if any(each.address == LOOPBACK for each in addresses):  # `lo` on Linux
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     run.logger.setLevel(logging.ERROR)  # it warns that the address it was given has no use
-    launch_command(launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments]))
+    parsed = launch.launch_command_parser().parse_args(["--rdzv_backend", BACKEND, *arguments])
+    if os.environ.get("ACCELERATE_USE_CPU") == "true":
+        _fork_ranks(parsed)
+    launch.launch_command(parsed)
+
+
+def _fork_ranks(parsed: argparse.Namespace) -> None:
+    """Import what each rank needs, and make Accelerate fork the ranks from this process.
+
+    Of several ranks, torchrun does that, whose options `--run-path` and `--start-method` Accelerate's parser does not
+    know but hands on. One rank is started by a function of Accelerate's launcher, which is replaced.
+    """
+    from workbench.execution.build import preload
+
+    rank = (str(os.getpid()), parsed.training_script, *parsed.training_script_args)
+    importlib.import_module(parsed.training_script)
+    preload(*parsed.training_script_args)
+    gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
+    atexit.register(gc.unfreeze)
+    parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
+    parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
+    launch.simple_launcher = _fork_one
+
+
+def _fork_one(parsed: argparse.Namespace) -> None:
+    """Run the only rank as `accelerate.commands.launch.simple_launcher` does, in a process that is forked."""
+    command, environment = launch.prepare_simple_launcher_cmd_env(parsed)
+    os.environ.update(environment)
+    process = multiprocessing.get_context("fork").Process(target=_run_forked, args=parsed.training_script_args)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise subprocess.CalledProcessError(process.exitcode, command)
+
+
+def _run_forked(_: str, launcher: str, module: str, directory: str) -> None:
+    """Run a rank in a process that was forked, which begins like one that was not, and does not outlive its work."""
+    os.setsid()  # a signal to the launcher's group is not for the ranks
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # torchrun's handlers were inherited
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, 0)  # torch asks for SIGINT when the launcher dies, but the ranks are to train on
+    sys.argv = [module, directory]
+    sys.modules.pop(module, None)  # `runpy` warns of a module that was imported; what it imports is what takes time
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        # torchrun's part of this process now waits for the launcher, and would do so for ever if that is gone.
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):
+            os._exit(1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == FORKED:
+        _run_forked(*sys.argv[1:])
+    else:
+        main(sys.argv[1:])

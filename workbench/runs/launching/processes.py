@@ -18,7 +18,7 @@ POLL_S = 0.1
 SUPERVISOR, RECORDER = "workbench.runs.launching.supervisor", "workbench.runs.tracking.recorder"
 WORKER, EVALUATOR = "workbench.execution.worker", "workbench.execution.evaluation_worker"
 LAUNCHER, LOCAL_LAUNCHER = "accelerate.commands.launch", "workbench.execution.local_launch"
-"""Accelerate's launcher, and the one for several ranks of one node."""
+"""Accelerate's launcher, and the one for ranks of one node that meet on the loopback interface or are forked."""
 LEAVES_S = 5.0
 """Seconds after the last status until the supervisor, or its replacement, has exited and freed the devices."""
 

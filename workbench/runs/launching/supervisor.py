@@ -250,9 +250,10 @@ def accelerate_command(config: Path, plan: PlanFacts, nodes: Nodes = Nodes()) ->
 
     `--cpu --num_processes n` starts one process only; `--multi_gpu` under `ACCELERATE_USE_CPU=true` starts n, on gloo.
     The config file keeps the user's own default configuration out of it. Several ranks of one node meet on the loopback
-    interface.
+    interface, and ranks on CPUs are forked from a launcher that has imported what they need.
     """
-    launcher = processes.LOCAL_LAUNCHER if plan["world"] > 1 and nodes.count == 1 else processes.LAUNCHER
+    is_local = nodes.count == 1 and (plan["world"] > 1 or plan["device_type"] == "cpu")
+    launcher = processes.LOCAL_LAUNCHER if is_local else processes.LAUNCHER
     command = [sys.executable, "-m", launcher, "--config_file", str(config)]
     if plan["world"] > 1:
         command += ["--multi_gpu", "--main_process_port", str(nodes.port)]
