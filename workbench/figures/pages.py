@@ -202,7 +202,7 @@ def finish_notebook(notebook_path: str | Path) -> None:
     nbformat.write(notebook, path)
 
 
-def add_pictures(notebook: Any, width: int = NOTEBOOK_PX) -> str:
+def add_pictures(notebook: Any) -> str:
     """Put beside each Plotly figure of a notebook what shows without a script: a PNG, or else a table.
 
     The figures of this package are drawn without a browser; one with a trace of another type needs kaleido and a
@@ -214,7 +214,7 @@ def add_pictures(notebook: Any, width: int = NOTEBOOK_PX) -> str:
         if "image/png" not in data:
             figure = _decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
             try:
-                drawn = picture(go.Figure(figure, skip_invalid=True), "png", width)
+                drawn = picture(go.Figure(figure, skip_invalid=True), "png", NOTEBOOK_PX)
                 data["image/png"] = base64.b64encode(drawn).decode()
             except DataError as error:
                 reason = str(error)

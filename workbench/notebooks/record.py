@@ -109,10 +109,10 @@ def add_record(path: Path, notebook_runs: Sequence[Run]) -> None:
     nbformat.write(notebook, path)
 
 
-def runs_shown_in(notebook: Any, root: Path | None = None) -> list[Run]:
+def runs_shown_in(notebook: Any) -> list[Run]:
     """Return the runs whose names appear in the notebook's outputs, oldest first."""
     text = "\n".join(_texts(output) for cell in notebook.cells for output in cell.get("outputs", ()))
-    oldest_first = reversed(list(list_runs(root, archived=True)))
+    oldest_first = reversed(list(list_runs(archived=True)))
     return [run for run in oldest_first if re.search(rf"(?<![\w-]){re.escape(run.name)}(?![\w-])", text)]
 
 

@@ -80,10 +80,10 @@ def run_failed(run: RunDir, message: str) -> RunFailed:
     )
 
 
-def last_words(run: RunDir, rank: int, lines: int = LAST_WORDS_LINES) -> str:
+def last_words(run: RunDir, rank: int) -> str:
     """Return the last lines that a rank printed before its traceback, which the error already holds."""
     before = log_tail(run, rank, None).rpartition("Traceback (most recent call last)")
-    return "\n".join((before[0] or before[2]).rstrip().splitlines()[-lines:])
+    return "\n".join((before[0] or before[2]).rstrip().splitlines()[-LAST_WORDS_LINES:])
 
 
 def record_silent_death(run: RunDir, launcher_output: str) -> bool:
