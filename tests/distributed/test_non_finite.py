@@ -165,7 +165,7 @@ def test_a_run_that_diverges_names_step_stage_and_block_and_keeps_the_checkpoint
     stage = next(stage.index for stage in chosen.stages if block < stage.end_block)
     error = read_json(run.error(stage))
     assert error["type"] == "NonFiniteLoss"
-    wanted = {"step": 5, "place": "forward", "block": block, "block_name": name, "stage": stage, "micro_batch": 2}
+    wanted = {"step": 5, "source": "forward", "block": block, "block_name": name, "stage": stage, "micro_batch": 2}
     assert wanted.items() <= error["facts"].items()
     assert "Step 5 has loss " in error["message"]
     assert f"It arose in the forward of block {name}" in error["message"]
