@@ -171,7 +171,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _cell(value: float | str) -> str:
     if isinstance(value, float):
-        return f"{value:.0e}" if value <= TOLERANCE else f"**{value:.0e}**"
+        return f"{value:.0e}".replace("0e+00", "0") if value <= TOLERANCE else f"**{value:.0e}**"
     known = {"asks for more stages": "one block", "compares samples of one batch": "whole batch"}
     return next((cell for words, cell in known.items() if words in value), "**failed**")
 

@@ -168,6 +168,21 @@ def test_a_module_that_forward_makes_is_opaque_alone_and_is_tried_on_positive_nu
     assert calls == ["Assigned"]
 
 
+class Encoded(nn.Module):
+    """A model without a list of layers, whose one module export cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.encoder, self.head = nn.Linear(8, 16), Branches(), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.encoder(self.stem(x))), labels)
+
+
+def test_a_module_that_runs_as_written_is_a_block_of_its_own() -> None:
+    assert [block.name for block in captured(Encoded(), batch_for("Net")).blocks] == ["stem", "encoder", "head"]
+
+
 class Wide(Branches):
     """A layer that keeps, of each sample, 1,000 times as many numbers for a moment as it returns."""
 

@@ -10,6 +10,7 @@ from itertools import takewhile
 from torch import fx, nn
 
 from workbench.capture.dataflow import Dataflow
+from workbench.capture.opaque import call_of
 from workbench.capture.operations import storage_of
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -29,7 +30,8 @@ def find_layers(model: nn.Module, flow: Dataflow) -> frozenset[str]:
     """Return the paths of the layers.
 
     Layers are the members with parameters of the outermost lists (`ModuleList`, `Sequential`, `ModuleDict`) of two
-    modules or more, and composite modules that forward calls more than once (ALBERT's one layer).
+    modules or more, composite modules that forward calls more than once (ALBERT's one layer), and modules that run as
+    written.
 
     A module whose parameters lie mostly in a list of composite modules of one class (a stage of Swin or of a ResNet)
     is opened instead: the members of that list are the layers. It stays whole if a residual connection goes around
@@ -50,6 +52,8 @@ class _LayerSearch:
                 calls[path].add(call)
         repeated = (path for path, names in calls.items() if path and len(names) > 1)
         self._repeated = {path for path in repeated if _is_composite(model.get_submodule(path))}
+        calls_as_written = filter(None, map(call_of, flow.order))
+        self._opaque = {call.label for call in calls_as_written if call.modules and _parameter_count(call.modules[0])}
 
     def layers_below(self, module: nn.Module, path: str) -> Iterator[str]:
         children = dict(module.named_children())
@@ -57,7 +61,7 @@ class _LayerSearch:
         for name, child in children.items():
             child_path = _join(path, name)
             is_member = (is_list and _parameter_count(child)) or child_path in self._repeated
-            if is_member and not self._holds_layers(child, child_path):
+            if child_path in self._opaque or (is_member and not self._holds_layers(child, child_path)):
                 yield child_path
             else:
                 yield from self.layers_below(child, child_path)
