@@ -110,7 +110,7 @@ class _RowFollower(Follower):
         super().__init__(flow, needed, means)
         self.groups: dict[fx.Node, int] = {}
         """Groups in the batch dim of each node that has one."""
-        [self._size] = self._samples
+        self._size = max(self._samples, default=1)
 
     def state(self, node: fx.Node) -> int:
         """Return the batch dim of a node, or a negative number without one."""
@@ -127,12 +127,9 @@ class _RowFollower(Follower):
         ]
 
     def _state(self, node: fx.Node) -> int:
-        state, groups = self._placed(node)
-        shape = shape_of(node)
-        if state >= 0 and shape and (not isinstance(shape[state], int) or shape[state] % (groups * self._size)):
-            return UNKNOWN
-        self.groups[node] = groups
-        return state
+        state, self.groups[node] = self._placed(node)
+        size = shape_of(node)[state] if 0 <= state < len(shape_of(node)) else 0
+        return state if isinstance(size, int) and size % (self.groups[node] * self._size) == 0 else UNKNOWN
 
     def _placed(self, node: fx.Node) -> tuple[int, int]:
         """Return the state of a node and the groups in its batch dim."""
@@ -144,7 +141,7 @@ class _RowFollower(Follower):
         if name == "cat" and rows == inputs:
             dim = arguments_of(node)["dim"] % len(shape_of(node))
             if {self._states[source] for source in rows} == {dim}:
-                return dim, sum(self.groups[source] for source in node.args[0])  # type: ignore[union-attr, index, misc]
+                return dim, sum(self.groups[source] for source in arguments_of(node)["tensors"])
         if name in _RESHAPES and rows == inputs and all(isinstance(size, int) for size in shape_of(node)):
             return self._reshaped(rows[0], shape_of(node))
         state, groups = super()._state(node), {self.groups[source] for source in rows}

@@ -235,7 +235,8 @@ class Trainer:
         with torch.no_grad(), loss.collecting():
             for index in range(self.plan.num_microbatches):
                 self.context.microbatch = index
-                stage(**{name: field[index * size : (index + 1) * size] for name, field in batch.items()})
+                with self.context.action("F", 0, index):
+                    stage(**{name: field[index * size : (index + 1) * size] for name, field in batch.items()})
         end_forward_only(stage)
 
     def prepare_forward(self) -> None:

@@ -133,6 +133,8 @@ def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
         fault = captured.gathering_fault
     except CaptureError as error:
         return str(error)
+    except Exception as error:  # such as a forward that cannot take so many samples; the batch can still stay whole
+        return f"Whether its samples can be gathered is not known: {type(error).__name__}: {error}."
     return f"Gathered over micro-batches, it would be another loss: {fault}." if fault else ""
 
 
