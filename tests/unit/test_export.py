@@ -15,6 +15,7 @@ from workbench.errors import DataError
 from workbench.figures.curves_view import loss_curves
 from workbench.figures.figure import PLOTLY_MIME, mimebundle, save
 from workbench.figures.pages import WIDGET_MIME, notebook_to_html, save_html
+from workbench.figures.panels_view import panels
 from workbench.figures.plan_view import plan_html, show_plan
 
 FETCHES = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)\s*=[^>]*>", re.IGNORECASE)
@@ -83,6 +84,7 @@ def test_a_figure_on_a_page_has_its_title_as_its_name_for_screen_readers(tmp_pat
         BeautifulSoup(page.partition("<body>")[2], "html.parser").find(role="figure")["aria-label"] == 'Loss of "a" & b'
     )
     assert mimebundle(figure)["text/plain"] == 'Loss of "a" & b'
+    assert mimebundle(panels([curve("a")]))["text/plain"].startswith("Tokens/s, ")
 
 
 def test_a_run_cannot_close_the_script_that_draws_it(tmp_path: Path) -> None:

@@ -118,11 +118,12 @@ def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
 
 
 def accessible_name(layout: Mapping[str, Any]) -> str:
-    """Return what a screen reader says of a figure with this layout: its title, or what its axes show."""
-    given = [layout.get("title"), *(layout.get(axis, {}).get("title") for axis in ("yaxis", "xaxis"))]
+    """Return what a screen reader says of a figure with this layout: its title, or those of its panels or axes."""
+    axes = [layout.get(axis, {}).get("title") for axis in ("yaxis", "xaxis")]
+    given = [layout.get("title"), *axes, *layout.get("annotations", ())]
     texts = [part.get("text", "") if isinstance(part, Mapping) else part for part in given]
-    title, y, x = (html.unescape(re.sub(r"<[^>]*>", " ", str(text or ""))).strip() for text in texts)
-    return title or " over ".join(filter(None, (y, x))) or "Figure"
+    title, y, x, *panels = (html.unescape(re.sub(r"<[^>]*>", " ", str(text or ""))).strip() for text in texts)
+    return title or (" over ".join(filter(None, (y, x))) if y else ", ".join(panels)) or x or "Figure"
 
 
 def picture(figure: go.Figure, form: str = "png", width: int = NOTEBOOK_PX, scale: float = 1.0) -> bytes:

@@ -43,11 +43,11 @@ function decoded(trace) {
   return trace;
 }
 
-// Returns what a screen reader says of a figure: its title, or what its axes show.
-function name({ title, yaxis, xaxis }) {
-  const [main, y, x] = [title, yaxis?.title, xaxis?.title].map(
+// Returns what a screen reader says of a figure: its title, or those of its panels or axes.
+function name({ title, yaxis, xaxis, annotations }) {
+  const [main, y, x, ...panels] = [title, yaxis?.title, xaxis?.title, ...(annotations ?? [])].map(
     given => String(given?.text ?? "").replace(/<[^>]*>/g, " ").trim());
-  return main || [y, x].filter(Boolean).join(" over ") || "Figure";
+  return main || (y ? [y, x].filter(Boolean).join(" over ") : panels.join(", ")) || x || "Figure";
 }
 
 async function render({ model, el }) {
