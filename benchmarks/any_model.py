@@ -139,6 +139,10 @@ def _difference(model: torch.nn.Module, graph: Graph, plan: Plan, batch: Batch) 
             zero = torch.zeros(())
             difference = (zero if found is None else found) - gradients.get(key, zero)
             worst = torch.maximum(worst, difference.norm() / scale)
+    names: list[Any] = [None] * plan.world
+    torch.distributed.all_gather_object(names, list(trainer.stages.model_parameters()))
+    if missing := [key for key, grad in gradients.items() if key not in set().union(*names) and grad.any()]:
+        raise AssertionError(f"{missing} are not trained")
     torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
     return worst.item()
 

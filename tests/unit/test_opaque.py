@@ -168,6 +168,39 @@ def test_a_module_that_forward_makes_is_opaque_alone_and_is_tried_on_positive_nu
     assert calls == ["Assigned"]
 
 
+class GivesItself(torch.autograd.Function):
+    """A reversible network's function: its backward adds to the gradients of the module's parameters itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.module(x).backward(gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return GivesItself.apply(x, self.linear)
+
+
+@pytest.mark.parametrize("build", [lambda make: make(), build_meta])
+def test_a_function_that_is_given_a_module_is_not_opaque_without_its_parameters(build: Any) -> None:
+    graph = captured(build(lambda: Middle(Reversible())), batch_for("Net"))
+    [block] = [block for block in graph.blocks if is_opaque(block.code)]
+    assert block.parameters == ("layers.1.linear.weight", "layers.1.linear.bias")
+
+
 class Encoded(nn.Module):
     """A model without a list of layers, whose one module export cannot follow."""
 

@@ -267,6 +267,11 @@ def _may_hide_tensors(leaf: Any) -> bool:
     return hasattr(leaf, "__dataclass_fields__")
 
 
+def _hides_parameters(leaf: Any) -> bool:
+    """Return True for an argument that may use parameters which are no arguments: they would get no gradient."""
+    return callable(leaf) and not isinstance(leaf, (type, torch.Tensor))
+
+
 def _cuda_indices(device: torch.device) -> list[int]:
     return [device.index or 0] if device.type == "cuda" else []
 
@@ -333,6 +338,8 @@ def opaque_call(
     @functools.wraps(function)  # export names the batch's fields by the signature of the model's forward
     def called(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.tree_flatten((args, kwargs))
+        if any(_hides_parameters(leaf) for leaf in leaves):
+            raise NotOpaque(f"{label} is given a module or a function, whose parameters it may use.")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         call = OpaqueCall(label, function, inside, reason, line, places, structure)
         call.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
