@@ -186,11 +186,12 @@ def _opaque(row: dict[str, Any]) -> str:
         (found[1] for note in row["notes"] if (found := re.match(r"Of the predicted time .*?([\d.]+%)", note))), ""
     )
     kinds = list(dict.fromkeys(re.sub(r"\.\d+", "", label) for label in row["opaque"]))
-    return f"{', '.join(f'`{kind}`' for kind in kinds)}: {share}" if kinds else ""
+    more = [f"{len(kinds) - 2} more"] if len(kinds) > 2 else []
+    return f"{', '.join([*(f'`{kind}`' for kind in kinds[:2]), *more])}: {share}" if kinds else ""
 
 
 def _reason(text: str) -> str:
-    return re.sub(r" at /\S+ \(`.*?`\)", "", text.split(". ")[0]).split(": ", 1)[-1]
+    return re.sub(r" at \S+ \(`.*?`\)", "", text.split(". ")[0]).split(": ", 1)[-1]
 
 
 def main() -> None:
@@ -208,7 +209,10 @@ def main() -> None:
             print(*table([rows[name]])[2:], flush=True)
             versions = {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
             made = {**versions, "machine": platform.machine(), "rows": [rows[n] for n in MODELS if n in rows]}
-            asked.file.write_text(json.dumps(made, indent=1) + "\n")
+            text = re.sub(
+                r"/\S*/(?:site-packages/|(?=tests/))", "", json.dumps(made, indent=1)
+            )  # paths of this machine
+            asked.file.write_text(text + "\n")
         return
     made = json.loads(asked.file.read_text())
     lines = [
