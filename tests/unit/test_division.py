@@ -117,6 +117,22 @@ def test_a_coincidence_of_the_data_hides_nothing() -> None:
     assert reason.startswith("6 samples")
 
 
+class FlippedBatch(nn.Module):
+    """A classifier of inputs to which those of another sample are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.linear(x + x.flip(0)), labels)
+
+
+def test_samples_on_which_the_model_saturates_hide_nothing() -> None:
+    samples = [{"x": torch.arange(24.0, 32.0) + 3 * each, "labels": torch.tensor(0)} for each in range(8)]
+    assert known_by_numbers(FlippedBatch, samples).coupled
+
+
 def test_a_planted_wrong_combination_rule_is_caught_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [{key: field[0] for key, field in batch_for("bert", 1, seed).items()} for seed in range(8)]
     experiment = experiment_of(zoo.MODELS["bert"], samples)

@@ -188,10 +188,15 @@ def samples_from(examples: Batch | None, random: Callable[[int, int], Batch]) ->
 
 
 def _changed(field: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return values between half and all of the old ones; for a mask of ones, one with zeros."""
+    """Return values between half and all of the old ones; for a mask of ones, one with zeros.
+
+    Large values are brought to a root mean square of one: a model with changed weights may saturate on them, and a loss
+    and a gradient of zero are equal however they were combined.
+    """
     share = torch.rand(field.shape, generator=generator)
     if field.is_floating_point():
-        return field * (0.5 + share / 2).to(field.dtype)
+        size = max(1.0, float(field.double().square().mean().sqrt())) if field.numel() else 1.0
+        return field * ((0.5 + share / 2) / (size if math.isfinite(size) else 1.0)).to(field.dtype)
     if field.is_complex() or field.ndim < 2 or not bool((field == 1).all()):
         return field
     kept = share > 0.3
