@@ -275,6 +275,13 @@ def switch() -> nn.Module:
     )  # fmt: skip
 
 
+def _spread(model: nn.Module) -> nn.Module:
+    """Add noise to weights from which one gradient would be 10^6 times as large as most, and hide their differences."""
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
 def _normal(*shape: int) -> Callable[[int], torch.Tensor]:
     return lambda count: torch.randn(count, *shape)
 
@@ -310,14 +317,15 @@ _ROWS = _fields(x=_normal(8), labels=_whole(5))
 _WIDE_ROWS = _fields(x=_normal(WIDTH), labels=_whole(5))
 _SEQUENCES = _fields(x=_normal(views.LENGTH, 8), labels=_whole(5))
 _OBJECTS = _fields(pixel_values=_normal(3, 64, 64), classes=_whole(4, 2), boxes=_boxes)
+_VIDEOS = _fields(pixel_values=_normal(4, 3, 16, 16), bool_masked_pos=_chosen(2, 8))
 
 MODELS: Mapping[str, Handed] = {
     **{name: Handed(build, _collated(name)) for name, build in {**COUPLED, **WEIGHTED}.items() if name != "a sum"},
     "Wav2Vec2ForCTC": Handed(wav2vec2, _fields(input_values=_normal(160), labels=_whole(12, 3, low=1))),
-    "DETR with its loss": Handed(detr, _OBJECTS),
-    "RT-DETR with its loss": Handed(rt_detr, _OBJECTS),
+    "DETR with its loss": Handed(lambda: _spread(detr()), _OBJECTS),
+    "RT-DETR with its loss": Handed(lambda: _spread(rt_detr()), _OBJECTS),
     "Longformer": Handed(longformer, _TEXT),
-    "VideoMAE": Handed(video_mae, _fields(pixel_values=_normal(4, 3, 16, 16), bool_masked_pos=_chosen(2, 8))),
+    "VideoMAE": Handed(lambda: _spread(video_mae()), _VIDEOS),
     "EnCodec": Handed(encodec, _fields(input_values=_normal(1, 64))),
     "Bloom": Handed(bloom, _TEXT),
     "Reformer": Handed(reformer, _TEXT),
