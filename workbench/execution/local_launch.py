@@ -26,8 +26,11 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import psutil
+import torch.multiprocessing
 from accelerate.commands import launch
 from torch.distributed import TCPStore, run  # type: ignore[attr-defined]  # torch exports the first implicitly
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
@@ -101,6 +104,31 @@ def _fork_ranks(parsed: argparse.Namespace) -> None:
     parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
     parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
     launch.simple_launcher = _fork_one
+    context = torch.multiprocessing
+    context.start_processes = _reporting(context.start_processes)  # type: ignore[attr-defined]  # exported implicitly
+
+
+def _reporting(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `start_processes`, whose context prints the exit code of every rank that has failed when one has.
+
+    torchrun reports one failure of processes that it forked. The others matter: a rank that a signal killed leaves no
+    error of its own, and the rank that notices its silence may be the one that is reported.
+    """
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        context = start(*args, **kwargs)
+        join = context.join
+
+        def joined(*args: Any, **kwargs: Any) -> Any:
+            for rank, process in enumerate(context.processes):
+                if process.exitcode:
+                    print(f"rank: {rank}\nexitcode: {process.exitcode}", file=sys.stderr, flush=True)
+            return join(*args, **kwargs)
+
+        context.join = joined
+        return context
+
+    return started
 
 
 def _fork_one(parsed: argparse.Namespace) -> None:
