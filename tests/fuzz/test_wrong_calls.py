@@ -412,7 +412,7 @@ MODEL = (
     *("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "max_positions", "dropout"),
     *("initializer_range", "name"),
 )
-SWEEP = ("experiment", "seeds", "sampler", "trials", "stop", "directory")
+SWEEP = ("experiment", "seeds", "sampler", "trials", "stop", "runs_per_gpu", "directory")
 
 DEFAULT = "None is the default"
 

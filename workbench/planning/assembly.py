@@ -36,7 +36,8 @@ def assemble(
     """
     costs, cut = best.costs, best.cut
     assert cut is not None
-    divided = costs.profile  # of a gathered loss, whose last block is its tail
+    # The last block of a gathered loss is its tail; the profile of block-sparse weights counts those present alone.
+    divided = profile if costs.profile.tail is None else costs.profile
     choices = dict(vars(best.strategy))
     del choices["chunks"], choices["recompute"]
     plan = Plan(
