@@ -1,8 +1,10 @@
 """The documentation names everything that `import workbench` offers, and shows pictures that exist."""
 
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -57,3 +59,24 @@ def test_every_picture_of_a_page_exists(page):
     assert [picture for picture in pictures if not (DOCS / picture).exists()] == []
     if page.stem in ("evaluation", "grids", "optimizers", "samples", "sweeps"):
         assert pictures
+
+
+def test_the_lines_of_the_readme_describe_the_pair_of_the_full_preset():
+    root = DOCS.parent
+    lines = (root / "README.md").read_text().partition("```python\n")[2].partition("\nplan ")[0]
+    readme: dict[str, Any] = {}
+    exec(lines, readme)
+    cells = json.loads((root / "templates" / "bert_scaling.ipynb").read_text())["cells"]
+    parameters, presets, large, scaled = ["".join(each["source"]) for each in cells if each["cell_type"] == "code"][:4]
+    template: dict[str, Any] = {}
+    exec(parameters, template)
+    template |= {"preset": "full", "corpus": "texts.txt", "tokens": 30_000_000}
+    for code in (presets, large.replace("large.data.prepare(large)", ""), scaled):
+        exec(code, template)
+    for name in ("large", "scaled"):
+        mine, its = readme[name], template[name].replace(evaluation=None)
+        assert mine.warmup == its.warmup
+        as_json = [each.replace(name="bert", warmup_steps=None, seed=0).to_json() for each in (mine, its)]
+        for each in as_json:
+            del each["model"]["name"]
+        assert as_json[0] == as_json[1]
