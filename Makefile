@@ -49,9 +49,10 @@ lint: $(VENV)/.tested
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two files of tests at a time, one thread each; tests of delays in JupyterLab, and of GPUs, have the machine to themselves.
+# Three files of tests at a time, one thread each, those with long tests first, because many tests wait for processes. Tests of
+# delays in JupyterLab, and of GPUs, have the machine to themselves.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(filter-out tests/browser/ tests/gpu/,$(wildcard tests/*/))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(filter-out tests/browser/ tests/gpu/,$(wildcard tests/*/))
 	$(BIN)/python -m pytest tests/browser tests/gpu
 
 test-all: export WORKBENCH_TEST_ALL = 1
