@@ -36,7 +36,7 @@ time.sleep(3600)
 """
 
 
-def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell_that_fails(node):  # noqa: F811
+def test_a_measurement_survives_its_kernel_and_its_supervisor_and_trains_each_plan_once(node):  # noqa: F811
     path = node / "runs" / "grid"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
     command = [sys.executable, "-c", KERNEL, str(path), str(QUICK_LAUNCHER)]
@@ -47,6 +47,10 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
     kernel.wait()
     measured = wb.sweeps.load_grid(path)
     asked = read_json(path / "grid.json")["experiment"]
+    assert "axes" not in read_json(path / "grid.json")
+    plans = {(1, 1), (1, 2), (2, 1), (2, 2), (2, 4)}
+    queue = read_json(path / "queue.json")
+    assert {(entry["choices"]["tensor"], entry["choices"]["micro_batch"]) for entry in queue} == plans
     kept, project = asked["checkpoints"]["keep"], asked["tracking"]["project"]
     assert (kept, project) == (0, ""), "a cell writes no checkpoint and is not tracked"
     eventually(lambda: measured.measured())
@@ -57,6 +61,13 @@ def test_a_measurement_survives_its_kernel_and_its_supervisor_and_marks_the_cell
 
     again = wb.sweeps.load_grid("grid").resume().wait(timeout=200)
     assert again.complete
+    assert not again.directory.journal.exists(), "Optuna chooses nothing here"
+    steps = {
+        (run.plan.tensor, run.plan.micro_batch): [event["step"] for event in run.events() if event["type"] == "step"]
+        for run in again.runs
+    }
+    assert len(again.runs) == 5
+    assert steps == {plan: [] if plan == (2, 4) else list(range(1, 9)) for plan in plans}, "each plan was trained once"
     cells = {(cell.choices["tensor"], cell.choices["micro_batch"]): cell for cell in again.cells()}
     seen = {key: cell.step_ms for key, cell in cells.items()}
     assert seen == {(1, 1): 36.0, (1, 2): 32.0, (2, 1): 86.0, (2, 2): 82.0, (2, 4): None}, "4 samples, 2 replicas"

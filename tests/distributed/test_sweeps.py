@@ -76,7 +76,8 @@ from tests.distributed.test_sweeps import experiment, prepare
 import workbench as wb
 prepare()
 sys.path.insert(0, sys.argv[2])
-wb.sweep(experiment(), learning_rate=[1e-3, 2e-3], global_batch=[4, 8], seeds=3, directory=sys.argv[1])
+axes = {"learning_rate": [1e-3, 2e-3], "global_batch": [4, 8]}
+wb.sweep(experiment(), **axes, seeds=3, sampler="random", trials=4, directory=sys.argv[1])
 print("started", flush=True)
 time.sleep(3600)
 """
@@ -120,7 +121,8 @@ def test_a_sweep_survives_its_kernel_and_its_supervisor_and_trains_each_configur
     [study] = optuna.get_all_study_summaries(storage)
     trials = optuna.load_study(study_name=study.study_name, storage=storage).get_trials()
     kept = [trial for trial in trials if RUN in trial.user_attrs]
-    assert len(trials) - len(kept) <= 1, "the kill may fall between the two writes that open a trial"
+    others = {trial.state.name for trial in trials if RUN not in trial.user_attrs}
+    assert others <= {"FAIL"}, "draws of what was tried before, and a trial that the kill left half open"
     assert {trial.state.name for trial in kept} == {"COMPLETE"}, "adopted runs keep their trials"
     told = [(trial.params["learning_rate"], trial.params["global_batch"], trial.params["seed"]) for trial in kept]
     assert sorted(told) == sorted(trained)

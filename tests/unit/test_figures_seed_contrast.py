@@ -94,15 +94,15 @@ def sweep(tmp_path) -> Sweep:
     directory.write_queue([Entry(0, {"learning_rate": at}, seed) for at in (0, 1) for seed in (0, 1)])
     for entry in directory.queue():
         path = RunDir(directory.run(entry))
-        values = {"learning_rate": [1e-3, 1e-4][entry.choice["learning_rate"]], "seed": entry.seed, "name": "sweep"}
+        values = {"learning_rate": [1e-3, 1e-4][entry.choices["learning_rate"]], "seed": entry.seed, "name": "sweep"}
         write_record(path.experiment, values)
         write_record(path.environment, {})
         append_event(path.events, "start", devices=1, world=1)
         for step in range(1, 11):
-            loss = 5 - entry.choice["learning_rate"] + 0.01 * entry.seed
+            loss = 5 - entry.choices["learning_rate"] + 0.01 * entry.seed
             append_event(path.events, "step", step=step, loss=loss, tokens=100 * step, flops=1e9 * step, seconds=step)
         append_event(path.events, "status", state="finished", message="10 steps.")
-        directory.write_result(entry, Result("finished", 5.0 - entry.choice["learning_rate"], 10, 1.0))
+        directory.write_result(entry, Result("finished", 5.0 - entry.choices["learning_rate"], 10, 1.0))
     return wb.sweeps.load_sweep(directory.path)
 
 

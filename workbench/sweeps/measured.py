@@ -171,24 +171,14 @@ def start_measuring(
     directory: str | os.PathLike[str] | None,
 ) -> MeasuredGrid:
     """Start the queue of these cells, each with its choices and plan: one run at a time, on all devices of its plan."""
-    axes = {name: list(dict.fromkeys(choices[name] for choices, _ in cells)) for name in cells[0][0]}
-    entries = [
-        Entry(index, {name: axes[name].index(value) for name, value in choices.items()}, experiment.seed)
-        for index, (choices, _) in enumerate(cells)
-    ]
+    entries = [Entry(index, choices, experiment.seed) for index, (choices, _) in enumerate(cells)]
     settings = {
         "experiment": experiment.resolved().to_json(),
-        "axes": axes,
-        "seeds": [experiment.seed],
-        "sampler": "grid",
-        "trials": None,
-        "stop": None,
         "packing": {"side_by_side": 1, "devices_each": cells[0][1].world, "share": 1.0, "why": why},
         "ahead": 0,  # the start of another run would take time from the steps that are measured
     }
     folder = new_queue(directory, f"{experiment.name}-grid", GRID)
-    pairs = [(entry.choice, experiment, plan) for entry, (_, plan) in zip(entries, cells, strict=True)]
-    start_queue(folder, settings, entries, pairs)
+    start_queue(folder, settings, entries, ((choices, experiment, plan) for choices, plan in cells))
     return MeasuredGrid(folder.path)
 
 

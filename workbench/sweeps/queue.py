@@ -51,12 +51,6 @@ class Queue:
         return self.path.name
 
     @property
-    def axes(self) -> dict[str, list[Any]]:
-        """Return the values of each axis, as JSON."""
-        axes: dict[str, list[Any]] = self.directory.settings["axes"]
-        return axes
-
-    @property
     def why(self) -> str:
         """Return why these runs are trained as they are: which cells, or how many runs side by side."""
         return str(self.directory.settings["packing"]["why"])
@@ -85,10 +79,8 @@ class Queue:
         return "at work" if self.alive else "complete" if self.complete else "not at work; resume() goes on"
 
     def _to_sample(self) -> bool:
-        """Return True if the sampler has configurations left to choose."""
-        settings = self.directory.settings
-        wanted = (settings["trials"] or 0) * len(settings["seeds"])
-        return settings["sampler"] != "grid" and len(self.directory.queue()) < wanted
+        """Return True if a sampler has configurations left to choose."""
+        return False
 
     def results(self) -> list[tuple[Entry, Result]]:
         """Return the runs that have ended, and how."""
@@ -163,14 +155,14 @@ def start_queue(
     directory: QueueDir,
     settings: Mapping[str, Any],
     entries: list[Entry],
-    pairs: Iterable[tuple[Mapping[str, int], Experiment, Plan]],
+    pairs: Iterable[tuple[Mapping[str, Any], Experiment, Plan]],
 ) -> None:
     """Write a queue with its settings, and start its supervisor.
 
-    `pairs` holds the experiment and the plan of every choice that an entry has, or that a sampler may add.
+    `pairs` holds the experiment and the plan of all choices that an entry has, or that a sampler may add.
     """
-    for choice, experiment, plan in pairs:
-        file, code = directory.plan_file(choice), directory.code_folder(choice)
+    for choices, experiment, plan in pairs:
+        file, code = directory.plan_file(choices), directory.code_folder(choices)
         if not file.exists():
             file.parent.mkdir(exist_ok=True)
             plan.save(file)

@@ -73,7 +73,7 @@ class Study:
     def begin(self, entry: Entry) -> None:
         """Open the trial of a run, unless `propose` or a killed supervisor did."""
         if entry.index not in self._trials:
-            chosen = {name: self._axes[name][at] for name, at in entry.choice.items()}
+            chosen = {name: self._axes[name][at] for name, at in entry.choices.items()}
             self._attach(entry.index, self._ask({**chosen, SEED: entry.seed}))
 
     def _ask(self, fixed: Mapping[str, Any]) -> Trial:

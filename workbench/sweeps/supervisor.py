@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,8 +26,10 @@ from workbench.runs.records.history import Evaluations, History, HistoryTail
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, QueueDir, Result
 from workbench.sweeps.objective import objective, reports
-from workbench.sweeps.rules import Diverged, rule_from_json
-from workbench.sweeps.study import Study
+from workbench.sweeps.rules import PRUNERS, Diverged, rule_from_json
+
+if TYPE_CHECKING:
+    from workbench.sweeps.study import Study
 
 POLL_S = 0.3
 
@@ -55,18 +58,24 @@ class Supervisor:
     def __init__(self, directory: QueueDir) -> None:
         self.directory = directory
         settings = directory.settings
-        self.rule = rule_from_json(settings["stop"])
+        self.rule = rule_from_json(settings.get("stop"))
         self.evaluates = bool(settings["experiment"].get("evaluation"))
-        self.sampled = settings["sampler"] != "grid"
         self.slots = int(settings["packing"]["side_by_side"])
         self.ahead = int(settings["ahead"])
-        interval = max(1, int(settings["experiment"]["steps"]) // 10)
-        self.study = Study(directory.journal, settings, self.rule, interval)
+        self.trials = int(settings.get("trials") or 0)
+        """Configurations that a sampler chooses; 0 without a sampler."""
+        self.study: Study | None = None
+        if self.trials or self.rule in PRUNERS:
+            from workbench.sweeps.study import Study  # Optuna would delay the start of the other queues
+
+            interval = max(1, int(settings["experiment"]["steps"]) // 10)
+            self.study = Study(directory.journal, settings, self.rule, interval)
         self.active: dict[int, _Active] = {}
 
     def work(self) -> None:
         """Train what is missing; return when every run has ended, or a stop was asked for."""
-        self._tell_study()
+        if self.study:
+            self._tell(self.study)
         while not self.directory.stop_file.exists():
             self._look()
             if not self._fill() and not self.active:
@@ -78,14 +87,14 @@ class Supervisor:
             time.sleep(POLL_S)
             self._look(stopping=True)
 
-    def _tell_study(self) -> None:
+    def _tell(self, study: Study) -> None:
         """Tell the study every end that a killed supervisor wrote down and did not tell it."""
-        concluded = self.study.ended()
+        concluded = study.ended()
         for entry in self.directory.queue():
             result = self.directory.result(entry)
             if result is not None and entry.index not in concluded and result.state in ("finished", "stopped early"):
-                self.study.begin(entry)
-                self.study.end(entry.index, result.objective, pruned=result.state == "stopped early")
+                study.begin(entry)
+                study.end(entry.index, result.objective, pruned=result.state == "stopped early")
 
     def _fill(self) -> bool:
         """Launch runs while there is room; return True if more are to come."""
@@ -104,18 +113,17 @@ class Supervisor:
         for entry in queue:
             if entry.index not in self.active and self.directory.result(entry) is None:
                 return entry
-        return self._sample(queue) if self.sampled else None
+        return self._sample(self.study, queue) if self.study and self.trials else None
 
-    def _sample(self, queue: list[Entry]) -> Entry | None:
+    def _sample(self, study: Study, queue: list[Entry]) -> Entry | None:
         """Let the sampler choose the next configuration, and queue it with every seed."""
-        settings = self.directory.settings
-        seeds = settings["seeds"]
-        if len(queue) >= settings["trials"] * len(seeds):
+        seeds = self.directory.settings["seeds"]
+        if len(queue) >= self.trials * len(seeds):
             return None
-        choice = self.study.propose(len(queue), seeds[0], [entry.choice for entry in queue])
-        if choice is None:
+        choices = study.propose(len(queue), seeds[0], [entry.choices for entry in queue])
+        if choices is None:
             return None
-        added = [Entry(len(queue) + position, choice, seed) for position, seed in enumerate(seeds)]
+        added = [Entry(len(queue) + position, choices, seed) for position, seed in enumerate(seeds)]
         self.directory.write_queue([*queue, *added])
         return added[0]
 
@@ -128,7 +136,8 @@ class Supervisor:
             if resume is None:
                 self._set_aside(run)
             self._launch(entry, resume)
-        self.study.begin(entry)
+        if self.study:
+            self.study.begin(entry)
         # A new handle: the old one remembers the status of a directory that may have been set aside.
         self.active[entry.index] = _Active(entry, Run(run.path))
 
@@ -173,9 +182,10 @@ class Supervisor:
             active.seen = len(history)
             reasons = (self.rule.reason(int(step), float(loss)) for step, loss in new)
             return next((reason for reason in reasons if reason), "")
-        values = reports(history, active.steps, self._evaluations(active))
-        if self.rule is not None and self.study.is_behind(active.entry.index, values):
-            return f"Behind the other runs by the {self.rule} rule."
+        if self.study and self.rule:
+            values = reports(history, active.steps, self._evaluations(active))
+            if self.study.is_behind(active.entry.index, values):
+                return f"Behind the other runs by the {self.rule} rule."
         return ""
 
     def _evaluations(self, active: _Active) -> Evaluations | None:
@@ -198,7 +208,8 @@ class Supervisor:
         gpu_hours = float(np.nan_to_num(history.gpu_hours[-1])) if len(history) else 0.0
         result = Result(named, value, steps, seconds, left, saved_s, reason, gpu_hours, ended=time.time())
         self.directory.write_result(active.entry, result)
-        self.study.end(active.entry.index, value, pruned=early)
+        if self.study:
+            self.study.end(active.entry.index, value, pruned=early)
 
 
 def supervise(directory: QueueDir) -> int:

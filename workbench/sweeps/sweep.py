@@ -54,6 +54,16 @@ class Sweep(Queue):
     """Many runs of one experiment, read from the sweep's directory; it works from any kernel."""
 
     @property
+    def axes(self) -> dict[str, list[Any]]:
+        """Return the values of each axis, as JSON."""
+        axes: dict[str, list[Any]] = self.directory.settings["axes"]
+        return axes
+
+    def _to_sample(self) -> bool:
+        settings = self.directory.settings
+        return len(self.directory.queue()) < (settings["trials"] or 0) * len(settings["seeds"])
+
+    @property
     def objective(self) -> str:
         """Return the number that is compared, in words."""
         return describe(self.evaluates)
@@ -67,7 +77,7 @@ class Sweep(Queue):
         """Return a row for each configuration, the best first; those without a finished run keep their order."""
         groups: dict[str, list[Entry]] = {}
         for entry in self.directory.queue():
-            groups.setdefault(configuration_key(entry.choice), []).append(entry)
+            groups.setdefault(configuration_key(entry.choices), []).append(entry)
         rows = [self._row(index, entries) for index, entries in enumerate(groups.values())]
         return sorted(rows, key=lambda row: float("inf") if row.mean is None else row.mean)
 
