@@ -1,10 +1,12 @@
 """How long planning takes on this machine, without any GPU but for `--cold`.
 
-    python benchmarks/planning_time.py                  # analytic plans, and the moves of a slider
+    python benchmarks/planning_time.py --out FILE       # analytic plans, and the moves of a slider
     python benchmarks/planning_time.py --cold           # scaled BERT for this machine, from nothing; then calibrated
 
-Goals, on two idle cores: scaled BERT for 4 GPUs in 5 s, a GPT of 100 billion parameters for 1,024 GPUs in 20 s, both
-with capture; 300 ms from a slider's move to its picture; 30 s from nothing to a plan on a node with GPUs.
+Times are processor time, which other work on the machine hardly changes; `--cold` goes by the clock, because it waits
+for other processes. Run with OMP_NUM_THREADS=1: planning has one thread. Goals, on two idle cores: scaled BERT for 4
+GPUs in 5 s, a GPT of 100 billion parameters for 1,024 GPUs in 20 s, both with capture; 300 ms from a slider's move to
+its picture; 30 s from nothing to a plan on a node with GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 import workbench as wb
 from workbench import models
@@ -51,22 +55,27 @@ MOVES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cold", action="store_true", help="only for this machine, from nothing; then calibrated")
-    from_nothing = parser.parse_args().cold
+    parser.add_argument("--out", type=Path, metavar="FILE", help="raw file to write")
+    options = parser.parse_args()
     scaled = models.bert(hidden_size=1920, num_layers=54, num_heads=30)
-    if from_nothing:
+    if options.cold:
         cold(scaled)
         return
     gpt = models.gpt2(hidden_size=10240, num_layers=80, num_heads=80, max_positions=2048, name="gpt-100b")
     print("| model | cluster | capture | profile | search | all | options | plan |")
     print("|---|---|--:|--:|--:|--:|--:|---|")
-    row(models.bert_large(), 4, 512, 512)
-    moved = sliders(row(scaled, 4, 256, 512))  # as a user would: nothing larger was planned in this process
-    row(scaled, 1024, 4096, 512)
-    row(gpt, 1024, 2048, 2048)
-    print("\n".join(moved))
+    rows = [row(models.bert_large(), 4, 512, 512)[0]]
+    found, costs = row(scaled, 4, 256, 512)
+    moved = sliders(costs)  # as a user would: nothing larger was planned in this process
+    rows += [found, row(scaled, 1024, 4096, 512)[0], row(gpt, 1024, 2048, 2048)[0]]
+    for what, ms in moved.items():
+        print(f"slider to {what}: {ms['moves']} moves, median {ms['median_ms']} ms, longest {ms['longest_ms']} ms")
+    if options.out:
+        made = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows, "sliders": moved}
+        options.out.write_text(json.dumps(made, indent=1) + "\n")
 
 
-def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
+def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> tuple[dict[str, Any], Profile]:
     cluster = Cluster.of("h200", gpus=gpus)
     batch = {name: TensorSpec(name, (2, seq_len), "int64") for name in FIELDS[model.objective]}
     if model.objective == "mlm_nsp":
@@ -74,15 +83,16 @@ def row(model: Model, gpus: int, global_batch: int, seq_len: int) -> Profile:
     graph, capture_s = timed(lambda: capture(build_meta(model.build), batch, name=model.name))
     costs, profile_s = timed(lambda: profile_graph(graph, cluster.device, "bf16", compiled=True))
     plans, search_s = timed(lambda: weigh(costs, "bf16", Request(global_batch, seq_len, cluster)))
-    each = (capture_s, profile_s, search_s, capture_s + profile_s + search_s)
-    seconds = " | ".join(f"{s:.2f} s" for s in each)
+    parts = {"capture_s": capture_s, "profile_s": profile_s, "search_s": search_s}
+    parts = {name: round(seconds, 2) for name, seconds in (parts | {"all_s": sum(parts.values())}).items()}
+    seconds = " | ".join(f"{s:.2f} s" for s in parts.values())
     print(
         f"| {model.name} | {cluster.describe()} | {seconds} | {plans.searched} | {plans.best.describe()} |", flush=True
     )
-    return costs
+    return {"model": model.name, "cluster": cluster.describe(), **parts, "options": plans.searched}, costs
 
 
-def sliders(costs: Profile) -> list[str]:
+def sliders(costs: Profile) -> dict[str, dict[str, int]]:
     """Every position of each slider, moved alone: to the plan, and to its picture; as `wb.what_if` answers a move."""
     from workbench.figures.plan_view import show_plan  # plotly, which a node without a browser may lack
 
@@ -92,20 +102,23 @@ def sliders(costs: Profile) -> list[str]:
     planned, drawn = [], []
     for name, value in itertools.chain.from_iterable(((name, v) for v in values) for name, values in MOVES.items()):
         with uncollected():
-            started = time.perf_counter()
+            started = time.process_time()
             try:
                 plan = what_if(costs, cluster, **{**settings, name: value})
             except PlanInfeasible:
-                planned.append(time.perf_counter() - started)
+                planned.append(time.process_time() - started)
                 continue
-            planned.append(time.perf_counter() - started)
+            planned.append(time.process_time() - started)
             show_plan(plan)
-            drawn.append(time.perf_counter() - started)
-    return [
-        f"slider to {what}: {len(times)} moves, median {1e3 * statistics.median(times):.0f} ms, "
-        f"longest {1e3 * max(times):.0f} ms"
+            drawn.append(time.process_time() - started)
+    return {
+        what: {
+            "moves": len(times),
+            "median_ms": round(1e3 * statistics.median(times)),
+            "longest_ms": round(1e3 * max(times)),
+        }
         for what, times in (("plan", planned), ("picture", drawn))
-    ]
+    }
 
 
 def cold(model: Model) -> None:
@@ -124,13 +137,14 @@ def cold(model: Model) -> None:
         for file in Path(home, "blocks").glob("*.json"):
             for seconds in json.loads(file.read_text())["seconds"]:
                 print("  a probe, s after its start: " + ", ".join(f"{k} {v:.1f}" for k, v in seconds.items()))
-        calibration, measured_s = timed(wb.measure.calibrate)
-        print(f"calibration: {measured_s:.1f} s: {calibration}")
+        started = time.perf_counter()
+        calibration = wb.measure.calibrate()
+        print(f"calibration: {time.perf_counter() - started:.1f} s: {calibration}")
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:
-    started = time.perf_counter()
-    return work(), time.perf_counter() - started
+    started = time.process_time()
+    return work(), time.process_time() - started
 
 
 if __name__ == "__main__":

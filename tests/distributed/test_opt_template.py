@@ -28,10 +28,12 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
     small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("opt_zero"), tmp_path, small)
     cells = [cell for cell in nbformat.read(done.notebook, 4).cells if cell.cell_type == "code"]
-    check_streaming({run.name.split("-")[2]: run for run in done.runs if "-st" in run.name}, cells)
+    ways = {run.name.split("-")[2]: run for run in done.runs if "-st" in run.name}
+    check_streaming(ways, cells)
     speedup = check_scaling(tmp_path / "runs", cells)
     check_what_does_not_fit(cells)
     check_rescue(tmp_path / "runs", cells)
+    check_order(ways["stored"].experiment)
     findings = rows(printed(cells, "findings = {"))
     tokenising, streaming, memory, scaling, rescue = findings
     assert tokenising["here"] == "not seen here, by the rate; memory at 120 GB: not measured"
@@ -43,6 +45,8 @@ def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_p
     assert scaling["here"] == ("seen here" if speedup < 1.9 else "not seen here")
     assert f"{speedup:.2f} times as fast" in scaling["measured"]
     assert rescue["here"] == "seen here"
+    for finding in findings:
+        assert not finding["measured"].startswith("not measured") or "seen here" not in finding["here"]
 
 
 def check_streaming(runs: dict[str, wb.Run], cells: list[Any]) -> None:
@@ -79,6 +83,17 @@ def check_scaling(folder: Path, cells: list[Any]) -> float:
     assert len(re.findall(r"Predicted: .*V100 16GB, 64 devices under ZeRO 3: \d+% of linear", words)) == 2
     assert words.count("exposed communication +") == 2
     return one.step_ms / two.step_ms
+
+
+def check_order(experiment: wb.Experiment) -> None:
+    """Check that the planner knows the order of plans of the template's model over ZeRO stages and micro-batches."""
+    whole = experiment.replace(global_batch=32, tokens=None, steps=12, evaluation=None)
+    grid = wb.grid(whole, zero=[0, 3], micro_batch=[1, 16], pipeline=1, tensor=1)
+    measured = grid.measure("all", steps=12).wait()
+    assert len(measured.measured()) == 4
+    assert measured.ratio > 3, "cells that take equally long have no order"
+    assert measured.rank_correlation > 0.5, "a prediction that is the same for all cells has none"
+    assert measured.regret < (measured.ratio - 1) / 4, "the choice of a constant prediction is the slowest cell"
 
 
 def check_what_does_not_fit(cells: list[Any]) -> None:

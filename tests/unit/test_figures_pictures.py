@@ -130,6 +130,33 @@ def test_a_trace_of_another_type_has_no_picture_without_a_browser() -> None:
     assert not has_twin(go.Figure(go.Pie(values=[1, 2])))
 
 
+@pytest.mark.parametrize(
+    "trace",
+    [
+        go.Heatmap(x=CELLS.x, y=CELLS.y, z=CELLS.z, coloraxis="coloraxis"),
+        go.Heatmap(z=CELLS.z, colorscale="Viridis"),
+        go.Scatter(y=[1, 2], mode="markers", marker={"color": [1.0, 2.0], "coloraxis": "coloraxis"}),
+        go.Bar(y=[1, 2], marker={"color": np.array([1, 2])}),
+        go.Parcoords(dimensions=[{"label": "a", "values": [1, 2]}]),
+    ],
+    ids=["heat map of a shared colour axis", "heat map without places", "points", "bars", "parallel coordinates"],
+)
+def test_a_figure_that_leaves_its_colours_to_plotly_has_a_table_where_there_is_no_browser(
+    trace: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = go.Figure(trace)
+    assert not has_twin(figure)
+    output = {"data": {PLOTLY_MIME: json.loads(figure.to_json())}}
+    notebook = SimpleNamespace(cells=[{"outputs": [output]}])
+
+    def without_a_browser(*_: Any, **__: Any) -> None:
+        raise ValueError("no browser")
+
+    monkeypatch.setattr(go.Figure, "to_image", without_a_browser)
+    assert "No picture could be drawn: no browser" in add_pictures(notebook)
+    assert "<table" in output["data"]["text/html"]
+
+
 POINTS = [
     ParetoPoint("dense", "dense", 10.0, 50.0, (2.0, 2.2)),
     ParetoPoint("static", "static", 2.0, 60.0, (2.5,)),

@@ -102,7 +102,17 @@ def save(figure: go.Figure, path: str | Path, width: int = theme.ASSUMED_WIDTH_P
 
 def has_twin(figure: go.Figure) -> bool:
     """Return True if a picture of a figure needs no browser."""
-    return all(trace.type in DRAWN for trace in figure.data)
+    return all(trace.type in DRAWN and _is_complete(trace) for trace in figure.data)
+
+
+def _is_complete(trace: Any) -> bool:
+    """Return whether a trace leaves neither its colours nor the places of its cells to Plotly."""
+    if trace.type == "heatmap":
+        return all(part is not None for part in (trace.colorscale, trace.x, trace.y))
+    if trace.type == "parcoords":
+        return trace.line.colorscale is not None
+    colors = trace.marker.color
+    return isinstance(colors, str | None) or all(isinstance(color, str) for color in colors)
 
 
 def mimebundle(figure: go.Figure, with_picture: bool = True) -> dict[str, Any]:
