@@ -2,22 +2,28 @@
 
     python benchmarks/demo.py 0 1 2              # executes templates/bert_scaling.ipynb with each seed
     python benchmarks/demo.py 0 1 2 --read RUNS  # reads the runs of earlier demos in RUNS/0, RUNS/1 and RUNS/2
+    python benchmarks/demo.py --tuning           # trains the smaller model with other rates and initial weights
 
 It prints a table of the last losses beside the unigram entropy of the text, which a model reaches by knowing how
 frequent each token is and nothing else. The picture goes to docs/pictures/demo.png; it needs kaleido and a Chromium.
+`--tuning` trains on one core, in this process, with seed 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import numpy as np
 import plotly.graph_objects as go
+import torch
+from width_rule import train
 
 import workbench as wb
 from workbench import notebooks
@@ -26,7 +32,11 @@ from workbench.figures.figure import save
 from workbench.runs.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = ROOT / "templates" / "bert_scaling.ipynb"
 RESULT = ROOT / "benchmarks" / "results" / "demo_2cores.json"
+TUNING = ROOT / "benchmarks" / "results" / "demo_tuning_1core.json"
+TRIED = [(5e-3, 0.15), (7e-3, 0.15), (1e-2, 0.15), (7e-3, 0.1), (7e-3, 0.2)]
+"""Peak rates with the deviations of the initial weights; the second is the demo's."""
 PICTURE = ROOT / "docs" / "pictures" / "demo.png"
 LAST_STEPS = 30
 """Number of last steps over which the training loss is averaged."""
@@ -34,9 +44,15 @@ LAST_STEPS = 30
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", nargs="+", type=int)
+    parser.add_argument("seeds", nargs="*", type=int)
     parser.add_argument("--read", type=Path, help="folder with the runs of each seed, in a folder named for the seed")
+    parser.add_argument("--tuning", action="store_true", help="the smaller model with other rates and initial weights")
     asked = parser.parse_args()
+    if asked.tuning:
+        rows = [tuned(rate, deviation) for rate, deviation in TRIED]
+        TUNING.write_text(json.dumps({"torch": torch.__version__, "seed": 0, "runs": rows}, indent=1) + "\n")
+        print(*rows, sep="\n")
+        return
     with tempfile.TemporaryDirectory() as scratch:
         runs = {seed: demo(seed, asked.read or Path(scratch), asked.read is None) for seed in asked.seeds}
         rows = [losses(run, seed) for seed, pair in runs.items() for run in pair]
@@ -52,8 +68,20 @@ def demo(seed: int, folder: Path, execute: bool) -> list[Run]:
     runs_folder = folder / str(seed)
     if execute:
         parameters = {"seed": seed, "runs_folder": str(runs_folder)}
-        notebooks.execute(ROOT / "templates" / "bert_scaling.ipynb", folder / f"report-{seed}", parameters)
+        notebooks.execute(TEMPLATE, folder / f"report-{seed}", parameters)
     return list(reversed(wb.list_runs(runs_folder).runs))
+
+
+def tuned(rate: float, deviation: float) -> dict[str, float]:
+    """Train the smaller model of the demo with a peak rate and a deviation of its initial weights."""
+    names: dict[str, Any] = {}
+    codes = [cell.source for cell in nbformat.read(TEMPLATE, 4).cells if cell.cell_type == "code"]
+    for code in codes[:3]:  # the parameters, the presets, and the smaller model's experiment
+        exec(code, names)
+    large = names["large"]
+    model = dataclasses.replace(large.model, initializer_range=deviation)
+    loss = train(large.replace(model=model, learning_rate=rate))
+    return {"rate": rate, "initializer_range": deviation, "held_out_loss": round(loss, 4)}
 
 
 def losses(run: Run, seed: int) -> dict[str, Any]:

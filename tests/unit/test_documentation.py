@@ -61,6 +61,33 @@ def test_every_picture_of_a_page_exists(page):
         assert pictures
 
 
+ROOMS = {
+    "analysis": "analysis",
+    "capture": "capture",
+    "cost": "cost",
+    "data": "data",
+    "execution": "execution",
+    "execution/blocks": "blocks",
+    "execution/checkpoint": "checkpoints",
+    "execution/parallel": "blocks",
+    "figures": "figures",
+    "lab": "dashboard",
+    "measure": "measure",
+    "planning": "planning",
+    "widgets": "dashboard",
+}
+"""The page whose tables name the modules of a room."""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_page_of_a_room_names_each_of_its_modules_and_no_file_that_is_gone(room):
+    modules = {file.name for file in (DOCS.parent / "workbench" / room).glob("*.py") if file.name != "__init__.py"}
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", (DOCS / f"{ROOMS[room]}.md").read_text()))
+    assert modules <= named
+    files = {file.name for part in ("workbench", "tests", "benchmarks") for file in (DOCS.parent / part).rglob("*.py")}
+    assert named <= files
+
+
 def test_the_lines_of_the_readme_describe_the_pair_of_the_full_preset():
     root = DOCS.parent
     lines = (root / "README.md").read_text().partition("```python\n")[2].partition("\nplan ")[0]

@@ -237,6 +237,16 @@ def test_drifts_of_the_coordinate_check_are_those_of_its_example() -> None:
             assert [float(cell) for cell in next(rows)[1:]] == found, size
 
 
+def test_what_a_published_law_expects_of_the_pair_is_what_the_pages_say() -> None:
+    small, large = 303e6, 2.39e9  # without embeddings
+    at = [f"{wb.analysis.KAPLAN.difference(small, large, tokens):.2f}" for tokens in (40e6, 1e9, 10e9)]
+    assert (
+        f"law expects {at[0]} nats between them after 40 M tokens, {at[1]} after 1 G and {at[2]} after 10 G."
+        in words("docs/scaling.md")
+    )
+    assert f"the larger one {at[2]} nats lower after 10 B tokens" in words(README)
+
+
 def test_times_of_planning_are_those_of_the_raw_file() -> None:
     content = raw("planning_time_1core.json")
     rows = table(BENCHMARKS, "| model | cluster | capture |")
