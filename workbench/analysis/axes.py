@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from workbench.analysis.curve import CurveLike, column
 from workbench.columns import COLUMNS, AxisUnit
 from workbench.errors import UnknownParameter, suggestion
+from workbench.runs.records.history import History
 
 X_AXES = {column.axis.name or column.axis.column: column.axis for column in COLUMNS.values() if column.axis is not None}
 """The x axes by the name that `x=` takes; menus list them in this order."""
@@ -28,15 +30,26 @@ def shared_axes(curves: Sequence[CurveLike]) -> dict[str, AxisUnit]:
     begun = [curve for curve in curves if len(column(curve, "step"))]
     axes = {}
     for name, axis in X_AXES.items():
-        columns = [column(curve, axis.column) for curve in begun]
-        if all(len(values) and (np.isfinite(values[-1]) or np.isfinite(values).any()) for values in columns):
-            axes[name] = axis.unit(max((largest_value(curve, axis.column) for curve in begun), default=0.0))
+        ends = [_end_value(curve, axis.column) for curve in begun]
+        if not any(map(math.isnan, ends)):
+            axes[name] = axis.unit(max(ends, default=0.0))
     return axes
 
 
 def largest_value(curve: CurveLike, name: str) -> float:
-    """Return the largest value of a column that rises with the step: its last value if that is finite."""
+    """Return the largest value of a column that rises with the step, 0 for one without a value."""
+    value = _end_value(curve, name)
+    return 0.0 if math.isnan(value) else max(0.0, value)
+
+
+def _end_value(curve: CurveLike, name: str) -> float:
+    """Return the last value of a column if that is finite, else its largest finite one, NaN without any."""
+    if isinstance(curve.columns, History) and name in curve.columns:
+        last = curve.columns.last(name)
+        if len(last) and math.isfinite(last[0]):
+            return float(last[0])
     values = column(curve, name)
-    if len(values) and np.isfinite(values[-1]):
+    if len(values) and math.isfinite(values[-1]):
         return float(values[-1])
-    return float(np.nanmax(values, initial=0.0))
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if len(finite) else math.nan

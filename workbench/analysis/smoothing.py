@@ -16,6 +16,10 @@ CHUNK_POINTS = 2**15
 """Number of points that are averaged at a time, so that they stay in the processor's cache."""
 CHUNK_WIDTHS = 30.0
 """Largest extent of a chunk in units of the local width, so that no exponential overflows."""
+BINS_PER_WIDTH = 256
+"""Number of bins in one width of a long curve, from which its average is computed."""
+MIN_BIN = 4
+"""Number of points in a bin from which bins take less time than points."""
 
 
 def check_smoothing(smoothing: float) -> None:
@@ -54,9 +58,28 @@ def smoothed(x: Array, y: Array, width: float) -> Array:
     finite = np.isfinite(y) & np.isfinite(x)
     if width <= 0 or not finite.any():
         return np.where(finite, y, np.nan)
+    if finite.all():
+        return _smoothed(x, y, width)
     result = np.full(len(y), np.nan)
-    result[finite] = _average(position_in_widths(x[finite], width), y[finite])
+    result[finite] = _smoothed(x[finite], y[finite], width)
     return result
+
+
+def _smoothed(x: Array, y: Array, width: float) -> Array:
+    """Return the average of finite values. Where thousands lie in one width, bins of them are averaged, with straight
+    lines in between: the error is below a hundredth of the noise that is left in the average."""
+    begun = int(np.searchsorted(x, 5.0 * width, side="right"))  # the local width is constant from here on
+    size = int((len(x) - begun) * width / max(width, x[-1] - 5.0 * width)) // BINS_PER_WIDTH
+    bins = (len(x) - begun - 1) // size if size >= MIN_BIN else 0
+    end = begun + bins * size
+    if not bins or (x[begun + size - 1 : end : size] - x[begun:end:size]).max() > 2 * width / BINS_PER_WIDTH:
+        return _average(position_in_widths(x, width), y, np.ones(len(x)))
+    centres, means = (
+        np.concatenate([values[:begun], values[begun:end].reshape(bins, size).mean(axis=1), values[end:]])
+        for values in (x, y)
+    )
+    counts = np.repeat([1.0, size, 1.0], [begun, bins, len(x) - end])
+    return np.interp(x, centres, _average(position_in_widths(centres, width), means, counts))
 
 
 def position_in_widths(x: Array, width: float) -> Array:
@@ -68,20 +91,20 @@ def position_in_widths(x: Array, width: float) -> Array:
     return position
 
 
-def _average(position: Array, values: Array) -> Array:
-    """Return `sum_j exp(-|position_i - position_j|) values_j`, divided by the same sum with ones for the values.
+def _average(position: Array, values: Array, counts: Array) -> Array:
+    """Return `sum_j exp(-|position_i - position_j|) counts_j values_j`, divided by the same sum without the values.
 
     Two passes over chunks sum what lies before each point and what lies after it. `position` must not fall.
     """
     sums, weights, rising = np.empty(len(values)), np.empty(len(values)), np.empty(len(values))
     chunks = _chunks(position)
     total = weight = 0.0
-    origin = position[0]
+    origin, values = position[0], values * counts
     for start, end in chunks:
         here = position[start:end]
         growth, decay = np.exp(here - here[0], out=rising[start:end]), np.exp(origin - here[0])
         sums[start:end] = (np.cumsum(values[start:end] * growth) + total * decay) / growth
-        weights[start:end] = (np.cumsum(growth) + weight * decay) / growth
+        weights[start:end] = (np.cumsum(counts[start:end] * growth) + weight * decay) / growth
         total, weight, origin = sums[end - 1], weights[end - 1], here[-1]
     total = weight = 0.0
     for start, end in reversed(chunks):
@@ -89,9 +112,9 @@ def _average(position: Array, values: Array) -> Array:
         growth = np.exp(here[-1] - here[0]) / rising[start:end]  # exp(here[-1] - here), in a fraction of its time
         decay = np.exp(here[-1] - origin)
         after = (np.cumsum((values[start:end] * growth)[::-1])[::-1] + total * decay) / growth
-        weight_after = (np.cumsum(growth[::-1])[::-1] + weight * decay) / growth
+        weight_after = (np.cumsum((counts[start:end] * growth)[::-1])[::-1] + weight * decay) / growth
         sums[start:end] += after - values[start:end]  # Both passes count the point itself.
-        weights[start:end] += weight_after - 1.0
+        weights[start:end] += weight_after - counts[start:end]
         total, weight, origin = after[0], weight_after[0], here[0]
     return np.divide(sums, weights, out=sums)
 

@@ -137,7 +137,9 @@ class Preparation:
             line=line,
             gaps=gap_starts(raw)[:MAX_GAPS],
             x={
-                axis: column_or_nan(curve, X_AXES[axis].column, len(raw)) / scale for axis, scale in self.scales.items()
+                axis: values if scale == 1 else values / scale
+                for axis, scale in self.scales.items()
+                for values in [column_or_nan(curve, X_AXES[axis].column, len(raw))]
             },
             step=column_or_nan(curve, "step", len(raw)),
             tokens=column_or_nan(curve, "tokens", len(raw)),
@@ -189,10 +191,12 @@ def diverged_at(raw: Array, line: Array) -> int | None:
     median absolute difference of neighbouring values over the square root of two (after Rousseeuw and Croux 1993); a
     trend does not enlarge it.
     """
-    known = np.flatnonzero(np.isfinite(line) & np.isfinite(raw))
-    if len(known) < 2 * DIVERGENCE_POINTS:
+    known = np.isfinite(line) & np.isfinite(raw)
+    places = None if known.all() else np.flatnonzero(known)
+    values = line if places is None else line[places]
+    raw = raw if places is None else raw[places]
+    if len(values) < 2 * DIVERGENCE_POINTS:
         return None
-    raw, values = raw[known], line[known]
     lowest = int(np.argmin(values))
     after = values[lowest:]
     if len(after) < max(DIVERGENCE_POINTS, 0.02 * len(values)):
@@ -201,4 +205,4 @@ def diverged_at(raw: Array, line: Array) -> int | None:
     noise = 1.4826 * float(np.median(np.abs(raw[first + 1] - raw[first]))) / math.sqrt(2)
     fallen = float(values[: lowest + 1].max() - values[lowest])
     risen = float(after[len(after) // 2 :].min() - values[lowest])
-    return int(known[lowest]) if risen > max(0.25 * fallen, 6.0 * noise, 1e-9) else None
+    return int(lowest if places is None else places[lowest]) if risen > max(0.25 * fallen, 6.0 * noise, 1e-9) else None

@@ -99,14 +99,15 @@ class LiveLossFigure:
     def __init__(self, snapshots: Sequence[Snapshot], settings: CurveSettings, on_zoom: Callable[[], None]) -> None:
         self._cache = CurveCache()
         self._latest: list[PreparedCurve] = []
-        self._shown: list[tuple[PreparedCurve | None, Window, bool]] = [(None, None, False)] * len(snapshots)
         curves = [snapshot.curve for snapshot in snapshots]
         x, unit = shared_axis(curves, settings.x)
         self._x_title = unit.title
         self.figure = loss_layout(curves, x)
         self.figure.update_layout(margin={"t": 36, "b": 40}, height=400, autosize=True)  # plotly's buttons need the top
-        prepared = self._prepare(snapshots, x, unit, settings.smoothing)
-        self.figure.add_traces(curve_traces(prepared, x, "loss", smooth=settings.smoothing > 0, complete=True))
+        prepared, smooth = self._prepare(snapshots, x, unit, settings.smoothing), settings.smoothing > 0
+        top = _upper_end(prepared, settings.log_y)
+        self.figure.add_traces(curve_traces(prepared, x, "loss", smooth=smooth, complete=True, top=top))
+        self._shown: list[tuple[PreparedCurve, Window, bool]] = [(curve, None, smooth) for curve in prepared]
         self.widget = growing_plot(self.figure)
         self._x = x
         self.widget.observe(lambda _: on_zoom(), names=("visible", "hovered"))
@@ -135,8 +136,8 @@ class LiveLossFigure:
             self.widget.visible = None
         window = self.window
         whole = self._prepare(snapshots, x, unit, settings.smoothing)
-        y_range = None if settings.log_y else settled_range(whole, False)
-        redrawn = self._update_traces(whole, x, settings.smoothing > 0, window, None if y_range is None else y_range[1])
+        top = _upper_end(whole, settings.log_y)
+        redrawn = self._update_traces(whole, x, settings.smoothing > 0, window, top)
         self._update_layout(unit.title, settings)
         if len(whole) <= MAX_INSIDE and window is None:
             legend = self.figure.layout.legend
@@ -195,8 +196,7 @@ class LiveLossFigure:
         curves = [snapshot.curve for snapshot in snapshots]
         x, _ = shared_axis(curves, settings.x)
         figure = loss_layout(curves, x)
-        y_range = settled_range(self._latest, settings.log_y)
-        top = None if y_range is None or settings.log_y else y_range[1]
+        y_range, top = settled_range(self._latest, settings.log_y), _upper_end(self._latest, settings.log_y)
         figure.add_traces(curve_traces(self._latest, x, "loss", smooth=settings.smoothing > 0, top=top))
         figure.layout.legend = self.figure.layout.legend
         figure.update_layout(yaxis={"type": "log" if settings.log_y else "linear", "range": y_range})
@@ -211,6 +211,12 @@ class LiveLossFigure:
         points = _live_points(len(snapshots))
         self._latest = self._cache.prepare(snapshots, "loss", x, unit, smoothing, points)
         return self._latest
+
+
+def _upper_end(curves: Sequence[PreparedCurve], log_y: bool) -> float | None:
+    """Return the value at the upper end of a linear y axis that leaves curves out; None if it leaves none out."""
+    y_range = None if log_y else settled_range(curves, False)
+    return None if y_range is None else y_range[1]
 
 
 def _live_points(num_runs: int) -> int:

@@ -15,16 +15,24 @@ import numpy as np
 from workbench.analysis.curve import Curve, Mark
 from workbench.errors import RunFailed
 from workbench.rundir import RunDir, read_record
-from workbench.runs.records.history import Evaluations, History, HistoryTail, Utilization, final_loss, resumed_step
+from workbench.runs.records.history import (
+    LAST_STEPS,
+    Evaluations,
+    History,
+    HistoryTail,
+    Utilization,
+    final_loss,
+    resumed_step,
+)
 from workbench.runs.records.text_samples import TextSamples
 from workbench.runs.run import Run
 from workbench.runs.status import Status
 from workbench.units import count, duration
 
 RECENT_STEPS = 20
+"""Number of logged steps from which speed and remaining time are estimated."""
 SHOWN_WAIT = 0.02
 """Share of the time that a run waits for data from which its line of facts says so."""
-"""Number of logged steps from which speed and remaining time are estimated."""
 STATUS_S = 0.5
 """Seconds between two looks at which processes are alive; events are read each time."""
 
@@ -69,7 +77,7 @@ class Snapshot:
         """Seconds of training left at the recent speed; None before two steps, in a stall and after the end."""
         if self.status.final or self.status.state == "stalled" or self.steps is None or len(self.history) < 2:
             return None
-        seconds, step = self.history.seconds[-RECENT_STEPS:], self.history.step[-RECENT_STEPS:]
+        seconds, step = (self.history.last(name, RECENT_STEPS) for name in ("seconds", "step"))
         per_step = (seconds[-1] - seconds[0]) / max(1.0, step[-1] - step[0])
         return float(per_step * (self.steps - step[-1])) if math.isfinite(per_step) else None
 
@@ -79,15 +87,16 @@ class Snapshot:
         if not len(self.history):
             return f"{self.phase} done, first step to come" if self.phase else "no step yet"
         of_all = f" of {self.steps:,}" if self.steps else ""
-        loss = final_loss(self.history.loss) if self.status.final else self.history.loss[-1]
+        losses = self.history.last("loss", LAST_STEPS)
+        loss = final_loss(losses) if self.status.final else losses[-1]
         parts = [f"step {self.step:,}{of_all}", f"loss {loss:.4g}"]
-        speed = _recent_median(self.history.tokens_per_s)
+        speed = _recent_median(self.history.last("tokens_per_s", RECENT_STEPS))
         if speed is not None:
             parts.append(f"{count(speed)} tokens/s")
-        mfu = _recent_median(self.history.mfu)
+        mfu = _recent_median(self.history.last("mfu", RECENT_STEPS))
         if mfu is not None:
             parts.append(f"MFU {mfu:.1%}")
-        waiting = _recent_median(self.history.data_wait)
+        waiting = _recent_median(self.history.last("data_wait", RECENT_STEPS))
         if waiting is not None and waiting >= SHOWN_WAIT:
             parts.append(f"waiting for data {waiting:.0%}")
         if self.eta_s is not None:
@@ -111,9 +120,8 @@ class Snapshot:
 
 
 def _recent_median(values: Any) -> float | None:
-    """Return the median over the last steps, or None where no value is known."""
-    window = values[-RECENT_STEPS:]
-    known = window[np.isfinite(window)]
+    """Return the median of the known values, or None where none is."""
+    known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else None
 
 

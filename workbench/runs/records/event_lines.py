@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from workbench.columns import COLUMNS
 from workbench.events import Event
 from workbench.rundir import CHECKSUM, is_intact, parse_event
+
+if TYPE_CHECKING:
+    from workbench.runs.records.kept_blocks import KeptSteps
 
 Array = NDArray[np.float64]
 Lines = NDArray[np.int64]
@@ -49,7 +52,7 @@ class EventBlock:
     """The events of some whole lines, which are numbered from 0."""
 
     num_bytes: int
-    steps: Array
+    steps: Array | KeptSteps
     """One column a logged step and one row for each of `LOGGED`."""
     samples: Array
     """One column a sample of one device: number of its line, time, index in `names`, utilisation, bytes in use."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,14 @@ from workbench.columns import COLUMNS
 from workbench.errors import suggestion
 from workbench.events import DataEvaluationEvent, EvaluationEvent, Event, SamplesEvent, SparsityEvent, StartEvent
 from workbench.runs.records.event_lines import LOGGED, EventBlock, columns_of, number, recent_steps
-from workbench.runs.records.kept_blocks import read_blocks
+from workbench.runs.records.kept_blocks import KeptSteps, read_blocks
 from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
 from workbench.tables import html_table
 
 Column = NDArray[np.float64]
-_TIME, _SECONDS = LOGGED.index("time"), LOGGED.index("seconds")
+_ROWS = {name: row for row, name in enumerate((*LOGGED, "gpu_hours"))}
+_STEP, _TIME, _SECONDS, _GPU_HOURS = (_ROWS[name] for name in ("step", "time", "seconds", "gpu_hours"))
 _SAMPLE_ROWS = 4  # time, device, share, used_bytes
 _FIRST_ROOM = 1024  # columns
 GOING_ON = ("running", "stalled")
@@ -52,7 +55,7 @@ class History:
     """
 
     def __init__(self, columns: Mapping[str, Column], begins_after: int | None = None) -> None:
-        self._columns = dict(columns)
+        self._columns = columns
         self._begins_after = begins_after
 
     def __getattr__(self, name: str) -> Column:
@@ -89,6 +92,12 @@ class History:
             if len(known)
         ]
         return html.escape(repr(self)) + html_table(("column", "first", "last", "least", "greatest"), rows)
+
+    def last(self, name: str, count: int = 1) -> Column:
+        """Return the last values of a column, at most `count`; of a long run, the rest of it need not be read."""
+        if isinstance(self._columns, _RunColumns):
+            return self._columns.last(name, count)
+        return self[name][-count:]
 
     @property
     def missing(self) -> int:
@@ -186,17 +195,131 @@ class _Table:
             first += len(part)
         self.length += count
 
-    def insert(self, column: Column) -> None:
-        """Insert a column in the order of the first row, unless one with the same value there exists."""
-        at = int(np.searchsorted(self.view()[0], column[0]))
-        if self.view()[0, at] != column[0]:
-            self._values = np.insert(self._values[:, : self.length], at, column, axis=1)
-            self.length += 1
-
     def cut(self, length: int) -> None:
         if length < self.length:
             self._values = self._values[:, :length].copy()  # columns handed out earlier keep their rows
             self.length = length
+
+
+class _Attempt(NamedTuple):
+    """What GPU-hours are counted from in the steps after a start: seconds and GPU-hours before it, and its devices."""
+
+    seconds: float = 0.0
+    gpu_hours: float = 0.0
+    devices: int = 1
+
+    def hours(self, seconds: Column | float) -> Any:
+        return self.gpu_hours + (seconds - self.seconds) * self.devices / 3600
+
+
+class _KeptPart(NamedTuple):
+    """Some consecutive steps of one attempt that are kept beside the events."""
+
+    steps: KeptSteps
+    first: int
+    end: int
+    attempt: _Attempt
+
+    def row(self, row: int) -> Column:
+        if row == _GPU_HOURS:
+            return np.asarray(self.attempt.hours(self.row(_SECONDS)))
+        return self.steps[row][self.first : self.end]
+
+
+class _Steps:
+    """The steps of a run in order: first kept ones, of which a row is read when it is asked for, then those in memory.
+
+    Steps are only added, so that whoever remembers a length finds the same steps later; `without` returns another
+    object.
+    """
+
+    def __init__(self, kept: Sequence[_KeptPart] = (), memory: Column | None = None) -> None:
+        self._kept, self._num_kept = list(kept), sum(part.end - part.first for part in kept)
+        self._memory, self._read = _Table(len(_ROWS)), dict[int, _Table]()
+        self._lock = threading.Lock()  # threads draw what another one follows
+        if memory is not None:
+            self._memory.append(memory)
+
+    def __len__(self) -> int:
+        return self._num_kept + self._memory.length
+
+    def row(self, row: int, length: int | None = None) -> Column:
+        """Return one row, by default of all steps."""
+        if not self._kept:
+            return self._memory.view()[row, :length]
+        with self._lock:
+            if row not in self._read:
+                self._read[row] = _Table(1)
+                self._read[row].reserve(len(self))
+            read, start = self._read[row], 0
+            for part in self._kept:
+                if start >= read.length:
+                    read.append(part.row(row)[None])
+                start += part.end - part.first
+            read.append(self._memory.view()[None, row, read.length - start :])
+            return read.view()[0, :length]
+
+    def last(self, row: int, count: int, length: int) -> Column:
+        """Return the last values of a row of the first `length` steps, at most `count`."""
+        in_memory = length - self._num_kept
+        if self._kept and in_memory < count:
+            part = self._kept[-1]
+            if row not in self._read and in_memory == 0 and part.end - part.first >= count:
+                return part.row(row)[-count:]
+            return self.row(row, length)[-count:]
+        return self._memory.view()[row, max(0, in_memory - count) : in_memory]
+
+    def reserve(self, steps: int) -> None:
+        self._memory.reserve(steps)
+
+    def append(self, steps: Column, hours: Column) -> None:
+        self._memory.append(steps, hours[None])
+
+    def keep(self, part: _KeptPart) -> bool:
+        """Append kept steps; return False if steps in memory come before them."""
+        if self._memory.length:
+            return False
+        self._kept.append(part)
+        self._num_kept += part.end - part.first
+        return True
+
+    def without(self, length: int) -> _Steps:
+        """Return the first `length` steps."""
+        kept, left = list[_KeptPart](), length
+        for part in self._kept:
+            if left > 0:
+                kept.append(part._replace(end=min(part.end, part.first + left)))
+            left -= part.end - part.first
+        return _Steps(kept, self._memory.view()[:, : max(0, left)])
+
+    def with_inserted(self, step: Column) -> _Steps:
+        """Return all steps in memory and one more in its place, unless one of this number exists."""
+        at = int(np.searchsorted(self.row(_STEP), step[_STEP]))
+        if self.row(_STEP)[at] == step[_STEP]:
+            return self
+        return _Steps(memory=np.insert([self.row(row) for row in _ROWS.values()], at, step, axis=1))
+
+
+class _RunColumns(Mapping[str, Column]):
+    """The columns of the first `length` steps of a run."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps, self._length = steps, len(steps)
+
+    def __getitem__(self, name: str) -> Column:
+        return self._steps.row(_ROWS[name], self._length)
+
+    def last(self, name: str, count: int) -> Column:
+        return self._steps.last(_ROWS[name], count, self._length)
+
+    def __contains__(self, name: object) -> bool:
+        return name in COLUMNS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COLUMNS)
+
+    def __len__(self) -> int:
+        return len(COLUMNS)
 
 
 class HistoryTail:
@@ -208,10 +331,9 @@ class HistoryTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._steps, self._samples = _Table(len(LOGGED) + 1), _Table(_SAMPLE_ROWS)
-        self._devices, self._training = 1, False
+        self._steps, self._samples = _Steps(), _Table(_SAMPLE_ROWS)
+        self._attempt, self._training = _Attempt(), False
         self._started_at = set[float]()
-        self._before = (0.0, 0.0)  # seconds and device-hours at the last start
         self._begins_after: int | None = None  # the step of the checkpoint that the first step kept follows
         self._device_type, self._names = "", dict[str, int]()
         self._evaluations: dict[int, list[float]] = {}
@@ -227,8 +349,7 @@ class HistoryTail:
         for block in read_blocks(self._path, self._offset):
             self._offset += block.num_bytes
             self._take(block)
-        columns = dict(zip((*LOGGED, "gpu_hours"), self._steps.view(), strict=True))
-        return History({name: columns[name] for name in COLUMNS}, self._begins_after)
+        return History(_RunColumns(self._steps), self._begins_after)
 
     @property
     def utilization(self) -> Utilization:
@@ -261,7 +382,7 @@ class HistoryTail:
         return patterns_of([self._patterns[step] for step in sorted(self._patterns)])
 
     def _take(self, block: EventBlock) -> None:
-        if block.steps.shape[1] and not self._steps.length:
+        if isinstance(block.steps, np.ndarray) and block.steps.shape[1] and not len(self._steps):
             bytes_left = self._path.stat().st_size - self._offset
             self._steps.reserve(int(block.steps.shape[1] * (1 + 1.05 * bytes_left / block.num_bytes)))
         taken = sampled = 0
@@ -276,14 +397,14 @@ class HistoryTail:
             elif event["type"] == "sparsity":
                 self._patterns[int(event["step"])] = event
             elif event["type"] == "start":
-                self._append(block.steps[:, taken:steps_before])
+                self._append(block.steps, taken, steps_before)
                 taken, sampled = steps_before, self._append_samples(block, sampled, line)
                 self._restart(event)
             elif event["type"] == "end" or (event["type"] == "status" and event["state"] not in GOING_ON):
                 sampled = self._append_samples(block, sampled, line)
                 self._training = False
             self.events.append(event)
-        self._append(block.steps[:, taken:])
+        self._append(block.steps, taken, block.steps.shape[1])
         self._append_samples(block, sampled)
 
     def _restart(self, event: StartEvent) -> None:
@@ -292,53 +413,61 @@ class HistoryTail:
             return
         self._started_at.add(event["time"])
         devices = event.get("devices")
-        self._devices = devices if isinstance(devices, int) else len(devices or ()) or int(event.get("world") or 1)
+        count = devices if isinstance(devices, int) else len(devices or ()) or int(event.get("world") or 1)
         self._training = True
         resumed = resumed_step(event.get("resumed_from"))
         self._forget_after(resumed)
-        if not self._steps.length:
+        if not len(self._steps):
             self._begins_after = resumed
         self._evaluations = {step: row for step, row in self._evaluations.items() if resumed and step <= resumed}
         self._texts = {step: event for step, event in self._texts.items() if resumed and step <= resumed}
         self._patterns = {step: event for step, event in self._patterns.items() if resumed and step <= resumed}
-        seconds, hours = self._steps.view()[[_SECONDS, -1]]
+        hours = self._steps.row(_GPU_HOURS)
         finite = np.flatnonzero(np.isfinite(hours))
-        self._before = (float(seconds[finite[-1]]), float(hours[finite[-1]])) if len(finite) else (0.0, 0.0)
-        last = self._steps.view()[_TIME, -1] if self._steps.length else -np.inf
+        before = (float(self._steps.row(_SECONDS)[finite[-1]]), float(hours[finite[-1]])) if len(finite) else (0.0, 0.0)
+        self._attempt = _Attempt(*before, count)
+        last = self._last(_TIME) if len(self._steps) else -np.inf
         self._samples.cut(int(np.searchsorted(self._samples.view()[0], last, side="right")))
 
     def _evaluated(self, event: EvaluationEvent | DataEvaluationEvent) -> list[float]:
-        before_s, before_h = self._before
-        gpu_hours = before_h + (event["seconds"] - before_s) * self._devices / 3600
-        return [*(number(event.get(name)) for name in EVALUATED), gpu_hours]
+        return [*(number(event.get(name)) for name in EVALUATED), self._attempt.hours(event["seconds"])]
 
-    def _append(self, steps: Column) -> None:
+    def _append(self, steps: Column | KeptSteps, first: int, end: int) -> None:
         """Append steps; those whose numbers do not rise were repeated without a `start` and replace earlier ones.
 
         A line that stands in the wrong place is older than the line before it. It fills a gap or says nothing new.
         """
-        repeats = np.flatnonzero(np.diff(steps[0]) <= 0) + 1
-        for rising in np.split(steps, repeats, axis=1) if len(repeats) else [steps]:
-            if not rising.shape[1]:
-                continue
-            before_s, before_h = self._before
-            hours = before_h + (rising[_SECONDS] - before_s) * self._devices / 3600
-            while rising.shape[1] and self._is_misplaced(rising[:, 0]):
-                self._steps.insert(np.append(rising[:, 0], hours[0]))
+        if first == end:
+            return
+        numbers = steps[_STEP][first:end]
+        repeats = np.flatnonzero(np.diff(numbers) <= 0) + 1
+        if isinstance(steps, KeptSteps):
+            if not len(repeats) and not self._is_misplaced(numbers[0], steps[_TIME][first]):
+                self._forget_after(int(np.ceil(numbers[0])) - 1)
+                if self._steps.keep(_KeptPart(steps, first, end, self._attempt)):
+                    return
+            steps = np.array([steps[row] for row in range(len(LOGGED))])
+        for rising in np.split(steps[:, first:end], repeats, axis=1):
+            hours = self._attempt.hours(rising[_SECONDS])
+            while rising.shape[1] and self._is_misplaced(rising[_STEP, 0], rising[_TIME, 0]):
+                self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]))
                 rising, hours = rising[:, 1:], hours[1:]
             if rising.shape[1]:
-                self._forget_after(int(np.ceil(rising[0, 0])) - 1)
-                self._steps.append(rising, hours[None])
+                self._forget_after(int(np.ceil(rising[_STEP, 0])) - 1)
+                self._steps.append(rising, hours)
 
-    def _is_misplaced(self, row: Column) -> bool:
+    def _is_misplaced(self, step: float, time: float) -> bool:
         """Return True for a step that is neither after the last one nor written later than that."""
-        if not self._steps.length:
+        if not len(self._steps):
             return False
-        last = self._steps.view()[:, -1]
-        return bool(row[0] <= last[0] and row[_TIME] <= last[_TIME])
+        return bool(step <= self._last(_STEP) and time <= self._last(_TIME))
+
+    def _last(self, row: int) -> float:
+        return float(self._steps.last(row, 1, len(self._steps))[0])
 
     def _forget_after(self, step: int) -> None:
-        self._steps.cut(int(np.searchsorted(self._steps.view()[0], step, side="right")))
+        if len(self._steps) and self._last(_STEP) > step:
+            self._steps = self._steps.without(int(np.searchsorted(self._steps.row(_STEP), step, side="right")))
 
     def _append_samples(self, block: EventBlock, first: int, line: float = math.inf) -> int:
         """Append a block's samples of devices from `first` on up to a line, and return the index of the next.

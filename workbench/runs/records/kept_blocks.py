@@ -5,6 +5,8 @@ own, and the block's columns with theirs. It is written by the supervisor while 
 events first, and never trusted against them: either the file of events is the very same that was read (inode, size and
 both times of change), or the checksum of what a record was made from is computed again. From the first record that does
 not agree, the events are read. A record without events says that all before it agreed with the file of events.
+
+Columns of steps are read when somebody asks for them: a figure draws three or four of more than a dozen.
 """
 
 from __future__ import annotations
@@ -23,17 +25,46 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, EventBlock, blocks, parsed
+from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, Array, EventBlock, blocks, parsed
 
 KEPT_BYTES = 2**20
 """Size of a block from which it is kept; a smaller one is parsed in the time that it takes to look for it."""
 SETTLED_S = 2.0
 """Age of the last change from which a later one must have another time: file systems count in steps."""
-_MAGIC = b"WBevent1"
+_MAGIC = b"WBevent2"
 _HEAD = struct.Struct("<8sII")
 """Magic, length and CRC-32 of the header."""
 _NOTHING = parsed(b"")
 """Block of a record without events."""
+
+
+class KeptSteps:
+    """The logged steps of a kept block; `steps[row]` reads one of `LOGGED` and compares its checksum.
+
+    A damaged column is taken from the events, and the file with the kept columns is removed: the next reader writes it
+    anew. Raises `OSError` if the events are no longer those that were kept.
+    """
+
+    def __init__(self, events: Path, head: dict[str, Any], offset: int) -> None:
+        self._events, self._head, self._offset = events, head, offset
+        self.shape = (len(LOGGED), int(head["steps"]))
+
+    def __getitem__(self, row: int) -> Array:
+        values = np.empty(self.shape[1])
+        kept = self._events.with_suffix(".columns")
+        with contextlib.suppress(OSError), kept.open("rb", buffering=0) as file:
+            file.seek(self._offset + row * values.nbytes)
+            file.readinto(values.data)
+            if zlib.crc32(values.data) == self._head["steps_crc32"][row]:
+                return values
+        with contextlib.suppress(OSError):
+            kept.unlink(missing_ok=True)
+        with self._events.open("rb") as file:
+            file.seek(self._head["start"])
+            text = file.read(self._head["bytes"])
+        if zlib.crc32(text) != self._head["crc32"]:
+            raise OSError(f"{self._events} was changed while it was read. Read it again.")
+        return np.asarray(parsed(text).steps[row])
 
 
 def read_blocks(path: Path, offset: int = 0, *, with_columns: bool = True) -> Iterator[EventBlock]:
@@ -93,16 +124,13 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[E
                 length = events.readinto(text[: head["bytes"]])  # new memory for each block would take longer to map
                 if length != head["bytes"] or zlib.crc32(text[:length]) != head["crc32"]:
                     return
-            sizes = ((len(LOGGED), head["steps"]), (SAMPLE_ROWS, head["samples"]))
-            steps, samples = (np.empty((rows, count if with_columns else 0)) for rows, count in sizes)
+            steps, samples = np.empty((len(LOGGED), 0)), np.empty((SAMPLE_ROWS, head["samples"] if with_columns else 0))
             if with_columns:
-                file.seek(end - 8 * sum(rows * count for rows, count in sizes))
-                crc = 0
-                for matrix in (steps, samples):
-                    file.readinto(matrix.data)
-                    crc = zlib.crc32(matrix.data, crc)
-                if crc != head["columns_crc32"]:
+                file.seek(end - samples.nbytes)
+                file.readinto(samples.data)
+                if zlib.crc32(samples.data) != head["samples_crc32"]:
                     return
+                steps = KeptSteps(path, head, end - samples.nbytes - 8 * len(LOGGED) * head["steps"])
             others = tuple((line, steps, event) for line, steps, event in head["others"])
             names = tuple(head["names"])
             block = EventBlock(head["bytes"], steps, samples, names, head["device_type"], others, head["damaged"])
@@ -127,7 +155,7 @@ def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _record(identity: list[int] | None, start: int, text: bytes, block: EventBlock) -> bytes:
-    columns = block.steps.tobytes() + block.samples.tobytes()
+    steps, samples = [row.tobytes() for row in block.steps], block.samples.tobytes()
     head = {
         "file": identity,
         "start": start,
@@ -136,14 +164,15 @@ def _record(identity: list[int] | None, start: int, text: bytes, block: EventBlo
         "columns": LOGGED,
         "steps": block.steps.shape[1],
         "samples": block.samples.shape[1],
-        "columns_crc32": zlib.crc32(columns),
+        "steps_crc32": [zlib.crc32(row) for row in steps],
+        "samples_crc32": zlib.crc32(samples),
         "names": block.names,
         "device_type": block.device_type,
         "others": block.others,
         "damaged": block.damaged,
     }
     header = json.dumps(head).encode()
-    return _HEAD.pack(_MAGIC, len(header), zlib.crc32(header)) + header + columns
+    return _HEAD.pack(_MAGIC, len(header), zlib.crc32(header)) + header + b"".join((*steps, samples))
 
 
 def _identity(path: Path) -> list[int] | None:
