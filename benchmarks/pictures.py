@@ -35,7 +35,7 @@ from workbench.cost.profile import BlockTypeCost, Profile
 from workbench.figures import theme
 from workbench.figures.contrast_view import contrast
 from workbench.figures.figure import save
-from workbench.figures.pages import PLOTLY_MIME
+from workbench.figures.pages import PLOTLY_MIME, decoded
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
@@ -332,7 +332,7 @@ def kept_figure(notebook: str, call: str) -> go.Figure:
     cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     [cell] = [cell for cell in cells if call in "".join(cell["source"])]
     shown = cell["outputs"][0]["data"][PLOTLY_MIME]
-    return go.Figure({"data": shown["data"], "layout": shown["layout"]})
+    return go.Figure(decoded({"data": shown["data"], "layout": shown["layout"]}))
 
 
 PICTURES: Mapping[str, Callable[[], go.Figure]] = {

@@ -255,7 +255,10 @@ def test_the_average_of_a_long_column_is_the_weighted_sum_that_defines_it() -> N
     y = np.sin(x / 300) + random.normal(0, 1, len(x))
     y[CHUNK_POINTS - 5 : CHUNK_POINTS + 5] = np.nan
     known = np.isfinite(y)
-    for width, error in ((20.0, 1e-9), (0.05 * x[-1], 0.01 / np.sqrt(4 * 0.05 * len(x)))):  # a hundredth of the noise left
+    for width, error in (
+        (20.0, 1e-9),
+        (0.05 * x[-1], 0.01 / np.sqrt(4 * 0.05 * len(x))),
+    ):  # a hundredth of the noise left
         line = smoothed(x, y, width)
         assert np.array_equal(np.isfinite(line), known)
         for at in (0, 7, 500, CHUNK_POINTS - 6, CHUNK_POINTS + 5, 2 * CHUNK_POINTS, len(x) - 1):

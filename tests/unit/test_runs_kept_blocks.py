@@ -115,6 +115,57 @@ def test_what_is_kept_while_a_run_goes_on_is_all_that_its_first_reader_needs(
     assert everything(events) == unkept(events)
 
 
+def test_only_columns_that_are_asked_for_are_read(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = read_history(events)  # in memory, because nothing was kept yet
+    rows = list[int]()
+
+    class Noted(kept_blocks.KeptSteps):
+        def __getitem__(self, row: int) -> Any:
+            rows.append(row)
+            return super().__getitem__(row)
+
+    monkeypatch.setattr(kept_blocks, "KeptSteps", Noted)
+    history = read_history(events)
+    loss, grad_norm = (event_lines.LOGGED.index(name) for name in ("loss", "grad_norm"))
+    assert {loss, grad_norm}.isdisjoint(rows)
+    blocks_read = len(rows)
+    assert np.array_equal(history.last("loss", 5), expected.loss[-5:])
+    assert len(rows) <= blocks_read + 1, "the last block alone"
+    assert np.array_equal(history.loss, expected.loss)
+    once = rows.count(loss)
+    assert np.array_equal(history.loss, expected.loss)
+    assert rows.count(loss) == once
+    assert grad_norm not in rows
+
+
+def test_a_history_stays_as_it_was_when_its_run_starts_again(events: Path) -> None:
+    everything(events)
+    tail = HistoryTail(events)
+    before = tail.read()
+    append_event(events, "start", devices=2, resumed_from="checkpoints/step-00000100")
+    train(events, 101, 150)
+    after = tail.read()
+    assert before.step[-1] == STEPS
+    assert np.array_equal(before.loss, 7.0 / before.step)
+    assert after.step[-1] == 150
+    assert np.array_equal(after.loss, 7.0 / after.step)
+    assert np.array_equal(after.last("seconds", 60), 0.5 * after.step[-60:])
+
+
+def test_a_column_that_is_damaged_after_its_run_was_opened_comes_from_the_events(events: Path) -> None:
+    expected = read_history(events).loss
+    opened = read_history(events)
+    kept = events.with_suffix(".columns")
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert np.array_equal(opened.loss, expected)
+    assert np.array_equal(read_history(events).loss, expected)
+    opened = read_history(events)
+    kept.unlink()
+    events.write_bytes(b"x" * events.stat().st_size)
+    with pytest.raises(OSError, match="Read it again"):
+        len(opened.tokens)
+
+
 def test_events_that_agreed_once_are_not_read_again(events: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(kept_blocks, "SETTLED_S", 60.0)  # what was written just now may change within its time stamp

@@ -295,45 +295,50 @@ def _traces(
     held_out = curve.evaluations.get("eval_loss", np.empty(0))
     line_color = theme.pale(curve.color, 0.35) if len(held_out) else curve.color
     few = y not in COLUMNS or np.isfinite(curve.raw).sum() == 1
-    traces = {
-        "raw": go.Scatter(
-            **visible["raw"], mode="lines", line={"color": theme.pale(curve.color, 0.62), "width": 1}, hoverinfo="skip"
-        ),
-        "line": go.Scatter(
+    fields: dict[str, dict[str, Any]] = {
+        "raw": {
+            **visible["raw"],
+            "mode": "lines",
+            "line": {"color": theme.pale(curve.color, 0.62), "width": 1},
+            "hoverinfo": "skip",
+        },
+        "line": {
             **visible["line"],
-            mode="lines+markers" if few else "lines",
-            line={"color": line_color, "width": 2.2, "dash": curve.dash},
-            marker={"color": curve.color, "size": 7},
-            hovertemplate=_hover(curve, y, smooth),
-        ),
-        "nan": go.Scatter(
-            x=curve.x[x][curve.gaps],
-            y=_height_before(curve.raw, curve.gaps),
-            mode="markers",
-            marker={"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
-            hovertemplate=f"{_label(y).lower()} is NaN or infinite from here",
-        ),
-        "evaluation": go.Scatter(
-            x=curve.positions(x, "evaluation"),
-            y=held_out,
-            mode="lines+markers",
-            line={"color": curve.color, "width": 1.6, "dash": curve.dash},
-            marker={"color": curve.color, "size": 6, "symbol": "diamond"},
-            hovertemplate="held-out loss %{y:.4g}",
-        ),
-        "mark": _mark_trace(curve, x, line),
-        "end": _end_trace(curve, x, line, label_position, y == "loss", top),
+            "mode": "lines+markers" if few else "lines",
+            "line": {"color": line_color, "width": 2.2, "dash": curve.dash},
+            "marker": {"color": curve.color, "size": 7},
+            "hovertemplate": _hover(curve, y, smooth),
+        },
+        "nan": {
+            "x": curve.x[x][curve.gaps],
+            "y": _height_before(curve.raw, curve.gaps),
+            "mode": "markers",
+            "marker": {"symbol": "x", "size": 9, "color": theme.ALERT, "line": {"color": "white", "width": 1}},
+            "hovertemplate": f"{_label(y).lower()} is NaN or infinite from here",
+        },
+        "evaluation": {
+            "x": curve.positions(x, "evaluation"),
+            "y": held_out,
+            "mode": "lines+markers",
+            "line": {"color": curve.color, "width": 1.6, "dash": curve.dash},
+            "marker": {"color": curve.color, "size": 6, "symbol": "diamond"},
+            "hovertemplate": "held-out loss %{y:.4g}",
+        },
+        "mark": _mark_fields(curve, x, line),
+        "end": _end_fields(curve, x, line, label_position, y == "loss", top),
     }
-    for role, trace in traces.items():
-        trace.update(
+    name = theme.text(theme.short(curve.name))
+    return [  # all at once: a field that is set later takes plotly as long as a trace
+        go.Scatter(
+            **fields[role],
             legendgroup=curve.key,
-            name=theme.text(theme.short(curve.name)),
+            name=name,
             meta=role,
-            # Only text in the lowest layer may leave the plot.
-            zorder=0 if role == "end" else TRACE_ROLES.index(role),
+            zorder=0 if role == "end" else layer,  # only text in the lowest layer may leave the plot
             showlegend=role == "line",
         )
-    return list(traces.values())
+        for layer, role in enumerate(TRACE_ROLES)
+    ]
 
 
 def _hover(curve: PreparedCurve, y: str, smooth: bool) -> str:
@@ -342,25 +347,25 @@ def _hover(curve: PreparedCurve, y: str, smooth: bool) -> str:
     return f"{_label(y).lower()} %{{y:.4g}}{raw} · step %{{customdata[1]:,.0f}}{tokens}"
 
 
-def _mark_trace(curve: PreparedCurve, x: str, line: Array) -> go.Scatter:
+def _mark_fields(curve: PreparedCurve, x: str, line: Array) -> dict[str, Any]:
     looks = [MARK_LOOKS[mark.type] for mark in curve.marks]
     heights = np.asarray(line[curve.mark_index]) if len(line) else np.empty(0)
     if not np.isfinite(heights).all():
         heights = np.where(np.isfinite(heights), heights, _height_before(line, curve.mark_index))
     outlines = [look.outline or curve.color for look in looks] or theme.ALERT
-    return go.Scatter(
-        x=curve.x[x][curve.mark_index],
-        y=heights,
-        mode="markers",
-        marker={
+    return {
+        "x": curve.x[x][curve.mark_index],
+        "y": heights,
+        "mode": "markers",
+        "marker": {
             "symbol": [look.symbol for look in looks],
             "size": [look.size for look in looks],
             "color": [look.fill for look in looks],
             "line": {"color": outlines, "width": 1.5},
         },
-        customdata=[theme.text(mark.text) for mark in curve.marks],
-        hovertemplate="%{customdata}",
-    )
+        "customdata": [theme.text(mark.text) for mark in curve.marks],
+        "hovertemplate": "%{customdata}",
+    }
 
 
 def mark_key(prepared: Sequence[PreparedCurve]) -> str | None:
@@ -385,26 +390,26 @@ def _height_before(values: Array, at: Indices) -> Array:
     return np.asarray(values[finite[before]])
 
 
-def _end_trace(
+def _end_fields(
     curve: PreparedCurve, x: str, line: Array, position: str | None, is_loss: bool, top: float | None
-) -> go.Scatter:
+) -> dict[str, Any]:
     """Return the last point of a curve; the number beside that of a training loss is the one that tables show."""
     points = curve.points("end")
     final = final_loss(curve.raw[: points[-1] + 1]) if is_loss and len(points) else math.nan
     above = top is not None and bool((line[points] > top).any())
-    return go.Scatter(
-        x=curve.x[x][points],
-        y=np.full(len(points), top) if above else line[points],
-        mode="markers" if position is None else "markers+text",
-        marker={"color": curve.color, "size": 6},
-        text=[
+    return {
+        "x": curve.x[x][points],
+        "y": np.full(len(points), top) if above else line[points],
+        "mode": "markers" if position is None else "markers+text",
+        "marker": {"color": curve.color, "size": 6},
+        "text": [
             f"<b>{'↑ ' * above}{_describe_loss(final if math.isfinite(final) else value)}</b>" for value in line[points]
         ],
-        textposition=position or "middle right",
-        textfont={"color": theme.as_text(curve.color), "size": theme.FONT_PX},
-        cliponaxis=False,
-        hoverinfo="skip",
-    )
+        "textposition": position or "middle right",
+        "textfont": {"color": theme.as_text(curve.color), "size": theme.FONT_PX},
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+    }
 
 
 def _describe_loss(value: float) -> str:

@@ -212,7 +212,7 @@ def add_pictures(notebook: Any) -> str:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     for data in (output["data"] for output in outputs if PLOTLY_MIME in output.get("data", {})):
         if "image/png" not in data:
-            figure = _decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
+            figure = decoded({key: data[PLOTLY_MIME].get(key, {}) for key in ("data", "layout")})
             try:
                 drawn = picture(go.Figure(figure, skip_invalid=True), "png", NOTEBOOK_PX)
                 data["image/png"] = base64.b64encode(drawn).decode()
@@ -222,15 +222,15 @@ def add_pictures(notebook: Any) -> str:
     return reason
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """Return Plotly's JSON with its base64 columns as lists."""
     if isinstance(value, Mapping):
         if "bdata" in value:
             column = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
             shape = [int(size) for size in str(value.get("shape", len(column))).split(",")]
             return column.reshape(shape).tolist()
-        return {key: _decoded(item) for key, item in value.items()}
-    return [_decoded(item) for item in value] if isinstance(value, list) else value
+        return {key: decoded(item) for key, item in value.items()}
+    return [decoded(item) for item in value] if isinstance(value, list) else value
 
 
 def figure_table(figure: Mapping[str, Any]) -> str:

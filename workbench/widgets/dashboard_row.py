@@ -24,6 +24,8 @@ STATE_COLORS = {
     "stopped": "#5B6472",
     "failed": theme.ALERT,
 }
+TRACK = "var(--jp-layout-color2, #EEEEEE)"
+"""Colour of what a run still has to do."""
 ONE_LINE = "display:block;overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
 """CSS of a text that ends in an ellipsis where it does not fit."""
 
@@ -40,16 +42,14 @@ class DashboardRow:
     ) -> None:
         self._reader, self._on_resumed = reader, on_resumed
         self._busy = ""
-        self._key = widgets.HTML(swatch(index), layout=fixed_width(22))
-        self._badge = widgets.HTML(layout=fixed_width(76))
-        self._name = widgets.HTML(layout=fixed_width(name_px))
-        self._bar = widgets.FloatProgress(value=0.0, min=0.0, max=1.0, layout=fixed_width(100))
+        self._swatch, self._name_px = swatch(index), name_px
+        self._head = widgets.HTML()
         self._facts = widgets.HTML(layout={"flex": "1 1 280px", "min_width": "0", "margin": "0 0 0 10px"})
         self.button = widgets.Button(description="Stop", icon="stop", layout=fixed_width(110))
         self.button.on_click(self._on_click)
         respond_while_busy(self.button)
         self.box = widgets.HBox(
-            (self._key, self._badge, self._name, self._bar, self._facts, self.button),
+            (self._head, self._facts, self.button),
             layout={"align_items": "center", "flex_flow": "row wrap"},  # in a narrow window the facts wrap
         )
 
@@ -66,11 +66,14 @@ class DashboardRow:
     def show(self, snapshot: Snapshot) -> None:
         """Update the row."""
         state = snapshot.status.state
-        self._badge.value = badge(_state_of(snapshot))
-        name = html.escape(snapshot.name)
-        self._name.value = f'<b title="{html.escape(self.name)}" style="{ONE_LINE};font-size:12px">{name}</b>'
-        self._bar.value = snapshot.progress
-        self._bar.style.bar_color = STATE_COLORS[state]
+        name = f'title="{html.escape(self.name)}" style="{ONE_LINE};flex:0 0 {self._name_px}px;font-size:12px"'
+        done = f"width:{snapshot.progress:.1%};height:100%;background:{STATE_COLORS[state]}"
+        self._head.value = (  # one widget, because each costs the kernel and the page some milliseconds
+            '<div style="display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;line-height:1.7">'
+            f'{self._swatch}<span style="flex:0 0 72px">{badge(_state_of(snapshot))}</span>'
+            f"<b {name}>{html.escape(snapshot.name)}</b>"
+            f'<span style="flex:0 0 100px;height:14px;background:{TRACK}"><div style="{done}"></div></span></div>'
+        )
         facts = html.escape(_describe(snapshot))
         self._facts.value = f'<span title="{facts}" style="{ONE_LINE};font-size:12px">{facts}</span>'
         if self._busy == "Stopping …" and snapshot.status.final:
@@ -153,7 +156,7 @@ def swatch(index: int) -> str:
 
 
 def _state_of(snapshot: Snapshot) -> str:
-    loss = float(snapshot.history.loss[-1]) if len(snapshot.history) else None
+    loss = float(snapshot.history.last("loss")[0]) if len(snapshot.history) else None
     return state_in_words(snapshot.status.state, snapshot.step, loss)
 
 

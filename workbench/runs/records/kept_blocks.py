@@ -124,7 +124,8 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[E
                 length = events.readinto(text[: head["bytes"]])  # new memory for each block would take longer to map
                 if length != head["bytes"] or zlib.crc32(text[:length]) != head["crc32"]:
                     return
-            steps, samples = np.empty((len(LOGGED), 0)), np.empty((SAMPLE_ROWS, head["samples"] if with_columns else 0))
+            steps: Array | KeptSteps = np.empty((len(LOGGED), 0))
+            samples = np.empty((SAMPLE_ROWS, head["samples"] if with_columns else 0))
             if with_columns:
                 file.seek(end - samples.nbytes)
                 file.readinto(samples.data)
@@ -155,7 +156,7 @@ def _headers(file: BinaryIO) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _record(identity: list[int] | None, start: int, text: bytes, block: EventBlock) -> bytes:
-    steps, samples = [row.tobytes() for row in block.steps], block.samples.tobytes()
+    steps, samples = [block.steps[row].tobytes() for row in range(len(LOGGED))], block.samples.tobytes()
     head = {
         "file": identity,
         "start": start,
