@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,6 @@ from numpy.typing import NDArray
 from workbench.columns import COLUMNS
 from workbench.events import Event
 from workbench.rundir import CHECKSUM, is_intact, parse_event
-
-if TYPE_CHECKING:
-    from workbench.runs.records.kept_blocks import KeptSteps
 
 Array = NDArray[np.float64]
 Lines = NDArray[np.int64]
@@ -47,12 +44,21 @@ _DEVICE = b'{"type": "device"'
 _HEX_DIGIT = np.array([int(chr(byte), 16) if chr(byte) in "0123456789abcdef" else 1 << 40 for byte in range(256)])
 
 
+class Rows(Protocol):
+    """A matrix of which a row is read when it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, row: int, /) -> Array: ...
+
+
 @dataclass(frozen=True)
 class EventBlock:
     """The events of some whole lines, which are numbered from 0."""
 
     num_bytes: int
-    steps: Array | KeptSteps
+    steps: Array | Rows
     """One column a logged step and one row for each of `LOGGED`."""
     samples: Array
     """One column a sample of one device: number of its line, time, index in `names`, utilisation, bytes in use."""

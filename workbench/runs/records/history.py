@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from workbench.columns import COLUMNS
 from workbench.errors import suggestion
 from workbench.events import DataEvaluationEvent, EvaluationEvent, Event, SamplesEvent, SparsityEvent, StartEvent
-from workbench.runs.records.event_lines import LOGGED, EventBlock, columns_of, number, recent_steps
+from workbench.runs.records.event_lines import LOGGED, EventBlock, Rows, columns_of, number, recent_steps
 from workbench.runs.records.kept_blocks import KeptSteps, read_blocks
 from workbench.runs.records.patterns import Patterns, patterns_of
 from workbench.runs.records.text_samples import TextSamples
@@ -202,7 +202,7 @@ class _Table:
 
 
 class _Attempt(NamedTuple):
-    """What GPU-hours are counted from in the steps after a start: seconds and GPU-hours before it, and its devices."""
+    """Seconds and GPU-hours before a start of a run, and its devices, from which the GPU-hours of its steps follow."""
 
     seconds: float = 0.0
     gpu_hours: float = 0.0
@@ -264,7 +264,7 @@ class _Steps:
         in_memory = length - self._num_kept
         if self._kept and in_memory < count:
             part = self._kept[-1]
-            if row not in self._read and in_memory == 0 and part.end - part.first >= count:
+            if row not in {_STEP, *self._read} and in_memory == 0 and part.end - part.first >= count:
                 return part.row(row)[-count:]
             return self.row(row, length)[-count:]
         return self._memory.view()[row, max(0, in_memory - count) : in_memory]
@@ -432,7 +432,7 @@ class HistoryTail:
     def _evaluated(self, event: EvaluationEvent | DataEvaluationEvent) -> list[float]:
         return [*(number(event.get(name)) for name in EVALUATED), self._attempt.hours(event["seconds"])]
 
-    def _append(self, steps: Column | KeptSteps, first: int, end: int) -> None:
+    def _append(self, steps: Column | Rows, first: int, end: int) -> None:
         """Append steps; those whose numbers do not rise were repeated without a `start` and replace earlier ones.
 
         A line that stands in the wrong place is older than the line before it. It fills a gap or says nothing new.
@@ -441,13 +441,11 @@ class HistoryTail:
             return
         numbers = steps[_STEP][first:end]
         repeats = np.flatnonzero(np.diff(numbers) <= 0) + 1
-        if isinstance(steps, KeptSteps):
-            if not len(repeats) and not self._is_misplaced(numbers[0], steps[_TIME][first]):
-                self._forget_after(int(np.ceil(numbers[0])) - 1)
-                if self._steps.keep(_KeptPart(steps, first, end, self._attempt)):
-                    return
-            steps = np.array([steps[row] for row in range(len(LOGGED))])
-        for rising in np.split(steps[:, first:end], repeats, axis=1):
+        rises = not len(repeats) and (not len(self._steps) or numbers[0] > self._last(_STEP))
+        if isinstance(steps, KeptSteps) and rises and self._steps.keep(_KeptPart(steps, first, end, self._attempt)):
+            return
+        matrix = steps if isinstance(steps, np.ndarray) else np.array([steps[row] for row in range(len(LOGGED))])
+        for rising in np.split(matrix[:, first:end], repeats, axis=1):
             hours = self._attempt.hours(rising[_SECONDS])
             while rising.shape[1] and self._is_misplaced(rising[_STEP, 0], rising[_TIME, 0]):
                 self._steps = self._steps.with_inserted(np.append(rising[:, 0], hours[0]))

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, Array, EventBlock, blocks, parsed
+from workbench.runs.records.event_lines import BLOCK_BYTES, LOGGED, SAMPLE_ROWS, Array, EventBlock, Rows, blocks, parsed
 
 KEPT_BYTES = 2**20
 """Size of a block from which it is kept; a smaller one is parsed in the time that it takes to look for it."""
@@ -124,7 +124,7 @@ def _kept_blocks(path: Path, kept: Path, with_columns: bool) -> Iterator[tuple[E
                 length = events.readinto(text[: head["bytes"]])  # new memory for each block would take longer to map
                 if length != head["bytes"] or zlib.crc32(text[:length]) != head["crc32"]:
                     return
-            steps: Array | KeptSteps = np.empty((len(LOGGED), 0))
+            steps: Array | Rows = np.empty((len(LOGGED), 0))
             samples = np.empty((SAMPLE_ROWS, head["samples"] if with_columns else 0))
             if with_columns:
                 file.seek(end - samples.nbytes)
