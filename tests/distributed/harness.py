@@ -31,7 +31,7 @@ from workbench.planning.plan import Memory, Plan, Prediction, Stage
 multiprocessing.set_forkserver_preload(
     [
         "tests.distributed.zoo",
-        "tests.distributed.test_equivalence",
+        "tests.distributed.test_every_plan",
         "workbench.execution.worker",
         "transformers.models.bert.modeling_bert",
         "torch.export._trace",
