@@ -36,7 +36,6 @@ PATIENCE_S = lab.PATIENCE_MS / 1e3
 def sweep(server: lab.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
     """Start a sweep of two rates and two lengths: short runs wait for a gate, long ones outlast the test."""
     monkeypatch.setenv("WORKBENCH_HOME", str(server.root / "home"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("SWEEP_STEP_S", "0.05")
     monkeypatch.setenv("SWEEP_GATE", str(server.root / "gate"))
     prepare(monkeypatch.setattr)

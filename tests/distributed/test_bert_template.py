@@ -24,7 +24,6 @@ needs_time = pytest.mark.skipif(
 @pytest.mark.timeout(1800)
 def test_the_full_preset_is_interrupted_and_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     template, parameters = notebooks.template_path("bert_scaling"), {"preset": "rehearsal"}
     watcher = threading.Thread(target=stop_midway, args=(tmp_path / "runs",), daemon=True)
     watcher.start()

@@ -251,7 +251,6 @@ def test_a_run_records_its_held_out_losses_and_a_resumption_keeps_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = tmp_path / "texts"
     folder.mkdir()
     for index in range(40):

@@ -13,7 +13,6 @@ from workbench.figures.pages import PLOTLY_MIME
 def test_the_template_measures_cells_and_predicts_their_order_and_the_best(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     small = {"hidden_size": 16, "seq_len": 16, "steps": 10, "micro_batches": [1, 8]}
     small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("gpt_sweep"), tmp_path, small)

@@ -44,7 +44,6 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("STANDIN_STEP_S", "0.02")
     monkeypatch.setenv("STANDIN_CHECKPOINT_EVERY", "10")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -12,7 +12,6 @@ from workbench.figures.pages import PLOTLY_MIME
 def test_the_template_predicts_a_pair_before_it_trains_it_and_says_how_far_it_was_off(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     small = {"preset": "rehearsal", "corpus": str(addresses(tmp_path / "addresses"))}
     done = notebooks.execute(notebooks.template_path("scaling_ladder"), tmp_path, small)
     fitted, later = {}, {}

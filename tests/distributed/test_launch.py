@@ -75,7 +75,6 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.syspath_prepend(str(HERE))
     yield tmp_path
     for path in (tmp_path / "runs").glob("*"):

@@ -21,7 +21,6 @@ RATES, BATCH, STEPS = [0.6, 0.01], 32, 240
 def test_the_template_measures_each_finding_and_closes_with_their_verdicts(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     small = {"seq_len": 32, "global_batch": 4, "data_steps": 5, "grid_steps": 4, "zero_stages": [3]}
     small |= {"learning_rates": RATES, "batches": [BATCH], "rescue_steps": STEPS, "stop_share": 0.4}
     small["predicted_gpus"] = [64]

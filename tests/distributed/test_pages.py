@@ -50,7 +50,7 @@ def blocks_of(text: str) -> list[str]:
 
 def run(script: str, folder: Path) -> str:
     (folder / "page.py").write_text(script)
-    settings = {"PYTHONPATH": str(ROOT), "WORKBENCH_RUNS": str(folder / "runs"), "WANDB_MODE": "disabled"}
+    settings = {"PYTHONPATH": str(ROOT), "WORKBENCH_RUNS": str(folder / "runs")}
     answer = subprocess.run(
         [sys.executable, "page.py"], env={**os.environ, **settings}, cwd=folder, capture_output=True, text=True
     )

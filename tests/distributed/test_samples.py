@@ -164,7 +164,6 @@ def test_a_run_records_the_text_that_its_model_writes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     asked = experiment("causal", folder, 0, steps=3, samples=wb.Samples(["Birds", "Document"], every=2, tokens=4))
     run = wb.launch(asked, wb.plan(asked, wb.measure.local_cluster(1), micro_batch=4))
     run.wait(timeout=120)

@@ -38,7 +38,6 @@ def test_a_second_set_of_the_class_of_the_held_out_set_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     held_out = wb.Evaluation(every=2, data=Sums(8, salt=1))
     experiment = wb.Experiment.of(
         model=Net, data=Sums(64), steps=2, global_batch=4, evaluation=held_out, checkpoint_every=2

@@ -19,7 +19,6 @@ STATIC, DYNAMIC = "90 % static 1×1", "90 % dynamic 1×1"
 def test_the_template_trains_a_family_and_says_what_the_losses_show(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     small = {"steps": 6, "global_batch": 8, "moving_blocks": [1], "dense_layers": [1, 2], "seeds": 2}
     small |= {"corpus": str(addresses(tmp_path / "addresses"))}
     done = notebooks.execute(notebooks.template_path("sparse_pareto"), tmp_path, small)

@@ -31,7 +31,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in settings.items():
         monkeypatch.setenv(f"WORKBENCH_{name}", str(tmp_path / value) if name in ("HOME", "RUNS") else value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield tmp_path
     for path in (tmp_path / "runs").glob("*"):

@@ -23,7 +23,6 @@ def addresses(folder: Path) -> Path:
 def test_the_template_trains_compares_and_judges_by_held_out_loss(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     small = {"learning_rates": [1e-3, 1e-2], "batches": [32], "steps": 8, "hidden_size": 16, "num_layers": 1}
     small["corpus"] = str(addresses(tmp_path / "addresses"))
     done = notebooks.execute(notebooks.template_path("sweep"), tmp_path, small)
