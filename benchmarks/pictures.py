@@ -43,19 +43,17 @@ from workbench.planning.predicted_timeline import timeline
 from workbench.planning.profiling import CAPTURE_BATCH
 from workbench.planning.search import search
 from workbench.runs.records.text_samples import answer
-from workbench.runs.registry import distinct_names
 from workbench.tensors import TensorSpec
 from workbench.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 SEQ_LEN, GLOBAL_BATCH = 512, 256
-RECORDED = {
-    "bert-large-20261125-015020": "BERT-Large",
-    "bert-large-20261125-015021": "BERT-Large, another seed",
-    "bert-scaled-20261125-015030": "54 × 1920, rule of width and depth",
-    "bert-scaled-20261125-015026": "54 × 1920, rule of width alone",
+PAIRS = {
+    "width and depth, eps 1e-6": ("bert-large-20261125-015021", "bert-scaled-20261125-015030"),
+    "width and depth, eps 1e-8": ("bert-large-20261125-160952", "bert-scaled-20261125-160959"),
+    "width alone, eps 1e-6": ("bert-large-20261125-015020", "bert-scaled-20261125-015026"),
 }
-"""Names of the recorded runs, and what the picture calls them."""
+"""The recorded runs of each pair: BERT-Large, and scaled BERT by a rule."""
 FAMILIES = {
     "gemm": ("matrix products", theme.FORWARD),
     "attention": ("attention", theme.BACKWARD),
@@ -232,13 +230,40 @@ def figures() -> go.Figure:
 
 
 def curves() -> go.Figure:
-    """Draw the README's picture from the recorded runs."""
-    runs = [wb.load_run(ROOT / "notebooks" / "recorded" / name) for name in RECORDED]
-    figure = wb.compare(runs, x="tokens", title="BERT-Large and BERT 54 × 1920, each on one H100")
-    names = dict(zip(distinct_names(runs), RECORDED.values(), strict=True))
-    figure.for_each_trace(lambda trace: trace.update(name=names.get(trace.name, trace.name)))
-    figure.layout.updatemenus = ()  # The buttons of a picture have no effect.
-    return figure.update_layout(margin={"t": 64}).update_yaxes(range=(3.9, 7.3))
+    """Draw the README's picture: held-out losses of the recorded pairs, and how far the larger model is behind."""
+    figure = make_subplots(
+        cols=2,
+        column_widths=[0.6, 0.4],
+        horizontal_spacing=0.09,
+        subplot_titles=("held-out loss", "scaled BERT − BERT-Large"),
+    )
+    for index, (rule, names) in enumerate(PAIRS.items()):
+        ends = [wb.load_run(ROOT / "notebooks" / "recorded" / name).evaluations() for name in names]
+        large, scaled = (
+            go.Scatter(
+                x=end.tokens[1:] / 1e6,
+                y=end.eval_loss[1:],
+                name=f"{'scaled' if dash == 'solid' else 'BERT-Large'}, {rule if dash == 'solid' else rule[-8:]}",
+                line={"color": theme.series_color(index), "dash": dash},
+            )
+            for end, dash in zip(ends, ("dot", "solid"), strict=True)
+        )
+        figure.add_traces([large, scaled], rows=1, cols=1)
+        behind = go.Scatter(x=scaled.x, y=scaled.y - large.y, line=scaled.line, showlegend=False)
+        figure.add_trace(behind, row=1, col=2)
+        figure.add_annotation(
+            x=behind.x[-1], y=behind.y[-1], text=f"{behind.y[-1]:+.2f}", xanchor="left", showarrow=False, row=1, col=2
+        )
+    figure.add_hline(0, line={"color": "gray", "width": 1}, row=1, col=2)
+    return figure.update_layout(
+        template=theme.TEMPLATE,
+        height=430,
+        margin={"t": 96, "r": 64},
+        title=theme.title(
+            "BERT-Large and BERT 54 × 1920, three pairs, each run on one H100", "in nats of masked words"
+        ),
+        legend={"x": 0.58, "y": 1, "xanchor": "right"},
+    ).update_xaxes(title="tokens (M)")
 
 
 def evaluation() -> go.Figure:

@@ -278,6 +278,62 @@ def test_gradients_beside_epsilon_are_those_of_the_raw_file() -> None:
                 )
 
 
+def test_the_pairs_figures_are_those_of_the_recorded_runs() -> None:
+    names = ("large-20261125-015020", "large-20261125-015021", "large-20261125-160952")
+    names += ("scaled-20261125-015026", "scaled-20261125-015030", "scaled-20261125-160959")
+    runs = [wb.load_run(ROOT / "notebooks" / "recorded" / f"bert-{name}") for name in names]
+    rows = {name: cells for name, *cells in table(BENCHMARKS, "| run | BERT-Large |")}
+    ends = []
+    for at, run in enumerate(runs):
+        experiment, known, history = run.experiment, run.evaluations(), run.history()
+        assert rows["seed, eps"][at] == f"{experiment.seed}, {experiment.optimizer.eps:.0e}".replace("e-0", "e-")
+        for name in ("held-out loss after 1 M tokens", "after 8 M", "after 16 M", "after 24 M", "after 30 M"):
+            tokens = 1e6 * float(name.removesuffix(" tokens").split()[-2])
+            nearest = min(range(len(known)), key=lambda each: abs(known.tokens[each] - tokens))
+            assert shows(rows[name][at], known.eval_loss[nearest]), (name, at)
+        ends.append(float(known.eval_loss[-1]))
+        found = wb.runs.summary(run)
+        summary = dict(zip(found.columns, found.rows[0], strict=True))
+        assert rows["tokens/s"][at] == summary["tokens/s"]
+        assert rows["MFU, whole head counted"][at] == summary["MFU"]
+        for name, parts in (
+            ("step", ("step, measured", "step, predicted")),
+            ("peak", ("peak, measured", "peak, predicted")),
+        ):
+            [cell] = [cells[at] for row, cells in rows.items() if row.startswith(f"{name}, measured (predicted)")]
+            assert cell == "{} ({})".format(*(summary[part].split()[0] for part in parts))
+        assert shows(rows["device-minutes"][at], 60 * history.gpu_hours[-1])
+    behind = [scaled - large for scaled, large in zip(ends[3:], (ends[0], ends[1], ends[2]), strict=True)]
+    assert all(map(shows, rows["behind BERT-Large of its seed and eps"][3:], behind))
+    width, depth, small_eps = (f"{each:.2f}" for each in behind)
+    assert f"by {small_eps} nats of held-out loss by the rule of width" in words(README)
+    assert f"by {depth} by the same rule" in words(README)
+    assert f"by {width} by the rule of width alone" in words(README)
+
+
+def test_losses_of_the_ladder_are_those_of_its_executed_notebook() -> None:
+    ladder, page = "\n".join(printed("scaling_ladder_1xH100")), words("docs/scaling.md")
+    said = {
+        (size, steps): re.sub(r" \(.*", "", cell)
+        for size, *cells in table(BENCHMARKS, "| layers × width | 1,000 steps |")
+        for steps, cell in zip((1000, 2000, 4000), cells, strict=True)
+    }
+    for (size, steps), mean in said.items():
+        if "held out" in size:
+            continue
+        sweep = ladder.partition(f"Sweep bert-{size.replace(' × ', 'x')}-sweep")[2].partition("Objective")[0]
+        [objective] = re.findall(rf"^{steps} +([\d.]+) ", sweep, re.MULTILINE)
+        assert shows(objective, float(mean)), (size, steps)
+    for size in ("12 × 192", "27 × 352"):
+        assert f"{said[f'{size}, held out', 4000]} measured over 3 seeds" in ladder
+    pairs = re.findall(
+        r"- (\S+ × \S+ and \S+ × \S+) after 32.8 M tokens .*: the larger ends ([\d.]+) nats lower", ladder
+    )
+    assert len(pairs) == 3
+    for pair, nats in pairs:
+        assert re.search(rf"\| {pair} \| [\d.]+ \| {nats}", page)
+
+
 def test_losses_of_the_demo_are_those_of_the_raw_file() -> None:
     content = raw("demo_2cores.json")
     rows = table(BENCHMARKS, "| seed | model |")

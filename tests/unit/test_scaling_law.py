@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -84,6 +85,15 @@ def test_the_law_says_its_errors_and_the_scatter_between_seeds() -> None:
     assert "36 runs: 4 sizes from 6 k to 240 k parameters without embeddings, 250 k to 1 M tokens" in repr(law)
 
 
+def test_runs_on_a_plateau_are_said_to_follow_no_law() -> None:
+    """All sizes end at one loss after the smallest budget, which no form can do together with what follows."""
+    found = noisy_law().points
+    stuck = [dataclasses.replace(point, loss=6.0) if point.tokens == TOKENS[0] else point for point in found]
+    words = "Both forms miss the runs by at least"
+    assert words in repr(scaling_law(stuck))
+    assert words not in repr(noisy_law())
+
+
 def test_the_order_of_the_runs_does_not_matter() -> None:
     law, other = noisy_law(), scaling_law(noisy_law().points[::-1])
     assert law.predict(1e6, 1.5e6) == other.predict(1e6, 1.5e6)
@@ -98,9 +108,12 @@ def test_three_sizes_give_a_law_without_an_error_of_left_out_sizes() -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (points(KAPLAN, sizes=SIZES[:1]), r"3 ends of trainings have 1 size \(6 k\)"),
-        (points(KAPLAN)[::3], r"4 ends of trainings have 1 budget of tokens \(250 k\)"),
-        ([], "0 ends of trainings have 0 sizes"),
+        (
+            points(KAPLAN, sizes=SIZES[:1]),
+            r"3 ends of trainings have only 1 of the 3 sizes that a scaling law needs \(6 k\)",
+        ),
+        (points(KAPLAN)[::3], r"4 ends of trainings have only 1 of the 3 budgets of tokens .* \(250 k\)"),
+        ([], "0 ends of trainings have only 0 of the 3 sizes"),
     ],
     ids=["one size", "one budget", "nothing"],
 )

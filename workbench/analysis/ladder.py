@@ -39,6 +39,8 @@ LEAST = 3
 """Smallest number of sizes, and of budgets of tokens: two of either leave an exponent undetermined."""
 COMPARABLE = 1.5
 """A second form widens the intervals if its held-out error is at most this many times the better one's."""
+MISSES = 2.0
+"""A form that misses the runs by more than this many times what seeds move them does not describe them."""
 DECAYING = ("linear", "cosine", "wsd")
 """Schedules whose rate is zero at the end of the training."""
 SAME = ("data", "seq_len", "eval_data", "loss")
@@ -170,7 +172,15 @@ class ScalingLaw:
         noise = "" if np.isnan(self.noise) else f" Runs that differ in their seed alone scatter by {self.noise:.2%}."
         both = len(self._trusted()) > 1
         used = "reach over both forms" if both else f"are those of {self.law.form}: the other fits worse"
-        return [f"Errors are root mean squares, in % of the loss. Intervals {used}.{noise}", *self.left_out]
+        notes = [f"Errors are root mean squares, in % of the loss. Intervals {used}.{noise}"]
+        times = min(each.residual for each in self.fits) / self.noise
+        if times > MISSES:
+            notes.append(
+                f"Both forms miss the runs by at least {times:.1f} times what seeds move them: no such law describes "
+                "these runs, and what it says of others is no better. Runs that are still on a plateau follow no such "
+                "law: leave out the smallest budgets, and train longer ones."
+            )
+        return [*notes, *self.left_out]
 
 
 @dataclass(frozen=True)
@@ -240,13 +250,13 @@ def scaling_law(runs: Runs | Sweep | Sequence[Sweep] | Sequence[LadderPoint]) ->
     points, left_out = _points(runs)
     points.sort(key=dataclasses.astuple)  # the random weights must not depend on the order of the runs
     sizes, budgets = (sorted({getattr(point, name) for point in points}) for name in ("parameters", "tokens"))
-    needed = (sizes, "size", "models of other widths"), (budgets, "budget of tokens", "other steps")
-    for found, noun, remedy in needed:
+    needed = (sizes, "sizes", "models of other widths"), (budgets, "budgets of tokens", "other steps")
+    for found, nouns, remedy in needed:
         if len(found) < LEAST:
             values = ", ".join(map(count, found))
-            what = f"{len(found)} {noun}{'s' * (len(found) != 1)}" + (f" ({values})" if values else "")
+            what = f"only {len(found)} of the {LEAST} {nouns} that a scaling law needs{f' ({values})' * bool(found)}"
             raise InvalidExperiment(
-                f"{len(points)} ends of trainings have {what}, and a scaling law needs at least {LEAST}: fewer leave "
+                f"{len(points)} ends of trainings have {what}: fewer leave "
                 f"its exponent undetermined. Train {remedy} too, or ask a published law: "
                 f"wb.analysis.expected_difference(small, large, tokens). {' '.join(left_out)}".strip(),
                 found=len(found),
