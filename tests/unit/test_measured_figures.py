@@ -247,6 +247,35 @@ def test_what_a_published_law_expects_of_the_pair_is_what_the_pages_say() -> Non
     assert f"the larger one {at[2]} nats lower after 10 B tokens" in words(README)
 
 
+def test_tried_rates_and_initial_weights_of_the_demo_are_those_of_the_raw_file() -> None:
+    runs = raw("demo_tuning_1core.json")["runs"]
+    losses = {(run["rate"], run["initializer_range"]): run["held_out_loss"] for run in runs}
+    assert min(losses, key=losses.__getitem__) == (7e-3, 0.15)
+    low, high = f"{losses[5e-3, 0.15]:.4f} with 5e-3", f"{losses[1e-2, 0.15]:.4f} with 1e-2"
+    narrow, wide = losses[7e-3, 0.1], losses[7e-3, 0.2]
+    page = words(BENCHMARKS)
+    assert f"(7e-3 and 0.15, {losses[7e-3, 0.15]:.4f} nats): {low}, {high}" in page
+    assert f"{narrow:.4f} with initial weights of 0.1 and {wide:.4f} with 0.2" in page
+
+
+def test_rates_and_memory_of_tokenising_are_those_of_the_raw_files() -> None:
+    page = words(BENCHMARKS)
+    stored, streamed = raw("tokenizing_2cores_busy.json")["rows"]
+    assert stored["bare_processes_mb_per_cpu_s"] > stored["bare_threads_mb_per_cpu_s"]
+    shares = [f"{row['share_of_bare_mb_per_cpu_s']:.0%}".replace("%", " %") for row in (stored, streamed)]
+    assert f"by processor time | 90 % | **{shares[0]}** | 2 CPU cores with other work" in page
+    assert f"| the same, streamed | 90 % | **{shares[1]}** |" in page
+    of_rounds = [share for row in (stored, streamed) for share in row["share_of_bare_mb_per_s_of_each_round"]]
+    assert f"went from {min(of_rounds):.1f} to {max(of_rounds):.1f} there" in page
+    rows = {(row["way"], row["megabytes"]): row for row in raw("tokenizing_2cores_idle.json")["rows"]}
+    large = [rows[way, 1000] for way in ("stored", "streamed")]
+    growth = [row["peak_mb"] / rows[row["way"], 100]["peak_mb"] - 1 for row in large]
+    memory = "; ".join(f"{row['peak_mb']:.0f} MB" for row in large)
+    assert f"| {memory}; {', '.join(f'{100 * each:.1f} %' for each in growth)} |" in page
+    first = "; ".join(f"{row['first_batch_s']:.1f} s" for row in large)
+    assert f"| | {first} | the same |" in page
+
+
 def test_times_of_planning_are_those_of_the_raw_file() -> None:
     content = raw("planning_time_1core.json")
     rows = table(BENCHMARKS, "| model | cluster | capture |")
