@@ -149,7 +149,7 @@ COLUMNS: dict[str, Column] = {
         words="norm of the gradient before clipping",
         label="Gradient norm",
         value=lambda step: step.grad_norm,
-        panel=Panel(tick_format=".2~g", logarithmic=True),
+        panel=Panel(tick_format=",~g", logarithmic=True),
     ),
     "learning_rate": Column(
         words="learning rate",

@@ -179,6 +179,20 @@ def run_all(page: Any) -> None:
     assert not found, found[0]
 
 
+def change_theme(page: Any, name: str) -> None:
+    """Change JupyterLab's theme (`Dark`, `Light`); return when the page shows it, and no longer the splash."""
+    page.evaluate(
+        "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", f"JupyterLab {name}"
+    )
+    page.wait_for_function(
+        """dark => document.body.dataset.jpThemeLight === String(!dark)
+            && !document.getElementById('jupyterlab-splash')?.checkVisibility()""",
+        arg=name == "Dark",
+        timeout=PATIENCE_MS,
+    )
+    page.wait_for_timeout(1000)  # figures are drawn anew
+
+
 def restart_kernel(page: Any) -> None:
     """Restart the kernel of the open notebook; return when the new one is idle."""
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => 1)")

@@ -27,7 +27,6 @@ CELLS = (
     "wb.live([{run!r}])",
 )
 SHOWN = ".jp-RenderedPlotly:visible, .jupyter-widgets .js-plotly-plot:visible"
-DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
 LEAST_CONTRAST = 4.5
 
 
@@ -69,14 +68,6 @@ def contrast_of_text(page: Any, figure: Any) -> dict[str, float]:
             ]
             found[words] = round(max(ends), 2)
     return found
-
-
-def theme(page: Any, name: str) -> None:
-    page.evaluate("name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name)
-    page.wait_for_function(
-        "dark => document.body.dataset.jpThemeLight === String(!dark)", arg=name == DARK, timeout=lab.PATIENCE_MS
-    )
-    page.wait_for_timeout(1000)
 
 
 def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the_saved_notebook(
@@ -122,7 +113,7 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     names += page.locator(".jp-RenderedPlotly").evaluate_all("all => all.map(node => node.ariaLabel)")
     assert not {"Figure", "", None} & set(names), names
 
-    theme(page, DARK)
+    lab.change_theme(page, "Dark")
     weak = {}
     for index in range(figures.count()):
         figures.nth(index).scroll_into_view_if_needed()
@@ -133,7 +124,7 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
         weak |= {f"{index} {words}": value for words, value in found.items() if value < LEAST_CONTRAST}
         picture(page, f"moments-dark-{index}")
     assert not weak, weak
-    theme(page, LIGHT)
+    lab.change_theme(page, "Light")
 
     plots = list[Any]()
     while len(plots) < 7:  # each second a twin is empty for the moment in which its figure is replaced

@@ -78,12 +78,12 @@ def test_a_sweep_grows_while_it_runs_and_a_run_is_stopped_from_its_table(
     page.get_by_role("cell", name="1 stopped").first.wait_for()
     [stopped] = [run for run in sweep.runs if run.status.state == "stopped"]
     assert stopped.experiment.steps == LONG
-    page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    lab.change_theme(page, "Dark")
     wait_for(page, f"{CELLS_FILLED} >= 2")
     picture(page, "sweep-dark")
     page.locator(".jupyter-widgets .js-plotly-plot").last.scroll_into_view_if_needed()  # not the hidden static twin
     picture(page, "sweep-dark-results")
-    page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+    lab.change_theme(page, "Light")
     sweep.stop()
     page.wait_for_function("() => !document.querySelector('.jupyter-widgets .js-plotly-plot')", timeout=lab.PATIENCE_MS)
     page.get_by_text(re.compile("runs have ended, not at work")).first.wait_for()

@@ -127,12 +127,11 @@ def test_ticked_runs_are_compared_in_both_themes_and_a_diverged_one_flattens_non
     titles = " ".join(lab_page.locator(".wb-plot").nth(1).locator(".annotation-text").all_text_contents())
     assert "tokens/s" in titles.lower(), titles
     picture(lab_page, "runs-compared")
-    lab_page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    lab.change_theme(lab_page, "Dark")
     dark = "() => getComputedStyle(document.querySelector('.wb-plot .main-svg')).backgroundColor.match(/\\d+/g)[0] < 60"
     lab_page.wait_for_function(dark, timeout=lab.PATIENCE_MS)
-    time.sleep(1)
     picture(lab_page, "runs-compared-dark")
-    lab_page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+    lab.change_theme(lab_page, "Light")
 
 
 def test_a_row_stops_its_run_keeps_its_note_and_reads_no_html(lab_page: Any, server: lab.Server, picture: Any) -> None:

@@ -84,3 +84,18 @@ def test_a_run_that_trained_on_after_its_loss_was_lost_is_no_green_finished_run(
     assert STATE_COLORS["failed"] in shown
     assert STATE_COLORS["finished"] not in shown
     dashboard.close()
+
+
+def test_a_dashboard_has_news_when_its_run_writes_an_event(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "news")
+    train(run, 1, 3)
+    dashboard = live(run.path)
+    dashboard.stop()
+    dashboard.update()
+    assert not dashboard.has_news()
+    train(run, 4, 4)
+    assert dashboard.has_news()
+    dashboard.update()
+    assert not dashboard.has_news()
+    assert "step 4" in dashboard.twin()[0]
+    dashboard.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,8 +31,10 @@ PANELS = {name: column.panel for name, column in COLUMNS.items() if column.panel
 """Panels of one column each; the experiments' metrics, utilisation and memory come after them."""
 MAX_COLUMNS = 3
 ROW_PX = 150
-GAP_PX = 52
+GAP_PX = 64
 """Height between two rows of panels: tick labels and the title of the next row."""
+TITLE_LETTERS = 15
+"""Letters of a line of a panel's title, which beside two others fits into a window of 500 pixels."""
 PANEL_POINTS = 400
 """Largest number of points of one trace: a panel is a third of a page wide."""
 
@@ -98,7 +101,7 @@ def panels(
     figure = subplots(
         rows=rows,
         cols=columns,
-        subplot_titles=[titles[name] for name in names],
+        subplot_titles=["<br>".join(textwrap.wrap(titles[name], TITLE_LETTERS)) for name in names],
         horizontal_spacing=0.06,
         vertical_spacing=GAP_PX / (rows * (ROW_PX + GAP_PX) - GAP_PX),
     )
@@ -135,7 +138,7 @@ def _laid_out(figure: Figure, rows: int) -> Figure:
     return figure.laid_out(
         height=rows * (ROW_PX + GAP_PX) + 36,
         autosize=True,
-        margin={"t": 40, "b": 44, "r": 64},
+        margin={"t": 52, "b": 44, "r": 64},
         showlegend=False,
         hovermode="closest",
         barmode="group",

@@ -38,7 +38,7 @@ from workbench.widgets.samples_view import samples_at, samples_table
 from workbench.widgets.static_twin import HIDE_ROWS, WIDGET_CLASS
 
 REFRESH_S = 0.1
-"""Seconds between two reads of the run directories."""
+"""Seconds between two drawings of what the runs write."""
 AT_ONCE_POINTS = 1_000_000
 """Number of steps of all runs together up to which panels are drawn with the curves; else they come a moment later."""
 PANELS_AFTER_ZOOM_S = 0.3
@@ -56,7 +56,7 @@ class Live(LiveWidget):
         self._labels = distinct_names(runs)
         self._snapshots = [self._read(index) for index in range(len(runs))]
         self._drawn_state: tuple[Any, ...] | None = None
-        self._zoomed_at = -PANELS_AFTER_ZOOM_S
+        self._zoomed_at: float | None = None
         width_px = name_width(self._labels)
         self._rows = [
             DashboardRow(reader, index, self._follow_again, width_px) for index, reader in enumerate(self._readers)
@@ -79,6 +79,13 @@ class Live(LiveWidget):
 
     def _read(self, index: int) -> Snapshot:
         return replace(self._readers[index].read(), name=self._labels[index])
+
+    def has_news(self) -> bool:
+        """Return True if a run has written events, or if the panels have yet to follow a zoom."""
+        return self._panels_are_due() or any(reader.has_grown() for reader in self._readers)
+
+    def _panels_are_due(self) -> bool:
+        return self._zoomed_at is not None and time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S
 
     def update(self) -> bool:
         """Read and draw what the runs have written; return True if all have ended."""
@@ -107,7 +114,8 @@ class Live(LiveWidget):
         self._texts.value = samples_at(self._snapshots, self._loss.hovered_step)
         if before is not None and window != before[1]:
             self._zoomed_at = time.monotonic()
-        if with_panels and (self._all_ended() or time.monotonic() - self._zoomed_at >= PANELS_AFTER_ZOOM_S):
+        if with_panels and (self._all_ended() or self._zoomed_at is None or self._panels_are_due()):
+            self._zoomed_at = None
             now = before is None or settings != before[0] or self._all_ended()
             self._panels.draw(self._snapshots, settings, self._loss.window, now)
         self._drawn_state = (settings, self._loss.window, points)  # drawing over another axis ends a zoom

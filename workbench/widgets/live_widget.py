@@ -26,6 +26,10 @@ REST_FACTOR = 3.0
 """Smallest ratio of the thread's rest to the kernel's computation while it drew: the kernel has other work."""
 LAST_TRIES = 5
 """Number of failed updates in a row after which a widget gives up: files may be moved while they are read."""
+LOOK_S = 0.02
+"""Seconds between two looks for news, each of which costs microseconds."""
+IDLE_FACTOR = 2.0
+"""Ratio of the time between two updates without news, in which only states of processes change, to that with news."""
 UNSEEN_FACTOR = 10.0
 """Factor by which the time between two updates is longer while no page shows the widget, as in `workbench execute`."""
 EXIT_S = 10.0
@@ -69,6 +73,10 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
     @abstractmethod
     def twin(self) -> tuple[Any, ...]:
         """Return what a saved notebook shows: HTML, and up to two MIME bundles of figures."""
+
+    def has_news(self) -> bool:
+        """Return True if an update would draw something new. It is asked often, so it must cost microseconds."""
+        return True
 
     def remains(self) -> dict[str, Any]:
         """Return the MIME bundle of what stands above the twin at the end, in place of the widget."""
@@ -122,9 +130,9 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
         super().close()
 
     def _follow(self) -> None:
-        rest_s, failures = self._every_s, 0
+        pause_s, failures = self._every_s, 0
         while True:
-            self._wake.wait(rest_s)
+            is_news = self._await_news(pause_s)
             self._wake.clear()
             if self._closed.is_set() or self.comm is None:
                 return
@@ -144,7 +152,19 @@ class LiveWidget(widgets.VBox, metaclass=_Abstract):
                 failures = 0
             # Waiting for a busy machine is no computation: to rest for it too would let the figures fall behind.
             work_s = min(time.monotonic() - started, time.process_time() - computed)
-            rest_s = max(self._every_s * (1 if self._view_count else UNSEEN_FACTOR), REST_FACTOR * work_s)
+            pause_s = max(self._rarity * self._every_s if is_news else 0.0, REST_FACTOR * work_s)
+
+    @property
+    def _rarity(self) -> float:
+        return 1.0 if self._view_count else UNSEEN_FACTOR
+
+    def _await_news(self, pause_s: float) -> bool:
+        """Wait for a pause and then for news, or until the widget is woken; return False if nothing came for long."""
+        is_news = self._wake.wait(pause_s) or self.has_news()
+        until = time.monotonic() + IDLE_FACTOR * self._rarity * self._every_s
+        while not is_news and time.monotonic() < until:
+            is_news = self._wake.wait(LOOK_S * self._rarity) or self.has_news()
+        return is_news
 
     def _ipython_display_(self) -> None:
         self._in_a_hurry = self.following

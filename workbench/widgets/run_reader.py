@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -154,6 +155,7 @@ class RunReader:
 
     def read(self) -> Snapshot:
         """Return the present state. The status is read before the steps, so that a final state has all its steps."""
+        self._size = self._present_size()  # before the events are read: what comes meanwhile is news
         if time.monotonic() - self._status_at >= STATUS_S:
             self._read_status()
         history = self._read_events()
@@ -178,13 +180,14 @@ class RunReader:
         )
 
     def has_grown(self) -> bool:
-        """Return True if events were recorded since the last call that returned True."""
+        """Return True if events were written since the last `read`."""
+        return self._present_size() != self._size
+
+    def _present_size(self) -> int:
         try:
-            size = self._directory.events.stat().st_size
+            return os.stat(self._directory.events).st_size
         except OSError:
-            return False
-        grown, self._size = size != self._size, size
-        return grown
+            return 0
 
     def _read_status(self) -> None:
         self._status, self._status_at = self.run.status, time.monotonic()

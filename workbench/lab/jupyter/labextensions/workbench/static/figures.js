@@ -4,16 +4,22 @@
 // in a hidden tab is right there; plotly.js would draw it 0 pixels high.
 const PAPER = '254, 255, 255';  // `theme.PAPER`, which figures of other libraries do not have
 
-// Lightness is inverted and hues are kept; blending replaces the black paper by the background of the notebook. What has
-// text on its colour, or stands for a value, is inverted back.
+// Lightness is inverted and hues are kept. The paper is transparent, and blending replaces what else has its colour by the
+// background of the notebook (in the active cell there is nothing to blend with). What has text on its colour, or stands for
+// a value, is inverted back.
 const DARK = '[data-jp-theme-light="false"]';
 const FIGURE = `.svg-container:has(> .main-svg[style*="rgb(${PAPER})"])`;
 const KEPT = ['.barlayer', '.bartext-outside', 'path.legendundefined'];  // Plotly's class of a bar's key in a legend
 const HEAT_MAP = `${FIGURE}:has(.heatmaplayer image)`;
 const KEPT_OF_HEAT_MAP = ['.heatmaplayer', 'rect.bg', '.cbfills', '.shapelayer'];
 const all = (figure, parts) => [figure, ...parts.map(part => `${figure} ${part}`)].map(part => `${DARK} ${part}`).join(', ');
+const ARRIVED = 'workbench-figure-arrived';
 const STYLE = `
+@keyframes ${ARRIVED} { from { outline-color: transparent; } }
+.jp-RenderedPlotly > img { animation: ${ARRIVED} 1ms; }
+img.workbench-figure { max-width: 100%; height: auto; }
 ${DARK} ${FIGURE}, ${DARK} img.workbench-figure { mix-blend-mode: lighten; }
+${DARK} ${FIGURE} > .main-svg { background: transparent !important; }
 ${all(FIGURE, KEPT)}, ${DARK} img.workbench-figure { filter: invert(1) hue-rotate(180deg); }
 ${all(HEAT_MAP, KEPT_OF_HEAT_MAP)} { filter: invert(1); /* a rotation of hues cannot be undone for bright colours */ }`;
 
@@ -56,7 +62,10 @@ export default async function figures() {
       style.textContent = STYLE;
       document.head.append(style);
       document.addEventListener('load', ({target}) => recognise(app, target), true);  // an image's event does not bubble
-      document.querySelectorAll('img').forEach(picture => recognise(app, picture));
+      // A cell out of sight is rendered before it is on the page, which then hears nothing of its images' loading.
+      document.addEventListener('animationstart', ({target, animationName}) => {
+        if (animationName === ARRIVED && target.complete) recognise(app, target);
+      });
     },
   };
 }
