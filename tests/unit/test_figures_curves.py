@@ -345,7 +345,7 @@ def test_a_wait_for_data_has_a_panel_if_it_matters() -> None:
     figure = panels([often], x="step", names=["data_wait"])
     [line] = [trace for trace in figure.data if trace.meta == "line"]
     assert line.y[-1] == pytest.approx(30.0)
-    assert figure.layout.annotations[0].text == "Waiting for data (%)"
+    assert figure.layout.annotations[0].text == "Waiting for<br>data (%)"
     assert panel_names([waiting(np.nan)]) == ["tokens_per_s", "mfu"]
 
 
@@ -364,7 +364,7 @@ def timed(name: str, begun: float = 0.0) -> Curve:
 def test_utilisation_shows_each_device_pale_and_their_mean_along_the_training() -> None:
     runs = [timed("a"), timed("b"), timed("c")]
     figure = panels(runs, (), "step", usage=[usage("GPU", 2), None, usage("GPU", 1)], names=["utilization"])
-    assert figure.layout.annotations[0].text == "GPU utilisation (%)"
+    assert figure.layout.annotations[0].text == "GPU use (%)"
     means = parts(figure, "utilization")
     assert [len(trace.x) > 0 for trace in means] == [True, False, True]
     assert np.allclose(means[0].y, 85.0)

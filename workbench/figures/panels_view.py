@@ -33,7 +33,7 @@ MAX_COLUMNS = 3
 ROW_PX = 150
 GAP_PX = 64
 """Height between two rows of panels: tick labels and the title of the next row."""
-TITLE_LETTERS = 15
+TITLE_LETTERS = 13
 """Letters of a line of a panel's title, which beside two others fits into a window of 500 pixels."""
 PANEL_POINTS = 400
 """Largest number of points of one trace: a panel is a third of a page wide."""
@@ -96,7 +96,7 @@ def panels(
         **{name: panel.title or COLUMNS[name].label for name, panel in PANELS.items()},
         **{name: theme.text(name) for name in metrics},
         "utilization": utilization_title(usage),
-        "memory": "Peak memory of each rank (GiB)",
+        "memory": "Peak memory (GiB)",
     }
     figure = subplots(
         rows=rows,

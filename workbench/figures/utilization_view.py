@@ -57,9 +57,9 @@ def has_samples(usage: Usage) -> bool:
 
 
 def utilization_title(usage: Usage) -> str:
-    """Return the panel's title, such as `"GPU utilisation (%)"`."""
+    """Return the panel's title, such as `"GPU use (%)"`."""
     types = {samples.device_type for samples in usage if samples is not None and len(samples.time)}
-    return f"{DEVICE_NAMES.get(types.pop(), 'Device') if len(types) == 1 else 'Device'} utilisation (%)"
+    return f"{DEVICE_NAMES.get(types.pop(), 'Device') if len(types) == 1 else 'Device'} use (%)"
 
 
 def utilization_traces(
