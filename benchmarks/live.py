@@ -2,6 +2,7 @@
 
     python benchmarks/live.py            # everything; minutes, and Chromium for the first four
     python benchmarks/live.py tracking launch
+    python benchmarks/live.py open --beside ../other-checkout --out benchmarks/results/opening_2cores.json
 
 Prints, for this machine:
 
@@ -12,6 +13,7 @@ Prints, for this machine:
 - `zoom`: 10 runs × 1 M points: time of `wb.live` for runs that nobody has opened before, and again in another kernel
   (the panels of such long runs follow in the background); then from the end of a drag to the redrawn curve with the
   points of the visible range, p50, p95 and the longest of 30;
+- `open`: the same opening in kernels without a page, by turns with another checkout's, in wall and processor time;
 - `memory`: growth of the kernel and of the page while a recorded 8-hour run (one step a second) is replayed;
 - `tracking`: what one step's events cost the training with 50 metrics a step, as a share of steps of several lengths;
 - `launch`: time for `wb.launch` to return.
@@ -47,6 +49,19 @@ started = time.perf_counter()
 dashboard = live([load_run(path) for path in {paths!r}], x="step")
 opened_s = time.perf_counter() - started
 dashboard
+"""
+WRITING = "live.write_long_runs(pathlib.Path(sys.argv[3]), {}, {})"
+OPENING = """
+import json, resource, time
+import workbench
+from workbench.runs.registry import load_run
+from workbench.widgets import live
+assert workbench.__file__.startswith({checkout!r}), workbench.__file__
+started, computed = time.perf_counter(), time.process_time()
+dashboard = live([load_run(path) for path in {paths!r}], x="step")
+took = [time.perf_counter() - started, time.process_time() - computed]
+dashboard.stop()
+print(json.dumps([*took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10]))
 """
 GRAPH = "document.querySelector('.jupyter-widgets .js-plotly-plot')"
 
@@ -194,8 +209,8 @@ def latency(folder: Path, updates: int = 60, every_s: float = 0.5) -> str:
     return f"log to screen   p50 {p50:.0f} ms, p95 {p95:.0f} ms ({len(late_ms)} of {updates} steps drawn one by one)"
 
 
-def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30) -> str:
-    """The last run trains, the others have ended; a drag over the plot, and when its points were there."""
+def write_long_runs(folder: Path, runs: int, points: int) -> list[Path]:
+    """Runs of so many steps, whose columns were kept as each run's supervisor does while it goes on."""
     from workbench.runs.records.kept_blocks import ColumnKeeper
 
     first = write_run(folder / "run-0", points)
@@ -206,8 +221,14 @@ def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30)
         (path / "events.jsonl").unlink()
         os.link(first / "events.jsonl", path / "events.jsonl")
         paths.append(path)
-    for path in paths:  # as each run's supervisor does while it goes on
+    for path in paths:
         ColumnKeeper(path / "events.jsonl").keep()
+    return paths
+
+
+def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30) -> str:
+    """The last run trains, the others have ended; a drag over the plot, and when its points were there."""
+    paths = write_long_runs(folder, runs, points)
     with laboratory(folder / "lab") as (server, page):
         page.set_default_timeout(600_000)
         show_dashboard(server, page, paths)
@@ -222,6 +243,36 @@ def zoom(folder: Path, runs: int = 10, points: int = 1_000_000, drags: int = 30)
         f"{opened_s[1]:.1f} s in the next kernel\n"
         f"zoom            p50 {p50:.0f} ms, p95 {p95:.0f} ms, longest {max(took_ms):.0f} ms ({drags} drags in these)"
     )
+
+
+def opening(folder: Path, beside: Path | None, runs: int = 10, points: int = 1_000_000, rounds: int = 5) -> Any:
+    """`wb.live` in new kernels, each checkout with runs of its own, because each may keep columns in its own way."""
+    from jupyter_client.manager import start_new_kernel
+
+    from workbench.rundir import RunDir, this_process, write_json
+
+    checkouts = [REPOSITORY, *([beside.resolve()] if beside else [])]
+    paths: dict[Path, list[str]] = {}
+    for number, checkout in enumerate(checkouts):
+        place = folder / str(number)
+        place.mkdir()
+        write = f"import sys, pathlib; sys.path[:0] = sys.argv[1:3]; import live; {WRITING.format(runs, points)}"
+        subprocess.run([sys.executable, "-c", write, checkout, REPOSITORY / "benchmarks", place], check=True)
+        paths[checkout] = [str(place / f"run-{index}") for index in range(runs)]
+        for path in paths[checkout]:  # its writer is gone
+            write_json(RunDir(Path(path)).launcher, {"supervisor": this_process()})
+    time.sleep(3)  # the files' times of change must have settled
+    measured: dict[str, list[list[float]]] = {str(checkout): [] for checkout in checkouts}
+    for round_ in range(rounds + 1):
+        for checkout in checkouts:
+            manager, client = start_new_kernel(env={**os.environ, "PYTHONPATH": str(checkout)})
+            said = list[str]()
+            code = OPENING.format(checkout=str(checkout), paths=paths[checkout])
+            client.execute_interactive(code, output_hook=lambda m, said=said: said.append(m["content"].get("text", "")))
+            manager.shutdown_kernel(now=True)
+            if round_:  # the first writes that the columns agree with the events
+                measured[str(checkout)].append(json.loads("".join(said)))
+    return measured
 
 
 def _drag_ms(page: Any, left: float) -> float:
@@ -348,6 +399,31 @@ print(*took)
     return f"launch          returns in {statistics.median(others):.2f} s (the first of a kernel: {first:.2f} s)"
 
 
+def _open(folder: Path, beside: Path | None, out: Path | None) -> str:
+    """The medians of `opening`, and the ratios of neighbouring kernels; everything measured goes to `out`."""
+    measured = opening(folder, beside)
+    own, *others = [np.array(rows) for rows in measured.values()]
+    if out:
+        names = ("wall_s", "processor_s", "peak_mib")
+        rows = [[dict(zip(names, row, strict=True)) for row in each] for each in measured.values()]
+        what = {
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "here": rows[0],
+            "beside": rows[1] if others else [],
+        }
+        out.write_text(json.dumps(what, indent=1) + "\n")
+    wall_s, processor_s, peak_mib = np.median(own, axis=0)
+    words = f"open            {wall_s:.2f} s in a new kernel, {processor_s:.2f} s of processor time, {peak_mib:.0f} MiB"
+    if others:
+        all_ratios = others[0] / own
+        ends = zip(all_ratios.min(axis=0), all_ratios.max(axis=0), strict=True)
+        ratios = [f"{least:.1f} to {most:.1f}" for least, most in ends]
+        words += f"; the other checkout takes {ratios[0]} times as long, {ratios[1]} times the processor time, "
+        words += f"{ratios[2]} times the memory"
+    return words
+
+
 MEASUREMENTS = {
     "tracking": tracking,
     "launch": launch,
@@ -360,12 +436,16 @@ MEASUREMENTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="*", metavar="|".join(MEASUREMENTS), help="by default everything")
-    for name in parser.parse_args().what or MEASUREMENTS:
+    parser.add_argument("what", nargs="*", metavar="|".join([*MEASUREMENTS, "open"]), help="by default all but open")
+    parser.add_argument("--beside", type=Path, help="another checkout, which `open` measures by turns with this one")
+    parser.add_argument("--out", type=Path, help="file for everything that `open` measured, as JSON")
+    asked = parser.parse_args()
+    measurements = {**MEASUREMENTS, "open": lambda folder: _open(folder, asked.beside, asked.out)}
+    for name in asked.what or MEASUREMENTS:
         with tempfile.TemporaryDirectory(prefix="workbench-live-") as folder:
             path = Path(folder)
             (path / "lab").mkdir()
-            print(MEASUREMENTS[name](path), flush=True)
+            print(measurements[name](path), flush=True)
     print(f"{os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}; Python {sys.version.split()[0]}")
 
 

@@ -109,7 +109,7 @@ def parallel_coordinates(sweep: Sweep) -> Figure:
     figure = Figure(go.Parcoords(dimensions=dimensions, line=line, labelfont={"size": theme.FONT_PX}))
     words = f"{sweep.objective}, mean over the seeds"
     main = theme.title(theme.text(sweep.name), theme.text(words))
-    figure.laid_out(height=420, title=main, margin={"t": 110, "b": 36, "l": 80, "r": 80})
+    figure.laid_out(height=440, title=main, margin={"t": 134, "b": 36, "l": 80, "r": 80})
     return figure
 
 

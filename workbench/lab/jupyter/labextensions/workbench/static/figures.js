@@ -10,8 +10,8 @@ const PAPER = '254, 255, 255';  // `theme.PAPER`, which figures of other librari
 const DARK = '[data-jp-theme-light="false"]';
 const FIGURE = `.svg-container:has(> .main-svg[style*="rgb(${PAPER})"])`;
 const KEPT = ['.barlayer', '.bartext-outside', 'path.legendundefined'];  // Plotly's class of a bar's key in a legend
-const HEAT_MAP = `${FIGURE}:has(.heatmaplayer image)`;
-const KEPT_OF_HEAT_MAP = ['.heatmaplayer', 'rect.bg', '.cbfills', '.shapelayer'];
+const HEAT_MAP = `${FIGURE}:has(.heatmaplayer image, .parcoords)`;  // and parallel coordinates, whose lines have its colours
+const KEPT_OF_HEAT_MAP = ['.heatmaplayer', '.gl-container', 'rect.bg', '.cbfills', '.shapelayer'];
 const all = (figure, parts) => [figure, ...parts.map(part => `${figure} ${part}`)].map(part => `${DARK} ${part}`).join(', ');
 const ARRIVED = 'workbench-figure-arrived';
 const STYLE = `
