@@ -13,6 +13,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # otherwise extension modules would say that these objects leak
+
+
 # `make test` draws the same examples each time, so that it fails for what was changed; `make test-all` draws new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("new", deadline=None)

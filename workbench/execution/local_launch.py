@@ -104,6 +104,7 @@ def _fork_ranks(parsed: argparse.Namespace) -> None:
     importlib.import_module(parsed.training_script)
     preload(*parsed.training_script_args)
     gc.freeze()  # otherwise each rank's first collection would copy the pages of every object that it shares
+    atexit.register(gc.unfreeze)  # otherwise a launcher that fails would say that these objects leak
     parsed.module, parsed.run_path, parsed.start_method = False, True, "fork"
     parsed.training_script, parsed.training_script_args = __file__, [FORKED, *rank]
     launch.simple_launcher = _fork_one
