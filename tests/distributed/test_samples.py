@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import workbench as wb
 from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_evaluation import DIVISIONS, Division, Tensors, whole_tensors
+from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
 from workbench.data import encoded_prompts
 from workbench.execution.blocks.context import StepContext, mix
@@ -54,13 +58,21 @@ def experiment(name: str, folder: Path, seed: int | None, **changes: Any) -> wb.
     return wb.Experiment.of(**{**fields, **changes})
 
 
+@functools.cache
+def captured(name: str, folder: Path) -> tuple[nn.Module, Graph, Any]:
+    """Return a model, its graph and the graphs that write its samples, which a seed does not change."""
+    asked = experiment(name, folder, None)
+    torch.manual_seed(0)
+    model = asked.model.build()
+    found = CapturedModel(asked, 2, model)
+    return model, found.graph, found.samples(asked)
+
+
 def train(name: str, division: Division, folder: Path, seed: int | None, samples: bool) -> tuple[Any, Any, Any, Any]:
     """Train; return the losses, the samples by Workbench and by plain PyTorch, and the parameters."""
     asked = experiment(name, folder, seed)
-    torch.manual_seed(0)
-    model = asked.model.build()
-    captured = CapturedModel(asked, 2, model)
-    graph = captured.graph
+    model, graph, graphs = captured(name, folder)
+    model = copy.deepcopy(model)
     plan = forced_plan(
         graph,
         pipeline=division.pipeline,
@@ -72,7 +84,6 @@ def train(name: str, division: Division, folder: Path, seed: int | None, samples
     )
     here = coordinate(division.pipeline, division.data, division.tensor)
     context = StepContext(seed=7, device=torch.device("cpu"))
-    graphs = captured.samples(asked)
     trainer = Trainer(asked, plan, graph, build_stage(plan, here, model, graph, context), context, here)
     sampler = Sampler(trainer, graphs)
     dataset = asked.data.dataset(asked)

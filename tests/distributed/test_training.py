@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch.nn import functional
 
 from tests.distributed import zoo
 from tests.distributed.harness import coordinate, forced_plan, launch
-from workbench.capture import capture, spec_of
+from workbench.capture import Graph, capture, spec_of
 from workbench.errors import CheckpointError
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.build import build_stage
@@ -102,11 +104,16 @@ def experiment_of(name: str, **changes: Any) -> Experiment:
     )
 
 
-def trainer_of(name: str, division: Division) -> Trainer:
+@functools.cache
+def captured(name: str) -> tuple[nn.Module, Graph]:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     specs = {key: spec_of(key, value[:MICRO_BATCH]) for key, value in batch_of(name, 0).items()}
-    graph = capture(model, specs, name=name)
+    return model, capture(model, specs, name=name)
+
+
+def trainer_of(name: str, division: Division) -> Trainer:
+    model, graph = captured(name)
     plan = forced_plan(
         graph,
         pipeline=division.pipeline,
@@ -119,7 +126,7 @@ def trainer_of(name: str, division: Division) -> Trainer:
     )
     here = coordinate(division.pipeline, division.data)
     context = StepContext(seed=7, device=torch.device("cpu"))
-    stage = build_stage(plan, here, model, graph, context)
+    stage = build_stage(plan, here, copy.deepcopy(model), graph, context)
     return Trainer(experiment_of(name), plan, graph, stage, context, here)
 
 
@@ -171,10 +178,39 @@ def gathered(trainer: Trainer, losses: list[float], norms: list[float]) -> Outco
     return Outcome(losses, norms, *merged)
 
 
+IN_STAGES_OF_REPLICAS = [Division(pipeline=2, data=2, zero=zero) for zero in (0, 2, 3)]
+DROPPED_OUT = [
+    Division(pipeline=2),
+    Division(pipeline=2, recompute="full", recompute_first=2),
+    Division(data=2),
+    Division(data=2, zero=3),
+]
+NORMED = [Division(pipeline=2), *IN_STAGES_OF_REPLICAS]
+UPDATED = [Division(pipeline=2), Division(data=2, zero=3)]
+NORMALISED = [Division(pipeline=2, recompute="full"), *(each for each in IN_STAGES_OF_REPLICAS if each.zero != 2)]
+RUNS: list[tuple[str, Division, int]] = [
+    *(("dropout", division, 1) for division in [Division(), *DROPPED_OUT]),
+    ("dropout", Division(), 5),
+    *(("bert", division, 1) for division in NORMED),
+    *(("bert", division, 3) for division in UPDATED),
+    *(("normalised", division, 2) for division in [Division(), *NORMALISED]),
+]
+"""Model, division and number of steps of every run that begins at the first step."""
+
+
+def train_each(rank: int, runs: list[tuple[str, Division, int]]) -> list[Outcome]:
+    return [train(rank, name, division, range(steps)) for name, division, steps in runs]
+
+
+@functools.cache
+def outcomes(world: int) -> dict[tuple[str, Division, int], Outcome]:
+    """Train all runs on so many processes, which start once."""
+    runs = [each for each in RUNS if each[1].world == world]
+    return dict(zip(runs, launch(train_each, world, runs), strict=True))
+
+
 def run(name: str, division: Division, steps: int = 1) -> Outcome:
-    found = launch(train, division.world, name, division, range(steps))
-    assert isinstance(found, Outcome)
-    return found
+    return outcomes(division.world)[name, division, steps]
 
 
 def plain(name: str, steps: int, clip_norm: float = 1.0, device: str = "cpu") -> Outcome:
@@ -211,28 +247,14 @@ def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     )
 
 
-@pytest.fixture(scope="module")
-def dropout_on_one_process() -> Outcome:
-    return run("dropout", Division())
+@pytest.mark.parametrize("division", DROPPED_OUT, ids=str)
+def test_dropout_draws_the_same_under_every_plan(division: Division) -> None:
+    alone, found = run("dropout", Division()), run("dropout", division)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-6)
+    assert worst(found.gradients, alone.gradients) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "division",
-    [
-        Division(pipeline=2),
-        Division(pipeline=2, recompute="full", recompute_first=2),
-        Division(data=2),
-        Division(data=2, zero=3),
-    ],
-    ids=str,
-)
-def test_dropout_draws_the_same_under_every_plan(division: Division, dropout_on_one_process: Outcome) -> None:
-    found = run("dropout", division)
-    assert found.losses == pytest.approx(dropout_on_one_process.losses, rel=1e-6)
-    assert worst(found.gradients, dropout_on_one_process.gradients) < 1e-5
-
-
-def test_dropout_is_drawn_anew_in_every_step_and_micro_batch(dropout_on_one_process: Outcome) -> None:
+def test_dropout_is_drawn_anew_in_every_step_and_micro_batch() -> None:
     trainer_seeds = {
         dataclasses.replace(StepContext(7, torch.device("cpu")), step=step, microbatch=m).block_seed(block)
         for step in range(3)
@@ -240,14 +262,10 @@ def test_dropout_is_drawn_anew_in_every_step_and_micro_batch(dropout_on_one_proc
         for block in range(6)
     }
     assert len(trainer_seeds) == 3 * 4 * 6
-    assert dropout_on_one_process.losses[0] != pytest.approx(plain("bert", 1).losses[0], rel=1e-4)
+    assert run("dropout", Division()).losses[0] != pytest.approx(plain("bert", 1).losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "division",
-    [Division(pipeline=2), *(Division(pipeline=2, data=2, zero=zero) for zero in (0, 2, 3))],
-    ids=str,
-)
+@pytest.mark.parametrize("division", NORMED, ids=str)
 def test_the_norm_is_that_of_the_plain_model_with_each_tied_parameter_once(division: Division) -> None:
     expected = plain("bert", 1)
     found = run("bert", division)
@@ -256,7 +274,7 @@ def test_the_norm_is_that_of_the_plain_model_with_each_tied_parameter_once(divis
     assert worst(found.gradients, expected.gradients) < 1e-5
 
 
-@pytest.mark.parametrize("division", [Division(pipeline=2), Division(data=2, zero=3)], ids=str)
+@pytest.mark.parametrize("division", UPDATED, ids=str)
 def test_three_updates_equal_plain_adamw(division: Division) -> None:
     expected = plain("bert", 3)
     found = run("bert", division, 3)
@@ -264,20 +282,9 @@ def test_three_updates_equal_plain_adamw(division: Division) -> None:
     assert worst(found.parameters, expected.parameters) < 1e-5
 
 
-@pytest.fixture(scope="module")
-def normalised_on_one_process() -> Outcome:
-    return run("normalised", Division(), 2)
-
-
-@pytest.mark.parametrize(
-    "division",
-    [Division(pipeline=2, recompute="full"), *(Division(pipeline=2, data=2, zero=zero) for zero in (0, 3))],
-    ids=str,
-)
-def test_a_frozen_first_stage_and_batch_norm_train_as_on_one_process(
-    division: Division, normalised_on_one_process: Outcome
-) -> None:
-    alone, found = normalised_on_one_process, run("normalised", division, 2)
+@pytest.mark.parametrize("division", NORMALISED, ids=str)
+def test_a_frozen_first_stage_and_batch_norm_train_as_on_one_process(division: Division) -> None:
+    alone, found = run("normalised", Division(), 2), run("normalised", division, 2)
     assert found.losses == pytest.approx(alone.losses, rel=1e-6)
     assert worst(found.parameters, alone.parameters) < 1e-5
     if division.data == 1:  # replicas see their own samples only, as under DistributedDataParallel
@@ -331,33 +338,35 @@ def checkpoint_of_two_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_of_two_stages_continues_under_another_plan(
     division: Division, checkpoint_of_two_stages: Path
 ) -> None:
-    whole = launch(train, 1, "dropout", Division(), range(5))
+    whole = run("dropout", Division(), 5)
     found = launch(train, division.world, "dropout", division, range(3, 5), checkpoint_of_two_stages)
     assert found.losses == pytest.approx(whole.losses[3:], rel=1e-5)
     assert worst(found.parameters, whole.parameters) < 1e-5
     assert worst(found.optimizer_state, whole.optimizer_state) < 1e-5
 
 
-def refusal(_rank: int, path: Path, signature: str | None) -> str:
+def refusals(_rank: int, asked: list[tuple[Path, str | None]]) -> list[str]:
+    """Return what loading each checkpoint says, with a signature in place of the plan's own where one is given."""
     trainer = trainer_of("dropout", Division())
-    if signature is not None:
-        trainer.plan = dataclasses.replace(trainer.plan, signature=signature)
-    before = {name: parameter.clone() for name, parameter in trainer.stages.model_parameters().items()}
-    try:
-        CheckpointStore(trainer, RunDir(path.parent.parent)).load(path)
-    except CheckpointError as error:
+    own, before = trainer.plan, {name: p.clone() for name, p in trainer.stages.model_parameters().items()}
+    said = []
+    for path, signature in asked:
+        trainer.plan = dataclasses.replace(own, signature=signature or own.signature)
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointStore(trainer, RunDir(path.parent.parent)).load(path)
         assert all(torch.equal(before[name], p) for name, p in trainer.stages.model_parameters().items())
-        return str(error)
-    return "it was loaded"
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_checkpoint_whose_writing_was_interrupted_is_refused(checkpoint_of_two_stages: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_torn_or_missing_or_of_another_model_is_refused(
+    checkpoint_of_two_stages: Path, tmp_path: Path
+) -> None:
     torn = tmp_path / "step-3"
     shutil.copytree(checkpoint_of_two_stages, torn)
     (torn / COMPLETE).unlink()
-    assert "is not a complete checkpoint" in launch(refusal, 1, torn, None)
-    assert "is not a complete checkpoint" in launch(refusal, 1, tmp_path / "step-4", None)
-
-
-def test_a_checkpoint_of_another_model_is_refused(checkpoint_of_two_stages: Path) -> None:
-    assert "saved from a model of other parameters" in launch(refusal, 1, checkpoint_of_two_stages, "another")
+    asked = [(torn, None), (tmp_path / "step-4", None), (checkpoint_of_two_stages, "another")]
+    interrupted, missing, other = launch(refusals, 1, asked)
+    assert "is not a complete checkpoint" in interrupted
+    assert "is not a complete checkpoint" in missing
+    assert "saved from a model of other parameters" in other
