@@ -25,8 +25,8 @@ IGNORED = {"format", "cluster", "basis", "signature"}
 """Keys of a plan that are text, or that say what the search was given."""
 FORGOTTEN = {"weight_ms"}
 """Keys of the old plans alone: the part of a backward that a zero-bubble schedule delayed."""
-ADDED = {"num_microbatches", "gathers"}
-"""Keys of the new candidates alone."""
+ADDED = {"num_microbatches", "gathers", "coupled"}
+"""Keys of the new plans and candidates alone."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,35 @@ class NoisyWords(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class ComparedWords(nn.Module):
+    """Two views of each text that differ by dropout, and a loss that compares them with those of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(real_worker.VOCAB, 32)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3))
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(torch.cat([input_ids, labels.clamp(min=0)]))
+        for layer in self.layers:
+            x = x + layer(x)
+        one, other = functional.normalize(self.head(x.mean(1)), dim=-1).chunk(2)
+        return functional.cross_entropy(10 * one @ other.T, torch.arange(len(one), device=one.device))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_gathered_loss_is_the_same_to_the_last_bit_in_a_run_that_was_killed(zero: int, tmp_path: Path) -> None:
+    asked = experiment(model=ComparedWords, steps=STEPS, global_batch=8)
+    chosen = plan(asked, data=2, zero=zero, micro_batch=2)
+    assert chosen.gathers
+    unbroken = curve(trained(tmp_path / "unbroken", asked, chosen))
+    assert unbroken[1] != unbroken[STEPS]
+    saving = asked.replace(checkpoint_every=EVERY)
+    run, killed_at = killed_and_resumed(tmp_path / "killed", saving, chosen, 1, seed=4)
+    assert curve(run) == unbroken, f"killed at {killed_at}"
+
+
 @pytest.mark.parametrize("degrees", [{"pipeline": 2}, {"data": 2, "zero": 3}], ids=["pipeline", "shards"])
 def test_opaque_layers_draw_the_same_numbers_in_a_run_that_was_killed(degrees: dict[str, int], tmp_path: Path) -> None:
     asked = experiment(model=NoisyWords, steps=STEPS, global_batch=8)

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
 from tests.distributed.harness import forced_plan, launch
 from tests.distributed.test_every_plan import part_of, trainer_of
-from tests.unit.coupled_models import GATHERED, TwoTower, samples_for
+from tests.unit.coupled_models import GATHERED, WIDTH, TwoTower, samples_for
 from workbench.capture import Graph, capture, spec_of
+from workbench.capture.captured_model import CapturedModel
+from workbench.capture.evaluation import require_same_stages
 from workbench.capture.gathering import with_tail_of
+from workbench.data._datasets import UserDataset
+from workbench.errors import WorkbenchError
+from workbench.execution.blocks import gathered_loss
+from workbench.execution.build import evaluation_programs
+from workbench.execution.evaluate import Evaluator
+from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 
 TOLERANCE = 1e-5
@@ -105,6 +116,133 @@ def test_dropout_draws_the_same_numbers_in_both_forwards_of_a_micro_batch() -> N
     assert len(sent) == 8
     torch.testing.assert_close(sent[:4], sent[4:], rtol=0, atol=0)
     assert all(not torch.equal(one, other) for one, other in zip(sent[0], sent[1], strict=True))
+
+
+class _Returning(nn.Module):
+    """Two towers that return their loss with a value of each sample, one of each pair, and how sure they are.
+
+    In training, dropout thins the towers' inputs out, and BatchNorm normalises over the batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        one, other = (
+            functional.dropout(layer(value).tanh(), 0.3, self.training).mean(1)
+            for layer, value in zip(self.layers, (x, y), strict=True)
+        )
+        scores = self.norm(one) @ functional.normalize(other).T
+        loss = functional.cross_entropy(scores, torch.arange(len(x)))
+        return {"loss": loss, "one": one, "scores": scores, "sure": scores.softmax(-1).amax(-1)}
+
+
+def _mean_of_one(outputs: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> tuple[Any, int]:
+    return (outputs["one"] * batch["x"].mean(1)).sum(), len(batch["x"])
+
+
+def _surest(outputs: dict[str, torch.Tensor], _batch: dict[str, torch.Tensor]) -> tuple[Any, int]:
+    return outputs["sure"].sum(), len(outputs["sure"])
+
+
+HELD_OUT = 2 * BATCH + 3
+"""The last three samples fill no batch."""
+MODELS = {
+    **{name: GATHERED[name] for name in ("Barlow Twins", "Hugging Face's CLIP", "SupCon", "RMSE")},
+    "two towers that return more": _Returning,
+}
+WHOLE = {"num_microbatches": 1, "gathers": False}
+
+
+def _evaluations(_rank: int, cases: tuple[dict[str, Any], ...]) -> dict[str, float]:
+    """Largest relative difference of a held-out loss or metric from plain PyTorch's, for every model and division."""
+    worst = {}
+    for name, build in MODELS.items():
+        torch.manual_seed(0)
+        model = build().train()
+        samples = samples_for(name, HELD_OUT)
+        metrics = {"one": _mean_of_one, "sure": _surest} if build is _Returning else {}
+        specs = {"model": build, "data": samples[:BATCH], "eval_data": samples, "metrics": metrics}
+        experiment = Experiment.of(**specs, steps=1, global_batch=BATCH, seq_len=1, name=name)
+        for choices in cases:
+            size = BATCH // choices["num_microbatches"] // choices.get("data", 1)
+            captured = CapturedModel(experiment, size, copy.deepcopy(model))
+            gathered = BATCH if choices.get("gathers", True) else None
+            graph = captured.graph if gathered is None else captured.gathered(gathered)
+            plan = forced_plan(graph, pipeline=1, micro_batch=size, **{"gathers": True, **choices})
+            plan = replace(plan, coupled=True)
+            evaluated = captured.evaluation(experiment, gathered)
+            require_same_stages(graph, evaluated, (), 1)
+            trainer = trainer_of(copy.deepcopy(model), graph, plan)
+            programs = evaluation_programs(plan, trainer.coordinate, evaluated, trainer.context)
+            evaluator = Evaluator(trainer, evaluated, programs, UserDataset(samples, HELD_OUT, seed=None), metrics)
+            loss, values = evaluator.evaluate()
+            assert (evaluator.samples, evaluator.loss()) == (2 * BATCH, loss)
+            found = torch.tensor([loss, *values.values()], dtype=torch.float64)
+            expected = _plain_evaluation(copy.deepcopy(model), samples, metrics)
+            worst[f"{name}, {choices}"] = float(((found - expected) / expected).abs().max())
+            trainer.gradients(0, part_of(trainer, default_collate(samples[:BATCH])))  # training goes on
+    return worst
+
+
+def _plain_evaluation(model: nn.Module, samples: list[Any], metrics: dict[str, Any]) -> torch.Tensor:
+    """Return the mean loss of the first two batches in eval mode, and the metrics over both."""
+    model.eval()
+    losses, sums = [], {name: torch.zeros(2, dtype=torch.float64) for name in metrics}
+    with torch.no_grad():
+        for first in (0, BATCH):
+            batch = default_collate(samples[first : first + BATCH])
+            outputs = model(**batch)
+            losses.append(outputs["loss"] if isinstance(outputs, dict) else outputs)
+            for name, metric in metrics.items():
+                sums[name] += torch.tensor([float(value) for value in metric(outputs, batch)])
+    return torch.stack([torch.stack(losses).mean().double(), *(total / count for total, count in sums.values())])
+
+
+def test_held_out_losses_of_a_process_equal_plain_pytorch_of_each_global_batch() -> None:
+    wrong = {
+        case: error for case, error in launch(_evaluations, 1, (ALONE[0], WHOLE)).items() if not error <= TOLERANCE
+    }
+    assert not wrong, wrong
+
+
+def test_held_out_losses_of_replicas_equal_plain_pytorch_of_each_global_batch() -> None:
+    found = launch(_evaluations, 2, (REPLICAS[0], REPLICAS[-1]))
+    wrong = {case: error for case, error in found.items() if not error <= TOLERANCE}
+    assert not wrong, wrong
+
+
+def _message_of_first_step(rank: int, planted: str) -> str:
+    """Return what the first step says of values that are gathered wrongly on one replica."""
+    gather, name = dist.all_gather, "SupCon"
+    model, batch = GATHERED[name]().train(), default_collate(samples_for(name, BATCH))
+    graphs = [
+        capture(model, {key: spec_of(key, field[:size]) for key, field in batch.items()}, gathers=True)
+        for size in (2, BATCH)
+    ]
+    graph = with_tail_of(*graphs)
+    trainer = trainer_of(
+        model, graph, forced_plan(graph, pipeline=1, data=2, micro_batch=2, num_microbatches=2, gathers=True)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if planted == "order" and rank == 1:
+            patch.setattr(dist, "all_gather", lambda values, own, group: gather(values[::-1], own, group=group))
+        if planted == "rule":
+            patch.setattr(gathered_loss, "join_rows", lambda rows, parts: torch.cat(list(parts), rows.dim))
+        try:
+            trainer.step(0, part_of(trainer, batch))
+        except WorkbenchError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("planted", ["order", "rule"])
+def test_values_gathered_in_a_wrong_order_are_caught_before_the_first_update(planted: str) -> None:
+    said = launch(_message_of_first_step, 2, planted)
+    assert "were gathered in another order on one of 2 replicas" in said
+    assert "Nothing was updated" in said
 
 
 def test_micro_batches_in_one_process_equal_plain_pytorch_of_the_whole_batch() -> None:

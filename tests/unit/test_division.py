@@ -18,7 +18,7 @@ from tests.unit.capture_models import MODELS, Net, batch_for, captured, copies, 
 from tests.unit.coupled_models import COUPLED, WEIGHTED, Regression, samples_for
 from workbench.capture import division
 from workbench.capture.captured_model import CapturedModel
-from workbench.capture.division import Division, division_fault
+from workbench.capture.division import PARTS, Division, division_fault
 from workbench.capture.model import build_meta
 from workbench.cost.cluster import Cluster
 from workbench.errors import CaptureError
@@ -86,7 +86,7 @@ def test_numbers_raise_no_false_alarm(name: str) -> None:
     """Among these are dropout, BatchNorm, experts, bf16 in forward, buffers, and labels whose number differs."""
     make = {**zoo.MODELS, **MODELS}[name]
     graph = captured(build_meta(make), batch_for(name, 2))
-    fault = division_fault(graph, make, lambda count, trial: batch_for(name, count, trial))
+    fault = division_fault(graph, make, lambda count, trial: batch_for(name, count, trial), PARTS)
     assert bool(fault) == (name in COUPLED_ON_PURPOSE), fault
 
 

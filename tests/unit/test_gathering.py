@@ -13,14 +13,15 @@ from torch.nn import functional
 import workbench as wb
 from tests.distributed.harness import CPU, LINK
 from tests.unit.coupled_models import COUPLED, GATHERED, WIDTH, SupCon, TwoTower, samples_for
-from workbench.capture import Rows, division
+from workbench.capture import Rows, captured_model, division
 from workbench.capture.captured_model import CapturedModel
 from workbench.capture.gathering import TAIL, join_rows, part_rows
 from workbench.cost.cluster import Cluster
-from workbench.errors import CaptureError, PlanInfeasible, PlanMismatch
+from workbench.errors import CaptureError, DataError, PlanInfeasible, PlanMismatch
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
 from workbench.planning.runnable import check_runnable
+from workbench.sparsity import Static
 
 BATCH = 8
 
@@ -102,7 +103,7 @@ def test_a_wrong_combination_of_gathered_rows_is_caught_before_a_plan_is_made(mo
     monkeypatch.setattr(division, "join_rows", without_groups)
     experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
     assert not wb.plan(experiment, cluster(1)).gathers
-    with pytest.raises(PlanInfeasible, match="Gathered over micro-batches, it would be another loss: 4 samples have"):
+    with pytest.raises(PlanInfeasible, match="Gathered over micro-batches, it would be another loss: 8 samples have"):
         wb.plan(experiment, cluster(1), micro_batch=2)
 
 
@@ -124,6 +125,18 @@ def test_a_plan_that_gathers_says_so_and_is_priced_with_one_more_forward() -> No
     assert check_runnable(experiment, plan, CapturedModel(experiment, 2)) is None
 
 
+def test_a_plan_says_whether_numbers_confirmed_that_samples_are_gathered_rightly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    experiment, plan = gathered_plan("SupCon")
+    assert plan.notes[-1].endswith("those of the whole batch, as numbers confirm.")
+    monkeypatch.setattr(captured_model, "MOST_FLOPS", 1.0)
+    monkeypatch.setattr(captured_model, "division_fault", lambda *_: "never compared")
+    large = wb.plan(experiment, cluster(2), data=2, micro_batch=2)
+    assert large.gathers
+    assert "follows from the operations alone. The model is too large to compare numbers" in large.notes[-1]
+
+
 def test_a_batch_in_one_piece_is_planned_without_gathering() -> None:
     experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"))
     plan = wb.plan(experiment, cluster(1))
@@ -137,18 +150,35 @@ def test_a_pipeline_over_replicas_of_a_coupled_loss_is_refused_with_what_can_be_
         wb.plan(experiment, cluster(4), pipeline=2, data=2)
 
 
-def test_an_experiment_that_evaluates_is_not_gathered_and_says_why() -> None:
-    samples = samples_for("SupCon")
-    experiment = experiment_of(GATHERED["SupCon"], samples, eval_data=samples)
-    with pytest.raises(PlanInfeasible, match="not gathered over micro-batches in an experiment with evaluation"):
+def test_an_experiment_with_sparse_weights_is_not_gathered_and_says_why() -> None:
+    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"), sparsity=Static(0.5, block=4))
+    with pytest.raises(PlanInfeasible, match="not gathered over micro-batches in an experiment with sparsity"):
         wb.plan(experiment, cluster(1), micro_batch=2)
+
+
+@pytest.mark.parametrize("how", GATHERED)
+def test_an_experiment_that_evaluates_is_gathered(how: str) -> None:
+    experiment = experiment_of(GATHERED[how], samples_for(how), eval_data=samples_for(how))
+    plan = wb.plan(experiment, cluster(2), data=2, micro_batch=2)
+    assert plan.gathers
+    assert plan.coupled
+    assert plan.prediction.evaluation_s > 0
+    assert check_runnable(experiment, plan, CapturedModel(experiment, 2), progress=False) is None
+
+
+@pytest.mark.parametrize("micro_batch", [2, BATCH])
+def test_fewer_held_out_samples_than_the_loss_compares_are_refused(micro_batch: int) -> None:
+    experiment = experiment_of(GATHERED["SupCon"], samples_for("SupCon"), eval_data=samples_for("SupCon", BATCH - 1))
+    plan = wb.plan(experiment, cluster(1), micro_batch=micro_batch)
+    with pytest.raises(DataError, match=r"7 held-out samples, fewer than the 8 of the global batch.* smaller global_b"):
+        check_runnable(experiment, plan, CapturedModel(experiment, 2), progress=False)
 
 
 def test_a_plan_that_gathers_does_not_start_another_experiment() -> None:
     experiment, plan = gathered_plan("SupCon")
-    evaluating = experiment.replace(eval_data=samples_for("SupCon"))
-    with pytest.raises(PlanMismatch, match=r"gathers the samples of its loss.* experiment has evaluation"):
-        check_runnable(evaluating, plan, CapturedModel(evaluating, 2))
+    sparse = experiment.replace(sparsity=Static(0.5, block=4))
+    with pytest.raises(PlanMismatch, match=r"gathers the samples of its loss.* experiment has sparsity"):
+        check_runnable(sparse, plan, CapturedModel(sparse, 2))
     other = experiment_of(lambda: _Encoder(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)), samples_for("SupCon"))
     named = experiment.replace(model=other.model)
     with pytest.raises((PlanMismatch, CaptureError)):

@@ -53,7 +53,8 @@ class OnlyLoss(nn.Module):
 
 def test_prompts_that_a_model_cannot_answer_are_refused(folder):
     def check_between_steps(asked: wb.Experiment) -> None:
-        runnable.check_between_steps(asked, SimpleNamespace(stages=(), tensor=1), CapturedModel(asked, 2))
+        plan = SimpleNamespace(stages=(), tensor=1, gathered_samples=None)
+        runnable.check_between_steps(asked, plan, CapturedModel(asked, 2))
 
     with pytest.raises(DataError, match=r"has \d+ tokens, and the model reads 16 \(seq_len\)"):
         check_between_steps(experiment(folder, ["birds sing in tree 7. " * 20]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from workbench.capture.dataflow import Dataflow
 from workbench.capture.opaque import call_of
-from workbench.capture.operations import storage_of
+from workbench.capture.operations import arguments_of, op_name, storage_of
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _Run = tuple[tuple[str, str] | None, list[fx.Node]]
@@ -119,13 +119,16 @@ def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def group_nodes(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[NodeGroup, ...]:
+def group_nodes(
+    flow: Dataflow, layers: frozenset[str], loss: fx.Node, in_training: bool = True
+) -> tuple[NodeGroup, ...]:
     """Group the live nodes that are not recomputable, in order, with a boundary wherever the layer changes.
 
     Operations between two layers that read no parameter belong to the layer before them. Those that do (an embedding, a
     head, a norm between stages) form a group of their own. Groups are joined where an in-place write reaches across
-    their boundary. What follows the loss (a buffer's update) joins its group, so that this is the last. Views of
-    parameters belong to no group in the end: each that reads one makes it again.
+    their boundary, in eval mode as in training, where BatchNorm writes. What follows the loss (a buffer's update) joins
+    its group, so that this is the last. Views of parameters belong to no group in the end: each that reads one makes it
+    again.
     """
     runs: list[_Run] = []
     for node in flow.order:
@@ -146,7 +149,11 @@ def group_nodes(flow: Dataflow, layers: frozenset[str], loss: fx.Node) -> tuple[
         else:
             grouped.append((key, list(nodes)))
     grouped = [(key, nodes) for key, nodes in grouped if not flow.views.issuperset(nodes)]
-    joined = _join_across_writes([nodes for _, nodes in grouped], flow, loss)
+    writers = dict(flow.writers)
+    for node in flow.order if not in_training else ():
+        if op_name(node) == "batch_norm" and isinstance(mean := arguments_of(node)["running_mean"], fx.Node):
+            writers.setdefault(storage_of(mean), (node,))
+    joined = _join_across_writes([nodes for _, nodes in grouped], flow, loss, writers)
     owners = {nodes[0]: key[0] for key, nodes in grouped if key}
     calls: Counter[str] = Counter()
     groups = []
@@ -176,7 +183,9 @@ def _owner(node: fx.Node, layers: frozenset[str]) -> tuple[str, str] | None:
     return None
 
 
-def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow, loss: fx.Node) -> list[list[fx.Node]]:
+def _join_across_writes(
+    groups: list[list[fx.Node]], flow: Dataflow, loss: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]]
+) -> list[list[fx.Node]]:
     """Join neighbours whose boundary would part a value from a later write to it, or the uses of a changing buffer."""
     with_loss = next((index for index, group in enumerate(groups) if loss in group), len(groups))
     barred = set(range(with_loss + 1, len(groups)))
@@ -185,11 +194,11 @@ def _join_across_writes(groups: list[list[fx.Node]], flow: Dataflow, loss: fx.No
     for node, index in at.items():
         for used in (node, *node.all_input_nodes):
             uses[flow.identity(storage_of(used))].add(index)
-    for owner, writers in flow.writers.items():
+    for owner, nodes in writers.items():
         touched = uses[flow.identity(owner)]
         if touched:
             # From the first group that makes or uses it to the last that writes to it, or for a buffer uses it.
-            last = max(touched) if owner in flow.tensors else max((at[w] for w in writers if w in at), default=0)
+            last = max(touched) if owner in flow.tensors else max((at[w] for w in nodes if w in at), default=0)
             barred.update(range(min(touched) + 1, last + 1))
     joined: list[list[fx.Node]] = []
     for index, group in enumerate(groups):

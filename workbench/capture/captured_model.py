@@ -16,6 +16,7 @@ from workbench.capture.division import (
     division_fault,
     division_of,
     forward_flops,
+    has_constants,
     samples_from,
 )
 from workbench.capture.evaluation import capture_for_evaluation, capture_for_samples
@@ -89,6 +90,8 @@ class CapturedModel:
 
         Raises `CaptureError` if that part cannot be cut off (`workbench.capture.gathering`).
         """
+        if samples == self._micro_batch and self.graph.tower_and_tail is not None:
+            return self.graph.tower_and_tail()
         batch, source = _batch(self._experiment, samples), self._source
         with waiting(f"capturing {source.name} for a loss over {samples:,} samples"):
             return capture(self._built(), batch, name=source.name, loss=self._loss, gathers=True)
@@ -98,14 +101,24 @@ class CapturedModel:
         return with_tail_of(self.tower_and_tail(self._micro_batch), self.tower_and_tail(samples))
 
     @cached_property
+    def is_gathering_compared(self) -> bool:
+        """True if the model is small enough for `gathering_fault`."""
+        return forward_flops(self.graph) <= MOST_FLOPS and self.graph.parameter_count <= MOST_PARAMETERS
+
+    @cached_property
     def gathering_fault(self) -> str:
-        """The difference of a gathered loss from that of the whole batch, in words; empty if there is none."""
-        if forward_flops(self.graph) > MOST_FLOPS or self.graph.parameter_count > MOST_PARAMETERS:
-            return ""
+        """The difference of a gathered loss from that of the whole batch, in words; empty if there is none.
+
+        The global batch itself is compared if that takes no longer than a few samples of a large model.
+        """
+        parts, rest = divmod(self._experiment.global_batch, self._micro_batch)
+        if rest or parts * forward_flops(self.graph) > MOST_FLOPS:
+            parts = PARTS[0]
         with waiting(f"comparing the gathered loss of {self._source.name}"):
-            model = self._source.build().train()
-            captured = CapturedModel(self._experiment, self._micro_batch, model)
-            return division_fault(captured.gathered(PARTS[0] * self._micro_batch), lambda: model, self._samples)
+            model, graph = self._source.build().train(), self.gathered(parts * self._micro_batch)
+            if has_constants(graph):
+                graph = CapturedModel(self._experiment, self._micro_batch, model).gathered(parts * self._micro_batch)
+            return division_fault(graph, lambda: model, self._samples, [parts] * 2)
 
     @cached_property
     def signature(self) -> str:
@@ -117,13 +130,21 @@ class CapturedModel:
         """The shapes of the parameters that have a gradient, by name."""
         return {name: tuple(p.shape) for name, p in self._built().named_parameters() if p.requires_grad}
 
-    def evaluation(self, experiment: Experiment) -> Graph:
-        """Return the graph of the model in eval mode, with what the experiment's metrics read."""
-        return self._evaluation(tuple(experiment.metrics.items()))
+    def evaluation(self, experiment: Experiment, gathered: int | None = None) -> Graph:
+        """Return the graph of the model in eval mode, with what the experiment's metrics read.
+
+        Its last block computes the loss and what metrics read of `gathered` samples, if that is given.
+        """
+        return self._evaluation(tuple(experiment.metrics.items()), gathered)
 
     @memoised
-    def _evaluation(self, metrics: tuple[tuple[str, Metric], ...]) -> Graph:
-        return capture_for_evaluation(self._built(), self.graph, dict(metrics))
+    def _evaluation(self, metrics: tuple[tuple[str, Metric], ...], gathered: int | None) -> Graph:
+        def of_batch(samples: int) -> Graph:
+            batch = _batch(self._experiment, samples)
+            return capture_for_evaluation(self._built(), self.graph, dict(metrics), batch, gathers=gathered is not None)
+
+        part = of_batch(self._micro_batch)
+        return part if gathered is None else with_tail_of(part, of_batch(gathered))
 
     def samples(self, experiment: Experiment) -> list[Graph]:
         """Return a graph in eval mode for each group of the experiment's prompts; none without `samples`."""

@@ -120,7 +120,7 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
     obstacle = f"the model is too large to compare numbers here ({flops / 1e9:,.0f} GFLOP a forward)"
     if is_small:
         try:
-            fault = division_fault(graph, build, samples)
+            fault = division_fault(graph, build, samples, PARTS)
         except CaptureError:
             raise
         except Exception as error:  # the forward needs another device, or samples of other values
@@ -136,16 +136,18 @@ def division_of(graph: Graph, build: Callable[[], nn.Module], samples: Callable[
     )
 
 
-def division_fault(graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch]) -> str:
+def division_fault(
+    graph: Graph, build: Callable[[], nn.Module], samples: Callable[[int, int], Batch], parts_of_trials: Sequence[int]
+) -> str:
     """Return how the loss of a whole batch differs from that of its micro-batches; "" if they are equal.
 
-    A graph whose last block computes the loss of gathered samples is compared for so many samples alone.
+    `parts_of_trials` has the number of micro-batches of each trial.
     """
     size = graph.micro_batch
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         comparison = _Comparison(graph, build().train())
-        for trial, parts in enumerate(PARTS[:1] * 2 if graph.gathered else PARTS):
+        for trial, parts in enumerate(parts_of_trials):
             try:
                 batch = samples(parts * size, trial)
                 fault = comparison.fault(batch)
@@ -166,6 +168,12 @@ def division_fault(graph: Graph, build: Callable[[], nn.Module], samples: Callab
             if fault:
                 return fault
     return ""
+
+
+def has_constants(graph: Graph) -> bool:
+    """Return True if a graph holds tensors of its own, which have no values if it was captured on the meta device."""
+    codes = [code for count in graph.label_counts for code in (count.code, count.of_total) if code is not None]
+    return bool(graph.constants) or any(list(code.buffers()) for code in codes)
 
 
 def samples_from(examples: Batch | None, random: Callable[[int, int], Batch]) -> Callable[[int, int], Batch]:
@@ -214,8 +222,7 @@ class _Comparison:
                 parameter.data.mul_(1 + 0.05 * torch.randn_like(parameter)).add_(
                     torch.randn_like(parameter), alpha=0.02
                 )
-        codes = [code for count in graph.label_counts for code in (count.code, count.of_total) if code is not None]
-        if not graph.gathered and (graph.constants or any(list(code.buffers()) for code in codes)):
+        if not graph.gathered and has_constants(graph):
             from workbench.capture.model import capture  # the constants of a capture on the meta device have no values
 
             graph = capture(model, graph.batch, name=graph.model, loss=graph.loss_choice)

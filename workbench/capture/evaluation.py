@@ -17,19 +17,23 @@ from workbench.tensors import TensorSpec
 
 
 def capture_for_evaluation(
-    model: nn.Module, training: Graph, metrics: Mapping[str, Metric] = MappingProxyType({})
+    model: nn.Module,
+    training: Graph,
+    metrics: Mapping[str, Metric] = MappingProxyType({}),
+    batch: Mapping[str, TensorSpec] | None = None,
+    gathers: bool = False,
 ) -> Graph:
-    """Capture the model in eval mode at the micro-batch of `training`, and leave it in train mode.
+    """Capture the model in eval mode, by default at the micro-batch of `training`, and leave it in train mode.
 
-    With `metrics`, the graph computes what they read of forward's outputs. Raises `InvalidExperiment` for a metric
-    that cannot be computed.
+    With `metrics`, the graph computes what they read of forward's outputs. `gathers` is that of `capture`. Raises
+    `InvalidExperiment` for a metric that cannot be computed.
     """
-    batch = training.batch
+    batch = training.batch if batch is None else batch
 
     def read(template: Any) -> dict[int, str]:
         return {slot: f"The metric {name!r}" for slot, name in read_by(metrics, template, batch).items()}
 
-    return _captured_in_eval_mode(model, training, batch, read if metrics else None)
+    return _captured_in_eval_mode(model, training, batch, read if metrics else None, gathers)
 
 
 def capture_for_samples(model: nn.Module, training: Graph, batch: Mapping[str, TensorSpec], vocabulary: int) -> Graph:
@@ -68,10 +72,11 @@ def _captured_in_eval_mode(
     training: Graph,
     batch: Mapping[str, TensorSpec],
     returns: Callable[[Any], Mapping[int, str]] | None,
+    gathers: bool = False,
 ) -> Graph:
     model.eval()
     try:
-        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=returns)
+        return capture(model, batch, name=training.model, loss=training.loss_choice, returns=returns, gathers=gathers)
     finally:
         model.train()
 

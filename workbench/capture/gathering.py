@@ -7,7 +7,7 @@ and replicas of a step, and the rest, the tail, runs over the whole batch (GradC
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -46,16 +46,25 @@ _BY_POSITION = MOVED | names(
 
 
 def split_tail(
-    flow: Dataflow, loss: fx.Node, means: Iterable[MeanLoss], groups: Sequence[NodeGroup], model: str
+    flow: Dataflow,
+    loss: fx.Node,
+    means: Iterable[MeanLoss],
+    outputs: Collection[fx.Node],
+    groups: Sequence[NodeGroup],
+    model: str,
+    in_training: bool,
 ) -> tuple[tuple[NodeGroup, ...], tuple[Rows, ...]]:
     """Return the groups of a graph with its tail as the last one, and the values that it reads of each sample.
 
-    The graph was captured with two samples or more. Raises `CaptureError` unless the tail is a part of the last group,
-    so that no layer is computed over the whole batch.
+    The tail computes the loss and `outputs`. The graph was captured with two samples or more. BatchNorm outside of
+    layers belongs to the tail also where it was not captured `in_training`, so that both graphs are cut alike. Raises
+    `CaptureError` unless the tail is a part of the last group, so that no layer is computed over the whole batch.
     """
-    follower = _RowFollower(flow, frozenset(mean.node for mean in means), ancestors([loss]))
+    follower = _RowFollower(flow, frozenset(mean.node for mean in means), ancestors([loss, *outputs]))
     computed = [node for group in groups for node in group.nodes]
-    tail = set(follower.mixing(computed, loss))
+    tail = {*follower.mixing(computed, loss), *(node for node in outputs if node in computed)}
+    if not in_training:
+        tail |= {node for node in groups[-1].nodes if op_name(node) == "batch_norm"}
     for node in list(tail):
         tail |= descendants(node).intersection(computed)
     for node in reversed(groups[-1].nodes):  # what is computed from parameters alone (a temperature), and views

@@ -8,7 +8,7 @@ need, so that identical layers share one piece of code.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,9 @@ class Graph:
     """The `loss` that capture was given, so that the model is captured again in the same way."""
     outputs: Outputs | None = field(default=None, repr=False, compare=False)
     """Structure and values that forward returned beside its loss, where an evaluation reads them."""
+    tower_and_tail: Callable[[], Graph] | None = field(default=None, repr=False, compare=False)
+    """Returns this graph with the part of its loss that compares samples as the last block, without another export;
+    raises `CaptureError`. None if no operation mixes samples as far as is known."""
 
     @property
     def parameter_count(self) -> int:

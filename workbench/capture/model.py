@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from workbench.capture.attention import simplify_attention
-from workbench.capture.batch_coupling import batch_coupling, batch_norms
+from workbench.capture.batch_coupling import Coupling, batch_coupling, batch_norms
 from workbench.capture.block_boundaries import NodeGroup, canonical_names, find_layers, group_nodes
 from workbench.capture.block_extraction import BlockExtractor
 from workbench.capture.context_managers import passes_gradient
@@ -73,6 +75,7 @@ def capture(
         returns: function that is given what forward returned, with a `Slot` for each tensor, and returns the slots to
             compute beside the loss, each with the name of who reads it.
         gathers: cut the part of the loss that compares samples off, as the last block (`workbench.capture.gathering`).
+            It computes the returned slots, too, of the whole batch.
 
     Raises:
         CaptureError: the model cannot be captured; names the line of its code that stops it.
@@ -106,53 +109,92 @@ def _graph_of(
         rewrite(exported.module)
     readers = {} if returns is None else returns(exported.template)
     outputs = {index: exported.returned[index] for index in readers}
+    if gathers:
+        outputs = {index: _in_tail(node) for index, node in outputs.items()}
     flow = analyse_dataflow(exported.module, exported.loss, outputs.values())
-    names, ties = canonical_names(model)
-    passed = _reached_by_gradient(exported.loss, flow)
-    trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
-    _require_trained(trained, name)
     means = mean_losses(flow)
     coupling = batch_coupling(flow, exported.loss, [mean.node for mean in means])
-    losses: tuple[MeanLoss | Quotient, ...] = (*means, *coupling.quotients)
-    _check_outputs(outputs, readers, losses, flow)
-    groups, gathered = _groups(model, flow, exported.loss, means if gathers else None, name)
-    group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
-    extractor = BlockExtractor(exported, flow, names, losses, outputs.values())
-    blocks = tuple(extractor.extract(index, group, group_of) for index, group in enumerate(groups))
-    used = {parameter for block in blocks for parameter in block.parameters}
-    buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
-    nodes = {node.name: node for node in (*group_of, *outputs.values())}
-    values = {value: _sent_value(nodes[value], name) for block in blocks for value in block.sends}
-    return Graph(
-        model=name,
-        signature=signature(model, batch),
-        micro_batch=next(iter(batch.values())).shape[0],
-        blocks=blocks,
-        batch=dict(batch),
-        values=values,
-        parameters={key: spec_of(key, p) for key, p in model.named_parameters() if key in used},
-        buffers=buffers,
-        ties={key: others for key, others in ties.items() if key in used},
-        loss=exported.loss.name,
-        label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
-        frozen=frozenset(used - {names[id(flow.tensors[node])] for node in trained}),
-        differentiated=frozenset(values) & _computed_from(trained, passed, flow),
-        constants=dict(extractor.constants),
-        coupled=coupling.lines,
-        unknown_coupling=coupling.unknown,
-        gathered=gathered,
-        notes=_notes(flow, exported),
-        loss_choice=loss,
-        outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
-    )
+    _check_outputs(outputs, readers, (*means, *coupling.quotients), flow)
+    analysis = _Analysis(model, name, batch, loss, exported, flow, outputs, means, coupling, model.training)
+    return analysis.tower_and_tail() if gathers else analysis.graph(analysis.groups)
 
 
-def _groups(
-    model: nn.Module, flow: Dataflow, loss: fx.Node, means: Sequence[MeanLoss] | None, name: str
-) -> tuple[tuple[NodeGroup, ...], tuple[Rows, ...]]:
-    """Return the groups that become blocks and, if `means` are given, what the last of them gathers."""
-    groups = group_nodes(flow, find_layers(model, flow), loss)
-    return (groups, ()) if means is None else split_tail(flow, loss, means, groups, name)
+@dataclass(frozen=True)
+class _Analysis:
+    """An exported graph with all that is known of it."""
+
+    model: nn.Module
+    name: str
+    batch: Mapping[str, TensorSpec]
+    loss_choice: LossChoice
+    exported: Exported
+    flow: Dataflow
+    outputs: Mapping[int, fx.Node]
+    means: Sequence[MeanLoss]
+    coupling: Coupling
+    in_training: bool
+
+    @cached_property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """The groups of nodes that become blocks."""
+        layers = find_layers(self.model, self.flow)
+        return group_nodes(self.flow, layers, self.exported.loss, self.in_training)
+
+    def tower_and_tail(self) -> Graph:
+        """Return the graph with the part of its loss that compares samples as the last block."""
+        outputs = self.outputs.values()
+        of_loss = (self.exported.loss, self.means, outputs)
+        return self.graph(*split_tail(self.flow, *of_loss, self.groups, self.name, self.in_training))
+
+    def graph(self, groups: Sequence[NodeGroup], gathered: tuple[Rows, ...] = ()) -> Graph:
+        """Return the graph whose blocks are these groups."""
+        model, flow, exported, coupling, outputs = self.model, self.flow, self.exported, self.coupling, self.outputs
+        names, ties = canonical_names(model)
+        passed = _reached_by_gradient(exported.loss, flow)
+        trained = [node for node in passed if node in flow.tensors and flow.tensors[node].requires_grad]
+        _require_trained(trained, self.name)
+        losses: tuple[MeanLoss | Quotient, ...] = (*self.means, *coupling.quotients)
+        group_of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+        extractor = BlockExtractor(exported, flow, names, losses, outputs.values())
+        blocks = tuple(extractor.extract(index, group, group_of) for index, group in enumerate(groups))
+        used = {parameter for block in blocks for parameter in block.parameters}
+        buffers = {key: spec_of(key, b) for key, b in [*model.named_buffers(), *extractor.constants.items()]}
+        nodes = {node.name: node for node in (*group_of, *outputs.values())}
+        values = {value: _sent_value(nodes[value], self.name) for block in blocks for value in block.sends}
+        return Graph(
+            model=self.name,
+            signature=signature(model, self.batch),
+            micro_batch=next(iter(self.batch.values())).shape[0],
+            blocks=blocks,
+            batch=dict(self.batch),
+            values=values,
+            parameters={key: spec_of(key, p) for key, p in model.named_parameters() if key in used},
+            buffers=buffers,
+            ties={key: others for key, others in ties.items() if key in used},
+            loss=exported.loss.name,
+            label_counts=tuple(label_count(exported.module, flow, mean) for mean in losses),
+            frozen=frozenset(used - {names[id(flow.tensors[node])] for node in trained}),
+            differentiated=frozenset(values) & _computed_from(trained, passed, flow),
+            constants=dict(extractor.constants),
+            coupled=coupling.lines,
+            unknown_coupling=coupling.unknown,
+            gathered=gathered,
+            notes=_notes(flow, exported),
+            loss_choice=self.loss_choice,
+            outputs=Outputs(exported.template, {at: node.name for at, node in outputs.items()}) if outputs else None,
+            tower_and_tail=self.tower_and_tail if (coupling.lines or coupling.unknown) and not gathered else None,
+        )
+
+
+def _in_tail(output: fx.Node) -> fx.Node:
+    """Return a node at the end of the graph with the value of one that forward returned."""
+    if output.op != "call_function":
+        return output
+    graph = output.graph
+    with graph.inserting_before(graph.output_node()):
+        alias = graph.call_function(torch.ops.aten.alias.default, (output,))
+    alias.meta = {key: value for key, value in output.meta.items() if key != "nn_module_stack"}
+    return alias
 
 
 def _require_trained(trained: Sequence[fx.Node], name: str) -> None:

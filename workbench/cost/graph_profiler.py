@@ -89,11 +89,13 @@ def profile_graph(
     )
 
 
-def with_gathered(whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int) -> Profile:
+def with_gathered(
+    whole: Profile, towers: Profile, at_once: Profile, part: Graph, samples: int, is_compared: bool
+) -> Profile:
     """Return a profile with the costs of gathering its loss over micro-batches and replicas.
 
     `towers` is the profile of `part`, whose last block is the tail of the loss, and `at_once` that of the whole batch
-    of `samples` samples.
+    of `samples` samples; `is_compared` says that numbers confirmed them.
     """
     free = BlockTypeCost(part.blocks[-1].block_type, (), (), 0.0, 0.0, 0.0, 0.0)
     last = replace(towers.blocks[-1], block_type=len(towers.block_types), input_bytes=0.0)
@@ -104,7 +106,7 @@ def with_gathered(whole: Profile, towers: Profile, at_once: Profile, part: Graph
         block_types=(*towers.block_types, free),
         coupled=(),
         divided={},
-        tail=TailCosts(at_once, samples, gathered_bytes),
+        tail=TailCosts(at_once, samples, gathered_bytes, is_compared),
     )
     return replace(whole, gathered=gathered)
 

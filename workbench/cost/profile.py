@@ -176,6 +176,8 @@ class TailCosts:
     samples: int
     gathered_bytes: float
     """Bytes of the values that are gathered over micro-batches and replicas, of all samples."""
+    is_compared: bool
+    """True if numbers were compared with those of the model's own forward, which is too large for it otherwise."""
 
     def ms_and_bytes(self, device: Device) -> tuple[float, float]:
         """Return the time of forward and backward, and the memory at their peak."""

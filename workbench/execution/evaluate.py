@@ -50,7 +50,11 @@ def micro_batches(samples: int, size: int, replicas: int) -> list[WeightedMicroB
 
 
 class Evaluator:
-    """Computes the mean loss over a dataset, the same number on every rank and under every plan."""
+    """Computes the mean loss over a dataset, the same number on every rank and under every plan.
+
+    A loss that compares samples is computed over each `global_batch` samples in order, and the mean of these losses is
+    taken; samples that fill no such batch are left out.
+    """
 
     def __init__(
         self,
@@ -68,15 +72,15 @@ class Evaluator:
         self._graph, self._metrics = graph, dict(metrics)
         self._plan, self._context = trainer.plan, trainer.context
         coordinate = trainer.coordinate
-        divided = micro_batches(len(dataset), self._plan.micro_batch, coordinate.data)
-        share = len(divided) // coordinate.data
-        self._micro_batches = divided[coordinate.data_rank * share : (coordinate.data_rank + 1) * share]
-        self._denominators: list[torch.Tensor] | None = None
-
-    @property
-    def samples(self) -> int:
-        """Number of samples of the set."""
-        return len(self._dataset)
+        self._size, self.samples = self._plan.evaluation_batch, len(dataset)
+        """Samples of one loss, and of all."""
+        if self._plan.coupled:
+            self.samples -= self.samples % self._size
+        divided = micro_batches(self.samples, self._size, 1 if self._plan.coupled else coordinate.data)
+        share = len(divided) if self._plan.coupled else len(divided) // coordinate.data
+        first = 0 if self._plan.coupled else coordinate.data_rank * share
+        self._micro_batches = divided[first : first + share]
+        self._denominators: list[list[torch.Tensor]] | None = None
 
     def loss(self) -> float:
         """Return the mean loss over the whole set; a collective."""
@@ -88,32 +92,41 @@ class Evaluator:
         with self._forward.untouched_training():
             if self._denominators is None:
                 self._denominators = self._count_denominators()
-            self._context.loss_denominators = self._denominators
-            total = self._weighted_sums()
+            total = self._weighted_sums(self._denominators)
         dist.all_reduce(total)
-        loss, *sums = (total / self._plan.tensor).tolist()
+        loss, *sums = (total / self._plan.tensor / (self._plan.data if self._plan.coupled else 1)).tolist()
         pairs = zip(self._metrics, sums[::2], sums[1::2], strict=True)
         metrics = {name: value / count if count else None for name, value, count in pairs}
-        return loss * self._plan.micro_batch / len(self._dataset), metrics
+        return loss * self._size / self.samples, metrics
 
-    def _count_denominators(self) -> list[torch.Tensor]:
-        """Return, for each mean loss, the labels of the whole set per micro-batch; the result is on the device."""
-        device = self._context.device
+    def _count_denominators(self) -> list[list[torch.Tensor]]:
+        """Return the denominators of each micro-batch: for each mean loss, the labels of the whole set per micro-batch.
+
+        Where samples are compared, they are the labels of each batch. The result is on the device.
+        """
+        device, number = self._context.device, len(self._micro_batches)
         entries = [on_device(entry, torch.device("cpu")) for entry in self._graph.label_counts]
-        counts = torch.zeros(len(entries), dtype=torch.float64)
+        counts = torch.zeros(number, len(entries), dtype=torch.float64)
         if entries and any(block.counts for block in self._forward.blocks):
-            for item, batch in zip(self._micro_batches, self._host_batches(), strict=True):
+            for row, item, batch in zip(counts, self._micro_batches, self._host_batches(), strict=True):
                 for index, entry in enumerate(entries):
-                    counts[index] += item.weight * count_labels(entry, batch, self._plan.micro_batch).sum()
-        counts = counts.to(device)
-        dist.all_reduce(counts, group=self.trainer.coordinate.data_group)
-        divisors = [on_device(entry, device).divisor(total) for entry, total in zip(entries, counts, strict=True)]
-        return [(divisor * self._plan.micro_batch / len(self._dataset)).float() for divisor in divisors]
+                    row[index] = item.weight * count_labels(entry, batch, self._plan.micro_batch).sum()
+        counts, per_loss = counts.to(device), 1.0
+        if not self._plan.coupled:
+            counts, per_loss = counts.sum(0, keepdim=True), self._size / self.samples
+            dist.all_reduce(counts, group=self.trainer.coordinate.data_group)
+        on_it = [on_device(entry, device) for entry in entries]
+        found = [
+            [(entry.divisor(total) * per_loss).float() for entry, total in zip(on_it, row, strict=True)]
+            for row in counts
+        ]
+        return found if self._plan.coupled else found * number
 
-    def _weighted_sums(self) -> torch.Tensor:
+    def _weighted_sums(self, denominators: list[list[torch.Tensor]]) -> torch.Tensor:
         """Return this rank's share of the sums over micro-batches of the loss and of each metric's sum and count."""
         total = torch.zeros(1 + 2 * len(self._metrics), dtype=torch.float64, device=self._context.device)
-        for number, batch, (loss, *outputs) in self._forward.run(self._device_batches(), len(self._micro_batches)):
+        results = self._forward.run(self._device_batches(), len(self._micro_batches), denominators)
+        for number, batch, (loss, *outputs) in results:
             weight = self._micro_batches[number].weight
             if not weight:
                 continue

@@ -35,13 +35,27 @@ class ForwardPass:
         self.context = trainer.context
         self.blocks = [program.block for stage in programs for program in stage]
 
-    def run(self, batches: Iterator[Batch], count: int) -> Iterator[tuple[int, Batch, Values]]:
+    def run(
+        self, batches: Iterator[Batch], count: int, denominators: Sequence[list[torch.Tensor]]
+    ) -> Iterator[tuple[int, Batch, Values]]:
         """Compute `count` micro-batches; on the ranks of the last stage, yield each with its number and results.
 
         The results are the loss, divided by the plan's number of micro-batches, and the graph's outputs. All ranks
-        must exhaust the iterator, within `untouched_training`: it is a collective.
+        must exhaust the iterator, within `untouched_training`: it is a collective. `denominators` has the loss
+        denominators of each micro-batch. If the graph gathers samples, each batch is a global batch, of which each
+        replica computes its micro-batches.
         """
         context, coordinate = self.context, self._coordinate
+        loss = self.trainer.stages.gathered_loss
+        if loss is not None:
+            size = self.trainer.samples
+            share = slice(coordinate.data_rank * size, (coordinate.data_rank + 1) * size)
+            for number in range(count):
+                batch, context.loss_denominators = next(batches), denominators[number]
+                own = {name: field[share] for name, field in batch.items()}
+                result = self.trainer.over_whole_batch(loss, own, trains=False)
+                yield number, batch, result if isinstance(result, tuple) else (result,)
+            return
         stages, num_stages = self.trainer.stages.stages, len(self._plan.stages)
         # All ranks of the group must take part in its first operation; the first exchanges concern two ranks only.
         dist.all_reduce(torch.zeros(1, device=context.device), group=coordinate.pipeline_group)
@@ -56,7 +70,7 @@ class ForwardPass:
                 number = tick - index
                 if not 0 <= number < count:
                     continue
-                context.microbatch = number
+                context.microbatch, context.loss_denominators = number, denominators[number]
                 result = stage(*received.pop(index, ()), **batch_of[number])
                 if not stage.is_last:
                     sent[index] = result

@@ -61,8 +61,7 @@ class Sampler:
         answers: dict[int, TextSample] = {}
         for group, forward in zip(self._groups, self._passes, strict=True):
             with forward.untouched_training():
-                ones = [torch.ones((), device=self._device) for _ in forward.graph.label_counts]
-                forward.context.loss_denominators, forward.context.label_counts = ones, {}
+                forward.context.label_counts = {}
                 answers |= self._continued(group, forward) if self._prompts.is_causal else self._filled(group, forward)
         return [answers[prompt] for prompt in sorted(answers)]
 
@@ -111,8 +110,8 @@ class Sampler:
         for row, text in enumerate(texts):
             input_ids_PS[row, : len(text)] = torch.tensor(text)
         batch = {name: field.to(self._device) for name, field in self._prompts.fields(input_ids_PS).items()}
-        result = None
-        for _, _, (_, logits) in forward.run(iter([batch]), 1):
+        result, ones = None, [torch.ones((), device=self._device) for _ in forward.graph.label_counts]
+        for _, _, (_, logits) in forward.run(iter([batch]), 1, [ones]):
             result = logits.reshape(len(texts), group.length, -1)[..., : self._prompts.vocabulary].double().cpu()
         return result
 

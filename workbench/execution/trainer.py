@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -216,7 +217,7 @@ class Trainer:
         if context.cuda_graphs is not None:
             context.cuda_graphs.begin_step()
         if self._gathered_loss is not None and self.plan.runs_forward_twice:
-            self._gather(self._gathered_loss, batch)
+            self.over_whole_batch(self._gathered_loss, batch, trains=True)
         losses: list[torch.Tensor] = []
         target = torch.empty(self.samples, device="meta") if self.stages.computes_loss else None
         self._schedule.step(target=target, losses=losses, return_outputs=False, **as_fields(batch))
@@ -229,15 +230,20 @@ class Trainer:
             return torch.zeros((), device=context.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / (self.plan.data * self.plan.tensor)
 
-    def _gather(self, loss: GatheredLoss, batch: Mapping[str, torch.Tensor]) -> None:
-        """Run every micro-batch forward without a graph, and compute the loss that compares their samples."""
+    def over_whole_batch(self, loss: GatheredLoss, batch: Mapping[str, torch.Tensor], trains: bool) -> Any:
+        """Run every micro-batch of this replica forward without a graph, and compute the loss that compares samples.
+
+        Returns what the stage returns for the last one: the loss, and the outputs of an evaluation.
+        """
         [stage], size = self.stages.stages, self.plan.micro_batch
-        with torch.no_grad(), loss.collecting():
+        result = None
+        with torch.no_grad(), loss.collecting(trains):
             for index in range(self.plan.num_microbatches):
                 self.context.microbatch = index
                 with self.context.action("F", 0, index):
-                    stage(**{name: field[index * size : (index + 1) * size] for name, field in batch.items()})
+                    result = stage(**{name: field[index * size : (index + 1) * size] for name, field in batch.items()})
         end_forward_only(stage)
+        return result
 
     def prepare_forward(self) -> None:
         """Update every copy of a parameter after the last update or a loaded checkpoint, and free the gradients."""

@@ -241,8 +241,9 @@ class TrainingWorker:
             model = build_model(experiment.model.build, plan.model_bytes, self.device, experiment.seed)
         captured = CapturedModel(experiment, plan.micro_batch, model)
         with self._timed_phase("capture"):
-            graph = captured.gathered(plan.global_batch) if plan.gathers else captured.graph
-            evaluated = None if experiment.evaluation is None else captured.evaluation(experiment)
+            gathered = plan.gathered_samples
+            graph = captured.graph if gathered is None else captured.gathered(gathered)
+            evaluated = None if experiment.evaluation is None else captured.evaluation(experiment, gathered)
             sampled = captured.samples(experiment)
         check_runnable(experiment, plan, captured)
         with self._timed_phase("stage"):

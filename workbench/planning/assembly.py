@@ -19,6 +19,11 @@ from workbench.planning.stage_cuts import Cut, Cutter
 from workbench.planning.weights_note import weights_note
 from workbench.units import gib
 
+UNCONFIRMED = (
+    "which follows from the operations alone. The model is too large to compare numbers on the CPU: compare the first "
+    "loss of a small global_batch with that of a plan with micro_batch=global_batch."
+)
+"""End of the sentence on a gathered loss that no numbers confirm."""
 MAX_ROWS = 400
 """Number of options that a plan lists, nearest to the chosen one first."""
 MAX_OPAQUE = 5
@@ -52,6 +57,7 @@ def assemble(
         memory_limit_bytes=request.memory_limit_bytes,
         flops_per_step=round(profile.flops_per_sample * request.global_batch),
         prediction=predict(costs, cut, costs.times(cut.stages), request),
+        coupled=bool(profile.coupled),
         notes=(
             *profile.notes,
             *_opaque_note(divided, costs),
@@ -93,7 +99,8 @@ def _coupling_note(operation: str, best: Option, request: Request) -> str:
     replicas = f", on each of {strategy.data} replicas" if strategy.data > 1 else ""
     return (
         f"{said} gathers what lies before the comparison, {size} of {request.global_batch} samples in {micro}"
-        f"{replicas}: loss and gradients are those of the whole batch."
+        f"{replicas}: loss and gradients are those of the whole batch, "
+        + ("as numbers confirm." if tail.is_compared else UNCONFIRMED)
     )
 
 

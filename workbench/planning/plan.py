@@ -159,6 +159,8 @@ class Plan(Strategy):
     """Model FLOPs of one step over the whole global batch, forward and backward, without recomputation."""
     prediction: Prediction
     candidates: tuple[Candidate, ...] = ()
+    coupled: bool = False
+    """True if the loss compares the samples of a batch: an evaluation compares those of `global_batch` samples, too."""
     notes: tuple[str, ...] = ()
     """Sentences on the model that a user may not expect: coupled samples, statistics of BatchNorm."""
     chunks: int = field(init=False)
@@ -169,6 +171,16 @@ class Plan(Strategy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunks", len(self.stages) // self.pipeline)
         object.__setattr__(self, "recompute", common_recompute(self.recomputed_blocks))
+
+    @property
+    def gathered_samples(self) -> int | None:
+        """Samples of the loss that is computed over all micro-batches and replicas; None if each has its own."""
+        return self.global_batch if self.gathers else None
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Samples over which a held-out loss is computed at once."""
+        return self.global_batch if self.coupled else self.micro_batch
 
     def stages_of(self, pipeline_rank: int) -> tuple[Stage, ...]:
         """Return the stages that a pipeline rank runs."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from workbench.measure.probe_request import ProbeRequest
 
 
+NOT_GATHERED = ("samples", "sparsity")
+"""Fields of an experiment with which the samples of a loss that compares them are not gathered."""
 CAPTURE_BATCH = 2
 """Samples of the batch that a model is captured with for planning; costs are linear in the micro-batch."""
 
@@ -120,17 +122,24 @@ def analytic_profile(experiment: Experiment, cluster: Cluster) -> Profile:
         return replace(costs, not_gathered=obstacle)
     part, whole = captured.tower_and_tail(CAPTURE_BATCH), captured.tower_and_tail(experiment.global_batch)
     towers = with_optimizer(costed(part), experiment, graph)
-    return with_gathered(costs, towers, costed(whole), part, experiment.global_batch)
+    is_compared = captured.is_gathering_compared
+    return with_gathered(costs, towers, costed(whole), part, experiment.global_batch, is_compared)
 
 
 def _gathering_obstacle(experiment: Experiment, captured: CapturedModel) -> str:
     """Return why the samples of a loss that compares them cannot be gathered over micro-batches; empty if they can."""
-    asked = [name for name in ("evaluation", "samples", "sparsity") if getattr(experiment, name) is not None]
+    from workbench.capture.evaluation import require_same_stages
+
+    asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
     if asked:
         return f"Its samples are not gathered over micro-batches in an experiment with {' or '.join(asked)}."
     try:
-        captured.gathered(experiment.global_batch)
-        fault = captured.gathering_fault
+        graph = captured.gathered(experiment.global_batch)
+        if experiment.evaluation is not None:
+            require_same_stages(graph, captured.evaluation(experiment, experiment.global_batch), (), 1)
+        fault = captured.gathering_fault if captured.is_gathering_compared else ""
+    except InvalidExperiment:  # a metric that no plan computes
+        raise
     except CaptureError as error:
         return str(error)
     except Exception as error:  # such as a forward that cannot take so many samples; the batch can still stay whole

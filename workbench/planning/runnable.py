@@ -11,7 +11,7 @@ from workbench.experiment import Experiment
 from workbench.planning.data_supply import supply_of
 from workbench.planning.optimizer_limits import check_optimizer
 from workbench.planning.plan import Plan
-from workbench.planning.profiling import CAPTURE_BATCH
+from workbench.planning.profiling import CAPTURE_BATCH, NOT_GATHERED
 from workbench.planning.refusals import too_large_to_build
 from workbench.units import count
 from workbench.user_code import UserFunction
@@ -160,7 +160,7 @@ def check_coupling(experiment: Experiment, plan: Plan, coupled: Sequence[str]) -
 
 def check_gathering(experiment: Experiment, plan: Plan, captured: CapturedModel) -> None:
     """Raise `PlanMismatch` unless the plan's way to gather samples suits the experiment and its model."""
-    asked = [name for name in ("evaluation", "samples", "sparsity") if getattr(experiment, name) is not None]
+    asked = [name for name in NOT_GATHERED if getattr(experiment, name) is not None]
     blocks = [block.name for block in captured.gathered(plan.global_batch).blocks]
     if asked or blocks != list(plan.block_names):
         reason = f"the experiment has {' and '.join(asked)}, which" if asked else "the model's forward has changed"
@@ -192,7 +192,7 @@ def check_sparsity(experiment: Experiment, plan: Plan, graph: Graph) -> None:
 
 
 def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
-    """Prepare the data, and raise `DataError` if the held-out samples do not fill one micro-batch of the plan.
+    """Prepare the data, and raise `DataError` if the held-out samples do not fill one batch of an evaluation.
 
     Warns of streamed text that is tokenised more slowly than the plan trains on it. Code that only the ranks load is
     left to them, apart from the number of samples that was asked for.
@@ -207,12 +207,14 @@ def _check_data(experiment: Experiment, plan: Plan, progress: bool) -> None:
     if experiment.evaluation is None:
         return
     samples = len(held_out(experiment)) if is_loaded else experiment.evaluation.samples
-    if samples < plan.micro_batch:
+    if samples < plan.evaluation_batch:
+        why = "the global batch, whose samples the loss compares" if plan.coupled else "one micro-batch of the plan"
+        smaller = "train with a smaller global_batch" if plan.coupled else "plan with a smaller micro_batch"
         raise DataError(
-            f"There are {samples:,} held-out samples, fewer than the {plan.micro_batch:,} of one micro-batch of the "
-            "plan. Give more eval_data, raise Evaluation.samples, or plan with a smaller micro_batch.",
+            f"There are {samples:,} held-out samples, fewer than the {plan.evaluation_batch:,} of {why}. "
+            f"Give more eval_data, raise Evaluation.samples, or {smaller}.",
             samples=samples,
-            micro_batch=plan.micro_batch,
+            micro_batch=plan.evaluation_batch,
         )
 
 
@@ -220,8 +222,9 @@ def check_between_steps(experiment: Experiment, plan: Plan, captured: CapturedMo
     """Raise unless evaluations and samples can be computed in the plan's stages."""
     from workbench.capture.evaluation import require_same_stages
 
-    cuts = [stage.first_block for stage in plan.stages[1:]]
+    cuts, gathered = [stage.first_block for stage in plan.stages[1:]], plan.gathered_samples
     if experiment.evaluation is not None:
-        require_same_stages(captured.graph, captured.evaluation(experiment), cuts, plan.tensor)
+        training = captured.graph if gathered is None else captured.gathered(gathered)
+        require_same_stages(training, captured.evaluation(experiment, gathered), cuts, plan.tensor)
     for graph in captured.samples(experiment):
         require_same_stages(captured.graph, graph, cuts, plan.tensor, same_shapes=False)

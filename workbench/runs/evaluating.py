@@ -33,9 +33,9 @@ class EvaluationResult:
     """The result of `run.evaluate`."""
 
     loss: float
-    """Mean loss over all samples."""
+    """Mean loss over all samples, or over batches of `global_batch` samples if it compares samples."""
     count: int
-    """Number of samples."""
+    """Number of samples; those that fill no such batch are left out."""
     step: int
     """Steps that the evaluated checkpoint was trained for."""
     data: str | None = None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from workbench.capture import Block, Rows
 from workbench.capture.gathering import join_rows, part_rows
+from workbench.errors import WorkbenchError
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import Runner
 
@@ -42,6 +43,9 @@ class GatheredLoss:
 
     While `collecting`, it keeps what it is given, and computes the loss at the last micro-batch. Otherwise it returns
     the whole loss, whose backward passes on that micro-batch's part of the gradient.
+
+    When the loss is computed for the first time, every replica checks that the values that it gathered are those of
+    all others, with its own at its place.
     """
 
     def __init__(
@@ -58,18 +62,22 @@ class GatheredLoss:
         rows = {value.name: value for value in gathered}
         self._rows = [rows[name] for name in block.receives] + [Rows(name, 0) for name in block.inputs]
         self._collected: list[Values] | None = None
+        self._trains, self._is_checked = True, False
         self._loss = torch.zeros(())
         self._gradients: list[list[torch.Tensor | None]] = []
         """Gradients of the loss for the block's arguments, by micro-batch."""
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Return a context in which every micro-batch runs forward once, in order."""
-        self._collected = []
+    def collecting(self, trains: bool) -> Iterator[None]:
+        """Return a context in which every micro-batch runs forward once, in order.
+
+        Unless it `trains`, the last of them returns what the block computes of the whole batch, and no gradient.
+        """
+        self._collected, self._trains = [], trains
         try:
             yield
         finally:
-            self._collected = None
+            self._collected, self._trains = None, True
 
     def __call__(self, *arguments: torch.Tensor) -> Values:
         weights = len(self._block.parameters)
@@ -79,8 +87,13 @@ class GatheredLoss:
             collected = [] if self._collected is None else self._collected
             collected.append(tuple(value.detach() for value in arguments[first:end]))
             if len(collected) < self._parts:
-                return (torch.zeros((), device=self._context.device),)
-            whole = [self._gather(*pair) for pair in zip(self._rows, zip(*collected, strict=True), strict=True)]
+                return tuple(torch.zeros((), device=self._context.device) for _ in self._block.sends)
+            pairs = list(zip(self._rows, zip(*collected, strict=True), strict=True))
+            whole = [self._gather(*pair) for pair in pairs]
+            if not self._is_checked:
+                self._check([(rows, parts, value) for (rows, parts), value in zip(pairs, whole, strict=True)])
+            if not self._trains:
+                return self._run(*arguments[:first], *whole, *arguments[end:])
             self._compute(arguments[:weights], arguments[weights:first], whole, arguments[end:])
         if self._collected is not None:
             return (self._loss,)
@@ -96,6 +109,28 @@ class GatheredLoss:
         replicas = [torch.empty_like(as_bytes) for _ in range(self._group.size())]
         dist.all_gather(replicas, as_bytes, group=self._group)
         return join_rows(rows, [replica.view(own.dtype) for replica in replicas])
+
+    def _check(self, gathered: Sequence[tuple[Rows, Sequence[torch.Tensor], torch.Tensor]]) -> None:
+        """Raise `WorkbenchError` on every replica if a value was gathered in another order on one; a collective."""
+        first, total = dist.get_rank(self._group) * self._parts, self._group.size() * self._parts
+        is_wrong = torch.zeros(len(gathered), device=self._context.device)
+        for index, (rows, parts, whole) in enumerate(gathered):
+            own = part_rows(rows, whole, total)[first : first + self._parts]
+            of_first = _bits(whole).clone()
+            dist.broadcast(of_first, dist.get_global_rank(self._group, 0), self._group)
+            pairs = [(_bits(whole), of_first), *((_bits(a), _bits(b)) for a, b in zip(own, parts, strict=True))]
+            is_wrong[index] = not all(torch.equal(*pair) for pair in pairs)
+        dist.all_reduce(is_wrong, op=dist.ReduceOp.MAX, group=self._group)
+        names = [rows.name for (rows, _, _), wrong in zip(gathered, is_wrong.tolist(), strict=True) if wrong]
+        if names:
+            raise WorkbenchError(
+                f"The samples of {', '.join(names)} were gathered in another order on one of {self._group.size()} "
+                "replicas than they were computed in, so that the loss and its gradients would be wrong. Nothing was "
+                "updated. This is a fault of Workbench or of the communication library; please report it. With "
+                "data=1 or with micro_batch=global_batch, nothing is gathered over replicas.",
+                values=names,
+            )
+        self._is_checked = True
 
     def _compute(self, weights: Values, buffers: Values, whole: Sequence[torch.Tensor], counts: Values) -> None:
         """Compute the loss of the whole batch and its gradients."""
@@ -121,3 +156,8 @@ class GatheredLoss:
             own = part_rows(rows, gradient, self._parts * replicas)[first : first + self._parts]
             parts.append([part.contiguous() for part in own])
         self._gradients = [[*of_weights, *of_values] for of_values in zip(*parts, strict=True)]
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, which are equal also where it holds no numbers."""
+    return value.contiguous().flatten().view(torch.uint8)
