@@ -21,6 +21,7 @@ img.workbench-figure { max-width: 100%; height: auto; }
 ${DARK} ${FIGURE}, ${DARK} img.workbench-figure { mix-blend-mode: lighten; }
 ${DARK} ${FIGURE} > .main-svg { background: transparent !important; }
 ${DARK} ${FIGURE}:not(:has(.heatmaplayer image)) .bglayer .bg { fill-opacity: 0 !important; }
+${DARK} ${FIGURE}:not(:has(.heatmaplayer image, .parcoords)) .legend > .bg { fill: #eee !important; }
 ${all(FIGURE, KEPT)}, ${DARK} img.workbench-figure { filter: invert(1) hue-rotate(180deg); }
 ${all(HEAT_MAP, KEPT_OF_HEAT_MAP)} { filter: invert(1); /* a rotation of hues cannot be undone for bright colours */ }`;
 
