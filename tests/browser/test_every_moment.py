@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lab
+import nbformat
 import numpy as np
 from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter
@@ -15,6 +16,9 @@ from PIL import Image
 from test_live_dashboard import start  # noqa: F401
 from test_live_sweep import CELL, sweep  # noqa: F401
 
+from workbench.analysis.curve import Curve
+from workbench.figures.curves_view import loss_curves
+from workbench.figures.figure import mimebundle
 from workbench.sweeps.sweep import Sweep
 
 CELLS = (
@@ -156,3 +160,38 @@ def test_figures_are_right_in_hidden_tabs_in_the_dark_after_a_restart_and_in_the
     )
     page.get_by_role("button", name="Stop").last.wait_for()
     picture(page, "moments-attached-again")
+
+
+def test_every_figure_of_a_saved_notebook_is_dark_also_below_the_window_and_in_the_active_cell(
+    lab_page: Any, server: lab.Server, picture: Any
+) -> None:
+    page = lab_page
+    page.set_default_timeout(lab.PATIENCE_MS)
+    steps = np.arange(1.0, 200.0)
+    curve = Curve("run", {"step": steps, "loss": 4 + 3 / steps, "tokens": 64 * steps})
+    lab.write_notebook(server.root / "saved.ipynb", ["loss_curves([curve])"] * 8)
+    notebook = nbformat.read(server.root / "saved.ipynb", 4)
+    for cell in notebook.cells:
+        cell.outputs = [nbformat.v4.new_output("display_data", data=mimebundle(loss_curves([curve])))]
+    nbformat.write(notebook, server.root / "saved.ipynb")
+    lab.open_notebook(page, server, "saved.ipynb")
+    lab.change_theme(page, "Dark")
+    for index in range(8):
+        page.evaluate(
+            """async index => {
+                const notebook = window.jupyterapp.shell.currentWidget.content;
+                notebook.activeCellIndex = index;
+                await notebook.scrollToItem(index, 'start');
+                notebook.mode = 'command';
+                notebook.activeCell.node.focus();
+            }""",
+            index,
+        )
+        page.keyboard.press("Escape")  # the focus of a user of the keyboard is outlined
+        figure = page.locator(f".jp-Cell[data-windowed-list-index='{index}'] .jp-RenderedPlotly")
+        figure.locator(".main-svg").first.wait_for()
+        seen = pixels(figure)
+        paper, plot = seen[4, 4], np.median(seen[len(seen) // 3 : len(seen) // 2, 200:-200], axis=(0, 1))
+        assert paper.tolist() == plot.tolist() == [17, 17, 17], f"figure {index}: the theme's background"
+    picture(page, "saved-dark")
+    lab.change_theme(page, "Light")
