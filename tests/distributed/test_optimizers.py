@@ -402,7 +402,7 @@ def _unlike_torchs(_rank: int, divisions: list[Division]) -> dict[Division, tupl
         for step in range(FEW):
             gradients = _given_gradients(step, shapes)
             for name, parameter in own.items():
-                shard = trainer.own_shard(name, gradients[name], parameter)
+                shard = trainer.whole.own_shard(name, gradients[name], parameter)
                 parameter.grad = torch.zeros_like(parameter)
                 local(parameter.grad).copy_(shard)
             trainer.optimizer.step()

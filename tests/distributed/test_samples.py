@@ -17,7 +17,6 @@ from tests.distributed.harness import coordinate, forced_plan, launch
 from tests.distributed.test_evaluation import DIVISIONS, Division, Tensors, whole_tensors
 from workbench.capture import Graph
 from workbench.capture.captured_model import CapturedModel
-from workbench.data import encoded_prompts
 from workbench.execution.blocks.context import StepContext, mix
 from workbench.execution.build import build_stage
 from workbench.execution.samples import Sampler
@@ -107,7 +106,7 @@ def plain_samples(asked: wb.Experiment, trainer: Trainer) -> list[dict[str, Any]
     with torch.random.fork_rng([]), torch.no_grad():
         model = asked.model.build().eval()
         model.load_state_dict(state, strict=False)
-        prompts = encoded_prompts(asked, asked.samples.prompts)
+        prompts = asked.data.encoded(asked, asked.samples.prompts)
         known = prompts.vocabulary
         answers = []
         for prompt, text in enumerate(prompts.texts):

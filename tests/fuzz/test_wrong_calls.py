@@ -476,7 +476,7 @@ NOT_CALLED_BY_USERS: Mapping[str, str] = {
     "Cluster.from_json": "given what `to_json` of a plan wrote, which `Plan.from_json` checks",
     "Run.tag Run.untag": "take any number of words, and are tested with wrong ones beside the labels of runs",
     "Sweep.cells Grid.in_words Figure.laid_out": "make tables and pictures of what is shown",
-    "as_data as_model data_fingerprint encoded_prompts data.from_json models.from_json sparsity.from_json": (
+    "as_data as_model data_fingerprint data.from_json models.from_json sparsity.from_json": (
         "called with what an experiment has checked, or with what it wrote"
     ),
 }

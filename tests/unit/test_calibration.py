@@ -85,21 +85,21 @@ GPU = Calibration("NVIDIA H100", "cuda", "2.13.0", 8, "2026-11-21", *PRODUCTS, 3
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ({"memory_bandwidth": -1.0}, "memory_bandwidth is -1.0"),
-        ({"launch_s": float("nan")}, "launch_s is nan"),
-        ({"block_forward_s": "fast"}, "block_forward_s is 'fast'"),
-        ({"devices": 0}, "devices is 0"),
-        ({"devices": 1.5}, "devices is 1.5"),
-        ({"device_type": "tpu"}, "device_type is 'tpu'"),
-        ({"torch": None}, "torch is no text"),
-        ({"precision": "fp8"}, "precision is 'fp8'"),
-        ({"product_flops": float("inf")}, "product_flops is inf"),
-        ({"link": Link(0.0, 1e-5)}, "link.bandwidth is 0.0"),
+        ({"memory_bandwidth": -1.0}, "memory_bandwidth: "),
+        ({"launch_s": float("nan")}, "launch_s: "),
+        ({"block_forward_s": "fast"}, "block_forward_s: "),
+        ({"devices": 0}, "devices: "),
+        ({"devices": 1.5}, "devices: "),
+        ({"device_type": "tpu"}, "device_type: "),
+        ({"torch": None}, "torch: "),
+        ({"precision": "fp8"}, "precision: "),
+        ({"product_flops": float("inf")}, "product_flops: "),
+        ({"link": Link(0.0, 1e-5)}, "link: .*bandwidth=0.0"),
     ],
 )
 def test_a_figure_that_no_measurement_gives_is_refused(damage: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert Calibration.load(GPU.save(tmp_path / "whole.json")) == GPU
-    with pytest.raises(PlanMismatch, match=rf"is not a calibration \(.*{words}\).*Run wb\.measure\.calibrate"):
+    with pytest.raises(PlanMismatch, match=rf"is not a calibration \({words}.*\).*Run wb\.measure\.calibrate"):
         Calibration.load(replace(GPU, **damage).save(tmp_path / "damaged.json"))
 
 

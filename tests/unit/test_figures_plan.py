@@ -14,7 +14,7 @@ from figure_values import plan
 
 from workbench.errors import UnknownParameter
 from workbench.figures.measured_step import measured_timeline, timelines
-from workbench.figures.partition_view import CHARACTER_SHARE, BlockView, partition
+from workbench.figures.partition_view import CHARACTER_SHARE, partition
 from workbench.figures.plan_view import plan_html, plan_mimebundle, show_plan
 from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import NUMBERED_LANE, timeline
@@ -54,13 +54,6 @@ def test_a_stages_row_is_as_long_as_its_forward_and_backward() -> None:
     value = plan(4, 56)
     for stage, trace in zip(value.stages, parts(partition(value), "blocks"), strict=True):
         assert sum(trace.x) == pytest.approx(stage.forward_ms + stage.backward_ms)
-
-
-def test_known_block_times_share_out_the_stages_time() -> None:
-    views = [BlockView(parameters=10**6, ms=3.0 if i == 0 else 1.0) for i in range(4)]
-    first = parts(partition(plan(2, 4), views), "blocks")[0]
-    assert first.x[0] == pytest.approx(3 * first.x[1])
-    assert "1 M parameters" in first.hovertext[0]
 
 
 def test_the_heading_says_that_blocks_are_captured_in_cuda_graphs() -> None:
@@ -203,9 +196,9 @@ def test_hatched_time_is_the_bubble_that_the_title_states() -> None:
 
 def test_a_timeline_that_was_measured_draws_like_a_planned_one() -> None:
     measured = simulate(build_schedule("gpipe", 2, 3), MicroBatchTimes([1.0] * 2, [2.0] * 2, [0.0] * 2))
-    figure = timeline(measured, title="measured")
+    figure = timeline(measured)
     assert sum(len(trace.x) for trace in parts(figure, "actions")) == 12
-    assert figure.layout.title.text == "<b>measured</b>"
+    assert figure.layout.title.text == "<b>Schedule of one step</b>"
 
 
 def test_one_figure_shows_the_whole_plan() -> None:

@@ -9,7 +9,6 @@ from torch import nn
 
 import workbench as wb
 from workbench.capture.captured_model import CapturedModel
-from workbench.data import encoded_prompts
 from workbench.errors import DataError, InvalidExperiment
 from workbench.execution.samples import drawn
 from workbench.planning import runnable
@@ -89,9 +88,8 @@ def test_samples_survive_the_way_through_json(folder):
 
 
 def test_masked_prompts_pass_through_the_model_at_their_own_length(folder):
-    prompts = encoded_prompts(
-        experiment(folder, ["Birds"], wb.models.bert(**SIZES)), ["a [MASK]", "[MASK]", "b [MASK]"]
-    )
+    asked = experiment(folder, ["Birds"], wb.models.bert(**SIZES))
+    prompts = asked.data.encoded(asked, ["a [MASK]", "[MASK]", "b [MASK]"])
     groups = prompts.groups(40, 16)
     assert sorted(at for group in groups for at in group.prompts) == [0, 1, 2]
     for group in groups:

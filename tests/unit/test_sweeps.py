@@ -131,7 +131,7 @@ def test_a_run_diverges_above_a_loss_after_a_step_or_where_its_loss_is_not_finit
     assert rule_from_json(rule_to_json("median")) == "median"
     with pytest.raises(InvalidExperiment, match="is not a number"):
         wb.sweeps.diverged(above="high")
-    with pytest.raises(InvalidExperiment, match="is not a step"):
+    with pytest.raises(InvalidExperiment, match="must be 0 or more"):
         wb.sweeps.diverged(above=6.5, after=-1)
 
 

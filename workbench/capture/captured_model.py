@@ -25,7 +25,6 @@ from workbench.capture.graph import Graph
 from workbench.capture.model import build_meta, capture, signature
 from workbench.capture.outputs import Metric
 from workbench.capture.random_batch import random_batch
-from workbench.data import encoded_prompts
 from workbench.experiment import Experiment
 from workbench.memo import memoised
 from workbench.tensors import TensorSpec
@@ -151,7 +150,7 @@ class CapturedModel:
         asked = experiment.samples
         if asked is None:
             return []
-        prompts = encoded_prompts(experiment, asked.prompts)
+        prompts = experiment.data.encoded(experiment, asked.prompts)
         groups = prompts.groups(asked.tokens, experiment.seq_len)
         return [self._sampling(tuple(group.specs.items()), prompts.vocabulary) for group in groups]
 

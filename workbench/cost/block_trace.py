@@ -161,11 +161,6 @@ class BlockTrace:
             needed |= {source for copy, source in copies.items() if copy in needed}
         return steps
 
-    def cast_weights(self) -> list[Value]:
-        """Return the weights that autocast casts for this block's products, each once."""
-        sources = (self.values[identity(source)] for ran in self.operations for source, _ in ran.casts)
-        return [value for value in sources if value.weight]
-
     def _run(self, graph: Graph, received: tuple[torch.dtype, ...]) -> None:
         env: dict[fx.Node, Any] = {}
         arguments = iter(self._arguments(graph, received))

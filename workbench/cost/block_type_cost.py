@@ -20,6 +20,7 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
     saved = [value for value in values.values() if value.first_saved is not None and not value.weight]
     saved_bytes = sum(value.nbytes for value in saved)
     copies = [v for key, v in values.items() if v.first_saved is not None and key in trace.runner.weight_copies]
+    cast = [values[identity(source)] for ran in trace.operations for source, _ in ran.casts]
     reduced = _forward_reduced(trace)
     modes = tuple(mode for mode in RECOMPUTE if is_replayable(trace.block.code, mode))
     # A head that runs over labelled rows has another length in every batch and cannot be captured as a CUDA graph.
@@ -33,7 +34,7 @@ def block_type_cost(trace: BlockTrace) -> BlockTypeCost:
         saved_bytes=saved_bytes / samples,
         workspace_bytes=max(0, _peak_bytes(trace) - saved_bytes) / samples,
         weight_copy_bytes=sum(value.nbytes for value in copies),
-        cast_elements=sum(value.elements for value in trace.cast_weights()),
+        cast_elements=sum(value.elements for value in cast if value.weight),
         products_bytes=_products_bytes(trace) / samples,
         forward_reduced_bytes=tuple(nbytes for nbytes, _ in reduced),
         recompute_reduced_bytes=tuple(nbytes for nbytes, recomputed in reduced if recomputed),

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from workbench.cost.device import Device, Link
 from workbench.cost.hardware import NODES
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
@@ -118,12 +120,12 @@ class Cluster:
         return facts_html(self.describe(), facts)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "device": self.device.to_json()}
+        return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Cluster:
-        links = {name: Link(**value[name]) for name in ("intra", "inter")}
-        return Cluster(**{**value, "device": Device.from_json(value["device"]), **links})
+        """Return the cluster of its JSON; raises `ValueError` for anything else."""
+        return TypeAdapter(Cluster).validate_python(dict(value))
 
     @staticmethod
     def of(name: str, gpus: int = 8, nodes: int | None = None) -> Cluster:

@@ -9,7 +9,7 @@ sample, its offset per block) replaces the bytes counted on the meta device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,9 +37,6 @@ class BlockMeasurement:
     backward_host_ms: float = 0.0
     clock_mhz: int | None = None
     """Clock of the device at the end, lower at its power limit; None if unknown."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def corrected_profile(profile: Profile, device: Device, measurements: Sequence[BlockMeasurement]) -> Profile:

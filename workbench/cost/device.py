@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -123,13 +122,6 @@ class Device:
             peak_flops={precision: flops * factor for precision, flops in self.peak_flops.items()},
             memory_bandwidth=self.memory_bandwidth * factor,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "peak_flops": dict(self.peak_flops)}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> Device:
-        return Device(**{**value, "efficiency": Efficiency(**value["efficiency"])})
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ that every plan trains on the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.data._corpora import DEMO
@@ -17,26 +17,18 @@ from workbench.data._corpora import Corpus as Corpus
 from workbench.data._hub import HubText as HubText
 from workbench.data._source import DataSource as DataSource
 from workbench.data._source import Prepared as Prepared
-from workbench.data._source import SampleRequest
+from workbench.data._source import SampleRequest as SampleRequest
 from workbench.data._source import data_fingerprint as data_fingerprint
 from workbench.data._source import held_out as held_out
 from workbench.data._user_data import UserData as UserData
 from workbench.data._user_data import as_data as as_data
 from workbench.errors import DataError
 
-if TYPE_CHECKING:
-    from workbench.data._prompts import EncodedPrompts
-
 __all__ = ["corpus", "documents", "hub"]
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def encoded_prompts(request: SampleRequest, prompts: Sequence[str]) -> EncodedPrompts:
-    """Return prompts as token ids of the experiment's text; raise `DataError` for one that the model cannot read."""
-    return request.data.encoded(request, prompts)
 
 
 @checked_arguments

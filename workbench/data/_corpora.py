@@ -28,8 +28,6 @@ LARGEST_VOCABULARY = 2**24
 SMALLEST_VOCABULARY = {"wordpiece": 64, "bpe": 300}
 SHORTEST_SEQUENCE = 8
 LARGEST_MASKED_SHARE = 0.8
-DEFAULT_BUFFER = 4096
-"""Samples among which a streamed text is shuffled."""
 LARGEST_BUFFER = 2**24
 CHECKED_WHOLE_BYTES = 1 << 20
 """Size up to which a text is tokenised when an experiment is checked, so that the check sees exact numbers."""

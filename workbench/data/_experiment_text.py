@@ -126,7 +126,11 @@ class ExperimentText:
                 raise DataError(
                     f"{self.data.name} is eval_data, which is read whole and not streamed. Remove streaming=True."
                 )
-            text = self._tokenised_by(ExperimentText(trained_on, request))
+            other = ExperimentText(trained_on, request)
+            folder, kind = other.tokenizer_folder(), other.key.tokenizer_type
+            key = TokensKey(self.data._fingerprint(), kind, other.data.vocab_size, tokenizer_of=folder)
+            text = tokenised(key, self.data.name, self.data._source, progress=False)[0]
+            self._require_a_sequence(text)
         count = min(request.evaluation.samples, text.tokens // self.width)
         return TextDataset(SAMPLES[self.objective](text, request.seq_len, EVALUATION_SEED, in_order=count), count)
 
@@ -147,14 +151,6 @@ class ExperimentText:
     def _trained_on(self) -> TokenStore | SplicedTokens:
         """Return the text that training reads: all of it, unless a part is held out."""
         return self._parts()[0] if self.has_own_split else self.store()[0]
-
-    def _tokenised_by(self, other: ExperimentText) -> TokenStore:
-        """Return the text tokenised with the tokeniser of another text."""
-        folder, kind = other.tokenizer_folder(), other.key.tokenizer_type
-        key = TokensKey(self.data._fingerprint(), kind, other.data.vocab_size, tokenizer_of=folder)
-        store, _ = tokenised(key, self.data.name, self.data._source, progress=False)
-        self._require_a_sequence(store)
-        return store
 
     def _parts(self, progress: bool = False) -> tuple[SplicedTokens, SplicedTokens]:
         """Return the text for training and the held-out text; raise `DataError` if either is too small."""

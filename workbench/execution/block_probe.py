@@ -476,7 +476,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         probe = Probe(request, micro_batch, device)
         probe.compile()
-    blocks = [measurement.to_json() for measurement in probe.measure()]
+    blocks = [vars(measurement) for measurement in probe.measure()]
     note("measured")
     write_json(folder / f"{number}{RESULT}", {"blocks": blocks, "seconds": seconds})
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from workbench.capture import Graph
-from workbench.data import encoded_prompts
 from workbench.events import TextSample
 from workbench.execution.blocks.context import mix
 from workbench.execution.build import evaluation_programs
@@ -42,7 +41,7 @@ class Sampler:
         experiment, plan = trainer.experiment, trainer.plan
         assert experiment.samples is not None
         self.trainer, self._settings = trainer, experiment.samples
-        self._prompts = encoded_prompts(experiment, experiment.samples.prompts)
+        self._prompts = experiment.data.encoded(experiment, experiment.samples.prompts)
         self._groups = self._prompts.groups(experiment.samples.tokens, experiment.seq_len)
         self._device = trainer.context.device
         compact = trainer.stages.compact

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from workbench.execution.step_log import StepLog
 from workbench.execution.trainer import Trainer
 from workbench.rundir import log_event
@@ -38,6 +36,7 @@ class SparsityLog:
         counts = self._sparse.counts(self._owned)
         if self._events is not None:
             experiment, sparsity, name = self._trainer.experiment, self._sparse.sparsity, self._sparse.names[0]
+            corner_RC = is_present(self._sparse.patterns[name])[:WINDOW, :WINDOW].int()
             log_event(
                 self._events,
                 "sparsity",
@@ -52,11 +51,6 @@ class SparsityLog:
                 flops=step * self._trainer.plan.flops_per_step,
                 seconds=log.seconds,
                 weight=name,
-                pattern=rows_of(is_present(self._sparse.patterns[name])),
+                pattern=["".join(".#"[block] for block in row) for row in corner_RC.tolist()],
             )
         log.restart_clock()
-
-
-def rows_of(present_RC: torch.Tensor) -> list[str]:
-    """Return the corner of a pattern as one text a row, `#` for a block that is present and `.` for an absent one."""
-    return ["".join(".#"[block] for block in row) for row in present_RC[:WINDOW, :WINDOW].int().tolist()]

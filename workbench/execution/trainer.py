@@ -64,20 +64,18 @@ class Trainer:
         pipe_stages = [self._pipe_stage(stage, index) for index, stage in enumerate(stages.stages)]
         self._schedule = schedule_runtime(plan.schedule, pipe_stages, plan.num_microbatches)
         self._parameters = stages.model_parameters()  # after sharding, which replaces parameters
-        self._whole = ShardedTensors(stages, coordinate)
+        self.whole = ShardedTensors(stages, coordinate)
         self.optimizer = build_optimizer(
             self._parameters,
             experiment,
             offload=plan.offload_optimizer,
-            whole=self._whole,
+            whole=self.whole,
             matrices=hidden_matrices(graph) if experiment.optimizer.algorithm == "muon" else frozenset(),
         )
         self.sparse_weights: SparseWeights | None = None
         if experiment.sparsity is not None:
             execution = BlockSparseWeights if plan.block_sparse else MaskedWeights
-            self.sparse_weights = execution(
-                experiment, graph, self._parameters, self._whole, coordinate, self.optimizer
-            )
+            self.sparse_weights = execution(experiment, graph, self._parameters, self.whole, coordinate, self.optimizer)
         self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._diverged: torch.Tensor | None = None
 
@@ -251,7 +249,8 @@ class Trainer:
             for other in others:
                 other.grad = None
                 local(other.detach()).copy_(local(first.detach()))
-        self.stages.refresh_weight_copies()
+        for copies in self.stages.weight_copies:
+            copies.refresh()
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_gradient(self, name: str) -> torch.Tensor | None:
@@ -261,11 +260,7 @@ class Trainer:
 
     def full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a parameter, or a tensor sharded like it, from its shards (a collective)."""
-        return self._whole.all_gathered(name, tensor.detach())
-
-    def own_shard(self, name: str, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a parameter, or of a tensor sharded like it, as a plain tensor."""
-        return self._whole.own_shard(name, whole, like)
+        return self.whole.all_gathered(name, tensor.detach())
 
     def _compute_loss_denominators(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Divide the labels of the global batch by the number of its micro-batches, for each mean loss.

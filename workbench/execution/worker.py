@@ -136,7 +136,9 @@ class TrainingWorker:
     def __init__(self, run_dir: RunDir, plan: Plan) -> None:
         self.run_dir, self.plan = run_dir, plan
         check_unedited(run_dir)
-        self.experiment = _read_experiment(run_dir)
+        files = {name: run_dir.code / f"{name}.pkl" for name in USER_PARTS}  # which the launcher pickled
+        code = {name: pickle.loads(file.read_bytes()) for name, file in files.items() if file.exists()}
+        self.experiment = Experiment.from_json(read_record(run_dir.experiment), code)
         started = time.perf_counter()
         if self.experiment.numerics.deterministic:
             use_deterministic_kernels()
@@ -358,12 +360,6 @@ class TrainingWorker:
         log_event(self.run_dir.events, "checkpoint_problem", step=step_of(path), path=str(path), message=reason)
 
 
-def _read_experiment(run_dir: RunDir) -> Experiment:
-    """Return the experiment of a run, with the user's own code."""
-    code = {name: _unpickled(run_dir.code / f"{name}.pkl") for name in USER_PARTS}
-    return Experiment.from_json(read_record(run_dir.experiment), code)
-
-
 def _checkpoint_extras(model: torch.nn.Module, graph: Graph) -> CheckpointExtras:
     """Return the description of the model, and the tensors that no block uses, for the checkpoints of rank 0."""
     used = {name for block in graph.blocks for name in (*block.parameters, *block.buffers)}
@@ -435,11 +431,6 @@ def _device_name(rank: int) -> str:
 
 def _on_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("1", "true")
-
-
-def _unpickled(path: Path) -> Any:
-    """Return the user's own model or dataset, which the launcher pickled, or None if there is none."""
-    return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     base, places = device_ms_per_token(plans[0], plans[0].prediction.step_ms), _places(plans)
     figure = Figure([bar for part in PARTS for bar in _bars(plans, places, part, base)])
     heights = [device_ms_per_token(plan, plan.prediction.step_ms) / base for plan in plans]
-    marks, failed = _measured(points), [at for at, point in enumerate(points) if _has_failed(point)]
+    marks, states = _measured(points), [getattr(point, "state", "") for point in points]
+    failed = [at for at, state in enumerate(states) if state == "failed"]
     if marks:
         figure.add_trace(_diamonds(points, places, marks))
     if failed:
@@ -138,10 +139,6 @@ def _measured(points: Sequence[Plan | MeasuredCell]) -> dict[int, float]:
         if isinstance(point, MeasuredCell) and point.step_ms is not None
     }
     return {at: value / known[0] for at, value in known.items()} if 0 in known else {}
-
-
-def _has_failed(point: Plan | MeasuredCell) -> bool:
-    return isinstance(point, MeasuredCell) and point.state == "failed"
 
 
 def _diamonds(points: Sequence[Plan | MeasuredCell], places: Sequence[float], marks: Mapping[int, float]) -> go.Scatter:

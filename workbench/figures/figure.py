@@ -7,6 +7,7 @@ import csv
 import html
 import io
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,13 @@ class Figure(go.Figure):
         """Set the look that all figures share, and other fields of the layout."""
         self.update_layout(template=theme.TEMPLATE, **layout)
         return self
+
+    def with_legend_below(self, height: int, main: str, words: str) -> Figure:
+        """Set the layout of a figure with a legend in rows below it, which come on top of the height."""
+        names = [trace.name for trace in self.data if trace.showlegend is not False]
+        below = 72 + 20 * math.ceil(sum(7.0 * len(name) + 60 for name in names) / 800)
+        title, margin = theme.title(main, words), {"t": 88, "b": below}
+        return self.laid_out(height=height + below, title=title, margin=margin, legend=theme.LEGEND_BELOW)
 
     def _ipython_display_(self) -> None:
         """Show the figure in JupyterLab with its PNG beside it; with another renderer of Plotly's, as Plotly does."""

@@ -26,12 +26,13 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     degrees make no plan; the whole reason is under the mouse.
     """
     others = [name for name in grid.varied if name != x]
+    short = [SHORT.get(name, name) for name in others]
     rows = list(itertools.product(*(grid.axes[name] for name in others)))
     cells = _table(grid, others, rows, x)
     best = grid.best.step_ms if grid.feasible else np.inf
     heat = go.Heatmap(
         x=[str(value) for value in grid.axes[x]],
-        y=[_row_name(others, row) for row in rows],
+        y=[theme.text(" · ".join(f"{n} {v}" for n, v in zip(short, row, strict=True))) for row in rows],
         z=[[best / cell.step_ms if cell.plan is not None else np.nan for cell in line] for line in cells],
         zmin=0,
         zmax=1,
@@ -70,10 +71,6 @@ def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: 
 
 def _place(cells: Sequence[Sequence[Cell]], wanted: Cell) -> tuple[int, int]:
     return next((at, line.index(wanted)) for at, line in enumerate(cells) if wanted in line)
-
-
-def _row_name(names: Sequence[str], values: Sequence[Any]) -> str:
-    return theme.text(" · ".join(f"{SHORT.get(name, name)} {value}" for name, value in zip(names, values, strict=True)))
 
 
 def _text(cell: Cell) -> str:

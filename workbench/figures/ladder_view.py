@@ -50,7 +50,7 @@ def ladder(law: ScalingLaw, predicted: Sequence[LadderPoint] = ()) -> Figure:
     figure.update_yaxes(type="log", tickformat=theme.LOG_TICKS, title_text="Held-out loss in nats")
     words = "Ends of runs, the law, and its 90 % interval"
     words += "; dashed and open: predicted without these runs" if predicted else ""
-    return _finished(figure, "The ladder: loss over tokens for each size", words)
+    return figure.with_legend_below(440, "The ladder: loss over tokens for each size", words)
 
 
 @checked_arguments
@@ -109,7 +109,7 @@ def pair_difference(
     figure.update_xaxes(type="log", title_text="Tokens for each parameter of the larger model, without embeddings")
     figure.update_yaxes(title_text="Nats by which the larger model is lower")
     words = "Marks: runs, bars from the closest two to the farthest; lines: the law, with its 90 % interval"
-    return _finished(figure, "How much lower the larger model of a pair ends", words)
+    return figure.with_legend_below(440, "How much lower the larger model of a pair ends", words)
 
 
 def _add_law(
@@ -119,9 +119,3 @@ def _add_law(
     x = tokens / pair[1]
     figure.add_trace(theme.band(x, low, high, str(look["color"]), **group))
     figure.add_trace(go.Scatter(x=x, y=value, mode="lines", line=look, meta="line", **group))
-
-
-def _finished(figure: Figure, main: str, words: str) -> Figure:
-    below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
-    margin, title = {"t": 88, "b": below}, theme.title(main, words)
-    return figure.laid_out(height=440 + below, title=title, margin=margin, legend=theme.LEGEND_BELOW)

@@ -16,11 +16,11 @@ from workbench.figures.timeline_view import (
     bubble_fraction,
     describe,
     end_of,
-    planned_lanes,
     timeline_height,
 )
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
+from workbench.planning.predicted_timeline import timeline as simulated
 from workbench.planning.simulation import TimedAction, Timeline, most_in_flight
 
 GAP_PX = 56
@@ -78,7 +78,7 @@ def timelines(plan: Plan, measured: Timeline) -> Figure:
 
     Both show the pipeline's schedule alone; the optimiser's update that follows it is in neither.
     """
-    predicted = planned_lanes(plan)
+    predicted = simulated(plan).lanes
     rows: list[tuple[str, Lanes]] = [("predicted", predicted), ("measured", measured.lanes)]
     heights = [timeline_height(len(lanes)) for _, lanes in rows]
     inner = sum(heights) + GAP_PX

@@ -36,11 +36,7 @@ def pareto(points: Sequence[ParetoPoint], published: Mapping[str, tuple[float, f
         figure.update_xaxes(**theme.log_axis(values), title_text=words, col=column)
     figure.update_yaxes(title_text="Held-out loss", col=1)
     words = "Where weights are masked, absent blocks are computed too, and fewer FLOPs take no fewer seconds"
-    title = theme.title("Loss against cost: FLOPs and wall time", words)
-    below = theme.room_below(trace.name for trace in figure.data if trace.showlegend is not False)
-    margin = {"t": 88, "b": below}
-    layout = {"height": 400 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
-    return figure.laid_out(**layout)
+    return figure.with_legend_below(400, "Loss against cost: FLOPs and wall time", words)
 
 
 def _marker(point: ParetoPoint, cost: float, index: int, showlegend: bool) -> go.Scatter:

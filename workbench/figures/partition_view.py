@@ -25,14 +25,6 @@ SHORT_WORDS = {"embeddings": "emb", "embed_tokens": "emb", "wte": "emb", "predic
 
 
 @dataclass(frozen=True)
-class BlockView:
-    """Facts about one block beyond its name; `ms` is the time of forward and backward of one micro-batch."""
-
-    parameters: int | None = None
-    ms: float | None = None
-
-
-@dataclass(frozen=True)
 class BlockRectangle:
     """One block as a rectangle: `row` counts from the top, `start` and `width` are in ms."""
 
@@ -42,9 +34,7 @@ class BlockRectangle:
     width: float
 
 
-def partition(
-    plan: Plan, blocks: Sequence[BlockView] | None = None, crossing: Mapping[int, Sequence[TensorSpec]] | None = None
-) -> Figure:
+def partition(plan: Plan, crossing: Mapping[int, Sequence[TensorSpec]] | None = None) -> Figure:
     """Draw the model's blocks in a row per stage, as long as the stage's time, with a device's memory beside it.
 
     A stage whose row is longer than the others holds the pipeline up. Memory is the predicted peak of one device of
@@ -53,12 +43,11 @@ def partition(
 
     Args:
         plan: the plan to draw.
-        blocks: one `BlockView` per block of the plan; without it the blocks of a stage are equally wide.
         crossing: for each stage but the last, the tensors of one micro-batch that it sends on (`Graph.crossing`). An
             arrow below the stage's row names them on hover.
     """
     figure = subplots(rows=1, cols=2, column_widths=COLUMN_WIDTHS, horizontal_spacing=COLUMN_SPACING)
-    add_partition(figure, plan, blocks)
+    add_partition(figure, plan)
     if crossing:
         _add_crossing(figure, plan, crossing)
     add_memory(figure, plan)
@@ -90,29 +79,22 @@ def partition_height(plan: Plan) -> int:
     return max(56, lane * num_stages)
 
 
-def _cells(stage: Stage, blocks: Sequence[BlockView] | None, rows: int) -> list[BlockRectangle]:
+def _cells(stage: Stage, rows: int) -> list[BlockRectangle]:
     """Return the stage's blocks laid out left to right, wrapped into `rows` rows of equal numbers."""
     indices = range(stage.first_block, stage.end_block)
-    times = [(blocks[i].ms or 0.0) if blocks is not None else 0.0 for i in indices]
-    stage_ms, total = stage.forward_ms + stage.backward_ms, sum(times)
-    widths = [stage_ms * ms / total if total > 0 else stage_ms / len(indices) for ms in times]
-    per_row = math.ceil(len(indices) / rows)
-    cells: list[BlockRectangle] = []
-    start = 0.0
-    for position, (index, width) in enumerate(zip(indices, widths, strict=True)):
-        if position % per_row == 0:
-            start = 0.0
-        cells.append(BlockRectangle(index, position // per_row, start, width))
-        start += width
-    return cells
+    width, per_row = (stage.forward_ms + stage.backward_ms) / len(indices), math.ceil(len(indices) / rows)
+    return [
+        BlockRectangle(index, position // per_row, position % per_row * width, width)
+        for position, index in enumerate(indices)
+    ]
 
 
-def add_partition(figure: Figure, plan: Plan, blocks: Sequence[BlockView] | None = None) -> None:
+def add_partition(figure: Figure, plan: Plan) -> None:
     """Draw a lane of blocks per stage into the subplot of row 1, column 1."""
     rows = _rows_per_stage(plan)
-    lanes = [_cells(stage, blocks, rows) for stage in plan.stages]
+    lanes = [_cells(stage, rows) for stage in plan.stages]
     for stage, cells in zip(plan.stages, lanes, strict=True):
-        figure.add_trace(_stage_trace(plan, stage, cells, blocks, rows), row=1, col=1)
+        figure.add_trace(_stage_trace(plan, stage, cells, rows), row=1, col=1)
     longest = max(cell.start + cell.width for cells in lanes for cell in cells)
     figure.update_xaxes(
         title_text="forward + backward of one micro-batch (ms)" if rows == 1 else "blocks of each stage, wrapped",
@@ -139,7 +121,7 @@ def _add_crossing(figure: Figure, plan: Plan, crossing: Mapping[int, Sequence[Te
     """Draw a small arrow between two stages; its hover text lists the tensors that the upper one sends to the lower."""
     rows = _rows_per_stage(plan)
     sends = [stage for stage in plan.stages[:-1] if crossing.get(stage.index)]
-    longest = max(cell.start + cell.width for stage in plan.stages for cell in _cells(stage, None, rows))
+    longest = max(cell.start + cell.width for stage in plan.stages for cell in _cells(stage, rows))
     hover, outline = [], {"color": "white", "width": 1.5}
     for stage in sends:
         specs = crossing[stage.index]
@@ -171,9 +153,7 @@ def _lane_label(plan: Plan, stage: Stage) -> str:
     return f"<b>stage {stage.index}</b>{replicas}{separator}<span style='color:{theme.MUTED}'>{facts}</span>"
 
 
-def _stage_trace(
-    plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], blocks: Sequence[BlockView] | None, rows: int
-) -> go.Bar:
+def _stage_trace(plan: Plan, stage: Stage, laid: Sequence[BlockRectangle], rows: int) -> go.Bar:
     lane = 0.86
     thick = lane / rows
     color = theme.series_color(stage.index)
@@ -189,7 +169,7 @@ def _stage_trace(
         text=[_short_name(plan.block_names[cell.index], cell.index) for cell in laid],
         **theme.TEXT_INSIDE,
         textfont={"color": [theme.ink_on(shade) for shade in shades], "size": 10},
-        hovertext=[_block_hover(plan, stage, cell.index, blocks) for cell in laid],
+        hovertext=[_block_hover(plan, stage, cell.index) for cell in laid],
         hoverinfo="text",
         name=f"stage {stage.index}",
         showlegend=False,
@@ -207,13 +187,8 @@ def _short_name(name: str, index: int) -> str:
     return theme.text(SHORT_WORDS.get(word, word))
 
 
-def _block_hover(plan: Plan, stage: Stage, index: int, blocks: Sequence[BlockView] | None) -> str:
+def _block_hover(plan: Plan, stage: Stage, index: int) -> str:
     lines = [f"<b>{theme.text(plan.block_names[index])}</b>", f"block {index} · stage {stage.index}"]
-    view = blocks[index] if blocks is not None else BlockView()
-    if view.parameters is not None:
-        lines.append(f"{count(view.parameters)} parameters")
-    if view.ms is not None:
-        lines.append(f"{duration(view.ms / 1e3)} forward + backward")
     lines.append(
         f"stage: {count(stage.parameters)} parameters, {duration(stage.forward_ms / 1e3)} forward, "
         f"{duration(stage.backward_ms / 1e3)} backward"

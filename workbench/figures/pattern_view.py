@@ -81,8 +81,5 @@ def exploration(patterns: Mapping[str, Patterns]) -> Figure:
             figure.add_trace(trace, row=1, col=panel)
     figure.update_xaxes(title_text="Step", rangemode="tozero")
     figure.update_yaxes(tickformat=".0%", rangemode="tozero")
-    title = theme.title("How the patterns explore", "Blocks that are or once were present, over all sparse weights")
-    below = theme.room_below(theme.short(name) for name in patterns)
-    margin = {"t": 96, "b": below}
-    layout = {"height": 380 + below, "title": title, "margin": margin, "legend": theme.LEGEND_BELOW}
-    return figure.laid_out(**layout)
+    words = "Blocks that are or once were present, over all sparse weights"
+    return figure.with_legend_below(380, "How the patterns explore", words)

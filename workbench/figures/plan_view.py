@@ -19,9 +19,10 @@ from workbench.figures.partition_view import (
     limit_of,
     partition_height,
 )
-from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, planned_lanes, timeline_height
+from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
+from workbench.planning.predicted_timeline import timeline as simulated
 from workbench.units import count, duration, gib
 
 GAP_PX = 118
@@ -30,7 +31,7 @@ GAP_PX = 118
 
 def show_plan(plan: Plan) -> Figure:
     """Draw partition, memory and timeline of a plan in one figure."""
-    lanes = planned_lanes(plan)
+    lanes = simulated(plan).lanes
     upper = partition_height(plan)
     lower = timeline_height(len(lanes))
     inner = upper + GAP_PX + lower

@@ -13,8 +13,9 @@ from workbench.errors import UnknownParameter, suggestion
 from workbench.figures import theme
 from workbench.figures.figure import Figure, subplots
 from workbench.figures.partition_view import rank_name, stages_held
-from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, planned_lanes, timeline_height
+from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, timeline_height
 from workbench.planning.plan import Plan
+from workbench.planning.predicted_timeline import timeline as simulated
 from workbench.planning.simulation import Timeline
 from workbench.units import GIB, count
 
@@ -70,7 +71,7 @@ def prediction(
     panels = _panels(plan, measured)
     steps: list[tuple[str, Lanes]] = []
     if step is not None:
-        steps = [("predicted", planned_lanes(plan)), ("measured", step.lanes)]
+        steps = [("predicted", simulated(plan).lanes), ("measured", step.lanes)]
     heights = [PANELS_PX, *(timeline_height(len(lanes)) for _, lanes in steps)]
     inner = sum(heights) + GAP_PX * len(steps)
     figure = subplots(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,8 @@ def _line(losses: Losses, column: str, y: str) -> Line:
 def _traces(row: Row, finished: Sequence[Line], others: Sequence[Line], scale: float) -> list[go.Scatter]:
     """Return the band and the mean of the finished runs of a configuration, and its other runs as thin lines."""
     color = theme.series_color(row.index)
-    shared = {"legendgroup": str(row.index), "name": _name(row.values)}
+    words = theme.text(theme.short(" · ".join(map(str, row.values.values()))))  # the legend's title names the axes
+    shared = {"legendgroup": str(row.index), "name": words}
     look = {"color": color, "dash": theme.series_dash(row.index)}
     traces = []
     if finished:
@@ -120,8 +121,3 @@ def _mean(lines: Sequence[Line]) -> tuple[Array, Array, Array, Array]:
         grid = np.linspace(first, last, POINTS)
     losses = np.array([np.interp(grid, x, loss) for x, loss in lines])
     return grid, losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0)
-
-
-def _name(values: Mapping[str, Any]) -> str:
-    """Return the values of a configuration; the legend's title names their axes."""
-    return theme.text(theme.short(" · ".join(map(str, values.values()))))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,12 +76,6 @@ LEGEND_BELOW: dict[str, object] = {
     "borderwidth": 0,
 }
 """Layout of a legend in a row along the figure's lower edge, or in several rows."""
-
-
-def room_below(names: Iterable[str]) -> int:
-    """Return the lower margin, in pixels, that holds an axis' title and a legend below it with these names."""
-    rows = math.ceil(sum(7.0 * len(name) + 60 for name in names) / 800)
-    return 72 + 20 * rows
 
 
 TEMPLATE = go.layout.Template(

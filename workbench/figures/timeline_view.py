@@ -77,7 +77,7 @@ def describe(lanes: Lanes) -> str:
     return f"{length}, bubble {bubble_fraction(lanes):.1%}"
 
 
-def timeline(schedule: Plan | Timeline, title: str | None = None) -> Figure:
+def timeline(schedule: Plan | Timeline) -> Figure:
     """Draw the schedule of one step: that of a plan, predicted from its stages, or any simulated or measured timeline.
 
     Each pipeline rank has a lane. Forward and backward are numbered by micro-batch if there is room; idle time is
@@ -85,28 +85,23 @@ def timeline(schedule: Plan | Timeline, title: str | None = None) -> Figure:
     of the plan's `step_ms` but is not drawn.
     """
     if isinstance(schedule, Plan):
-        lanes = planned_lanes(schedule)
+        lanes = simulated(schedule).lanes
         name = SCHEDULES[schedule.schedule].words
         facts = f"{name}, {schedule.num_microbatches} micro-batches of {schedule.micro_batch}: {describe(lanes)}"
-        title = title or f"Schedule of {schedule.model}"
+        title = f"Schedule of {schedule.model}"
     else:
         lanes = schedule.lanes
-        facts = describe(lanes)
+        facts, title = describe(lanes), "Schedule of one step"
     figure = Figure()
     add_timeline(figure, lanes)
     figure.laid_out(
         height=timeline_height(len(lanes)) + 160,
-        title=theme.title(theme.text(title or "Schedule of one step"), theme.text(facts)),
+        title=theme.title(theme.text(title), theme.text(facts)),
         margin={"t": 96, "b": 60},
         legend=TIMELINE_LEGEND,
         **BAR_LAYOUT,
     )
     return figure
-
-
-def planned_lanes(plan: Plan) -> Lanes:
-    """Return the plan's schedule, simulated with the predicted times of its stages."""
-    return simulated(plan).lanes
 
 
 BAR_LAYOUT: Mapping[str, Any] = {"barmode": "overlay", "bargap": 0.0, "uniformtext": {"mode": "hide", "minsize": 8}}

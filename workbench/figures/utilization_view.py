@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,6 +12,7 @@ from workbench.analysis.curve import Array, Curve, CurveLike, column
 from workbench.figures import theme
 from workbench.figures.decimation import decimated
 from workbench.figures.prepared_curve import Preparation, PreparedCurve
+from workbench.runs.records.history import Utilization
 from workbench.units import gib
 
 MIN_DEVICE_POINTS = 50
@@ -22,32 +22,7 @@ MAX_NAMED = 8
 """Largest number of devices in a hover text; of more devices it gives the least and the most busy."""
 
 
-class UtilizationLike(Protocol):
-    """Samples of a run's devices in order of time, one sample of one device per row.
-
-    `workbench.runs.records.history.Utilization` is one. `device` indexes `names`, `share` is 0 to 1.
-    """
-
-    @property
-    def device_type(self) -> str: ...
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    @property
-    def time(self) -> Array: ...
-
-    @property
-    def device(self) -> Array: ...
-
-    @property
-    def share(self) -> Array: ...
-
-    @property
-    def used_bytes(self) -> Array: ...
-
-
-Usage = Sequence[UtilizationLike | None]
+Usage = Sequence[Utilization | None]
 """Samples of each run; None for a run without samples."""
 
 
@@ -120,7 +95,7 @@ def spread_and_mean(
 class _PlacedSamples:
     """A run's samples along its training: one row per moment, one column per device."""
 
-    def __init__(self, curve: CurveLike, samples: UtilizationLike | None, names: set[str]) -> None:
+    def __init__(self, curve: CurveLike, samples: Utilization | None, names: set[str]) -> None:
         steps_at = column(curve, "time")
         self._names = () if samples is None else samples.names
         moments = np.empty(0)

@@ -67,7 +67,7 @@ def measure_blocks(
     """
     measurements, reasons = probes.measure(probed_micro_batches(profile, cluster, global_batch))
     if measurements:
-        blocks = [one.to_json() for one in measurements]
+        blocks = [vars(one) for one in measurements]
         content = {"format": FORMAT, "model": profile.model, "blocks": blocks, "seconds": probes.seconds}
         write_json(_cache_path(profile, cluster), content)
     else:

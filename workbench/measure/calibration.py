@@ -11,11 +11,16 @@ because those are better than kernels that run alone. `calibration.cluster()` ap
 from __future__ import annotations
 
 import datetime
+import functools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, TypeAdapter
+from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
@@ -35,7 +40,8 @@ from workbench.measure.microbenchmarks import (
     product_rates,
 )
 from workbench.rundir import read_json, write_json
-from workbench.units import flops_per_s, gib, is_count
+from workbench.units import flops_per_s, gib
+from workbench.validation import first_problem, known
 
 FORMAT = 3
 """Version of the JSON file."""
@@ -46,43 +52,54 @@ Measured on H200: 613 TFLOP/s fitted to whole steps, 760 to 810 TFLOP/s alone.
 """
 
 
+def _measured_link(link: Link) -> Link:
+    if not all(0 < figure < float("inf") for figure in vars(link).values()):
+        raise ValueError(f"{link} has a figure that is not positive and finite")
+    return link
+
+
+Measured = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Measurements of one machine under one torch version."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     device: str
     """Name of the device as torch reports it."""
-    device_type: str
+    device_type: Annotated[str, PlainValidator(known(("cuda", "cpu")))]
     """`cuda` or `cpu`."""
     torch: str
-    devices: int
+    devices: Annotated[int, Field(ge=1)]
     measured: str
     """Date, UTC."""
-    precision: str
+    precision: Annotated[str, PlainValidator(known(("bf16", "fp32")))]
     """Precision of the products and of attention: bf16 on a GPU, fp32 on a CPU."""
-    product_flops: float
+    product_flops: Measured
     """FLOP/s of a large matrix product that runs alone; on a CPU, that all processes reach together."""
-    product_half_flops: float
+    product_half_flops: Measured
     """FLOPs of a product that reaches half of `product_flops`."""
-    attention_forward: float
+    attention_forward: Measured
     """Share of `product_flops` that fused attention reaches in a forward."""
-    attention_backward: float
+    attention_backward: Measured
     """Share of `product_flops` that fused attention reaches in a backward."""
-    memory_bandwidth: float
+    memory_bandwidth: Measured
     """Bytes per second of a copy, read plus written; on a CPU, that all processes reach together."""
-    launch_s: float
+    launch_s: Measured
     """Seconds between two operations that Python launches."""
-    block_forward_s: float
+    block_forward_s: Measured
     """Host time in seconds of the forward of a block that takes the device no time."""
-    block_backward_s: float
+    block_backward_s: Measured
     """Host time in seconds of the backward of such a block."""
-    host_bandwidth: float | None
+    host_bandwidth: Measured | None
     """Bytes per second from pinned host memory; None on a CPU."""
-    link: Link | None
+    link: Annotated[Link, AfterValidator(_measured_link)] | None
     """Link fitted to all-reduces over all devices; None for a single device."""
-    beside: float = 1.0
+    beside: Measured = 1.0
     """Rate of a copy of one CPU process while the others copy too, over its rate alone: they share the memory."""
-    circumstances: Mapping[str, float] = field(default_factory=dict, hash=False)
+    circumstances: Mapping[str, Share] = field(default_factory=dict, hash=False)
     """When this was measured, and the share of the cores that other processes took (`workbench.measure.load`)."""
 
     def cluster(self, gpus: int | None = None) -> Cluster:
@@ -159,12 +176,11 @@ class Calibration:
             file_format = fields.pop("format")
             if file_format != FORMAT:
                 raise ValueError(f"its format is {file_format}, and this workbench reads format {FORMAT}")
-            _check_figures(fields)
-            link = fields.pop("link")
-            return Calibration(**fields, link=None if link is None else Link(**link))
+            return _stored().validate_json(json.dumps(fields), strict=True)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            said = first_problem(error) if isinstance(error, Refusal) else error
             raise PlanMismatch(
-                f"{path} is not a calibration ({error}). Run wb.measure.calibrate() and share the file that "
+                f"{path} is not a calibration ({said}). Run wb.measure.calibrate() and share the file that "
                 f"calibration.save(path) writes.",
                 path=str(path),
             ) from error
@@ -179,25 +195,10 @@ class Calibration:
         )
 
 
-def _check_figures(fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a text that is none, or a figure that is not positive and finite."""
-    figures = {**fields, **{f"link.{name}": figure for name, figure in (fields["link"] or {}).items()}}
-    del figures["link"]
-    for name, figure in figures.pop("circumstances", {}).items():
-        figures[f"circumstances.{name}"] = 1 + figure  # a share may be zero
-    for name in ("device", "device_type", "torch", "measured", "precision"):
-        if not isinstance(figures.pop(name), str):
-            raise ValueError(f"{name} is no text")
-    for name, allowed in (("device_type", ("cuda", "cpu")), ("precision", ("bf16", "fp32"))):
-        if fields[name] not in allowed:
-            raise ValueError(f"{name} is {fields[name]!r}")
-    if figures["host_bandwidth"] is None:
-        del figures["host_bandwidth"]
-    for name, figure in figures.items():
-        if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not 0 < figure < float("inf"):
-            raise ValueError(f"{name} is {figure!r}")
-    if not is_count(fields["devices"]):
-        raise ValueError(f"devices is {fields['devices']!r}")
+@functools.cache
+def _stored() -> TypeAdapter[Calibration]:
+    """Return what checks the type and the range of everything in a calibration that is read."""
+    return TypeAdapter(Calibration)
 
 
 @checked_arguments

@@ -106,17 +106,12 @@ def host_rate() -> float:
     return source.nbytes / fastest_s(lambda: target.copy_(source, non_blocking=True), "cuda")
 
 
-def launch_seconds(device_type: str, launches: int = 200) -> float:
+def launch_seconds(device_type: str) -> float:
     """Return the seconds between two small operations that Python launches."""
     import torch
 
-    value = torch.zeros(8, device=device_type)
-
-    def many() -> None:
-        for _ in range(launches):
-            value.add_(1.0)
-
-    return fastest_s(many, device_type) / launches
+    value, launches = torch.zeros(8, device=device_type), 200
+    return fastest_s(lambda: [value.add_(1.0) for _ in range(launches)], device_type) / launches
 
 
 def block_host_seconds(device_type: str) -> tuple[float, float]:

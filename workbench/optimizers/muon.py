@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.optimizers.adamw import ShardedAdamW
-from workbench.optimizers.shards import WholeTensors, local
+from workbench.optimizers.shards import WholeTensors, local, momentum_of
 
 MOMENTUM = 0.95
 """Momentum of `torch.optim.Muon`, by default with Nesterov's look-ahead."""
@@ -43,7 +43,7 @@ class MuonAndAdamW(ShardedAdamW):
             return
         names = dict(zip(group["params"], group["names"], strict=True))
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        momenta = [local(self._momentum(parameter)) for parameter in parameters]
+        momenta = [local(momentum_of(self, parameter)) for parameter in parameters]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         shards = [local(parameter) for parameter in parameters]
         torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
@@ -60,12 +60,6 @@ class MuonAndAdamW(ShardedAdamW):
             shape, stride = parameter.shape, parameter.stride()
             shard = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
         return shard if self._whole is None else self._whole.all_gathered(name, shard)
-
-    def _momentum(self, parameter: nn.Parameter) -> torch.Tensor:
-        state: dict[str, torch.Tensor] = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:

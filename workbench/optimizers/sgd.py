@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.sgd import sgd
 
-from workbench.optimizers.shards import local
+from workbench.optimizers.shards import local, momentum_of
 
 MOMENTUM = 0.9
 """Momentum of `optimizer="sgd"`."""
@@ -17,7 +17,8 @@ MOMENTUM = 0.9
 class ShardedSGD(torch.optim.SGD):
     """SGD that updates this rank's shard of each parameter as a plain tensor, with the numbers of `torch.optim.SGD`.
 
-    Weight decay is added to the gradient, as there. The momentum of a `DTensor` is a `DTensor`.
+    Weight decay is added to the gradient, as there. The momentum of a `DTensor` is a `DTensor`; it begins at zero, so
+    that the first update equals PyTorch's, which is the gradient.
     """
 
     @torch.no_grad()
@@ -29,7 +30,7 @@ class ShardedSGD(torch.optim.SGD):
                 sgd(
                     [local(parameter) for parameter in parameters],
                     [local(parameter.grad) for parameter in parameters],
-                    [local(self._momentum(parameter)) for parameter in parameters],
+                    [local(momentum_of(self, parameter)) for parameter in parameters],
                     weight_decay=group["weight_decay"],
                     momentum=group["momentum"],
                     lr=group["lr"],
@@ -38,10 +39,3 @@ class ShardedSGD(torch.optim.SGD):
                     maximize=group["maximize"],
                 )
         return loss
-
-    def _momentum(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the momentum, which begins at zero: the first update then equals PyTorch's, which is the gradient."""
-        state: dict[str, torch.Tensor] = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]

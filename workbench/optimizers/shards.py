@@ -15,6 +15,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def momentum_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the momentum of a parameter, which begins at zero, sharded as the parameter is."""
+    state: dict[str, torch.Tensor] = optimizer.state[parameter]
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    return state["momentum_buffer"]
+
+
 class WholeTensors(Protocol):
     """Access to the whole tensors of which this rank holds shards."""
 

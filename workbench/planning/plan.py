@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, PlainValidator, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
@@ -27,7 +27,7 @@ from workbench.rundir import read_json, write_json
 from workbench.strategy import RECOMPUTE, Strategy
 from workbench.tables import facts_html, html_table
 from workbench.units import count, duration, gib
-from workbench.validation import WRITTEN, first_problem
+from workbench.validation import first_problem
 
 FORMAT = 4
 """Version of a stored plan's fields; plans of other versions are refused."""
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     Origin = tuple[Profile, Request] | None
 else:
     Origin = Any  # is not stored, so that nothing checks it
-StoredCluster = Annotated[
-    Cluster, PlainValidator(lambda value: value if isinstance(value, Cluster) else Cluster.from_json(value)), WRITTEN
-]
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class Plan(Strategy):
     model: str
     signature: str
     """`Graph.signature` of the model that the plan was made for."""
-    cluster: StoredCluster
+    cluster: Cluster
     global_batch: int
     seq_len: int
     precision: str

@@ -47,14 +47,6 @@ class Timeline:
         return 1 - sum(self.busy_ms) / (self.step_ms * len(self.busy_ms))
 
 
-def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
-    """Return the idle share of a GPipe or 1F1B step with p equal stages and free sends: (p - 1) / (m + p - 1).
-
-    Megatron-LM (arXiv:2104.04473) quotes the bubble over ideal time instead, (p - 1) / m.
-    """
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)
-
-
 @dataclass(frozen=True)
 class MicroBatchTimes:
     """Milliseconds of one micro-batch in every stage, as a simulation needs them."""

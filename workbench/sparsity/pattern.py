@@ -11,11 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 PRESENT, EXPLORED = 1, 2
 _GOLDEN = 0x9E3779B97F4A7C15
-_INT64_RANGE = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,8 @@ def uniform(key: str, shape: Sequence[int], device: torch.device | str = "cpu") 
     The hash is SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014).
     """
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    bits = torch.arange(1, math.prod(shape) + 1, device=device) * _int64(_GOLDEN) + _int64(seed)
-    bits = _xor_shift(bits, 30) * _int64(0xBF58476D1CE4E5B9)
-    bits = _xor_shift(bits, 27) * _int64(0x94D049BB133111EB)
-    return (_shift(_xor_shift(bits, 31), 11).double() / 2**53).view(*shape)
-
-
-def _xor_shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    return bits ^ _shift(bits, by)
-
-
-def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift 64-bit words to the right, and fill with zeros."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def _int64(word: int) -> int:
-    """Return the signed integer with the same 64 bits."""
-    return word - 2 * _INT64_RANGE if word >= _INT64_RANGE else word
+    bits = np.arange(1, math.prod(shape) + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    numbers: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(numbers).view(*shape).to(device)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 from workbench.errors import InvalidExperiment
+from workbench.validation import FromZero, Real, checked_value
 
 PRUNERS = ("median", "halving")
 """Rules that compare a run with the others: Optuna's `MedianPruner` and `SuccessiveHalvingPruner`."""
@@ -16,12 +15,12 @@ FIRST_RUNS = 3
 """Complete runs before the median rule stops any."""
 
 
-@dataclass(frozen=True)
+@checked_value()
 class Diverged:
     """Rule that ends a run whose training loss is above a value after a step, or is not finite."""
 
-    above: float
-    after: int
+    above: Real
+    after: FromZero = 0
 
     def reason(self, step: int, loss: float) -> str | None:
         """Return why a run with this loss at this step ends, or None if it goes on."""
@@ -37,11 +36,7 @@ Rule = Diverged | str | None
 
 def diverged(above: Any, after: Any = 0) -> Diverged:
     """Return the rule that ends a run whose training loss is above `above` after step `after`, or is not finite."""
-    if isinstance(above, bool) or not isinstance(above, Real) or not -1e300 < cast(float, above) < 1e300:
-        raise InvalidExperiment(f"above={above!r} is not a number. Give a loss, such as 6.5.", parameter="above")
-    if isinstance(after, bool) or not isinstance(after, int) or after < 0:
-        raise InvalidExperiment(f"after={after!r} is not a step. Give a whole number, such as 500.", parameter="after")
-    return Diverged(float(above), int(after))
+    return Diverged(above, after)
 
 
 def check_rule(rule: Any) -> None:
@@ -55,7 +50,7 @@ def check_rule(rule: Any) -> None:
 
 def rule_to_json(rule: Rule) -> Any:
     """Return the rule as JSON."""
-    return asdict(rule) if isinstance(rule, Diverged) else rule
+    return dict(vars(rule)) if isinstance(rule, Diverged) else rule
 
 
 def rule_from_json(value: Any) -> Rule:

@@ -231,7 +231,7 @@ class CheckpointStore:
             if key in divided:  # this rank's shard, or stored blocks, of the whole tensor
                 whole = targets[key].to(self._trainer.context.device) if isinstance(value, DTensor) else targets[key]
                 with torch.no_grad():
-                    local(value).copy_(self._trainer.own_shard(name, whole, value))
+                    local(value).copy_(self._trainer.whole.own_shard(name, whole, value))
         if self._trainer.sparse_weights is not None:
             self._trainer.sparse_weights.mask_weights()
         return TrainingProgress(int(manifest["step"]), float(manifest["seconds"]), manifest.get("stream_state"))

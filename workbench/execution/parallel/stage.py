@@ -192,17 +192,12 @@ class RankStages:
         self.stages = tuple(stages)
         self.compact = compact
         """Parameters that are stored without absent blocks, if there are any."""
-        self._weight_copies = tuple(weight_copies)
+        self.weight_copies = tuple(weight_copies)
 
     @property
     def indices(self) -> Mapping[str, BlockIndex]:
         """Index of each parameter that is stored without absent blocks, by name."""
         return {} if self.compact is None else self.compact.indices
-
-    def refresh_weight_copies(self) -> None:
-        """Update the bf16 weight copies of all stages that have some."""
-        for copies in self._weight_copies:
-            copies.refresh()
 
     def model_parameters(self) -> dict[str, nn.Parameter]:
         """Map the model's parameter names to the present parameter objects, one for each name."""
