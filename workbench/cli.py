@@ -317,7 +317,7 @@ def sweep(
 
     The sweep goes on when this shell is closed. docs/sweeps.md describes the file.
     """
-    from workbench.sweeps.follow import follow as progress
+    from workbench.sweeps.sweep import follow as progress
 
     if (file is None) == (resume is None):
         raise WorkbenchError("Give either a YAML file, which starts a sweep, or --resume DIR, which goes on with one.")

@@ -15,7 +15,7 @@ from plan_values import PROFILE, plan_of
 from workbench.machine import available_cores
 from workbench.measure.detection import detected_cluster
 from workbench.measure.load import BUSY, MEASURED, OTHERS, LoadWatch, compare, in_words, is_doubtful
-from workbench.planning.times_basis import basis_of_times
+from workbench.planning.prediction import basis_of_times
 from workbench.rundir import EventTail, RunDir, read_json, write_json, write_record
 from workbench.runs.launching.supervisor import _compare_with_prediction, _Supervised
 

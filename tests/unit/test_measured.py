@@ -38,10 +38,10 @@ from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
 from workbench.planning import profiling
 from workbench.planning.explanation import explain
 from workbench.planning.plan import Plan
+from workbench.planning.prediction import basis_of_times
 from workbench.planning.request import Request as PlanRequest
 from workbench.planning.search import search
 from workbench.planning.table import weigh
-from workbench.planning.times_basis import basis_of_times
 from workbench.tensors import TensorSpec
 
 H200 = Cluster.of("h200", gpus=4)

@@ -22,7 +22,7 @@ from workbench.runs.launching import launcher
 from workbench.runs.launching.run_directory import Attempt
 from workbench.runs.records.history import History, read_tail
 from workbench.runs.tracking.recorder import config_of
-from workbench.sweeps import packing, queue, start
+from workbench.sweeps import queue, start
 from workbench.sweeps.axes import Axes
 from workbench.sweeps.directory import Entry, QueueDir, Result, plan_key, profile_key
 from workbench.sweeps.objective import objective, reports
@@ -161,19 +161,19 @@ def test_the_objective_of_a_run_that_evaluates_is_its_last_held_out_loss(tmp_pat
 def test_the_packing_with_the_shortest_predicted_time_is_taken():
     asked = experiment(steps=100)
     cluster = Cluster(DEVICE, 2, 2, LINK, LINK)
-    best, why = packing.choose({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
+    best, why = start.choose_packing({"all": asked}, [("all", 100)] * 4, cluster, {"all": "all"})
     assert (best.side_by_side, best.devices_each) == (2, 1)
     assert "2 runs side by side on 1 device each" in why
     assert "4 runs one after another on 2 devices" in why
-    alone, _ = packing.choose({"all": asked}, [("all", 100)], cluster, {"all": "all"})
+    alone, _ = start.choose_packing({"all": asked}, [("all", 100)], cluster, {"all": "all"})
     assert alone.seconds <= best.seconds
 
 
 def test_runs_that_share_a_gpu_are_planned_for_their_part_of_its_memory():
     asked, cluster = experiment(steps=100), wb.Cluster.of("h100", gpus=1)
     runs = [("all", 100)] * 12
-    alone, _ = packing.choose({"all": asked}, runs, cluster, {"all": "all"})
-    best, why = packing.choose({"all": asked}, runs, cluster, {"all": "all"}, 3)
+    alone, _ = start.choose_packing({"all": asked}, runs, cluster, {"all": "all"})
+    best, why = start.choose_packing({"all": asked}, runs, cluster, {"all": "all"}, 3)
     assert (best.side_by_side, best.devices_each, best.share) == (3, 1, pytest.approx(1 / 3))
     assert best.seconds == alone.seconds
     limit = best.plans["all"].memory_limit_bytes
@@ -197,7 +197,9 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
     named = {plan_key(choice): choice for choice in axes.choices()}
     asked = {key: axes.experiment_of(choice) for key, choice in named.items()}
     profiled_as = {key: profile_key(choice) for key, choice in named.items()}
-    placed, _ = packing.choose(asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as)
+    placed, _ = start.choose_packing(
+        asked, [(key, 10) for key in asked], Cluster(DEVICE, 2, 2, LINK, LINK), profiled_as
+    )
     assert len(captured) == 2, "one for each length"
     assert {(plan.global_batch, plan.seq_len) for plan in placed.plans.values()} == {
         (batch, length) for batch in (4, 8) for length in (SEQ, SEQ // 2)
@@ -206,9 +208,9 @@ def test_a_model_is_captured_once_for_all_batches_and_numbers_of_devices(monkeyp
 
 def test_the_predicted_time_of_a_sweep_counts_the_evaluations():
     cluster, runs = Cluster(DEVICE, 1, 1, LINK, LINK), [("all", 100)] * 3
-    without, _ = packing.choose({"all": experiment()}, runs, cluster, {"all": "all"})
+    without, _ = start.choose_packing({"all": experiment()}, runs, cluster, {"all": "all"})
     asked = experiment(evaluation=wb.Evaluation(every=40), eval_data=Words())
-    placed, _ = packing.choose({"all": asked}, runs, cluster, {"all": "all"})
+    placed, _ = start.choose_packing({"all": asked}, runs, cluster, {"all": "all"})
     each = placed.plans["all"].prediction.evaluation_s
     assert each > 0
     assert placed.seconds == pytest.approx(without.seconds + 3 * 4 * each), "at the steps 0, 40, 80 and 100"

@@ -12,8 +12,7 @@ import workbench as wb
 from workbench import cli
 from workbench.errors import InvalidExperiment, UnknownParameter, WorkbenchError
 from workbench.sweeps.file import read_sweep_file
-from workbench.sweeps.follow import follow
-from workbench.sweeps.sweep import Sweep
+from workbench.sweeps.sweep import Sweep, follow
 
 FILE = """
 experiment: bert:hidden_size=64,num_layers=2,num_heads=4

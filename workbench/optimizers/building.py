@@ -1,19 +1,20 @@
-"""The optimiser of an experiment over named parameters."""
+"""The optimiser of an experiment over named parameters, and stochastic gradient descent with momentum."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.sgd import sgd
 
 from workbench.experiment import Experiment
 from workbench.optimizers.adamw import OffloadedAdamW, ShardedAdamW
 from workbench.optimizers.groups import parameter_groups
 from workbench.optimizers.lamb import Lamb
 from workbench.optimizers.muon import MuonAndAdamW
-from workbench.optimizers.sgd import MOMENTUM, ShardedSGD
-from workbench.optimizers.shards import WholeTensors
+from workbench.optimizers.shards import WholeTensors, local, momentum_of
 from workbench.optimizers.user_optimizer import ShardedUserOptimizer
 from workbench.user_code import UserFunction
 
@@ -45,3 +46,34 @@ def build_optimizer(
         return MuonAndAdamW(groups, lr=rate, betas=betas, eps=eps, fused=fused, whole=whole)
     adamw = OffloadedAdamW if offload else ShardedAdamW
     return adamw(groups, lr=rate, betas=betas, eps=eps, fused=fused)
+
+
+MOMENTUM = 0.9
+"""Momentum of `optimizer="sgd"`."""
+
+
+class ShardedSGD(torch.optim.SGD):
+    """SGD that updates this rank's shard of each parameter as a plain tensor, with the numbers of `torch.optim.SGD`.
+
+    Weight decay is added to the gradient, as there. The momentum of a `DTensor` is a `DTensor`; it begins at zero, so
+    that the first update equals PyTorch's, which is the gradient.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                sgd(
+                    [local(parameter) for parameter in parameters],
+                    [local(parameter.grad) for parameter in parameters],
+                    [local(momentum_of(self, parameter)) for parameter in parameters],
+                    weight_decay=group["weight_decay"],
+                    momentum=group["momentum"],
+                    lr=group["lr"],
+                    dampening=group["dampening"],
+                    nesterov=group["nesterov"],
+                    maximize=group["maximize"],
+                )
+        return loss

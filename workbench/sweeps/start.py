@@ -1,23 +1,31 @@
-"""`wb.sweep`: checks the axes, plans, writes the sweep's directory, and starts its supervisor."""
+"""`wb.sweep`: checks the axes, plans one run on all devices or several side by side, and starts the supervisor."""
 
 from __future__ import annotations
 
+import heapq
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.arguments import checked_arguments
-from workbench.errors import InvalidExperiment
+from workbench.cost.cluster import Cluster
+from workbench.cost.profile import Profile
+from workbench.errors import InvalidExperiment, PlanInfeasible
 from workbench.experiment import Experiment
 from workbench.measure.local_cluster import local_cluster
+from workbench.planning.plan import Plan
+from workbench.planning.planner import plan_profiled
+from workbench.planning.profiling import profile
+from workbench.planning.request import divisors
 from workbench.planning.runnable import captured_model, check_runnable
-from workbench.sweeps import packing
 from workbench.sweeps.axes import LARGEST_GRID, Axes, Choice
 from workbench.sweeps.directory import Entry, configuration_key, plan_key, profile_key
 from workbench.sweeps.queue import new_queue, start_queue
 from workbench.sweeps.rules import Rule, check_rule, rule_to_json
 from workbench.sweeps.sweep import Sweep
-from workbench.units import is_count
+from workbench.units import duration, is_count
 
 SAMPLERS = ("grid", "random", "tpe")
 AHEAD = 1
@@ -84,7 +92,7 @@ def sweep(
     ]
     experiments = {key: chosen for key, (_, chosen) in needed.items()}
     profiled_as = {key: profile_key(choice) for key, (choice, _) in needed.items()}
-    packed, why = packing.choose(experiments, runs, local_cluster(), profiled_as, runs_per_gpu)
+    packed, why = choose_packing(experiments, runs, local_cluster(), profiled_as, runs_per_gpu)
     for key, plan in packed.plans.items():
         check_runnable(experiments[key], plan, captured_model(experiments[key], plan), progress=True)
     folder = new_queue(directory, f"{experiment.name}-sweep", Sweep.SETTINGS)
@@ -134,3 +142,104 @@ def _check_numbers(grid: Axes, seeds: Any, sampler: Any, trials: Any, runs_per_g
             f"sampler={sampler!r} with trials={trials!r} cannot choose among {size} combinations. Give trials from 1 "
             f"to {size}."
         )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The number of runs side by side, their plans, and the predicted training time of the whole sweep."""
+
+    side_by_side: int
+    devices_each: int
+    runs_per_gpu: int
+    plans: Mapping[str, Plan]
+    """Plan by the key of `directory.plan_key`."""
+    seconds: float
+    """Seconds that the runs take when each has its devices to itself."""
+
+    @property
+    def share(self) -> float:
+        """The part of a device that a run takes in the device queue, where all CPU processes are one device."""
+        on_cpu = next(iter(self.plans.values())).cluster.device.type == "cpu"
+        return 1 / (self.side_by_side if on_cpu else self.runs_per_gpu)
+
+    def describe(self, runs: int) -> str:
+        """Return words such as `"2 runs side by side on 1 device each take 3 min"`."""
+        each = f"{self.devices_each} device{'s' * (self.devices_each > 1)}"
+        apart = self.side_by_side // self.runs_per_gpu
+        if apart == 1:
+            return f"{runs} runs one after another on {each} take {duration(self.seconds)}"
+        return f"{apart} runs side by side on {each} each take {duration(self.seconds)}"
+
+
+def choose_packing(
+    experiments: Mapping[str, Experiment],
+    runs: Sequence[tuple[str, int]],
+    cluster: Cluster,
+    profiled_as: Mapping[str, str],
+    runs_per_gpu: int = 1,
+) -> tuple[Packing, str]:
+    """Return the packing with the shortest predicted time, and the sentence that says why.
+
+    Args:
+        experiments: one experiment for each plan that is needed, by its key.
+        runs: key and steps of each run of the sweep, in the order in which they start.
+        cluster: the devices that the sweep may use.
+        profiled_as: a text by the key of each plan, equal for experiments whose models cost the same.
+        runs_per_gpu: number of runs that train on each GPU at the same time, each with that part of its memory.
+
+    Raises `PlanInfeasible` if no plan fits even on all devices, and `InvalidExperiment` for several runs on each GPU
+    where there is none.
+    """
+    if runs_per_gpu > 1 and cluster.device.type == "cpu":
+        raise InvalidExperiment(
+            f"runs_per_gpu={runs_per_gpu} is given, and this machine has no GPU. Leave it out: on CPUs, as many runs "
+            "train side by side as the planner finds best."
+        )
+    profiles: dict[str, Profile] = {}
+    for key, experiment in experiments.items():
+        if profiled_as[key] not in profiles:
+            profiles[profiled_as[key]] = profile(experiment, cluster)
+    asked = {key: (experiment, profiles[profiled_as[key]]) for key, experiment in experiments.items()}
+    options, refusal = [], None
+    counts = divisors(cluster.gpus)
+    for each in reversed(counts):
+        try:
+            options.append(_packing(asked, runs, cluster, each, runs_per_gpu))
+        except PlanInfeasible as error:
+            refusal = refusal or error
+    if not options:
+        assert refusal is not None
+        raise refusal
+    best = min(options, key=lambda option: option.seconds)  # of equals, the one with fewer runs side by side
+    others = [f"{option.describe(len(runs))}" for option in options if option is not best]
+    beside = f"; {'; '.join(others)}" if others else ""
+    missing = len(counts) - len(options)
+    tight = f"; {missing} other division{'s' * (missing > 1)} would not fit in memory" if missing else ""
+    shortest = duration(best.seconds / runs_per_gpu)
+    shared = (
+        f" {runs_per_gpu} runs share each GPU, which takes between {shortest} and that time: how far they slow each "
+        "other down is not predicted."
+    )
+    why = f"Predicted training time on {cluster.describe()}: {best.describe(len(runs))}{beside}{tight}."
+    return best, why + shared * (runs_per_gpu > 1)
+
+
+def _packing(
+    asked: Mapping[str, tuple[Experiment, Profile]],
+    runs: Sequence[tuple[str, int]],
+    cluster: Cluster,
+    each: int,
+    runs_per_gpu: int,
+) -> Packing:
+    # `Cluster.resized` would give a CPU process the cores of the others, which run beside it here.
+    part = replace(cluster, gpus=each, gpus_per_node=min(each, cluster.gpus_per_node))
+    device = cluster.device
+    limit = None if runs_per_gpu == 1 else max(1, device.memory_bytes // runs_per_gpu - device.reserved_bytes)
+    plans = {key: plan_profiled(experiment, costs, part, limit) for key, (experiment, costs) in asked.items()}
+    slots = [0.0] * (cluster.gpus // each)
+    for key, steps in runs:
+        evaluation, predicted = asked[key][0].evaluation, plans[key].prediction
+        evaluations = 0 if evaluation is None else 1 + math.ceil(steps / evaluation.every)  # one is before training
+        run_s = steps * predicted.step_ms / 1e3 + evaluations * predicted.evaluation_s
+        heapq.heapreplace(slots, slots[0] + run_s)
+    return Packing(len(slots) * runs_per_gpu, each, runs_per_gpu, plans, max(slots))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import html
 import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from workbench.arguments import checked_arguments
 from workbench.errors import InvalidArgument
+from workbench.runs.records.follow import Follower
 from workbench.runs.run import Run
 from workbench.sweeps.directory import Entry, configuration_key
 from workbench.sweeps.objective import describe
-from workbench.sweeps.queue import Queue, find_queue
+from workbench.sweeps.queue import POLL_S, Queue, find_queue
 from workbench.sweeps.rules import rule_from_json, why_none
 from workbench.tables import html_table, text_table
 from workbench.units import duration
@@ -164,3 +166,22 @@ def _row_cells(row: Row) -> tuple[str, ...]:
 def load_sweep(path: Sweep | str | os.PathLike[str]) -> Sweep:
     """Return the sweep in a directory, or of that name under the runs folder; raises `RunNotFound`."""
     return path if isinstance(path, Sweep) else Sweep(find_queue(path, Sweep.SETTINGS, "sweep"))
+
+
+def follow(sweep: Sweep, every_s: float = 5.0) -> Iterator[str]:
+    """Yield a line when a run changes its state or ends, and every `every_s` seconds for runs that make steps.
+
+    Ends when the supervisor of the sweep has left.
+    """
+    follower, ended = Follower(every_s), len(sweep.results())
+    while True:
+        alive = sweep.alive  # asked before the last look at the runs
+        yield from follower.lines(sweep.runs)
+        if len(sweep.results()) > ended:
+            ended = len(sweep.results())
+            best = sweep.rows()[0]
+            values = ", ".join(f"{name} {value}" for name, value in best.values.items())
+            yield sweep.headline() + ("" if best.mean is None else f"; best so far {best.mean:.4g} with {values}")
+        if not alive:
+            return
+        time.sleep(POLL_S)
