@@ -176,6 +176,14 @@ def read_json(path: Path) -> Any:
     return value
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        value = read_json(path)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
 def write_record(path: Path, fields: Mapping[str, Any]) -> None:
     """Write fields as `write_json` does, with a checksum that is compared when they are read."""
     write_json(path, {**fields, RECORD_CHECKSUM: _checksum(fields)})

@@ -10,7 +10,7 @@ from typing import Any
 from workbench.data import data_fingerprint
 from workbench.errors import DataError
 from workbench.experiment import Experiment
-from workbench.rundir import RunDir, read_json, write_json
+from workbench.rundir import RunDir, read_json, read_object, write_json
 
 
 def check_user_data(run: RunDir, experiment: Experiment) -> None:
@@ -26,8 +26,8 @@ def check_user_data(run: RunDir, experiment: Experiment) -> None:
     source = run
     if run.resume.exists():
         source = RunDir(Path(read_json(run.resume)["checkpoint"]).parent.parent)
-        recorded = _read(source.user_data)
-        accepted = _read(run.environment).get("accepted_changed_data")
+        recorded = read_object(source.user_data)
+        accepted = read_object(run.environment).get("accepted_changed_data")
         if recorded.get("names") == json.loads(json.dumps(names)) and not accepted:
             _compare(source, experiment, recorded)
             if source.path.resolve() == run.path.resolve():
@@ -57,9 +57,3 @@ def _fingerprint(experiment: Experiment) -> str | None:
     first, second = (data_fingerprint(experiment) for _ in range(2))
     return first if first == second else None
 
-
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        value = read_json(path)
-        return value if isinstance(value, dict) else {}
-    return {}

@@ -26,7 +26,7 @@ from workbench.cost.correction import BlockMeasurement
 from workbench.home import cache_home
 from workbench.machine import available_cores
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
-from workbench.rundir import read_json, write_json
+from workbench.rundir import read_object, write_json
 from workbench.user_code import pickled, user_path
 
 FORMAT = 7
@@ -55,7 +55,7 @@ def has_nvidia_gpus() -> bool:
 
 def has_cached_measurements(model: str) -> bool:
     """Return True if a model of that name was measured here, on whatever device: a guess that needs no capture."""
-    return any(_read_object(path).get("model") == model for path in (cache_home() / "blocks").glob("*.json"))
+    return any(read_object(path).get("model") == model for path in (cache_home() / "blocks").glob("*.json"))
 
 
 def measure_blocks(
@@ -116,18 +116,9 @@ def _cache_path(profile: Profile, cluster: Cluster) -> Path:
 
 def _read_measurements(path: Path) -> tuple[BlockMeasurement, ...]:
     try:
-        return tuple(BlockMeasurement(**one) for one in _read_object(path)["blocks"])
+        return tuple(BlockMeasurement(**one) for one in read_object(path)["blocks"])
     except (KeyError, TypeError):
         return ()
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if the file is missing or holds something else."""
-    try:
-        content = read_json(path)
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 class BlockProbes:
@@ -197,7 +188,7 @@ class BlockProbes:
         if not blocks:
             lines = (self._path / f"{slot}.log").read_text(errors="replace").strip().splitlines()
             return (), lines[-1][:200] if lines else f"exit status {process.returncode}"
-        self.seconds.append(_read_object(self._path / f"{slot}{RESULT}").get("seconds", {}))
+        self.seconds.append(read_object(self._path / f"{slot}{RESULT}").get("seconds", {}))
         return blocks, ""
 
 

@@ -7,7 +7,6 @@ measured under; `workbench.measure.load` says when they are measured again.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
 from workbench.measure.load import LoadWatch, in_words, is_doubtful, is_quiet
 from workbench.measure.microbenchmarks import copy_rate, product_s
-from workbench.rundir import read_json, write_json
+from workbench.rundir import read_object, write_json
 from workbench.units import is_count, plain
 
 CPU_PROCESSES = 2
@@ -198,10 +197,7 @@ def _cached(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, flo
 
     key = hashlib.sha256(f"{what} {torch.__version__} {platform.node()}".encode()).hexdigest()[:16]
     path: Path = cache_home() / "devices" / f"{key}.json"
-    try:
-        rates: dict[str, float] = read_json(path)
-    except (OSError, json.JSONDecodeError):
-        rates = {}
+    rates: dict[str, float] = read_object(path)
     if not rates or (is_doubtful(rates) and is_quiet()):
         watch = LoadWatch()
         rates = {**measure(), **watch.facts()}

@@ -132,10 +132,6 @@ class MeasuredGrid(Queue):
         words = "<br>".join(map(html.escape, self.sentences()))
         return f"<p>{words}</p>{html_table(('cell', 'predicted', 'measured', 'state'), self._rows())}"
 
-    def look(self) -> tuple[str, str]:
-        """Return how far the measurement has come, in words, and its table for a notebook."""
-        return super().look()[0], self._repr_html_()
-
     def _rows(self) -> list[tuple[str, str, str, str]]:
         return [
             (

@@ -88,8 +88,11 @@ class Queue:
         return [(entry, result) for entry, result in ended if result is not None]
 
     def look(self) -> tuple[str, str]:
-        """Return how far the queue has come, in words, and as HTML for a notebook."""
-        return f"{len(self.results())} of {len(self.directory.queue())} runs have ended", ""
+        """Return how far the queue has come, in words, and its table for a notebook."""
+        return f"{len(self.results())} of {len(self.directory.queue())} runs have ended", self._repr_html_()
+
+    def _repr_html_(self) -> str:
+        raise NotImplementedError
 
     @checked_arguments
     def wait(self, timeout: float | None = None) -> Self:

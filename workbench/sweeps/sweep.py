@@ -133,10 +133,6 @@ class Sweep(Queue):
         table = html_table(head, body)
         return f"<p><b>{html.escape(self.headline())}</b></p>{table}<p>{html.escape(self.footline())}</p>"
 
-    def look(self) -> tuple[str, str]:
-        """Return how far the sweep has come, in words, and its table for a notebook."""
-        return super().look()[0], self._repr_html_()
-
     def headline(self) -> str:
         """Return how far the sweep has come, in words."""
         settings, queue = self.directory.settings, self.directory.queue()
