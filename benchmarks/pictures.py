@@ -39,7 +39,7 @@ from workbench.figures.pages import PLOTLY_MIME, decoded
 from workbench.figures.plan_view import show_plan
 from workbench.optimizers.schedules import learning_rate_factor
 from workbench.planning.plan import Plan
-from workbench.planning.predicted_timeline import timeline
+from workbench.planning.prediction import timeline
 from workbench.planning.profiling import CAPTURE_BATCH
 from workbench.planning.search import search
 from workbench.runs.records.text_samples import answer

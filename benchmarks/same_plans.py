@@ -117,7 +117,7 @@ def main() -> int:
 def outcome(case: Case) -> dict[str, Any]:
     """Return the plan, the table's rows and the explanation of one search, or the facts of its refusal."""
     from workbench.errors import WorkbenchError
-    from workbench.planning.predicted_timeline import timeline
+    from workbench.planning.prediction import timeline
     from workbench.planning.request import Request
     from workbench.planning.table import weigh
 

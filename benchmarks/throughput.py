@@ -50,7 +50,7 @@ from contenders import ROWS, Turn
 
 import workbench as wb
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
-from workbench.execution.deterministic import CUBLAS_SETTING
+from workbench.execution.build import CUBLAS_SETTING
 from workbench.runs.launching.supervisor import ALLOCATOR, GROWING
 from workbench.units import GIB
 

@@ -17,8 +17,8 @@ from workbench.execution.build import (
     build_model,
     build_stage,
     prepare_compiler,
+    use_deterministic_kernels,
 )
-from workbench.execution.deterministic import use_deterministic_kernels
 from workbench.execution.parallel.mesh import MeshCoordinate
 from workbench.execution.trainer import Trainer
 from workbench.planning.plan import Plan

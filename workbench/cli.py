@@ -638,7 +638,7 @@ def model_from(text: str) -> Any:
 def cluster_from(text: str | None) -> Cluster | None:
     """Return the cluster that a text such as `h200:gpus=256` describes, or devices of this machine for `gpus=2`."""
     from workbench.cost.cluster import Cluster
-    from workbench.measure.local_cluster import local_cluster
+    from workbench.measure.calibration import local_cluster
 
     if text is None:
         return None

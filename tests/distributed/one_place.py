@@ -20,7 +20,7 @@ from workbench.figures.measured_step import measured_timeline
 from workbench.figures.panels_view import panels
 from workbench.figures.timeline_view import timeline
 from workbench.pipeline_schedules import build_schedule
-from workbench.planning.predicted_timeline import timeline as predicted
+from workbench.planning.prediction import timeline as predicted
 from workbench.planning.simulation import peak_holdings
 from workbench.rundir import RunDir, read_events, write_json, write_record
 from workbench.runs.records.history import read_history

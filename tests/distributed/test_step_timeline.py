@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.real_worker import experiment, plan, trained
 from workbench.execution.step_timeline import FIRST_RECORDED
 from workbench.figures.measured_step import measured_timeline, timelines
-from workbench.planning.predicted_timeline import timeline
+from workbench.planning.prediction import timeline
 from workbench.rundir import read_events
 
 

@@ -25,8 +25,7 @@ from workbench.capture.random_batch import random_batch
 from workbench.execution.blocks import gradient_accumulation
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING, WARM_UP_STEPS
-from workbench.execution.build import build_model, build_stage
-from workbench.execution.deterministic import use_deterministic_kernels
+from workbench.execution.build import build_model, build_stage, use_deterministic_kernels
 from workbench.execution.parallel import gradient_all_reduce
 from workbench.execution.trainer import Trainer
 from workbench.tensors import TensorSpec

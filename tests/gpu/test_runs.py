@@ -30,7 +30,7 @@ from workbench.execution.trainer import Trainer
 from workbench.execution.worker import cap_memory, error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan
-from workbench.planning.predicted_timeline import timeline
+from workbench.planning.prediction import timeline
 from workbench.rundir import RunDir, read_events
 from workbench.units import GIB
 

@@ -15,8 +15,7 @@ from workbench.cost import Cluster, Link
 from workbench.cost.communication import all_reduce_s
 from workbench.cost.hardware import H100
 from workbench.errors import PlanInfeasible, PlanMismatch
-from workbench.measure.calibration import FORMAT, IN_TRAINING, Calibration, cached_calibration, calibrate
-from workbench.measure.local_cluster import local_cluster
+from workbench.measure.calibration import FORMAT, IN_TRAINING, Calibration, cached_calibration, calibrate, local_cluster
 from workbench.measure.microbenchmarks import fit_link, fit_products
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for a machine without GPUs")

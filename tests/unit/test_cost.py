@@ -24,8 +24,8 @@ from workbench.cost.hardware import NODES
 from workbench.cost.memory import Activations, ParameterTable, StageState, activations, stage_state
 from workbench.cost.profile import BlockTypeCost
 from workbench.errors import CaptureError, InvalidArgument, PlanInfeasible, UnknownParameter
+from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import GEMM_SHARE, known_gpu, with_measured_rates
-from workbench.measure.local_cluster import local_cluster
 
 H200 = Cluster.of("h200", gpus=4)
 CPU = local_cluster(processes=2)

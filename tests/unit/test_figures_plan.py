@@ -20,7 +20,7 @@ from workbench.figures.prediction_view import prediction
 from workbench.figures.timeline_view import NUMBERED_LANE, timeline
 from workbench.pipeline_schedules import build_schedule
 from workbench.planning.plan import Memory
-from workbench.planning.predicted_timeline import timeline as simulated
+from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import MicroBatchTimes, simulate
 from workbench.tensors import TensorSpec
 from workbench.units import GIB

@@ -32,8 +32,8 @@ from workbench.measure.block_probes import (
     measure_blocks,
     probed_micro_batches,
 )
+from workbench.measure.calibration import local_cluster
 from workbench.measure.detection import with_measured_rates
-from workbench.measure.local_cluster import local_cluster
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, ProbeRequest
 from workbench.planning import profiling
 from workbench.planning.explanation import explain

@@ -15,7 +15,7 @@ from workbench.errors import PlanInfeasible
 from workbench.planning import stage_costs
 from workbench.planning.device_costs import RELAUNCHED
 from workbench.planning.explanation import explain
-from workbench.planning.predicted_timeline import timeline
+from workbench.planning.prediction import timeline
 from workbench.strategy import RECOMPUTE
 from workbench.units import GIB
 

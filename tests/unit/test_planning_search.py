@@ -18,8 +18,7 @@ from workbench.errors import PlanInfeasible, PlanMismatch
 from workbench.planning.checkpointing import MixedStages, UniformStages
 from workbench.planning.options import Option, options
 from workbench.planning.plan import Plan
-from workbench.planning.predicted_timeline import timeline
-from workbench.planning.prediction import bound_ms, predict
+from workbench.planning.prediction import bound_ms, predict, timeline
 from workbench.planning.request import Request
 from workbench.planning.search import Search
 from workbench.planning.stage_cuts import Cutter

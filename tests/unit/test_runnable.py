@@ -64,7 +64,7 @@ def captures(monkeypatch, tmp_path) -> list[bool]:
     modes, export = list[bool](), capturing.export
     monkeypatch.setattr(capturing, "export", lambda model, *rest: modes.append(model.training) or export(model, *rest))
     monkeypatch.setattr(launcher, "_start_supervisor", lambda *_: None)
-    monkeypatch.setattr(import_module("workbench.measure.local_cluster"), "local_cluster", lambda: CLUSTER)
+    monkeypatch.setattr(import_module("workbench.measure.calibration"), "local_cluster", lambda: CLUSTER)
     monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "runs"))
     return modes
 

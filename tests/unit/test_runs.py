@@ -18,8 +18,8 @@ from tests.unit.cost_values import layered_profile
 from workbench.cost import Cluster
 from workbench.data import data_fingerprint
 from workbench.errors import PlanInfeasible, RunFailed, RunNotFound, root_exception
+from workbench.execution.build import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.checkpoint import files
-from workbench.execution.deterministic import CUBLAS_SETTING, use_deterministic_kernels
 from workbench.execution.worker import error_message
 from workbench.experiment import Experiment
 from workbench.planning.plan import Plan

@@ -42,8 +42,7 @@ from workbench.errors import root_exception
 from workbench.execution.blocks.block_module import BlockModule, BlockProgram
 from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.labelled_head import LabelCounter
-from workbench.execution.build import prepare_compiler, runners
-from workbench.execution.deterministic import use_deterministic_kernels
+from workbench.execution.build import prepare_compiler, runners, use_deterministic_kernels
 from workbench.execution.step_timeline import Timestamp
 from workbench.measure.probe_request import MAX_BLOCKS_PER_TYPE, MICRO_BATCH, REQUEST, RESULT, ProbeRequest
 from workbench.rundir import read_json, write_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -337,3 +338,18 @@ def _with_checkpoint_inside(code: fx.GraphModule, recompute: str) -> fx.GraphMod
     inner = graph.get_attr("block")
     graph.output(graph.call_function(checkpointed_when_compiled, (recompute, inner, *inputs)))
     return fx.GraphModule({"block": code}, graph)
+
+
+CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Environment variable that makes matrix products on several streams deterministic. cuBLAS reads it once, with its
+first handle."""
+NO_DETERMINISTIC_KERNEL = "does not have a deterministic implementation"
+"""Phrase by which torch's error is recognised."""
+
+
+def use_deterministic_kernels() -> None:
+    """Use deterministic kernels from now on; call this before the first matrix product of the process."""
+    os.environ.setdefault(*CUBLAS_SETTING)
+    torch.use_deterministic_algorithms(True)
+    # By default torch would now fill every new tensor, in case it is read before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

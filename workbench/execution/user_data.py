@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -56,4 +55,3 @@ def _fingerprint(experiment: Experiment) -> str | None:
     """Return the fingerprint of the data, or None if two readings differ."""
     first, second = (data_fingerprint(experiment) for _ in range(2))
     return first if first == second else None
-

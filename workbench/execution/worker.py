@@ -35,17 +35,18 @@ from workbench.execution.blocks.context import StepContext
 from workbench.execution.blocks.cuda_graphs import NCCL_SETTING
 from workbench.execution.blocks.labelled_head import LabelCounts
 from workbench.execution.build import (
+    NO_DETERMINISTIC_KERNEL,
     block_sparse_parameters,
     build_lock,
     build_model,
     build_stage,
     evaluation_programs,
     prepare_compiler,
+    use_deterministic_kernels,
 )
 from workbench.execution.checkpoint.files import requested_checkpoint, step_of
 from workbench.execution.checkpoint.model_export import describe_model
 from workbench.execution.checkpoint.save_load import CheckpointExtras, CheckpointStore, SaveResult, TrainingProgress
-from workbench.execution.deterministic import NO_DETERMINISTIC_KERNEL, use_deterministic_kernels
 from workbench.execution.evaluate import EvaluationLog, Evaluator
 from workbench.execution.feeding import Feed, feed, own_batches
 from workbench.execution.heartbeat import Heartbeat

@@ -20,7 +20,7 @@ from workbench.figures.timeline_view import (
 )
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
-from workbench.planning.predicted_timeline import timeline as simulated
+from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import TimedAction, Timeline, most_in_flight
 
 GAP_PX = 56

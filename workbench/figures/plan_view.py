@@ -22,7 +22,7 @@ from workbench.figures.partition_view import (
 from workbench.figures.timeline_view import TIMELINE_LEGEND, add_timeline, timeline_height
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan, Stage
-from workbench.planning.predicted_timeline import timeline as simulated
+from workbench.planning.prediction import timeline as simulated
 from workbench.units import count, duration, gib
 
 GAP_PX = 118

@@ -15,7 +15,7 @@ from workbench.figures.figure import Figure, subplots
 from workbench.figures.partition_view import rank_name, stages_held
 from workbench.figures.timeline_view import Lanes, add_stacked_timelines, describe, timeline_height
 from workbench.planning.plan import Plan
-from workbench.planning.predicted_timeline import timeline as simulated
+from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import Timeline
 from workbench.units import GIB, count
 

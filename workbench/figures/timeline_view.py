@@ -13,7 +13,7 @@ from workbench.figures import theme
 from workbench.figures.figure import Figure
 from workbench.pipeline_schedules import SCHEDULES
 from workbench.planning.plan import Plan
-from workbench.planning.predicted_timeline import timeline as simulated
+from workbench.planning.prediction import timeline as simulated
 from workbench.planning.simulation import TimedAction, Timeline
 from workbench.units import duration
 

@@ -2,4 +2,4 @@
 
 from .calibration import Calibration as Calibration
 from .calibration import calibrate as calibrate
-from .local_cluster import local_cluster as local_cluster
+from .calibration import local_cluster as local_cluster

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from workbench.cost import Cluster, Device, Profile
 from workbench.cost.correction import BlockMeasurement

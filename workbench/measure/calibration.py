@@ -24,7 +24,7 @@ from pydantic import ValidationError as Refusal
 
 from workbench.arguments import checked_arguments
 from workbench.cost.cluster import Cluster
-from workbench.cost.device import CALIBRATED, Link
+from workbench.cost.device import CALIBRATED, FITTED, Link
 from workbench.errors import PlanMismatch
 from workbench.home import cache_home
 from workbench.machine import available_cores, cpu_model
@@ -275,3 +275,15 @@ def _measured() -> Calibration:
         beside=1.0 if together is None else together.beside,
         circumstances=watch.facts(),
     )
+
+
+@checked_arguments
+def local_cluster(processes: int | None = None) -> Cluster:
+    """Return this machine as a `Cluster`: its CUDA GPUs or, without any, `processes` (2) CPU processes.
+
+    What `wb.measure.calibrate` measured on this machine is applied, unless the device's constants were fitted to whole
+    training steps. Raises `PlanInfeasible` if `processes` exceeds the number of GPUs.
+    """
+    cluster = detected_cluster(processes)
+    calibration = None if cluster.device.basis == FITTED else cached_calibration()
+    return cluster if calibration is None else calibration.applied_to(cluster)

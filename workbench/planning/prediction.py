@@ -1,16 +1,18 @@
-"""The predicted step of one cut of one option, and what its times are based on."""
+"""The predicted step of one cut of one option, what its times are based on, and the timeline of a finished plan."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from workbench.cost.communication import point_to_point_s
 from workbench.cost.device import CALIBRATED, DATA_SHEET, FITTED, TIMED, Device
 from workbench.cost.profile import Profile
+from workbench.pipeline_schedules import build_schedule
 from workbench.planning.device_costs import Array
-from workbench.planning.plan import Prediction
+from workbench.planning.plan import Plan, Prediction
 from workbench.planning.request import Request
-from workbench.planning.simulation import MicroBatchTimes, step_ms
-from workbench.planning.stage_costs import StageTimes, StrategyCosts
+from workbench.planning.simulation import MicroBatchTimes, Timeline, simulate, step_ms
+from workbench.planning.stage_costs import StageTimes, StrategyCosts, boundary_link
 from workbench.planning.stage_cuts import Cut
 from workbench.strategy import Strategy
 
@@ -98,3 +100,16 @@ def basis_of_times(profile: Profile, device: Device) -> str:
         DATA_SHEET: f"Times come from the data sheet of {device.name} and the efficiency of other GPUs; nothing was "
         f"measured: enough to rank plans. {BLOCKS_FIRST}",
     }[device.basis]
+
+
+def timeline(plan: Plan) -> Timeline:
+    """Return start and end of every forward and backward of one step, from the times of the plan's own stages."""
+    sends = []
+    for stage in plan.stages:
+        here, there = stage.index % plan.pipeline, (stage.index + 1) % plan.pipeline
+        link = boundary_link(plan.cluster, plan.data * plan.tensor, here, there)
+        is_sent = here != there and stage.send_bytes
+        sends.append(1e3 * point_to_point_s(stage.send_bytes, link) if is_sent else 0.0)
+    forward, backward = zip(*((stage.forward_ms, stage.backward_ms) for stage in plan.stages), strict=True)
+    schedule = build_schedule(plan.schedule, plan.pipeline, plan.num_microbatches, plan.chunks)
+    return simulate(schedule, MicroBatchTimes(forward, backward, sends), queued=plan.interleaves)

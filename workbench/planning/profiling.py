@@ -63,8 +63,8 @@ def profile_and_cluster(experiment: Experiment, cluster: Cluster | None) -> tupl
         has_nvidia_gpus,
         measure_blocks,
     )
+    from workbench.measure.calibration import local_cluster
     from workbench.measure.detection import local_gpu
-    from workbench.measure.local_cluster import local_cluster
 
     experiment.data.check(experiment)
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from workbench.cost.cluster import Cluster
 from workbench.cost.profile import Profile
 from workbench.errors import InvalidExperiment, PlanInfeasible
 from workbench.experiment import Experiment
-from workbench.measure.local_cluster import local_cluster
+from workbench.measure.calibration import local_cluster
 from workbench.planning.plan import Plan
 from workbench.planning.planner import plan_profiled
 from workbench.planning.profiling import profile
