@@ -101,20 +101,17 @@ class StepLog:
             )
             log_event(self._events, "step", **logged_columns(finished))
         if experiment.numerics.stop_on_non_finite and not is_finite:
-            raise _non_finite(done, loss, squared_norm**0.5)
+            grad_norm = squared_norm**0.5
+            raise NonFiniteLoss(
+                f"Step {done:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. "
+                "Checkpoints of earlier steps are kept. Train with a lower learning rate or a longer warm-up: "
+                "run.clone(learning_rate=..., warmup_steps=...). stop_on_non_finite=False trains on after such a step.",
+                step=done,
+                loss=loss,
+                grad_norm=grad_norm,
+            )
         return bool(stops > 0)
 
     def restart_clock(self) -> None:
         """Leave the time since the last step, such as the pause for a checkpoint, out of the next step's time."""
         self._previous_end = Timestamp.now(self._device)
-
-
-def _non_finite(step: int, loss: float, grad_norm: float) -> NonFiniteLoss:
-    return NonFiniteLoss(
-        f"Step {step:,} has loss {loss:g} and gradient norm {grad_norm:g}, so training has diverged. Checkpoints of "
-        "earlier steps are kept. Train with a lower learning rate or a longer warm-up: "
-        "run.clone(learning_rate=..., warmup_steps=...). stop_on_non_finite=False trains on after such a step.",
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-    )

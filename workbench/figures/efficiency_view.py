@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,10 +52,18 @@ def scaling_efficiency(points: Sequence[Plan | MeasuredCell]) -> Figure:
     heights = [device_ms_per_token(plan, plan.prediction.step_ms) / base for plan in plans]
     marks, states = _measured(points), [getattr(point, "state", "") for point in points]
     failed = [at for at, state in enumerate(states) if state == "failed"]
-    if marks:
-        figure.add_trace(_diamonds(points, places, marks))
-    if failed:
-        figure.add_trace(_crosses(points, places, failed, heights))
+    steps = {at: point.step_ms or 0.0 for at, point in enumerate(points) if isinstance(point, MeasuredCell)}
+    told = {at: f"measured {duration(steps[at] / 1e3)} a step, efficiency {1 / h:.0%}" for at, h in marks.items()}
+    reasons = {at: theme.text(getattr(points[at], "reason", "")) for at in failed}
+    diamond = {"symbol": "diamond", "size": 10, "color": theme.INK}
+    cross = {"symbol": "x", "size": 11, "color": theme.ALERT}
+    for name, marker, height_of, texts in (
+        ("measured", diamond, marks, told),
+        ("failed", cross, dict(enumerate(heights)), reasons),
+    ):
+        if texts:
+            x, y = [places[at] for at in texts], [height_of[at] for at in texts]
+            figure.add_trace(theme.marks(x, y, name, marker, list(texts.values())))
     top = 1.15 * max([*heights, *marks.values(), 1.0])
     for at, height in enumerate(heights):
         figure.add_annotation(_written(1 / height, places[at], 0.0))
@@ -139,36 +147,6 @@ def _measured(points: Sequence[Plan | MeasuredCell]) -> dict[int, float]:
         if isinstance(point, MeasuredCell) and point.step_ms is not None
     }
     return {at: value / known[0] for at, value in known.items()} if 0 in known else {}
-
-
-def _diamonds(points: Sequence[Plan | MeasuredCell], places: Sequence[float], marks: Mapping[int, float]) -> go.Scatter:
-    steps = {at: point.step_ms for at, point in enumerate(points) if isinstance(point, MeasuredCell)}
-    return go.Scatter(
-        x=[places[at] for at in marks],
-        y=list(marks.values()),
-        mode="markers",
-        name="measured",
-        marker={"symbol": "diamond", "size": 10, "color": theme.INK},
-        text=[
-            f"measured {duration((steps[at] or 0.0) / 1e3)} a step, efficiency {1 / height:.0%}"
-            for at, height in marks.items()
-        ],
-        hovertemplate="%{text}<extra></extra>",
-    )
-
-
-def _crosses(
-    points: Sequence[Plan | MeasuredCell], places: Sequence[float], failed: Sequence[int], heights: Sequence[float]
-) -> go.Scatter:
-    return go.Scatter(
-        x=[places[at] for at in failed],
-        y=[heights[at] for at in failed],
-        mode="markers",
-        name="failed",
-        marker={"symbol": "x", "size": 11, "color": theme.ALERT},
-        text=[theme.text(getattr(points[at], "reason", "")) for at in failed],
-        hovertemplate="%{text}<extra></extra>",
-    )
 
 
 def _label(plan: Plan) -> str:

@@ -62,21 +62,14 @@ def frontier(plans: Plans | Grid | MeasuredGrid) -> Figure:
     for index, (_, name) in enumerate(shardings):
         color = theme.series_color(index)
         own = [point for point in points if point.sharding == name]
-        figure.add_scatter(
-            x=[point.peak_bytes / GIB for point in own],
-            y=[point.step_ms / 1e3 for point in own],
-            mode="markers",
-            name=name,
-            showlegend=False,
-            marker={
-                "color": [theme.pale(color) if point.plan.offload_optimizer else color for point in own],
-                "symbol": [SYMBOLS[point.plan.recompute] for point in own],
-                "size": 11,
-                "line": {"color": color, "width": 1.5},
-            },
-            text=[point.words for point in own],
-            hovertemplate="%{text}<extra></extra>",
-        )
+        marker = {
+            "color": [theme.pale(color) if point.plan.offload_optimizer else color for point in own],
+            "symbol": [SYMBOLS[point.plan.recompute] for point in own],
+            "size": 11,
+            "line": {"color": color, "width": 1.5},
+        }
+        x, y = [point.peak_bytes / GIB for point in own], [point.step_ms / 1e3 for point in own]
+        figure.add_trace(theme.marks(x, y, name, marker, [point.words for point in own], showlegend=False))
         figure.add_trace(_explained(name, color, color, "circle"))
     if any(point.plan.offload_optimizer for point in points):
         figure.add_trace(_explained("optimiser on the host", theme.pale(theme.MUTED), theme.MUTED, "circle"))
@@ -129,4 +122,4 @@ def _arguments(choices: Mapping[str, Any]) -> str:
 def _explained(name: str, color: str, edge: str, symbol: str) -> go.Scatter:
     """Return a trace that stands in the legend only."""
     marker = {"color": color, "symbol": symbol, "size": 10, "line": {"color": edge, "width": 1.5}}
-    return go.Scatter(x=[None], y=[None], mode="markers", name=name, marker=marker, hoverinfo="skip")
+    return theme.marks([None], [None], name, marker)

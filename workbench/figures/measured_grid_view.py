@@ -50,26 +50,14 @@ def predictions(measured: MeasuredGrid) -> Figure:
 def _marks(
     cells: tuple[MeasuredCell, ...] | list[MeasuredCell], at: list[float], name: str, color: str, symbol: str
 ) -> go.Scatter:
-    return go.Scatter(
-        x=[cell.predicted_ms for cell in cells],
-        y=at,
-        mode="markers",
-        name=name,
-        marker={"color": color, "symbol": symbol, "size": 9},
-        text=[theme.text(_words(cell)) for cell in cells],
-        hovertemplate="%{text}<extra></extra>",
-    )
+    marker = {"color": color, "symbol": symbol, "size": 9}
+    words = [theme.text(_words(cell)) for cell in cells]
+    return theme.marks([cell.predicted_ms for cell in cells], at, name, marker, words)
 
 
 def _ring(cell: MeasuredCell, name: str, color: str, size: int) -> go.Scatter:
-    return go.Scatter(
-        x=[cell.predicted_ms],
-        y=[cell.step_ms],
-        mode="markers",
-        name=name,
-        marker={"color": color, "symbol": "circle-open", "size": size, "line": {"width": 2}},
-        hoverinfo="skip",
-    )
+    marker = {"color": color, "symbol": "circle-open", "size": size, "line": {"width": 2}}
+    return theme.marks([cell.predicted_ms], [cell.step_ms], name, marker)
 
 
 def _words(cell: MeasuredCell) -> str:

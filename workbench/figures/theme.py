@@ -170,6 +170,12 @@ def band(x: Any, low: Any, high: Any, color: str, **fields: Any) -> go.Scatter:
     return go.Scatter(**around, mode="lines", fill="toself", fillcolor=fill, **quiet, **fields)
 
 
+def marks(x: Any, y: Any, name: str, marker: dict[str, Any], words: Any = None, **fields: Any) -> go.Scatter:
+    """Return marks with words under the mouse; without words the mouse finds nothing."""
+    hover = {"hoverinfo": "skip"} if words is None else {"text": words, "hovertemplate": "%{text}<extra></extra>"}
+    return go.Scatter(x=x, y=y, mode="markers", name=name, marker=marker, **hover, **fields)
+
+
 def series_dash(index: int) -> str:
     """Return the line style of this index: another for each eight series, so that no two share colour and style."""
     return DASHES[index // len(PALETTE) % len(DASHES)]

@@ -212,7 +212,11 @@ class CheckpointStore:
                 f"{self._trainer.plan.signature}). Resume with the experiment that wrote it.",
                 path=str(path),
             )
-        self._verify(path, manifest["files"])
+        digests, rank, world = manifest["files"], dist.get_rank(), dist.get_world_size()
+        mine = {name: digests[name] for name in sorted(digests)[rank::world]}  # each rank reads some of the files
+        for problem in self._together(lambda: files.find_damage(path, mine)):
+            if problem is not None:
+                raise files.DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
         stored = GuardedReader(path).read_metadata().state_dict_metadata  # raises before anything is changed
         self._check_patterns(path, stored)
         create_state(self._trainer.optimizer)
@@ -257,14 +261,6 @@ class CheckpointStore:
             path=str(path),
             reasons=tuple(reasons),
         )
-
-    def _verify(self, path: Path, digests: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise `DamagedCheckpoint` if a file is damaged. Each rank reads some of the files."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        mine = {name: digests[name] for name in sorted(digests)[rank::world]}
-        for problem in self._together(lambda: files.find_damage(path, mine)):
-            if problem is not None:
-                raise files.DamagedCheckpoint(f"The checkpoint {path.name} is damaged: {problem}", path=str(path))
 
     def _check_patterns(self, path: Path, stored: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless a sparse training finds patterns of its own blocks in a checkpoint."""
