@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -91,7 +92,7 @@ def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Sc
             x=[x[-1]],
             y=[item.value[-1]],
             marker={"size": 7, "color": color},
-            error_y={"type": "data", "array": [item.margin], "color": color, "thickness": 2, "width": 6},
+            error_y=_bar(color, item.margin),
             hovertemplate=f"seeds alone part two runs by up to {item.margin:.2g} ({CONFIDENCE:.0%})",
             meta="scatter",
             **shared,
@@ -104,20 +105,18 @@ def _difference_traces(item: Difference, index: int, scale: float) -> list[go.Sc
         x=[at.value / scale],
         y=[0.0],
         marker={"symbol": "diamond", "size": 10, "color": color, "line": {"color": "white", "width": 1}},
-        error_x={
-            "type": "data",
-            "symmetric": False,
-            "array": [max(0.0, at.high - at.value) / scale],
-            "arrayminus": [max(0.0, at.value - at.low) / scale],
-            "color": color,
-            "thickness": 2,
-            "width": 6,
-        },
+        error_x=_bar(color, max(0.0, at.high - at.value) / scale, max(0.0, at.value - at.low) / scale),
         hovertemplate=f"they last cross here ({CONFIDENCE:.0%}: {at.low / scale:.4g} to {at.high / scale:.4g})",
         meta="crossover",
         **shared,
     )
     return [*traces, crossing]
+
+
+def _bar(color: str, up: float, down: float | None = None) -> dict[str, Any]:
+    """Return an error bar, which reaches as far down as up by default."""
+    sides = {} if down is None else {"symmetric": False, "arrayminus": [down]}
+    return {"type": "data", "array": [up], "color": color, "thickness": 2, "width": 6, **sides}
 
 
 def _settled_range(items: Sequence[Difference]) -> list[float]:
@@ -145,17 +144,10 @@ def seed_differences(contrast: SeedContrast) -> Figure:
         name = f"equal {X_AXES[axis].label}"
         names = [theme.text(theme.short(item.names[0])) for item in items]
         for item, label, shade in zip(items, names, colors, strict=True):
-            bar = {
-                "type": "data",
-                "array": [item.margin if item.scatter else 0.0],
-                "color": shade,
-                "thickness": 2,
-                "width": 6,
-            }
             figure.add_scatter(
                 x=[item.value],
                 y=[[label], [name]],
-                error_x=bar,
+                error_x=_bar(shade, item.margin if item.scatter else 0.0),
                 mode="markers",
                 marker={"color": shade, "size": 9},
                 hovertemplate=f"{theme.text(item.describe())}<extra></extra>",

@@ -77,25 +77,14 @@ def draw_heat_map(sweep: Sweep, rows: Sequence[Row], x: str, y: str | None) -> F
         line, column = 0 if y is None else lines.index(str(row.values[y])), columns.index(str(row.values[x]))
         if not words[line][column]:
             words[line][column] = theme.text(", ".join(state for state in ENDED_EARLY if state in row.states))
-    figure = Figure(
-        go.Heatmap(
-            x=columns,
-            y=lines,
-            z=grid,
-            text=words,
-            texttemplate="%{text}",
-            colorscale="Viridis",
-            reversescale=True,  # the lowest is the best, and yellow as in a grid of plans
-            xgap=2,
-            ygap=2,
-            colorbar={"title": {"text": "objective"}},
-            hovertemplate=f"{theme.text(x)} %{{x}}<br>{theme.text(y or '')} %{{y}}<br>%{{text}}<extra></extra>",
-        )
-    )
-    figure.update_xaxes(type="category", title_text=theme.text(x), showgrid=False)
-    figure.update_yaxes(type="category", title_text=theme.text(y or ""), showgrid=False)
+    hover = f"{theme.text(x)} %{{x}}<br>{theme.text(y or '')} %{{y}}<br>%{{text}}<extra></extra>"
+    bar = {"title": {"text": "objective"}}
+    # The lowest is the best, and yellow as in a grid of plans.
+    figure = _colored(columns, lines, words, z=grid, reversescale=True, colorbar=bar, hovertemplate=hover)
+    figure.update_xaxes(title_text=theme.text(x))
+    figure.update_yaxes(title_text=theme.text(y or ""))
     main = theme.title(theme.text(sweep.name), theme.text(f"{sweep.objective}, mean over the seeds"))
-    figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main, plot_bgcolor=theme.EMPTY_CELL)
+    figure.laid_out(height=200 + 60 * max(3, len(lines)), title=main)
     return figure
 
 
@@ -196,33 +185,37 @@ def draw_grid(grid: Grid, x: str) -> Figure:
     rows = list(itertools.product(*(grid.axes[name] for name in others)))
     cells = _table(grid, others, rows, x)
     best = grid.best.step_ms if grid.feasible else np.inf
-    heat = go.Heatmap(
-        x=[str(value) for value in grid.axes[x]],
-        y=[theme.text(" · ".join(f"{n} {v}" for n, v in zip(short, row, strict=True))) for row in rows],
+    figure = _colored(
+        [str(value) for value in grid.axes[x]],
+        [theme.text(" · ".join(f"{n} {v}" for n, v in zip(short, row, strict=True))) for row in rows],
+        [[_text(cell) for cell in line] for line in cells],
         z=[[best / cell.step_ms if cell.plan is not None else np.nan for cell in line] for line in cells],
         zmin=0,
         zmax=1,
-        text=[[_text(cell) for cell in line] for line in cells],
         customdata=[[theme.text(_hover(cell)) for cell in line] for line in cells],
-        texttemplate="%{text}",
         hovertemplate="%{customdata}<extra></extra>",
-        colorscale="Viridis",
-        xgap=2,
-        ygap=2,
         colorbar={"title": {"text": "speed"}, "tickformat": ".0%"},
     )
-    figure = Figure(heat)
     marked = ((grid.best, theme.INK), (grid.worst, theme.ALERT)) if grid.feasible else ()
     for cell, color in marked:
         row, column = _place(cells, cell)
         corners = {"x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5}
         figure.add_shape(type="rect", line={"color": color, "width": 4}, **corners)
-    figure.update_xaxes(type="category", title_text=theme.text(x), showgrid=False)
-    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    figure.update_xaxes(title_text=theme.text(x))
+    figure.update_yaxes(autorange="reversed")
     subtitle = "<br>".join(theme.text(line) for line in grid.sentences()[:3])
     title = theme.title(theme.text(grid.headline()), subtitle)
     height = ROOM_PX + ROW_PX * max(3, len(rows))
-    return figure.laid_out(height=height, title=title, margin={"t": 120}, plot_bgcolor=theme.EMPTY_CELL)
+    return figure.laid_out(height=height, title=title, margin={"t": 120})
+
+
+def _colored(x: list[str], y: list[str], words: list[list[str]], **fields: Any) -> Figure:
+    """Return a heat map over words along both axes, with words in its cells; one without a value is grey."""
+    look = {"texttemplate": "%{text}", "colorscale": "Viridis", "xgap": 2, "ygap": 2}
+    figure = Figure(go.Heatmap(x=x, y=y, text=words, **look, **fields))
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(type="category", showgrid=False)
+    return figure.laid_out(plot_bgcolor=theme.EMPTY_CELL)
 
 
 def _table(grid: Grid, others: Sequence[str], rows: Sequence[Sequence[Any]], x: str) -> list[list[Cell]]:
