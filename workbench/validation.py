@@ -130,10 +130,13 @@ WRITTEN = PlainSerializer(lambda value: value.to_json() if hasattr(value, "to_js
 
 
 @dataclass_transform(frozen_default=True)
-def checked_value(elsewhere: Callable[[str], str | None] = lambda _: None) -> Callable[[type[T]], type[T]]:
+def checked_value(
+    elsewhere: Callable[[str], str | None] = lambda _: None, error_type: type[WorkbenchError] = InvalidExperiment
+) -> Callable[[type[T]], type[T]]:
     """Return the decorator of a frozen dataclass whose fields are checked, and whose errors are sentences.
 
     `elsewhere` says where a parameter belongs that the class does not have, or returns None for one that nobody has.
+    `error_type` is that of the errors of wrong values.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -145,7 +148,7 @@ def checked_value(elsewhere: Callable[[str], str | None] = lambda _: None) -> Ca
             try:
                 unchecked(self, *args, **kwargs)
             except Refusal as error:
-                raise _in_words(error, made, elsewhere) from None
+                raise _in_words(error, made, elsewhere, error_type) from None
 
         made.__init__ = init  # type: ignore[method-assign]
         made.__repr__ = _repr  # type: ignore[method-assign]
@@ -167,7 +170,9 @@ def _repr(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def _in_words(error: Refusal, cls: Any, elsewhere: Callable[[str], str | None]) -> WorkbenchError:
+def _in_words(
+    error: Refusal, cls: Any, elsewhere: Callable[[str], str | None], error_type: type[WorkbenchError]
+) -> WorkbenchError:
     """Return the first problem as a sentence; a parameter that there is not comes before wrong values."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "unexpected_keyword_argument")
     kind, where, value = problems[0]["type"], problems[0]["loc"], problems[0]["input"]
@@ -185,10 +190,10 @@ def _in_words(error: Refusal, cls: Any, elsewhere: Callable[[str], str | None]) 
         hint = elsewhere(name) or suggestion(name, [field.name for field in fields(cls)])
         return UnknownParameter(f"{cls.__name__} has no parameter {name!r}. {hint}", parameter=name)
     if kind == "missing" and not isinstance(where[-1], int):
-        return InvalidExperiment(f"{'.'.join([cls.__name__, *path])} is missing. Give {name}=….", parameter=name)
+        return error_type(f"{'.'.join([cls.__name__, *path])} is missing. Give {name}=….", parameter=name)
     said = (
         problems[0]["msg"]
         if kind == "refused"
         else WORDS.get(kind, "").format(**facts, name=name) or f"{problems[0]['msg']}."
     )
-    return InvalidExperiment(f"{'.'.join([cls.__name__, *path])}={value!r} {said}", parameter=name, value=value)
+    return error_type(f"{'.'.join([cls.__name__, *path])}={value!r} {said}", parameter=name, value=value)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PlainValidator
 
 from workbench.data import _text
 from workbench.data._source import DataSource, Prepared, SampleRequest
-from workbench.errors import DataError, suggestion
+from workbench.errors import DataError
 from workbench.tensors import TensorSpec
+from workbench.validation import Positive, Text, TrueOrFalse, Whole, checked_value, known
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,49 +36,23 @@ CHECKED_WHOLE_BYTES = 1 << 20
 """Size up to which a text is tokenised when an experiment is checked, so that the check sees exact numbers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_value(error_type=DataError)
 class TextData(DataSource):
     """Everything that packaged, local and hub text share, which is all but the origin of the text."""
 
-    vocab_size: int = 30522
+    _: KW_ONLY
+    vocab_size: Annotated[Whole, Field(ge=SMALLEST_VOCABULARY["wordpiece"], le=LARGEST_VOCABULARY)] = 30522
     """Upper limit of the vocabulary; a small text does not reach it."""
-    objective: str | None = None
+    objective: Annotated[str, PlainValidator(known(TOKENIZER_OF_OBJECTIVE))] | None = None
     """`mlm`, `mlm_nsp` or `clm`; `None` takes the model's objective."""
-    masked_share: float = 0.15
+    masked_share: Annotated[Positive, Field(le=LARGEST_MASKED_SHARE)] = 0.15
     """Fraction of the positions of a training sample that a masked model predicts; evaluations keep BERT's 0.15."""
-    tokenizer_file: str | None = None
+    tokenizer_file: Text | None = None
     """Absolute path of a byte-level BPE; None trains a vocabulary on the text."""
-    streaming: bool = False
+    streaming: TrueOrFalse = False
     """Tokenise while training, in the order of the text."""
-    shuffle_buffer: int | None = None
+    shuffle_buffer: Annotated[Whole, Field(ge=1, le=LARGEST_BUFFER)] | None = None
     """Consecutive samples that are shuffled at a time; None for all of a stored text, or 4,096 of a streamed one."""
-
-    def __post_init__(self) -> None:
-        least = SMALLEST_VOCABULARY["wordpiece"]
-        if not least <= self.vocab_size <= LARGEST_VOCABULARY:
-            why = "leaves no room for words" if self.vocab_size < least else "is more than any text has"
-            raise DataError(
-                f"vocab_size={self.vocab_size} {why}. Give {least} to {LARGEST_VOCABULARY:,}.",
-                vocab_size=self.vocab_size,
-            )
-        if not 0 < self.masked_share <= LARGEST_MASKED_SHARE:
-            raise DataError(
-                f"masked_share={self.masked_share!r} lies outside 0 to {LARGEST_MASKED_SHARE}. Give 0.15, as BERT has, "
-                "or 0.3 to train on more tokens of each sample.",
-                masked_share=self.masked_share,
-            )
-        if self.shuffle_buffer is not None and not 1 <= self.shuffle_buffer <= LARGEST_BUFFER:
-            raise DataError(
-                f"shuffle_buffer={self.shuffle_buffer} lies outside 1 to {LARGEST_BUFFER:,} samples. Give 1 to read "
-                "the text in its own order, or some thousands.",
-                shuffle_buffer=self.shuffle_buffer,
-            )
-        if self.objective is not None and self.objective not in TOKENIZER_OF_OBJECTIVE:
-            raise DataError(
-                f"Text cannot be prepared for objective={self.objective!r}. "
-                f"{suggestion(str(self.objective), TOKENIZER_OF_OBJECTIVE)}",
-                objective=self.objective,
-            )
 
     @abstractmethod
     def _source(self) -> _text.TextSource:
@@ -187,11 +164,12 @@ def check_sizes(data: TextData, request: SampleRequest) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_value(error_type=DataError)
 class Corpus(TextData):
     """Packaged or local text."""
 
-    path: str
+    _: KW_ONLY
+    path: Text
     """`demo`, or the absolute path of a text file or of a folder of text files."""
 
     @property

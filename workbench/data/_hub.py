@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,20 @@ from workbench.data._corpora import TextData, check_sizes
 from workbench.data._source import SampleRequest
 from workbench.data._text import Rows
 from workbench.errors import DataError
+from workbench.validation import Line, checked_value
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_value(error_type=DataError)
 class HubText(TextData):
     """The text column of a Hugging Face dataset, each row one document."""
 
-    repository: str
-    config: str | None = None
-    split: str = "train"
-    text_column: str = "text"
-    revision: str | None = None
+    _: KW_ONLY
+    repository: Line
+    config: Line | None = None
+    split: Line = "train"
+    text_column: Line = "text"
+    revision: Line | None = None
     """Commit or tag of the dataset. Pin it if the text may change under its name."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in ("repository", "split", "text_column", "config", "revision"):
-            if getattr(self, field) == "":
-                raise DataError(f"{field}='' names nothing. Give a name, or leave {field} out.", parameter=field)
 
     @property
     def name(self) -> str:
