@@ -151,7 +151,8 @@ def checked_value(
                 raise _in_words(error, made, elsewhere, error_type) from None
 
         made.__init__ = init  # type: ignore[method-assign]
-        made.__repr__ = _repr  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):
+            made.__repr__ = _repr  # type: ignore[method-assign]
         return cast(type[T], made)
 
     return decorate

@@ -87,7 +87,7 @@ def test_an_unknown_device_name_is_refused_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("gpus", [0, -1])
 def test_a_cluster_needs_a_device(gpus: int) -> None:
-    with pytest.raises(PlanInfeasible, match="cannot train anything"):
+    with pytest.raises(PlanInfeasible, match=rf"Cluster\.gpus={gpus} must be 1 or more"):
         Cluster.of("h200", gpus=gpus)
 
 
@@ -113,7 +113,7 @@ def test_a_devices_share_of_its_host_is_known_and_stored() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "4", True, None])
 def test_a_number_of_devices_that_is_not_whole_is_refused(wrong: Any) -> None:
-    with pytest.raises(PlanInfeasible, match="cannot train anything"):
+    with pytest.raises(PlanInfeasible, match=r"Cluster\.gpus=.* (must be 1 or more|is not a whole number)"):
         Cluster.of("h200", gpus=wrong)
     if wrong is not None:
         with pytest.raises((PlanInfeasible, InvalidArgument), match=r"cannot train anything|Give a whole number"):

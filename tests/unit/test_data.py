@@ -621,5 +621,5 @@ def test_a_larger_masked_share_hides_more_in_training_and_the_same_in_evaluation
         assert (held_out != -100).sum(dim=1).tolist() == [10, 10]
     assert data.from_json(json.loads(json.dumps(more.to_json()))) == more
     for wrong in (0, 0.9, -0.1):
-        with pytest.raises(DataError, match=f"masked_share={wrong} lies outside 0 to 0.8"):
+        with pytest.raises(DataError, match=f"masked_share={wrong} must be "):
             data.corpus("demo", masked_share=wrong)

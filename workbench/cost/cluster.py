@@ -9,25 +9,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field
 
 from workbench.cost.device import Device, Link
 from workbench.cost.hardware import NODES
 from workbench.errors import PlanInfeasible, UnknownParameter, suggestion
 from workbench.tables import facts_html
 from workbench.units import gib, is_count, plain
+from workbench.validation import Whole, checked_value
 
 MOST_DEVICES = 2**17
 """Largest number of devices in a cluster; the search for plans answers in seconds up to there."""
+Devices = Annotated[Whole, Field(ge=1, le=MOST_DEVICES)]
 HOST_SHARE = 0.8
 """Share of a host's memory that optimiser state may fill; interpreters, data and the system need the rest."""
 
 
-@dataclass(frozen=True)
+@checked_value(error_type=PlanInfeasible)
 class Cluster:
     """Equal devices in nodes: `intra` joins the devices of one node, `inter` joins nodes (per device).
 
@@ -35,29 +37,13 @@ class Cluster:
     """
 
     device: Device
-    gpus: int
+    gpus: Devices
     """Number of devices; of processes, where the device is a CPU."""
-    gpus_per_node: int
+    gpus_per_node: Devices
     intra: Link
     inter: Link
     host_bytes: int | None = None
     """Bytes of a node's host memory per device; None if unknown, and then not checked."""
-
-    def __post_init__(self) -> None:
-        for name, word in (("gpus", "devices"), ("gpus_per_node", "devices per node")):
-            value = plain(getattr(self, name))
-            object.__setattr__(self, name, value)
-            if not is_count(value):
-                raise PlanInfeasible(
-                    f"A cluster of {value!r} {word} cannot train anything. Give it at least one, "
-                    f'as in Cluster.of("h200", gpus=4), or use local_cluster() for this machine.',
-                    gpus=value,
-                )
-            if value > MOST_DEVICES:
-                raise PlanInfeasible(
-                    f"A cluster of {value:,} {word} is larger than any. Give at most {MOST_DEVICES:,}.",
-                    gpus=value,
-                )
 
     @property
     def host_offered_bytes(self) -> float:
@@ -124,8 +110,7 @@ class Cluster:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Cluster:
-        """Return the cluster of its JSON; raises `ValueError` for anything else."""
-        return TypeAdapter(Cluster).validate_python(dict(value))
+        return Cluster(**value)
 
     @staticmethod
     def of(name: str, gpus: int = 8, nodes: int | None = None) -> Cluster:
